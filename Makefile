@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine with Python >= 3.11 and a C++ compiler:
+#   make demo   train a small model with and without the fused kernels, side by side
+#   make test   run the tests
+# Both begin with `make setup`, which builds .venv. All targets are safe to repeat.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+TEXT ?=
+ARGS ?=
+
+.PHONY: demo test lint setup bench gpu-check clean
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(PY) examples/train.py $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+
+test: setup
+	$(PY) -m pytest tests $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: setup
+	$(PY) -m pytest benchmarks --benchmark-only $(ARGS)
+
+setup: $(VENV)/.built
+
+$(VENV)/.dependencies: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "foundry_kernels needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools wheel ninja
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt numpy pytest pytest-benchmark expecttest hypothesis matplotlib tqdm ruff mypy $(if $(filter Linux,$(shell uname -s)),triton)
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.dependencies setup.py $(shell find csrc -type f)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	$(PY) -m foundry_kernels
+	@touch $@
+
+# In the Python at hand, which must have torch, and without a network.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check
+
+clean:
+	rm -rf $(VENV) build *.egg-info foundry_kernels/*.so

@@ -1,0 +1,1 @@
+"""Speed and memory of every operation beside its peers: `pytest benchmarks --benchmark-only`."""

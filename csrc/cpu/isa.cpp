@@ -1,0 +1,45 @@
+#include "isa.h"
+
+#include <atomic>
+
+namespace foundry {
+
+bool isa_usable(Isa isa) {
+  switch (isa) {
+    case Isa::baseline: return true;
+    FK_IF_AVX2(case Isa::avx2
+               : return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");)
+    FK_IF_AVX512(case Isa::avx512
+                 : return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");)
+    FK_IF_AVX512_BF16(case Isa::avx512_bf16
+                      : return isa_usable(Isa::avx512) && __builtin_cpu_supports("avx512bf16");)
+    default: return false;
+  }
+}
+
+static std::atomic<Isa>& choice() {
+  static std::atomic<Isa> isa{[] {
+    Isa best = Isa::baseline;
+    for (const Isa candidate : kIsas)
+      if (isa_usable(candidate)) best = candidate;
+    return best;
+  }()};
+  return isa;
+}
+
+Isa chosen_isa() { return choice().load(std::memory_order_relaxed); }
+
+void force_isa(Isa isa) { choice().store(isa); }
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::avx512_bf16: return "avx512_bf16";
+    case Isa::avx512: return "avx512";
+    case Isa::avx2: return "avx2";
+    default: return "baseline";
+  }
+}
+
+}  // namespace foundry

@@ -1,0 +1,52 @@
+// Kernels in csrc/cpu are one source, compiled once per instruction set into a namespace of its own, and picked once
+// at run time. The build sets FK_ISA to baseline, avx2, avx512 or avx512_bf16 for each of those compilations.
+#pragma once
+
+namespace foundry {
+
+enum class Isa { baseline, avx2, avx512, avx512_bf16 };
+constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512_bf16};
+
+// The best instruction set that was compiled in and that this processor has, or the one forced by force_isa.
+Isa chosen_isa();
+bool isa_usable(Isa isa);  // compiled in, and this processor has it
+void force_isa(Isa isa);   // for tests; the caller has checked isa_usable
+const char* isa_name(Isa isa);
+
+}  // namespace foundry
+
+// Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*).
+#define FK_DECLARE_PER_ISA(ret, name, ...)                               \
+  namespace foundry {                                                    \
+  namespace baseline { ret name(__VA_ARGS__); }                          \
+  FK_IF_AVX2(namespace avx2 { ret name(__VA_ARGS__); })                  \
+  FK_IF_AVX512(namespace avx512 { ret name(__VA_ARGS__); })              \
+  FK_IF_AVX512_BF16(namespace avx512_bf16 { ret name(__VA_ARGS__); })    \
+  }
+
+#if defined(FK_HAVE_AVX2)
+#define FK_IF_AVX2(...) __VA_ARGS__
+#else
+#define FK_IF_AVX2(...)
+#endif
+#if defined(FK_HAVE_AVX512)
+#define FK_IF_AVX512(...) __VA_ARGS__
+#else
+#define FK_IF_AVX512(...)
+#endif
+#if defined(FK_HAVE_AVX512_BF16)
+#define FK_IF_AVX512_BF16(...) __VA_ARGS__
+#else
+#define FK_IF_AVX512_BF16(...)
+#endif
+
+// An expression: the chosen instruction set's `name` as a function pointer.
+#define FK_CHOOSE_ISA(name)                                                                  \
+  ([]() -> decltype(&::foundry::baseline::name) {                                            \
+    switch (::foundry::chosen_isa()) {                                                       \
+      FK_IF_AVX512_BF16(case ::foundry::Isa::avx512_bf16 : return &::foundry::avx512_bf16::name;) \
+      FK_IF_AVX512(case ::foundry::Isa::avx512 : return &::foundry::avx512::name;)           \
+      FK_IF_AVX2(case ::foundry::Isa::avx2 : return &::foundry::avx2::name;)                 \
+      default: return &::foundry::baseline::name;                                            \
+    }                                                                                        \
+  }())

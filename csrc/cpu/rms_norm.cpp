@@ -1,0 +1,171 @@
+// Compiled once per instruction set (see isa.h). A row is read twice, the second time from the nearest cache.
+#include "rms_norm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "vec.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+namespace {
+
+// What is normalised in one row: x, or the sum x + residual, which is written to h as it is read.
+template <class X, bool kResidual>
+struct Input {
+  const X* x;
+  const X* residual;
+  X* h;
+
+  Input(const RmsNormForward& a, int64_t row) : x(static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row)) {
+    if constexpr (kResidual) {
+      residual = static_cast<const X*>(a.residual) + a.residual_strides.offset(a.rows, row);
+      h = static_cast<X*>(a.h) + row * a.n_cols;
+    }
+  }
+  template <class Access>
+  FK_INLINE Vec first_read(int64_t i, Access at) const {
+    if constexpr (!kResidual) return at.load(x + i);
+    const Vec sum = rounded<X>(at.load(x + i) + at.load(residual + i));
+    at.store(h + i, sum);
+    return sum;
+  }
+  template <class Access>
+  FK_INLINE Vec second_read(int64_t i, Access at) const { return at.load(kResidual ? h + i : x + i); }
+};
+
+// A row is read twice: for its sum of squares, and to be scaled. The scaling of one row and the first reading of the
+// next run in one loop, so that the memory of the one is waited for while the other computes.
+template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst>
+void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
+  const int64_t n = a.n_cols;
+  const auto rstd_of = [&](const Vec(&squares)[4]) {
+    return 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
+  };
+  Input<X, kResidual> row_in(a, begin);
+  Vec squares[4] = {};
+  for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
+    const Vec v = row_in.first_read(i, at);
+    squares[k] += v * v;
+  });
+  for (int64_t row = begin; row < end; ++row) {
+    const float rstd = rstd_of(squares);
+    if (a.rstd) a.rstd[row] = rstd;
+    const Vec r = splat(rstd);
+    Y* y = static_cast<Y*>(a.y) + row * n;
+    const auto scale = [&](int64_t i, auto at) FK_INLINE {
+      Vec v = row_in.second_read(i, at) * r;
+      if constexpr (kRoundFirst) v = rounded<X>(v);
+      if constexpr (kWeight) v *= at.load(a.weight + i);
+      at.store(y + i, v);
+    };
+    if (row + 1 == end) {
+      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE { scale(i, at); });
+      return;
+    }
+    const Input<X, kResidual> next(a, row + 1);
+    Vec next_squares[4] = {};
+    for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec v = next.first_read(i, at);  // before y is written: a store delays loads of the same page offset
+      next_squares[k] += v * v;
+      scale(i, at);
+    });
+    row_in = next;
+    std::copy(next_squares, next_squares + 4, squares);
+  }
+}
+
+template <class X, class Y, bool kRoundFirst>
+void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chunk_end) {
+  const int64_t n = a.n_cols, n_rows = a.rows.count();
+  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+    float* dw = a.dw_chunks ? a.dw_chunks + chunk * n : nullptr;
+    if (dw) std::fill(dw, dw + n, 0.0f);
+    const int64_t end = std::min(n_rows, (chunk + 1) * a.chunk_rows);
+    for (int64_t row = chunk * a.chunk_rows; row < end; ++row) {
+      const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
+      const Y* dy = static_cast<const Y*>(a.dy) + a.dy_strides.offset(a.rows, row);
+      const X* dh = a.dh ? static_cast<const X*>(a.dh) + a.dh_strides.offset(a.rows, row) : nullptr;
+      const Vec r = splat(a.rstd[row]);
+
+      // The first walk adds to dW and forms the one sum that dX needs of a row.
+      Vec products[4] = {};
+      for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
+        const Vec g = at.load(dy + i), normed = at.load(x + i) * r;
+        if (dw) at.store(dw + i, at.load(dw + i) + g * (kRoundFirst ? rounded<X>(normed) : normed));
+        products[k] += (a.weight ? g * at.load(a.weight + i) : g) * normed;
+      });
+      if (!a.dx) continue;
+
+      X* dx = static_cast<X*>(a.dx) + row * n;
+      const Vec mean = splat(sum(products) / static_cast<float>(n));
+      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+        const Vec g = at.load(dy + i);
+        Vec v = r * ((a.weight ? g * at.load(a.weight + i) : g) - at.load(x + i) * r * mean);
+        if (dh) v += at.load(dh + i);
+        at.store(dx + i, v);
+      });
+    }
+  }
+}
+
+template <class X, class Y>
+void forward_typed(const RmsNormForward& a, int64_t begin, int64_t end) {
+  const auto run = [&](auto residual, auto weight, auto round_first) {
+    forward_rows<X, Y, residual.value, weight.value, round_first.value>(a, begin, end);
+  };
+  with_bools(run, a.residual != nullptr, a.weight != nullptr, a.round_before_weight);
+}
+
+template <class X, class Y>
+void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
+  a.round_before_weight ? backward_chunks<X, Y, true>(a, begin, end) : backward_chunks<X, Y, false>(a, begin, end);
+}
+
+// Calls f(X*, Y*) for the memory types of x and y.
+template <class F>
+void with_types(Dtype x, Dtype y, F&& f) {
+  switch (x) {
+    case Dtype::f32: return f((float*)nullptr, (float*)nullptr);
+    case Dtype::bf16:
+      return y == Dtype::f32 ? f((BFloat16*)nullptr, (float*)nullptr) : f((BFloat16*)nullptr, (BFloat16*)nullptr);
+    case Dtype::f16: return y == Dtype::f32 ? f((Half*)nullptr, (float*)nullptr) : f((Half*)nullptr, (Half*)nullptr);
+  }
+}
+
+}  // namespace
+
+void rms_norm_forward(const RmsNormForward& a, int64_t begin, int64_t end) {
+  with_types(a.x_type, a.y_type, [&](auto* x, auto* y) {
+    forward_typed<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(y)>>(a, begin, end);
+  });
+}
+
+void rms_norm_backward(const RmsNormBackward& a, int64_t begin, int64_t end) {
+  with_types(a.x_type, a.y_type, [&](auto* x, auto* y) {
+    backward_typed<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(y)>>(a, begin, end);
+  });
+}
+
+void sum_chunks(const SumChunks& a, int64_t begin, int64_t end) {
+  for (int64_t chunk = 0; chunk < a.n_chunks; ++chunk) {
+    const float* in = a.chunks + chunk * a.n_cols + begin;
+    float* out = a.out + begin;
+    for_each_vec(end - begin, [&](int64_t i, auto at, int) FK_INLINE {
+      const Vec v = at.load(in + i);
+      at.store(out + i, chunk == 0 ? v : at.load(out + i) + v);
+    });
+  }
+}
+
+void widen_weight(const WidenWeight& a) {
+  const Vec offset = splat(a.offset);
+  with_types(a.type, a.type, [&](auto* type, auto*) {
+    const auto* in = static_cast<decltype(type)>(const_cast<void*>(a.in));
+    for_each_vec(a.n, [&](int64_t i, auto at, int) FK_INLINE { at.store(a.out + i, at.load(in + i) + offset); });
+  });
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

@@ -1,0 +1,197 @@
+// A register of floats, and how float, bfloat16 and float16 memory is read into and written from one.
+//
+// Written with the vector types of GCC and Clang, so that one source serves every instruction set; what those cannot
+// say well (float16) uses intrinsics. All memory access is unaligned.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+// Lambdas of inner loops: left to itself the compiler calls some of them.
+#define FK_INLINE __attribute__((always_inline))
+
+namespace foundry {
+namespace FK_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t VecU __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
+
+// Memory types. bfloat16 and float16 are raw bits; arithmetic is in float.
+struct BFloat16 { uint16_t bits; };
+struct Half { uint16_t bits; };
+
+inline Vec splat(float v) { return Vec{} + v; }
+
+template <class To, class From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// Bits of a register's lanes as T, rounded to nearest even, and back.
+template <class T> struct Convert;
+
+template <> struct Convert<float> {
+  typedef Vec Bits;
+  static Vec widen(Bits v) { return v; }
+  static Bits round(Vec v) { return v; }
+};
+
+template <> struct Convert<BFloat16> {
+  typedef VecH Bits;
+  static Vec widen(Bits v) {
+#if defined(__AVX512F__)  // GCC converts in two halves
+    return bit_cast<Vec>((VecU)_mm512_cvtepu16_epi32((__m256i)v) << 16);
+#else
+    return bit_cast<Vec>(__builtin_convertvector(v, VecU) << 16);
+#endif
+  }
+  static Bits round(Vec v) {
+#if defined(__AVX512BF16__)
+    // The instruction takes subnormal floats for zero; lanes with a zero exponent go the long way.
+    const __mmask16 has_exponent = _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(0x7F800000));
+    if (__builtin_expect(has_exponent == 0xFFFF, 1)) return (Bits)_mm512_cvtneps_pbh((__m512)v);
+#endif
+    const VecU u = bit_cast<VecU>(v);
+    const VecU rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+    const VecU quiet_nan = (u >> 16) | 0x40u;  // rounding could carry a NaN's mantissa into infinity
+    const VecU chosen = v == v ? rounded : quiet_nan;
+#if defined(__AVX512F__)
+    return (Bits)_mm512_cvtepi32_epi16((__m512i)chosen);
+#else
+    return __builtin_convertvector(chosen, VecH);
+#endif
+  }
+};
+
+template <> struct Convert<Half> {
+  typedef VecH Bits;
+#if defined(__AVX512F__)
+  static Vec widen(Bits v) { return (Vec)_mm512_cvtph_ps((__m256i)v); }
+  static Bits round(Vec v) { return (Bits)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#elif defined(__F16C__)
+  static Vec widen(Bits v) { return (Vec)_mm256_cvtph_ps((__m128i)v); }
+  static Bits round(Vec v) { return (Bits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#else
+  static Vec widen(Bits v) {
+    Vec out;
+    for (int i = 0; i < kLanes; ++i) out[i] = widen_one(v[i]);
+    return out;
+  }
+  static Bits round(Vec v) {
+    Bits out;
+    for (int i = 0; i < kLanes; ++i) out[i] = round_one(v[i]);
+    return out;
+  }
+  static float widen_one(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7FFFu;
+    if (magnitude >= 0x7C00u)  // infinity, NaN
+      return bit_cast<float>(sign | 0x7F800000u | ((magnitude & 0x3FFu) << 13));
+    // A normal half has its exponent rebiased by 127 - 15; multiplying by 2^112 does the same for subnormals.
+    const float scaled = bit_cast<float>(magnitude << 13) * bit_cast<float>((127u + 112u) << 23);
+    return bit_cast<float>(bit_cast<uint32_t>(scaled) | sign);
+  }
+  static uint16_t round_one(float f) {
+    uint32_t u = bit_cast<uint32_t>(f);
+    const uint16_t sign = (uint16_t)((u >> 16) & 0x8000u);
+    u &= 0x7FFFFFFFu;
+    if (u > 0x7F800000u) return sign | 0x7E00u;
+    if (u >= 0x477FF000u) return sign | 0x7C00u;  // rounds to 65536 or more
+    if (u < 0x38800000u) {  // subnormal: adding 0.5 leaves the value, rounded to a multiple of 2^-24, in the low bits
+      const float shifted = bit_cast<float>(u) + 0.5f;
+      return sign | (uint16_t)(bit_cast<uint32_t>(shifted) - 0x3F000000u);
+    }
+    return sign | (uint16_t)((u + 0xFFFu + ((u >> 13) & 1u) - ((127u - 15u) << 23)) >> 13);
+  }
+#endif
+};
+
+// v as it is after being stored as T.
+template <class T> inline Vec rounded(Vec v) { return Convert<T>::widen(Convert<T>::round(v)); }
+
+// Access to kLanes elements, or to the first `count` of them (the rest read as zero and are not written).
+struct Whole {
+  template <class T> static Vec load(const T* p) {
+    typename Convert<T>::Bits bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return Convert<T>::widen(bits);
+  }
+  template <class T> static void store(T* p, Vec v) {
+    const typename Convert<T>::Bits bits = Convert<T>::round(v);
+    std::memcpy(p, &bits, sizeof(bits));
+  }
+};
+
+struct Part {
+  int count;
+  template <class T> Vec load(const T* p) const {
+    typename Convert<T>::Bits bits{};
+    std::memcpy(&bits, p, count * sizeof(T));
+    return Convert<T>::widen(bits);
+  }
+  template <class T> void store(T* p, Vec v) const {
+    const typename Convert<T>::Bits bits = Convert<T>::round(v);
+    std::memcpy(p, &bits, count * sizeof(T));
+  }
+};
+
+// Calls f(i, access, k) for i = 0, kLanes, ... < n. `k` runs through 0..3: which of four accumulators to add to, so
+// that successive additions do not wait for each other.
+template <class F>
+inline FK_INLINE void for_each_vec(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    f(i, Whole{}, 0);
+    f(i + kLanes, Whole{}, 1);
+    f(i + 2 * kLanes, Whole{}, 2);
+    f(i + 3 * kLanes, Whole{}, 3);
+  }
+  for (; i + kLanes <= n; i += kLanes) f(i, Whole{}, 0);
+  if (i < n) f(i, Part{(int)(n - i)}, 1);
+}
+
+// Sum of four registers' lanes, pairwise.
+inline float sum(const Vec (&acc)[4]) {
+  const Vec v = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+#endif
+}
+
+// Calls f(std::bool_constant...) for run-time booleans, so that a kernel is specialised on each of them.
+template <class F>
+void with_bools(F&& f) {
+  f();
+}
+template <class F, class... Rest>
+void with_bools(F&& f, bool first, Rest... rest) {
+  const auto bound = [&](auto constant) {
+    with_bools([&](auto... others) { f(constant, others...); }, rest...);
+  };
+  first ? bound(std::true_type{}) : bound(std::false_type{});
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

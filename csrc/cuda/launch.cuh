@@ -1,0 +1,81 @@
+// How kernels are launched and what their blocks share. nvcc compiles this for a GPU; g++ compiles it against
+// tests/cuda_on_cpu, which runs the threads of a block one after another and watches what they share.
+#pragma once
+
+#include <cstdint>
+
+#if defined(FK_CUDA_ON_CPU)
+#include "cuda_on_cpu.h"  // defines the CUDA language's names, the macros below and foundry::launch
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+// Arrays in shared memory; of the dynamic kind a kernel has one. Under the checker they notice indices out of range,
+// values never written, and two threads at one element without a barrier between them.
+#define FK_SHARED(type, name, count) __shared__ type name[count]
+#define FK_DYNAMIC_SHARED(type, name)                    \
+  extern __shared__ __align__(16) unsigned char fk_dynamic_shared[]; \
+  type* name = reinterpret_cast<type*>(fk_dynamic_shared)
+// A GPU faults where such an access is not aligned; the checker has to be told to look.
+#define FK_CHECK_ALIGNED(p, bytes)
+// Barrier number `id` (1..15) of `count` threads, a multiple of 32.
+#define FK_NAMED_BARRIER(id, count) asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory")
+
+namespace foundry {
+
+// <<<grid, block, shared_bytes, stream>>> as a function, which g++ can parse; returns the error of the launch.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+                   Args... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+}  // namespace foundry
+#endif
+
+namespace foundry {
+
+// kCount values of T moved by one instruction.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Pack {
+  T values[kCount];
+};
+
+template <class T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> load(const T* p) {
+  FK_CHECK_ALIGNED(p, sizeof(Pack<T, kCount>));
+  return *reinterpret_cast<const Pack<T, kCount>*>(p);
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void store(T* p, const Pack<T, kCount>& v) {
+  FK_CHECK_ALIGNED(p, sizeof(Pack<T, kCount>));
+  *reinterpret_cast<Pack<T, kCount>*>(p) = v;
+}
+
+template <class T> __device__ __forceinline__ float to_float(T v);
+template <> __device__ __forceinline__ float to_float(float v) { return v; }
+template <> __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+template <> __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+template <class T> __device__ __forceinline__ T from_float(float v);
+template <> __device__ __forceinline__ float from_float(float v) { return v; }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
+template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
+
+// Sum over groups of kThreads neighbouring lanes of a warp; every lane gets it.
+template <int kThreads>
+__device__ __forceinline__ float warp_sum(float v) {
+  constexpr int kWidth = kThreads < 32 ? kThreads : 32;
+#pragma unroll
+  for (int lane = kWidth / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, lane);
+  return v;
+}
+
+}  // namespace foundry

@@ -1,0 +1,317 @@
+// RMSNorm forward and backward.
+//
+// A group of kThreads threads takes a row; narrow rows share a block. A thread reads kVec neighbouring values (16 bytes
+// where rows are aligned to that, else one value) at a stride of the group, and keeps the first kHeld of those reads in
+// registers; a row wider than the group can hold is read again for the rest. Sums are in float.
+//
+// Backward: blocks stay and take row after row. dW is summed by each block over its rows (in registers, or in the
+// block's row of the partial buffer for what is not held) and then over the blocks by a second kernel, always in the
+// same order: no atomics.
+#include "rms_norm.h"
+
+#include "launch.cuh"
+
+namespace foundry {
+namespace cuda {
+namespace {
+
+constexpr int kHeld = 4;
+constexpr int kBlock = 128;  // threads of a block, where a row does not need more
+
+// Sum over the kThreads threads of a row. `scratch` has two halves, used in turns, so that one barrier is enough: the
+// next sum writes to the other half.
+template <int kThreads>
+__device__ __forceinline__ float group_sum(float v, int turn) {
+  v = warp_sum<kThreads>(v);
+  if constexpr (kThreads <= 32) {
+    return v;
+  } else {
+    constexpr int kWarps = kThreads / 32;
+    FK_SHARED(float, scratch, 2 * kWarps);
+    const int half = (turn & 1) * kWarps;
+    if (threadIdx.x % 32 == 0) scratch[half + threadIdx.x / 32] = v;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += scratch[half + w];
+    return total;
+  }
+}
+
+// weight + offset at kVec columns, in float; 1 where there is no weight.
+template <class W, int kVec>
+__device__ __forceinline__ Pack<float, kVec> load_weight(const void* weight, float offset, int64_t col) {
+  Pack<float, kVec> out;
+  if (weight == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) out.values[i] = 1.f;
+    return out;
+  }
+  const Pack<W, kVec> raw = load<W, kVec>(static_cast<const W*>(weight) + col);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) out.values[i] = to_float(raw.values[i]) + offset;
+  return out;
+}
+
+template <class X, class W, class Y, int kVec, int kThreads>
+__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) forward_kernel(const RmsNormForward a) {
+  const int lane = threadIdx.x % kThreads;
+  const int64_t n_rows = a.rows.count();
+  const int64_t wanted = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kThreads) + threadIdx.x / kThreads;
+  // A group past the last row repeats it, so that all threads meet at every shuffle and barrier; it writes nothing.
+  const bool live = wanted < n_rows;
+  const int64_t row = live ? wanted : n_rows - 1;
+  const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
+  const X* residual =
+      a.residual ? static_cast<const X*>(a.residual) + a.residual_strides.offset(a.rows, row) : nullptr;
+  X* h = static_cast<X*>(a.h) + row * a.n_cols;
+  Y* y = static_cast<Y*>(a.y) + row * a.n_cols;
+
+  const auto read = [&](int64_t col) {
+    Pack<X, kVec> v = load<X, kVec>(x + col);
+    if (residual) {
+      const Pack<X, kVec> r = load<X, kVec>(residual + col);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) v.values[i] = from_float<X>(to_float(v.values[i]) + to_float(r.values[i]));
+    }
+    return v;
+  };
+  float squares = 0.f;
+  const auto add_squares = [&](const Pack<X, kVec>& v) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) squares += to_float(v.values[i]) * to_float(v.values[i]);
+  };
+  const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };
+
+  Pack<X, kVec> held[kHeld];
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j)  // all reads are issued before any is used
+    if (column(j) < a.n_cols) held[j] = read(column(j));
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j)
+    if (column(j) < a.n_cols) add_squares(held[j]);
+  for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec) add_squares(read(col));
+
+  const float mean = group_sum<kThreads>(squares, 0) / static_cast<float>(a.n_cols);
+  const float rstd = 1.f / sqrtf(mean + a.eps);
+  if (!live) return;
+  if (a.rstd && lane == 0) a.rstd[row] = rstd;
+
+  const auto write = [&](int64_t col, const Pack<X, kVec>& v) {
+    if (residual) store(h + col, v);
+    const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
+    Pack<Y, kVec> out;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      float n = to_float(v.values[i]) * rstd;
+      if (a.round_before_weight) n = to_float(from_float<X>(n));
+      out.values[i] = from_float<Y>(n * w.values[i]);
+    }
+    store(y + col, out);
+  };
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j)
+    if (column(j) < a.n_cols) write(column(j), held[j]);
+  for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec) write(col, read(col));
+}
+
+template <class X, class W, class Y, int kVec, int kThreads>
+__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) backward_kernel(const RmsNormBackward a) {
+  const int lane = threadIdx.x % kThreads, group = threadIdx.x / kThreads, groups = blockDim.x / kThreads;
+  const int64_t n_rows = a.rows.count();
+  const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };
+  float* partial = a.dw_partial ? a.dw_partial + static_cast<int64_t>(blockIdx.x) * a.n_cols : nullptr;
+  float dw[kHeld][kVec] = {};
+
+  int turn = 0;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < n_rows; first += stride, ++turn) {
+    const bool live = first + group < n_rows;
+    const int64_t row = live ? first + group : n_rows - 1;  // as in the forward pass
+    const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
+    const Y* dy = static_cast<const Y*>(a.dy) + a.dy_strides.offset(a.rows, row);
+    const X* dh = a.dh ? static_cast<const X*>(a.dh) + a.dh_strides.offset(a.rows, row) : nullptr;
+    X* dx = static_cast<X*>(a.dx) + row * a.n_cols;
+    const float rstd = live ? a.rstd[row] : 0.f;
+
+    // v = dy * weight and the sum of v * x * rstd; what the row adds to dW goes to `add`.
+    float products = 0.f;
+    const auto gather = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy, auto&& add) {
+      const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float g = to_float(pdy.values[i]), n = to_float(px.values[i]) * rstd;
+        products += g * w.values[i] * n;
+        add(i, g * (a.round_before_weight ? to_float(from_float<X>(n)) : n));
+      }
+    };
+    Pack<X, kVec> held_x[kHeld];
+    Pack<Y, kVec> held_dy[kHeld];
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (column(j) < a.n_cols) {
+        held_x[j] = load<X, kVec>(x + column(j));
+        held_dy[j] = load<Y, kVec>(dy + column(j));
+      }
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (column(j) < a.n_cols)
+        gather(column(j), held_x[j], held_dy[j], [&](int i, float v) { dw[j][i] += live ? v : 0.f; });
+    for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec)  // only where one group is the block
+      gather(col, load<X, kVec>(x + col), load<Y, kVec>(dy + col), [&](int i, float v) {
+        if (partial) partial[col + i] = turn == 0 ? v : partial[col + i] + v;
+      });
+
+    const float mean = group_sum<kThreads>(products, turn) / static_cast<float>(a.n_cols);
+    if (!a.dx || !live) continue;
+    const auto write = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy) {
+      const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
+      Pack<X, kVec> more{}, out;
+      if (dh) more = load<X, kVec>(dh + col);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        float v = rstd * (to_float(pdy.values[i]) * w.values[i] - to_float(px.values[i]) * rstd * mean);
+        if (dh) v += to_float(more.values[i]);
+        out.values[i] = from_float<X>(v);
+      }
+      store(dx + col, out);
+    };
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (column(j) < a.n_cols) write(column(j), held_x[j], held_dy[j]);
+    for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec)
+      write(col, load<X, kVec>(x + col), load<Y, kVec>(dy + col));
+  }
+  if (!partial) return;
+
+  if constexpr (kThreads >= kBlock) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j)
+      if (column(j) < a.n_cols) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) partial[column(j) + i] = dw[j][i];
+      }
+  } else {  // the groups of the block add up in shared memory, one after another
+    FK_SHARED(float, sums, kThreads * kHeld * kVec);
+    for (int turn_of = 0; turn_of < groups; ++turn_of) {
+      if (group == turn_of)
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j)
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            const int at = static_cast<int>(column(j)) + i;
+            sums[at] = turn_of == 0 ? dw[j][i] : sums[at] + dw[j][i];
+          }
+      __syncthreads();
+    }
+    for (int col = threadIdx.x; col < a.n_cols; col += blockDim.x) partial[col] = sums[col];
+  }
+}
+
+// dw[c] = sum over blocks of partial[., c], rounded. A block does 32 columns with kRows threads for each.
+constexpr int kSumRows = 8;
+
+template <class W>
+__global__ void __launch_bounds__(32 * kSumRows) sum_partials_kernel(const RmsNormBackward a) {
+  FK_SHARED(float, sums, 32 * kSumRows);
+  const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  float total = 0.f;
+  if (col < a.n_cols)
+    for (int b = part; b < a.n_blocks; b += kSumRows) total += a.dw_partial[b * a.n_cols + col];
+  sums[threadIdx.x] = total;
+  __syncthreads();
+  if (part != 0 || col >= a.n_cols) return;
+  for (int p = 1; p < kSumRows; ++p) total += sums[p * 32 + lane];
+  static_cast<W*>(a.dw)[col] = from_float<W>(total);
+}
+
+bool aligned(const void* p, const RowStrides& strides, int bytes) {
+  if (p == nullptr) return true;
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) return false;
+  for (const int64_t stride : strides.stride)
+    if (stride * bytes % 16 != 0) return false;
+  return true;
+}
+
+int size_of(Dtype type) { return type == Dtype::f32 ? 4 : 2; }
+
+template <class T> struct Tag { using type = T; };
+
+// Calls f(Tag<X>, Tag<W>, Tag<Y>) for the memory types.
+template <class F>
+cudaError_t with_types(Dtype x, Dtype w, Dtype y, F&& f) {
+  if (x == Dtype::f32) return f(Tag<float>{}, Tag<float>{}, Tag<float>{});
+  const auto half = [&](auto t) {
+    if (w != Dtype::f32) return f(t, t, t);
+    return y == Dtype::f32 ? f(t, Tag<float>{}, Tag<float>{}) : f(t, Tag<float>{}, t);
+  };
+  return x == Dtype::bf16 ? half(Tag<__nv_bfloat16>{}) : half(Tag<__half>{});
+}
+
+template <int kValue> struct Int { static constexpr int value = kValue; };
+
+// Calls f(values a read, threads a row). Rows without alignment are rare: two sizes serve them.
+template <int kVec, class F>
+cudaError_t with_shape(int64_t n_cols, bool vectors, F&& f) {
+  if (!vectors) return n_cols <= 32 * kHeld ? f(Int<1>{}, Int<32>{}) : f(Int<1>{}, Int<256>{});
+  const int64_t reads = n_cols / kVec;
+  if (reads <= 8 * kHeld) return f(Int<kVec>{}, Int<8>{});
+  if (reads <= 32 * kHeld) return f(Int<kVec>{}, Int<32>{});
+  if (reads <= 128 * kHeld) return f(Int<kVec>{}, Int<128>{});
+  return f(Int<kVec>{}, Int<256>{});
+}
+
+// The value type of a Tag argument.
+#define FK_TYPE(tag) typename decltype(tag)::type
+
+}  // namespace
+
+cudaError_t rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
+  const int bytes = size_of(a.x_type);
+  const bool vectors = a.n_cols * bytes % 16 == 0 && aligned(a.x, a.x_strides, bytes) &&
+                       aligned(a.residual, a.residual_strides, bytes) && aligned(a.weight, {}, bytes) &&
+                       aligned(a.y, {}, bytes) && aligned(a.h, {}, bytes);
+  return with_types(a.x_type, a.weight_type, a.y_type, [&](auto x, auto w, auto y) {
+    using X = FK_TYPE(x);
+    using W = FK_TYPE(w);
+    using Y = FK_TYPE(y);
+    return with_shape<16 / sizeof(X)>(a.n_cols, vectors, [&](auto vec, auto threads) {
+      constexpr int kVec = decltype(vec)::value, kThreads = decltype(threads)::value;
+      const int block = kThreads > kBlock ? kThreads : kBlock;
+      const int64_t per_block = block / kThreads, blocks = (a.rows.count() + per_block - 1) / per_block;
+      if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+      const dim3 grid(static_cast<unsigned>(blocks));
+      return launch(forward_kernel<X, W, Y, kVec, kThreads>, grid, dim3(block), 0, stream, a);
+    });
+  });
+}
+
+int rms_norm_backward_blocks(int64_t n_rows, int64_t n_cols, int multiprocessors) {
+  const int64_t rows_a_block = n_cols <= 256 ? 16 : n_cols <= 1024 ? 4 : 1;  // no fewer than a block takes at a time
+  const int64_t useful = (n_rows + rows_a_block - 1) / rows_a_block;
+  const int64_t resident = 4LL * multiprocessors;
+  return static_cast<int>(useful < resident ? useful : resident);
+}
+
+cudaError_t rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
+  const int bytes = size_of(a.x_type);
+  const bool vectors = a.n_cols * bytes % 16 == 0 && aligned(a.x, a.x_strides, bytes) &&
+                       aligned(a.dy, a.dy_strides, size_of(a.y_type)) && aligned(a.dh, a.dh_strides, bytes) &&
+                       aligned(a.weight, {}, bytes) && aligned(a.dx, {}, bytes);
+  return with_types(a.x_type, a.weight_type, a.y_type, [&](auto x, auto w, auto y) {
+    using X = FK_TYPE(x);
+    using W = FK_TYPE(w);
+    using Y = FK_TYPE(y);
+    const cudaError_t error = with_shape<16 / sizeof(X)>(a.n_cols, vectors, [&](auto vec, auto threads) {
+      constexpr int kVec = decltype(vec)::value, kThreads = decltype(threads)::value;
+      const dim3 grid(a.n_blocks), block(kThreads > kBlock ? kThreads : kBlock);
+      return launch(backward_kernel<X, W, Y, kVec, kThreads>, grid, block, 0, stream, a);
+    });
+    if (error != cudaSuccess || !a.dw) return error;
+    return launch(sum_partials_kernel<W>, dim3((a.n_cols + 31) / 32), dim3(32 * kSumRows), 0, stream, a);
+  });
+}
+
+}  // namespace cuda
+}  // namespace foundry

@@ -1,0 +1,53 @@
+// The GPU's side of the operators: the stream, the device, and errors that say what to do.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "common.h"
+
+#if defined(FK_CUDA_ON_CPU)
+
+#define FK_CUDA_KEY CPU
+namespace foundry {
+struct OnDevice {
+  explicit OnDevice(const at::Tensor&) {}
+  cudaStream_t stream() const { return nullptr; }
+  int multiprocessors() const { return 1; }
+};
+inline void check_cuda(cudaError_t error, const char* what) {
+  TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+}
+}  // namespace foundry
+
+#else
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#define FK_CUDA_KEY CUDA
+namespace foundry {
+
+// While it lives, launches go to the tensor's device; its stream is the one that PyTorch uses there.
+struct OnDevice {
+  c10::cuda::CUDAGuard guard;
+  explicit OnDevice(const at::Tensor& t) : guard(t.device()) {}
+  cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
+  int multiprocessors() const {
+    int count = 0;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, guard.current_device().index());
+    return count;
+  }
+};
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // it is reported here; the next call starts clean
+  TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, what, ": the extension was compiled for CUDA architectures ",
+              FK_CUDA_ARCHITECTURES, ", none of which runs on this GPU; rebuild it with TORCH_CUDA_ARCH_LIST set to the "
+              "GPU's compute capability");
+  TORCH_CHECK(false, what, ": ", cudaGetErrorString(error));
+}
+
+}  // namespace foundry
+
+#endif

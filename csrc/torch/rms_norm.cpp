@@ -1,0 +1,122 @@
+// The operators foundry_kernels::rms_norm and add_rms_norm: schema, shapes and autograd.
+// rms_norm_cpu.cpp and rms_norm_cuda.cpp launch the kernels.
+//
+// rms_norm and add_rms_norm are composed of rms_norm_fwd and rms_norm_bwd, which are what a compiled graph, a
+// checkpointing policy or a profiler sees. rms_norm_fwd normalises x, or x + residual where a residual is given; it
+// returns (y, h, rstd), of which h is empty without a residual and rstd is empty unless it was asked for.
+#include "rms_norm.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace foundry {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
+                                            const OptionalTensor& weight, double, double, bool round_before_weight,
+                                            bool save_rstd) {
+  return empty_fwd(x, unwrap(residual), unwrap(weight), round_before_weight, save_rstd);
+}
+
+std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
+                                    const Tensor&, double, bool, bool need_dx, bool need_dw) {
+  return empty_bwd(x, unwrap(weight), need_dx, need_dw);
+}
+
+// The dispatcher finds the kernel of the tensors' device.
+std::tuple<Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
+                                            const OptionalTensor& weight, double eps, double weight_offset,
+                                            bool round_before_weight, bool save_rstd) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_fwd", "").typed<decltype(fwd_meta)>();
+  return op.call(x, residual, weight, eps, weight_offset, round_before_weight, save_rstd);
+}
+
+class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& x,
+                                                const OptionalTensor& residual, const OptionalTensor& weight, double eps,
+                                                double weight_offset, bool round_before_weight) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, true);
+    ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), rstd});
+    ctx->saved_data["weight_offset"] = weight_offset;
+    ctx->saved_data["round_before_weight"] = round_before_weight;
+    if (!residual.has_value()) return {y};
+    if (!x.requires_grad() && !residual->requires_grad()) ctx->mark_non_differentiable({h});
+    return {y, h};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "rms_norm has no second derivative: backward was called with create_graph=True");
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_bwd", "").typed<decltype(bwd_meta)>();
+    const auto saved = ctx->get_saved_variables();
+    const bool need_x = ctx->needs_input_grad(0);
+    // needs_input_grad counts the tensors that were given, so an absent residual moves the weight forward.
+    const bool has_residual = grads.size() > 1;
+    const bool need_residual = has_residual && ctx->needs_input_grad(1);
+    const bool need_dw = saved[1].defined() && ctx->needs_input_grad(has_residual ? 2 : 1);
+    const OptionalTensor dh = has_residual ? OptionalTensor(grads[1]) : std::nullopt;
+    const OptionalTensor weight = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
+    auto [dx, dw] = op.call(grads[0], dh, saved[0], weight, saved[2], ctx->saved_data["weight_offset"].toDouble(),
+                            ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
+    // The sum x + residual passes one gradient to both of its terms.
+    return {need_x ? dx : Tensor(), need_residual ? dx : Tensor(), need_dw ? dw : Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+bool needs_grad(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight) {
+  return at::GradMode::is_enabled() &&
+         (x.requires_grad() || (residual && residual->requires_grad()) || (weight && weight->requires_grad()));
+}
+
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
+                bool round_before_weight) {
+  if (needs_grad(x, std::nullopt, weight))
+    return RmsNormFunction::apply(x, OptionalTensor(), weight, eps, weight_offset, round_before_weight)[0];
+  return std::get<0>(call_fwd(x, std::nullopt, weight, eps, weight_offset, round_before_weight, false));
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                        double eps, double weight_offset, bool round_before_weight) {
+  if (needs_grad(x, residual, weight)) {
+    auto out = RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, weight_offset, round_before_weight);
+    return {out[0], out[1]};
+  }
+  auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, false);
+  return {y, h};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool round_before_weight) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
+      "bool round_before_weight) -> (Tensor y, Tensor h)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "rms_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, "
+      "bool round_before_weight, bool save_rstd) -> (Tensor y, Tensor h, Tensor rstd)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "rms_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
+      "bool round_before_weight, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
+  m.impl("rms_norm", &rms_norm);
+  m.impl("add_rms_norm", &add_rms_norm);
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
+  m.impl("rms_norm_fwd", &fwd_meta);
+  m.impl("rms_norm_bwd", &bwd_meta);
+}
+
+}  // namespace foundry

@@ -1,0 +1,115 @@
+// The CPU's launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
+#include "../cpu/rms_norm.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "rms_norm.h"
+
+namespace foundry {
+namespace {
+
+constexpr int64_t kGrain = 1 << 15;  // elements that are worth waking a thread for
+
+// The weight in float with its offset added; the tensor itself where that changes nothing.
+Tensor float_weight(const Tensor& weight, double offset) {
+  if (!weight.defined()) return weight;
+  const Tensor in = weight.contiguous();
+  if (in.scalar_type() == at::kFloat && offset == 0.0) return in;
+  Tensor out = at::empty({in.numel()}, in.options().dtype(at::kFloat));
+  FK_CHOOSE_ISA(widen_weight)
+  (WidenWeight{in.data_ptr(), dtype_of(in), static_cast<float>(offset), out.mutable_data_ptr<float>(), in.numel()});
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
+                                           const OptionalTensor& weight_, double eps, double weight_offset,
+                                           bool round_before_weight, bool save_rstd) {
+  Tensor x = x_, residual = unwrap(residual_);
+  const Tensor weight = unwrap(weight_);
+  auto [y, h, rstd] = empty_fwd(x, residual, weight, round_before_weight, save_rstd);
+  if (x.numel() == 0) return {y, h, rstd};
+  advise_huge_pages(y);
+  if (residual.defined()) advise_huge_pages(h);
+
+  RmsNormForward args{};
+  std::array<RowStrides, 2> strides{};
+  make_row_layout<2>({&x, &residual}, args.rows, strides);
+  const Tensor scale = float_weight(weight, weight_offset);
+  args.x = x.const_data_ptr();
+  args.residual = residual.defined() ? residual.const_data_ptr() : nullptr;
+  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
+  args.y = y.mutable_data_ptr();
+  args.h = residual.defined() ? h.mutable_data_ptr() : nullptr;
+  args.rstd = save_rstd ? rstd.mutable_data_ptr<float>() : nullptr;
+  args.x_strides = strides[0];
+  args.residual_strides = strides[1];
+  args.n_cols = x.size(-1);
+  args.eps = static_cast<float>(eps);
+  args.round_before_weight = round_before_weight;
+  args.x_type = dtype_of(x);
+  args.y_type = dtype_of(y);
+  const auto kernel = FK_CHOOSE_ISA(rms_norm_forward);
+  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return {y, h, rstd};
+}
+
+std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
+                                   const OptionalTensor& weight_, const Tensor& rstd, double weight_offset,
+                                   bool round_before_weight, bool need_dx, bool need_dw) {
+  Tensor dy = dy_, dh = unwrap(dh_), x = x_;
+  const Tensor weight = unwrap(weight_);
+  auto [dx, dw] = empty_bwd(x, weight, need_dx, need_dw);
+  if (x.numel() == 0) return {dx, dw.zero_()};
+  if (!need_dx && !need_dw) return {dx, dw};
+  if (need_dx) advise_huge_pages(dx);
+
+  RmsNormBackward args{};
+  std::array<RowStrides, 3> strides{};
+  make_row_layout<3>({&dy, &dh, &x}, args.rows, strides);
+  const int64_t n_cols = x.size(-1), n_rows = args.rows.count();
+  // Rows are cut into chunks by the shape alone, so that dW is the same bits whatever the number of threads.
+  args.chunk_rows = std::max<int64_t>({1, std::min<int64_t>(64, kGrain / n_cols), (n_rows + 127) / 128});
+  const int64_t n_chunks = (n_rows + args.chunk_rows - 1) / args.chunk_rows;
+  const Tensor scale = float_weight(weight, weight_offset);
+  Tensor dw_chunks;
+  if (need_dw) dw_chunks = at::empty({n_chunks, n_cols}, x.options().dtype(at::kFloat));
+  args.dy = dy.const_data_ptr();
+  args.dh = dh.defined() ? dh.const_data_ptr() : nullptr;
+  args.x = x.const_data_ptr();
+  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
+  args.rstd = rstd.const_data_ptr<float>();
+  args.dx = need_dx ? dx.mutable_data_ptr() : nullptr;
+  args.dw_chunks = need_dw ? dw_chunks.mutable_data_ptr<float>() : nullptr;
+  args.dy_strides = strides[0];
+  args.dh_strides = strides[1];
+  args.x_strides = strides[2];
+  args.n_cols = n_cols;
+  args.round_before_weight = round_before_weight;
+  args.x_type = dtype_of(x);
+  args.y_type = dtype_of(dy);
+  const auto kernel = FK_CHOOSE_ISA(rms_norm_backward);
+  at::parallel_for(0, n_chunks, std::max<int64_t>(1, kGrain / (args.chunk_rows * n_cols)),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  if (!need_dw) return {dx, dw};
+
+  Tensor total = dw.scalar_type() == at::kFloat ? dw : at::empty({n_cols}, dw_chunks.options());
+  const SumChunks sum{dw_chunks.const_data_ptr<float>(), n_chunks, n_cols, total.mutable_data_ptr<float>()};
+  const auto sum_kernel = FK_CHOOSE_ISA(sum_chunks);
+  at::parallel_for(0, n_cols, std::max<int64_t>(64, kGrain / n_chunks),
+                   [&](int64_t begin, int64_t end) { sum_kernel(sum, begin, end); });
+  if (!total.is_same(dw)) dw.copy_(total);
+  return {dx, dw};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("rms_norm_fwd", &fwd_cpu);
+  m.impl("rms_norm_bwd", &bwd_cpu);
+}
+
+}  // namespace foundry

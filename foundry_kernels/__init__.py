@@ -1,0 +1,26 @@
+"""Fused kernels for training and running Llama-style models, each with a plain PyTorch reference that it equals."""
+
+from foundry_kernels import models, nn
+from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.rms_norm import add_rms_norm, rms_norm
+from foundry_kernels.ops.rope import RopeScaling, rope, rope_table
+from foundry_kernels.ops.swiglu import geglu, swiglu
+from foundry_kernels.registry import OPS, BackendUnavailable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OPS",
+    "BackendUnavailable",
+    "RopeScaling",
+    "add_rms_norm",
+    "flash_attention",
+    "flash_attention_varlen",
+    "geglu",
+    "models",
+    "nn",
+    "rms_norm",
+    "rope",
+    "rope_table",
+    "swiglu",
+]

@@ -1,0 +1,128 @@
+"""`python -m foundry_kernels`: which backend of which operation works here, and why the others do not.
+
+`python -m foundry_kernels inspect rms_norm --arch 90`: what its Triton kernels cost on a GPU that need not be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import sys
+
+import torch
+
+from foundry_kernels import OPS, __version__, _native, _triton
+from foundry_kernels.registry import BACKENDS, OpSpec
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["inspect"]:
+        return inspect(argv[1:])
+    if argv:
+        print(f"usage: python -m foundry_kernels [inspect ...]; got {' '.join(argv)}", file=sys.stderr)
+        return 2
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    print("\n".join(["foundry_kernels " + __version__, "", *versions(), "", *table(devices)]))
+    return 0
+
+
+def versions() -> list[str]:
+    """One line each for Python, torch, Triton, the GPU and the extension."""
+    triton = "not usable: " + _triton.MISSING if _triton.MISSING else importlib.import_module("triton").__version__
+    if _triton.INTERPRET:
+        triton += ", interpreted on the CPU (TRITON_INTERPRET=1)"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+    else:
+        gpu = "no CUDA device" + ("" if torch.version.cuda else "; torch is a CPU build")
+    lines = [
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", torch.__version__),
+        ("triton", triton),
+        ("gpu", gpu),
+    ]
+    info = _native.build_info()
+    if not info:
+        lines.append(("extension", str(_native.MISSING)))
+    else:
+        lines += [
+            ("extension", f"compiled by {info['compiler']} for torch {info['torch']}"),
+            ("  cpu", f"compiled for {', '.join(info['instruction_sets'])}; uses {info['instruction_set']}"),
+            ("  threads", str(torch.get_num_threads())),
+            ("  cuda", info["cuda_architectures"] or "not compiled in"),
+        ]
+    return [f"{name:<11} {text}" for name, text in lines]
+
+
+def table(devices: tuple[str, ...]) -> list[str]:
+    """Ops x backends; reasons below, each once."""
+    reasons: list[str] = []
+
+    def cell(op: OpSpec, backend: str) -> str:
+        if op.impl(backend) is None:
+            return "-"
+        usable = [d for d in devices if op.why_not(backend, d) is None]
+        if usable:
+            return " ".join(usable)
+        reason = op.why_not(backend, devices[-1]) or ""
+        if backend == "triton" and devices == ("cpu",) and not _triton.MISSING:
+            reason += "; TRITON_INTERPRET=1 interprets it on the CPU"
+        text = f"{backend}: {reason}"
+        if text not in reasons:
+            reasons.append(text)
+        return f"no [{reasons.index(text) + 1}]"
+
+    rows = [("", *BACKENDS)] + [(op.name, *(cell(op, b) for b in BACKENDS)) for op in OPS.values()]
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    if any("-" in r[1:] for r in rows):
+        lines += ["", "-  no such kernel yet"]
+    return [*lines, *(["", *(f"[{i}] {r}" for i, r in enumerate(reasons, 1))] if reasons else [])]
+
+
+def inspect(argv: list[str]) -> int:
+    """Compile an operation's Triton kernels ahead of time and print a line for each; 1 if one must not ship."""
+    parser = argparse.ArgumentParser(prog="python -m foundry_kernels inspect", description=inspect.__doc__)
+    parser.add_argument("op", choices=[name for name, op in OPS.items() if op.impl("triton")])
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=[90], help="compute capabilities, 90 for 9.0", metavar="CC"
+    )
+    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--ptx", action="store_true", help="print the PTX")
+    parser.add_argument("--sass", action="store_true", help="print the machine code")
+    options = parser.parse_args(argv)
+    from foundry_kernels import _aot
+
+    unknown = [arch for arch in options.arch if arch not in _aot.GPUS]
+    if unknown:
+        parser.error(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {unknown[0]}")
+    if _triton.MISSING or _triton.INTERPRET:
+        parser.error(_triton.MISSING or "kernels that are interpreted cannot be compiled: unset TRITON_INTERPRET")
+    launches = [launch for launch in _aot.record(OPS[options.op]) if options.kernel in launch.name]
+    bad = 0
+    for arch in options.arch:
+        gpu = _aot.GPUS[arch]
+        print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")
+        for launch in launches:
+            cost = _aot.compile_for(launch, arch)
+            problems = cost.problems(gpu)
+            bad += bool(problems)
+            widths = "/".join(map(str, cost.access_bytes))
+            print(
+                f"{launch.name:<26} {launch.case:<34} {cost.registers:>3} registers  {cost.stack} spilled  "
+                f"{cost.shared:>6} B shared  {cost.warps:>2} warps  {cost.occupancy(gpu):>4.0%} occupancy  "
+                f"{widths} B an access{'  ' + cost.matrix if cost.matrix else ''}  [{launch.settings}]"
+            )
+            for problem in problems:
+                print(f"  PROBLEM: {problem}")
+            if options.ptx:
+                print(cost.ptx)
+            if options.sass:
+                print(_aot.run_on_cubin([_aot.tool("cuobjdump"), "--dump-sass"], cost.cubin))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,247 @@
+"""Compiles the Triton kernels for GPUs that need not be there, and reads what they cost.
+
+The launches of an operation are recorded by calling it on its benchmark shapes and on the cases of the parity suite,
+with nothing behind the launch: whatever the launchers choose (kernel, tile, warps, specialisation) is what gets
+compiled. So a new operation is covered by being registered. Recording replaces Triton's launch for the whole process,
+which is why it is only done by `python -m foundry_kernels inspect`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels import _triton
+from foundry_kernels.registry import OPS, OpSpec, short_dtype
+from foundry_kernels.testing import Case
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What limits a kernel on one architecture: bytes of shared memory a block and a multiprocessor may use, warps that
+    a multiprocessor holds. All have 65536 registers a multiprocessor and at most 32 blocks."""
+
+    block_shared: int
+    sm_shared: int
+    warps: int
+    matrix: str  # the instruction that a dot should become
+
+
+GPUS = {
+    80: Gpu(163 << 10, 164 << 10, 64, "mma.sync"),
+    89: Gpu(99 << 10, 100 << 10, 48, "mma.sync"),
+    90: Gpu(227 << 10, 228 << 10, 64, "wgmma.mma_async"),
+    100: Gpu(227 << 10, 228 << 10, 64, "tcgen05.mma"),
+    120: Gpu(99 << 10, 100 << 10, 48, "mma.sync"),
+}
+DTYPES = (torch.bfloat16, torch.float32)
+_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with everything that it is specialised on."""
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisible: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+    case: str = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def settings(self) -> str:
+        """The constants that are numbers and flags, as a person tells configurations apart."""
+        shown = [f"{k}={v}" for k, v in (*self.constants, *self.options) if isinstance(v, int) and k.isupper()]
+        return " ".join([*shown, *(f"{k}={v}" for k, v in self.options)])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the compiler made of a launch. `stack` > 0 means that registers were spilled to memory."""
+
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+    access_bytes: tuple[int, ...]  # widths of the global loads and stores, widest first
+    matrix: str  # "" where there is no dot, else the instruction found, or "missing"
+    ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    def occupancy(self, gpu: Gpu) -> float:
+        """Estimated share of a multiprocessor's warps that can be resident at once."""
+        registers_a_warp = -(-self.registers * 32 // 256) * 256
+        by_registers = 65536 // (registers_a_warp * self.warps)
+        by_shared = gpu.sm_shared // (self.shared + 1024) if self.shared else 32
+        return min(by_registers, by_shared, 32, gpu.warps // self.warps) * self.warps / gpu.warps
+
+    def problems(self, gpu: Gpu) -> list[str]:
+        """Why the kernel must not ship for this GPU."""
+        found = []
+        if self.stack:
+            found.append(f"{self.stack} bytes of stack: registers are spilled")
+        if self.shared > gpu.block_shared:
+            found.append(f"{self.shared} bytes of shared memory, of {gpu.block_shared}")
+        if self.registers * self.warps * 32 > 65536:
+            found.append(f"{self.registers} registers x {self.warps} warps do not fit")
+        if self.matrix == "missing":
+            found.append(f"a dot did not become {gpu.matrix}")
+        return found
+
+
+def record(op: OpSpec) -> list[Launch]:
+    """The distinct launches, forward and backward, of the op's benchmark shapes and parity cases."""
+    if _triton.MISSING is not None:
+        raise RuntimeError(_triton.MISSING)
+    if _triton.INTERPRET:
+        raise RuntimeError("kernels that are interpreted cannot be compiled: unset TRITON_INTERPRET")
+    from triton.runtime.jit import JITFunction
+
+    launches: dict[Launch, None] = {}
+    case_id = ""
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        launches.setdefault(_launch(kernel, args, kwargs, case_id))
+
+    for each in OPS.values():  # a function may hand on to another operation
+        if (impl := each.impl("triton")) is not None:
+            object.__setattr__(impl, "devices", ("cpu", "cuda"))
+    original, JITFunction.run = JITFunction.run, run
+    _triton.serve_cpu_tensors()
+    try:
+        for dtype in DTYPES:
+            for case in op.cases.bench_cases(op.name, "cuda"):
+                case_id = f"{case.id} {short_dtype(dtype)}"
+                _call(op, case, _unfilled(case, dtype))
+        for case in op.cases.CASES[op.name]:
+            case_id = case.id
+            _call(op, case, case.make(DTYPES[0]))
+    finally:
+        JITFunction.run = original
+    return list(launches)
+
+
+def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """Arguments in memory that nobody writes or reads, however large."""
+    args: dict[str, Tensor | None] = {}
+    for name, arg in case.args.items():
+        if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked
+            args[name] = None if arg is None else arg.make(torch.Generator(), dtype, "cpu")
+        else:
+            args[name] = torch.empty(arg.shape, dtype=dtype, requires_grad=arg.grad)
+    return args
+
+
+def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
+    """Forward, with and without what a backward pass needs, and backward."""
+    with torch.no_grad():
+        op.public(**args, **case.options, backend="triton")
+    out = op.public(**args, **case.options, backend="triton")
+    outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+    wanted = [t for t in args.values() if t is not None and t.requires_grad]
+    torch.autograd.grad(outputs, wanted, [torch.empty_like(o) for o in outputs], allow_unused=True)
+
+
+def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: str) -> Launch:
+    """What Triton would specialise on: types, constants, and which arguments are multiples of 16."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+    signature, constants, divisible = [], [], []
+    for parameter in kernel.params:
+        name, value = parameter.name, given[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature.append((name, "constexpr"))
+            constants.append((name, value))
+        elif isinstance(value, Tensor):
+            signature.append((name, "*" + _NAMES[value.dtype]))
+            divisible.append(name)  # PyTorch's allocator aligns to far more
+        elif isinstance(value, int):
+            signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
+            if value % 16 == 0:
+                divisible.append(name)
+        else:
+            signature.append((name, "fp32"))
+    options = tuple((k, kwargs[k]) for k in ("num_warps", "num_stages", "maxnreg") if k in kwargs)
+    return Launch(kernel, tuple(signature), tuple(constants), tuple(divisible), options, case)
+
+
+def compile_for(launch: Launch, arch: int) -> Cost:
+    """Compile for compute capability `arch` (80, 90, ...), through Triton's own cache on disk."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = [name for name, _ in launch.signature]
+    source = ASTSource(
+        launch.kernel,
+        dict(launch.signature),
+        constexprs={(names.index(k),): v for k, v in launch.constants},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in launch.divisible},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
+    registers, stack = _resources(compiled.asm["cubin"])
+    ptx, matrix = compiled.asm["ptx"], ""
+    if "tt.dot" in compiled.asm["ttir"]:
+        matrix = GPUS[arch].matrix if GPUS[arch].matrix in ptx else "missing"
+    return Cost(
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
+        access_bytes=_access_bytes(ptx),
+        matrix=matrix,
+        ptx=ptx,
+        cubin=compiled.asm["cubin"],
+    )
+
+
+def tool(name: str) -> str:
+    """A binary tool that Triton's package brings along."""
+    import triton
+
+    return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
+
+
+def run_on_cubin(command: Iterable[str], cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    usage = run_on_cubin([tool("cuobjdump"), "--dump-resource-usage"], cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])
+
+
+def _access_bytes(ptx: str) -> tuple[int, ...]:
+    """Bytes that one thread moves by each kind of global access in the code."""
+    widths = set()
+    for vector, bits in re.findall(r"(?:ld|st)\.global(?:\.[a-z_:0-9]+?)*?(?:\.v(\d))?\.[bfu](\d+)", ptx):
+        widths.add(int(vector or 1) * int(bits) // 8)
+    for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (?:0x)?([0-9a-f]+)", ptx):
+        widths.add(int(size, 16) if size == "10" else int(size))
+    return tuple(sorted(widths, reverse=True))

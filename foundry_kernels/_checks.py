@@ -1,0 +1,53 @@
+"""Argument checks that at least two operations share. Each names the argument, what it was and what it must be."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """`x` is a tensor of a floating-point dtype that arithmetic is defined for."""
+    check_tensor(name, x)
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {x.dtype}")
+
+
+def check_integer(name: str, x: Tensor) -> None:
+    check_tensor(name, x)
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64; got {x.dtype}")
+
+
+def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
+    if x.dim() != rank:
+        raise ValueError(f"{name} must be {layout}; got shape {tuple(x.shape)}")
+
+
+def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.device != other.device:
+        raise ValueError(f"{name} must be on {other_name}'s device {other.device}; got {x.device}")
+
+
+def check_dtype(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    if x.dtype != other.dtype:
+        raise ValueError(f"{name} must have {other_name}'s dtype {other.dtype}; got {x.dtype}")
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)} ({why}); got {tuple(x.shape)}")
+
+
+def check_eps(eps: float) -> None:
+    if not isinstance(eps, (float, int)) or isinstance(eps, bool):
+        raise TypeError(f"eps must be a float; got {type(eps).__name__}")
+    if not 0.0 <= eps < math.inf:  # also false for NaN
+        raise ValueError(f"eps must be finite and >= 0; got {eps}")

@@ -1,0 +1,45 @@
+"""Loads the compiled extension once and keeps the reason where it cannot be used.
+
+Importing `foundry_kernels._C` registers the operators `torch.ops.foundry_kernels.*` of `csrc/torch/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from foundry_kernels.registry import Impl
+
+
+def _load() -> tuple[Any, str | None]:
+    try:
+        module = importlib.import_module("foundry_kernels._C")
+    except ModuleNotFoundError:
+        return None, "the C++ extension is not built; run `pip install --no-build-isolation -e .` with a C++ compiler"
+    except ImportError as error:  # built for another torch, or a library is missing
+        return None, f"the C++ extension does not load ({error}); rebuild it against torch {torch.__version__}"
+    return module, None
+
+
+_C, MISSING = _load()
+
+
+def build_info() -> dict[str, Any]:
+    """Facts about the extension: compiler, torch it was built for, instruction sets, CUDA architectures."""
+    return {} if _C is None else dict(_C.build_info())
+
+
+def impl(package: str, function: str) -> Impl:
+    """The native row of an operation: `function` of the op's `native` module, or the reason why there is none."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if MISSING is not None:
+        return Impl("native", _absent, dtypes=dtypes, missing=MISSING)
+    module = importlib.import_module(package + ".native")
+    devices = ("cpu", "cuda") if build_info()["cuda_architectures"] else ("cpu",)
+    return Impl("native", getattr(module, function), devices, dtypes)
+
+
+def _absent(*_: Any) -> Any:
+    raise AssertionError("a missing backend was called")  # resolve() never hands it out

@@ -1,0 +1,131 @@
+"""What the Triton kernels of at least two operations share. Imports without Triton, and then says why it is missing.
+
+Triton's own variable TRITON_INTERPRET=1, set before this package is imported, makes every kernel run on the CPU in
+Triton's interpreter: slow, exact, and how the kernels are tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from foundry_kernels.registry import Impl
+
+try:
+    import triton
+    import triton.language as tl
+
+    MISSING = None
+    INTERPRET = bool(triton.knobs.runtime.interpret)
+except ImportError as error:
+    MISSING = f"Triton does not import ({error}); `pip install triton`"
+    INTERPRET = False
+
+#: float64 exists for `gradcheck` in the interpreter; on a GPU it is the reference's business.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if INTERPRET else ())
+
+
+def impl(package: str, function: str) -> Impl:
+    """The Triton row of an operation: `function` of the op's `triton` module, or the reason why there is none."""
+    if MISSING is not None:
+        return Impl("triton", _absent, ("cuda",), DTYPES, missing=MISSING)
+    module = importlib.import_module(package + ".triton")
+    return Impl("triton", getattr(module, function), ("cpu",) if INTERPRET else ("cuda",), DTYPES)
+
+
+def _absent(*_: Any) -> Any:
+    raise AssertionError("a missing backend was called")  # resolve() never hands it out
+
+
+if MISSING is None:
+    _INTERPRET = tl.constexpr(INTERPRET)
+
+    @triton.jit
+    def round_to(x, dtype: tl.constexpr):
+        """x rounded to dtype, to nearest even. The interpreter alone truncates float32 to bfloat16: there the bits are
+        rounded first, so that what it shows is what a GPU computes."""
+        if _INTERPRET and dtype == tl.bfloat16 and x.dtype == tl.float32:
+            bits = x.to(tl.uint32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            x = tl.where(x == x, rounded, 0x7FC00000).to(tl.uint32).to(tl.float32, bitcast=True)
+        return x.to(dtype)
+
+    @triton.jit
+    def row_offset(row, n1, n2, s0, s1, s2, RANK: tl.constexpr):
+        """Element offset of row number `row` (int64), rows being counted over dimensions (n0, n1, n2) of strides
+        (s0, s1, s2); a lower RANK uses the last ones only."""
+        if RANK == 1:
+            return row * s2
+        elif RANK == 2:
+            return (row // n2) * s1 + (row % n2) * s2
+        else:
+            return (row // n2 // n1) * s0 + (row // n2 % n1) * s1 + (row % n2) * s2
+
+
+def compute_dtype(dtype: torch.dtype) -> Any:
+    """The dtype of a kernel's arithmetic."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def row_strides(*tensors: torch.Tensor | None) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
+    """How the rows (all dimensions but the last) of tensors of one shape are reached with at most three strides.
+
+    Returns `(rank, n1, n2, strides)` for `row_offset`, `strides` holding one triple a tensor (zeros for None), or None
+    where the tensors need more than three dimensions or have a last stride other than 1.
+    """
+    present = [t for t in tensors if t is not None]
+    shape = present[0].shape
+    if all(t.is_contiguous() for t in present):
+        width = shape[-1]
+        return 1, 1, 1, [(0, 0, 0) if t is None else (0, 0, width) for t in tensors]
+    if any(t.stride(-1) != 1 and shape[-1] > 1 for t in present):
+        return None
+    dims: list[tuple[int, list[int]]] = []  # (size, strides of the tensors present), outermost first
+    for axis in range(len(shape) - 1):
+        size, strides = shape[axis], [t.stride(axis) for t in present]
+        if size == 1:
+            continue
+        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], strides, strict=True)):
+            dims[-1] = (dims[-1][0] * size, strides)
+        else:
+            dims.append((size, strides))
+    if len(dims) > 3:
+        return None
+    rank = max(1, len(dims))
+    dims = [(1, [0] * len(present))] * (3 - len(dims)) + dims
+    each = iter(zip(*(strides for _, strides in dims), strict=True))
+    return rank, dims[1][0], dims[2][0], [(0, 0, 0) if t is None else next(each) for t in tensors]
+
+
+def programs(device: torch.device) -> int:
+    """Programs of a persistent grid: a few for every multiprocessor."""
+    if device.type != "cuda":
+        return 4  # the interpreter: few, but more than one, so that sums over programs are exercised
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
+_LAUNCHERS: dict[str, Callable[..., Any]] = {}
+
+
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register `foundry_kernels::<schema>` with a launcher and a fake; returns the operator to call.
+
+    An operator, not a bare launch: torch.compile keeps it whole, and selective checkpointing and DTensor can name it.
+    """
+    name = schema.split("(")[0]
+    _LAUNCHERS[name] = kernel
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CPU" if INTERPRET else "CUDA")
+    torch.library.register_fake(f"foundry_kernels::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.foundry_kernels, name).default
+
+
+def serve_cpu_tensors() -> None:
+    """Let the launchers be called with CPU tensors, to record what they would launch (see `_aot`)."""
+    while _LAUNCHERS:
+        name, kernel = _LAUNCHERS.popitem()
+        _LIBRARY.impl(name, kernel, "CPU")

@@ -1,0 +1,124 @@
+"""Keys and values of the positions that a model has seen, so that generation computes only the new ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.models.config import ModelConfig
+
+
+class KVCache:
+    """Preallocated keys and values of every layer, appended to in place; what is stored is never copied.
+
+    Memory: ``2 * n_layers * batch_size * n_kv_heads * max_len * head_dim`` elements.
+
+    Args:
+        config: of the model.
+        batch_size: sequences, which all have the same length at any time.
+        max_len: positions it can hold; None is ``config.max_seq_len``.
+        device, dtype: of the keys and values the model computes (under autocast, autocast's dtype).
+
+    Attributes:
+        length: positions stored. Setting it to a smaller number forgets what lies beyond.
+        k, v: for each layer ``[B, Hk, max_len, D]``.
+
+    Raises:
+        ValueError: a size below 1, or `max_len` beyond ``config.max_seq_len``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_len: int | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        max_len = config.max_seq_len if max_len is None else max_len
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
+        if not 1 <= max_len <= config.max_seq_len:
+            raise ValueError(f"max_len must be in 1 .. max_seq_len={config.max_seq_len}; got {max_len}")
+        shape = (batch_size, config.kv_heads, max_len, config.head_width)
+        self.batch_size, self.max_len, self.length = batch_size, max_len, 0
+        self.k = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.v = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.k[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k[0].dtype
+
+    def check(self, tokens: Tensor, dtype: torch.dtype, n_layers: int) -> None:
+        """Raise ValueError where the keys and values of `tokens` ``[B, T]`` cannot be appended."""
+        if len(self.k) != n_layers:
+            raise ValueError(f"cache holds {len(self.k)} layers; the model has {n_layers}")
+        if tokens.shape[0] != self.batch_size:
+            raise ValueError(f"cache was made for a batch of {self.batch_size}; got tokens {tuple(tokens.shape)}")
+        if tokens.device != self.device:
+            raise ValueError(f"cache must be on the tokens' device {tokens.device}; got {self.device}")
+        if dtype != self.dtype:
+            raise ValueError(f"cache must have the dtype of the keys, {dtype}; got {self.dtype}")
+        if self.length + tokens.shape[1] > self.max_len:
+            raise ValueError(
+                f"cache is full: it holds {self.length} of max_len={self.max_len} positions, "
+                f"{tokens.shape[1]} more do not fit"
+            )
+        if torch.is_grad_enabled():
+            raise ValueError("cache is for inference: gradients do not flow through it; use torch.no_grad()")
+
+    def layer(self, index: int) -> LayerCache:
+        """One layer's part, as :class:`foundry_kernels.nn.Attention` takes it."""
+        return LayerCache(self, index)
+
+    def advance(self, count: int) -> None:
+        """Count `count` positions as stored, after every layer has appended them."""
+        self.length += count
+
+    def __repr__(self) -> str:
+        b, h, s, d = self.k[0].shape
+        return (
+            f"KVCache(layers={len(self.k)}, batch_size={b}, n_kv_heads={h}, head_dim={d}, "
+            f"length={self.length}/{s}, {self.dtype}, {self.device})"
+        )
+
+
+class LayerCache:
+    """One layer of a :class:`KVCache`. The length moves only when all layers are done, by `KVCache.advance`, so a
+    forward pass that fails half-way leaves the cache as it was."""
+
+    def __init__(self, cache: KVCache, index: int) -> None:
+        self._cache, self._index = cache, index
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v ``[B, Hk, T, D]`` behind what is there; returns views of all S positions ``[B, Hk, S, D]``.
+
+        Raises:
+            ValueError: they do not fit the cache.
+        """
+        cache = self._cache
+        stored_k, stored_v = cache.k[self._index], cache.v[self._index]
+        start, stop = cache.length, cache.length + k.shape[2]
+        for name, new, stored in (("k", k, stored_k), ("v", v, stored_v)):
+            b, h, s, d = stored.shape
+            if new.shape != (b, h, stop - start, d) or stop > s:
+                raise ValueError(f"{name} must fit [{b}, {h}, at most {s - start}, {d}]; got {tuple(new.shape)}")
+            if new.dtype != stored.dtype or new.device != stored.device:
+                raise ValueError(
+                    f"{name} must be {stored.dtype} on {stored.device}, as the cache is; "
+                    f"got {new.dtype} on {new.device}"
+                )
+        stored_k[:, :, start:stop] = k
+        stored_v[:, :, start:stop] = v
+        return stored_k[:, :, :stop], stored_v[:, :, :stop]

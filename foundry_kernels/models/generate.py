@@ -1,0 +1,165 @@
+"""Continue prompts with a key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from foundry_kernels.models.transformer import Transformer
+
+Prompts = Tensor | Sequence[Tensor | Sequence[int]]
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_token: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """Continue each prompt by at most `max_new_tokens` tokens.
+
+    Prompts may differ in length, and a greedy continuation is that of the prompt alone: all rows read as many tokens as
+    the shortest prompt has in one pass, and then go on token by token, a row taking its prompt's tokens while they last
+    and its own predictions from there. No padding is ever attended to. The price: a prompt's tokens beyond the length
+    of the shortest are read one at a time, so prompts of very different lengths are better continued in groups.
+
+    The model runs in evaluation mode and without gradients, and is left in the mode that it was in.
+
+    Args:
+        prompts: ``[B, T]`` integer tensor, or a sequence of 1-D integer tensors or lists of ints, each of at least one
+            token.
+        max_new_tokens: for each prompt; 0 or more.
+        temperature: 0 takes the most likely token; above 0, logits are divided by it and a token is drawn.
+        top_k: draw only from the k most likely tokens.
+        top_p: draw only from the smallest set of tokens whose probabilities sum to at least top_p; after `top_k`.
+        stop_token: ends a row; it is kept as the row's last token. One inside a prompt ends nothing.
+        generator: source of the draws, on the model's device.
+
+    Returns:
+        For each prompt the prompt and its continuation, 1-D int64 on the model's device.
+
+    Raises:
+        TypeError: prompts or max_new_tokens are no integers.
+        ValueError: an empty prompt, a prompt and new tokens beyond max_seq_len, tokens outside the vocabulary,
+            temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device.
+    """
+    config, device = model.config, model.tok_embeddings.weight.device
+    rows = _read_prompts(prompts, config.vocab_size)
+    _check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
+    if generator is not None and generator.device.type != device.type:
+        raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
+    if not rows:
+        return []
+    lengths = torch.tensor([len(row) for row in rows])
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if longest + max_new_tokens > config.max_seq_len:
+        raise ValueError(
+            f"prompts of up to {longest} tokens and max_new_tokens={max_new_tokens} exceed "
+            f"max_seq_len={config.max_seq_len}"
+        )
+    if max_new_tokens == 0:
+        return [row.to(device) for row in rows]
+
+    total = longest + max_new_tokens
+    tokens = torch.zeros(len(rows), total, dtype=torch.int64)
+    for row, prompt in zip(tokens, rows, strict=True):
+        row[: len(prompt)] = prompt
+    tokens, begin = tokens.to(device), lengths.to(device)
+    end = begin + max_new_tokens  # a row's length once it is finished
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        cache = model.make_cache(len(rows), total)
+        seen = 0
+        for position in range(shortest, total):
+            logits = model(tokens[:, seen:position], cache=cache, last_only=True)
+            seen = position
+            drawn = _choose(logits[:, -1], temperature, top_k, top_p, generator)
+            open_rows = (begin <= position) & (position < end)
+            tokens[:, position] = torch.where(open_rows, drawn, tokens[:, position])
+            if stop_token is not None:
+                end = torch.where(open_rows & (drawn == stop_token), position + 1, end)
+                if bool((end <= position + 1).all()):
+                    break
+    finally:
+        for module, mode in training:
+            module.training = mode
+    return [row[:stop].clone() for row, stop in zip(tokens, end.tolist(), strict=True)]
+
+
+def _choose(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """One token a row ``[B]`` from logits ``[B, V]``."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        # By index and not by value: of tokens that tie at the threshold, no more than k may stay.
+        values, kept = logits.topk(top_k, dim=-1)
+        logits = torch.full_like(logits, float("-inf")).scatter(-1, kept, values)
+    probabilities = logits.softmax(-1)
+    if top_p is not None and top_p < 1.0:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # the sum over the tokens that are more likely
+        probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def _read_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
+    """The prompts as int64 tensors on the CPU, checked."""
+    if isinstance(prompts, Tensor) and prompts.dim() != 2:
+        raise ValueError(f"prompts must be a [B, T] tensor or a sequence of 1-D prompts; got {tuple(prompts.shape)}")
+    if isinstance(prompts, str) or not isinstance(prompts, Tensor | Sequence):
+        raise TypeError(f"prompts must be a tensor or a sequence of prompts; got {type(prompts).__name__}")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        name = f"prompts[{index}]"
+        if not isinstance(prompt, Tensor):
+            if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+                raise TypeError(f"{name} must be a 1-D integer tensor or a sequence of ints; got {prompt!r:.60}")
+            prompt = torch.tensor(prompt, dtype=torch.int64)
+        if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers; got {prompt.dtype}")
+        if prompt.dim() != 1:
+            raise ValueError(f"{name} must be 1-D; got shape {tuple(prompt.shape)}")
+        if prompt.numel() == 0:
+            raise ValueError(f"{name} is empty; a prompt needs at least one token")
+        row = prompt.detach().to("cpu", torch.int64)
+        low, high = int(row.min()), int(row.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"{name} must hold tokens in 0 .. {vocab_size - 1}; got {low if low < 0 else high}")
+        rows.append(row)
+    return rows
+
+
+def _check_options(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop_token: int | None,
+    vocab_size: int,
+) -> None:
+    if not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens must be an int; got {type(max_new_tokens).__name__}")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}")
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be finite and at least 0; got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be None or at least 1; got {top_k}")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p must be None or in (0, 1]; got {top_p}")
+    if stop_token is not None and not 0 <= stop_token < vocab_size:
+        raise ValueError(f"stop_token must be None or in 0 .. {vocab_size - 1}; got {stop_token}")

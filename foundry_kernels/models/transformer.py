@@ -1,0 +1,244 @@
+"""A Llama-style decoder, as readable as the paper, over whichever kernels are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry_kernels._checks import check_integer, check_rank
+from foundry_kernels.models.cache import KVCache
+from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.generate import generate
+from foundry_kernels.nn import Attention, KeyValueStore, RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn._backend import Backend, describe, plan, serving
+
+#: The operations that the model calls.
+OPERATIONS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention")
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each after a norm that also adds the branch before it to the residual stream."""
+
+    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, factory: dict[str, Any]) -> None:
+        super().__init__()
+        norm = {"round_before_weight": config.norm_round_before_weight, **factory}
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, **norm)
+        self.attention = Attention(
+            config.dim, config.n_heads, config.n_kv_heads, config.head_width, rope=rope, **factory
+        )
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps, **norm)
+        self.feed_forward = SwiGLU(config.dim, config.ffn_width, **factory)
+
+    def forward(
+        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`branch`, the previous block's output (None before the first), is still to be added to `stream`; both
+        ``[B, T, dim]``. Returns this block's branch, and the stream that it is to be added to."""
+        if branch is None:
+            y = self.attention_norm(stream)
+        else:
+            y, stream = self.attention_norm(branch.to(stream.dtype), stream)
+        branch = self.attention(y, cache=cache)
+        y, stream = self.ffn_norm(branch.to(stream.dtype), stream)
+        return self.feed_forward(y), stream
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+
+    Parameters have the names and shapes of Meta's Llama, whose checkpoints load: `tok_embeddings`,
+    `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`.
+
+    Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
+
+    Args:
+        config: the shape.
+        backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" takes the fastest
+            that can serve each call. A named backend is used for every operation that it has a kernel for, and never
+            replaced in silence: where a kernel cannot serve, the call raises `BackendUnavailable`; operations of which
+            the package has no such kernel run on the reference, which a warning and `backends` tell.
+        device, dtype: of the parameters. On the meta device nothing is initialised: ``to_empty(device=...)``, then
+            `init_weights()` or a checkpoint.
+
+    Attributes:
+        backends: the backend that each operation is called with.
+
+    Raises:
+        TypeError, ValueError: no ModelConfig, or an unknown backend.
+        BackendUnavailable: a mapping names a kernel that does not exist.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: Backend = "auto",
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config must be a ModelConfig; got {type(config).__name__}")
+        self.config = config
+        self.backends = plan(backend, OPERATIONS)
+        factory = {"device": device, "dtype": dtype, "backend": self.backends}
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
+        rope = RotaryEmbedding(  # one table, which the layers share
+            config.head_width,
+            config.max_seq_len,
+            base=config.rope_base,
+            scaling=config.rope_scaling,
+            interleaved=config.rope_interleaved,
+            device=device,
+            backend=self.backends,
+        )
+        self.layers = nn.ModuleList(TransformerBlock(config, rope, factory) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps, round_before_weight=config.norm_round_before_weight, **factory)
+        # Tied weights are one parameter under one name: two names would come apart in `to_empty`.
+        self.output = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.dim, config.vocab_size, bias=False, device=device, dtype=dtype)
+        self.register_load_state_dict_pre_hook(_drop_redundant_keys)
+        if not self.tok_embeddings.weight.is_meta:
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Set embeddings and projections to N(0, init_std), norms to 1, and compute the rotary tables."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, 0.0, self.config.init_std, generator=generator)
+            elif isinstance(module, RMSNorm | RotaryEmbedding):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+        ignore_index: int = -100,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits, and the loss where there are targets.
+
+        Args:
+            tokens: ``[B, T]`` int32 or int64, 0 <= token < vocab_size, T >= 1.
+            targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`.
+            cache: keys and values of the positions before `tokens`; those of `tokens` are appended. Inference only.
+            last_only: logits of the last position only, ``[B, 1, V]``; not together with targets.
+            ignore_index: positions with this target count for nothing.
+
+        Returns:
+            logits ``[B, T, V]``, or with targets ``(logits, loss)``. The loss is the mean cross entropy in nats over
+            the positions that count, float32 (float64 for a float64 model); 0 where none counts.
+
+        Raises:
+            TypeError: tokens or targets are no int32 or int64 tensors.
+            ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
+                not fit, and, where they are on the CPU and nothing is being compiled, tokens or targets outside the
+                vocabulary. (Elsewhere that would cost a synchronisation; the embedding then raises its own error.)
+            BackendUnavailable: a named backend cannot serve this device or dtype.
+        """
+        self._check(tokens, targets, cache, last_only, ignore_index)
+        stream = self.tok_embeddings(tokens)
+        branch: Tensor | None = None
+        for index, block in enumerate(self.layers):
+            branch, stream = block(branch, stream, None if cache is None else cache.layer(index))
+        assert branch is not None  # there is at least one layer
+        if last_only:
+            branch, stream = branch[:, -1:], stream[:, -1:]
+        y, _ = self.norm(branch.to(stream.dtype), stream)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        logits = F.linear(y, self.tok_embeddings.weight) if self.output is None else self.output(y)
+        if targets is None:
+            return logits
+        return logits, _cross_entropy(logits, targets, ignore_index)
+
+    def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
+        """An empty cache on the model's device, of the dtype that its keys have (autocast's, inside autocast)."""
+        weight = self.tok_embeddings.weight
+        return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, **options: Any
+    ) -> list[Tensor]:
+        """Continue the prompts; see :func:`foundry_kernels.models.generate`."""
+        return generate(self, prompts, max_new_tokens, **options)
+
+    def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
+        """`backends` with "auto" made definite: for each operation the backend that serves tensors of `dtype` on
+        `device` ("cpu", "cuda"), None being those of the parameters."""
+        weight = self.tok_embeddings.weight
+        return serving(self.backends, device or weight.device.type, dtype or weight.dtype)
+
+    def extra_repr(self) -> str:
+        return f"backend={describe(self.backends)}"
+
+    def _key_dtype(self) -> torch.dtype:
+        weight = self.tok_embeddings.weight
+        if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
+            return torch.get_autocast_dtype(weight.device.type)
+        return weight.dtype
+
+    def _check(
+        self, tokens: Tensor, targets: Tensor | None, cache: KVCache | None, last_only: bool, ignore_index: int
+    ) -> None:
+        device, vocab_size = self.tok_embeddings.weight.device, self.config.vocab_size
+        check_integer("tokens", tokens)
+        check_rank("tokens", tokens, 2, "[B, T]")
+        if tokens.shape[1] == 0:
+            raise ValueError(f"tokens must hold at least one position; got shape {tuple(tokens.shape)}")
+        if tokens.device != device:
+            raise ValueError(f"tokens must be on the model's device {device}; got {tokens.device}")
+        start = 0 if cache is None else cache.length
+        if start + tokens.shape[1] > self.config.max_seq_len:
+            cached = f" behind {start} cached ones" if start else ""
+            raise ValueError(
+                f"tokens hold {tokens.shape[1]} positions{cached}; max_seq_len is {self.config.max_seq_len}"
+            )
+        if cache is not None:
+            cache.check(tokens, self._key_dtype(), self.config.n_layers)
+        if targets is not None:
+            check_integer("targets", targets)
+            if last_only:
+                raise ValueError("targets need the logits of all positions; got last_only=True")
+            if targets.shape != tokens.shape:
+                raise ValueError(f"targets must have tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}")
+            if targets.device != device:
+                raise ValueError(f"targets must be on the model's device {device}; got {targets.device}")
+        if device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_range("tokens", tokens, vocab_size)
+            if targets is not None:
+                _check_range("targets", targets[targets != ignore_index], vocab_size)
+
+
+def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
+    if tokens.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(tokens))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}; got {low if low < 0 else high}")
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Mean over the targets that count, and 0 where torch's own mean would be 0/0."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    targets = targets.flatten().long()
+    total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")
+    return total / (targets != ignore_index).sum().clamp_min(1)
+
+
+def _drop_redundant_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Keys of Meta's checkpoints that say nothing new: the rotary frequencies, and a tied head's copy."""
+    assert isinstance(module, Transformer)
+    state_dict.pop(prefix + "rope.freqs", None)
+    head, embeddings = state_dict.get(prefix + "output.weight"), state_dict.get(prefix + "tok_embeddings.weight")
+    if module.output is None and head is not None and embeddings is not None and torch.equal(head, embeddings):
+        del state_dict[prefix + "output.weight"]

@@ -1,0 +1,11 @@
+"""Thin modules over the operations: parameters and shapes here, arithmetic in `foundry_kernels.ops`.
+
+Every module takes `backend`: the name of a backend, or a mapping from operations to names (see `_backend.plan`).
+"""
+
+from foundry_kernels.nn.attention import Attention, KeyValueStore
+from foundry_kernels.nn.norm import RMSNorm
+from foundry_kernels.nn.rotary import RotaryEmbedding
+from foundry_kernels.nn.swiglu import SwiGLU
+
+__all__ = ["Attention", "KeyValueStore", "RMSNorm", "RotaryEmbedding", "SwiGLU"]

@@ -1,0 +1,74 @@
+"""What `backend` means to a module, which runs several operations: one rule, for every module and the model.
+
+An operation called with a named backend uses it or raises. A module runs several operations, and not every operation
+has a kernel in every backend. So a module decides once, at construction, operation by operation:
+
+- the operation has a kernel of the named backend: that kernel is used. If it cannot serve a call (not built, another
+  device, another dtype), the call raises `BackendUnavailable`; there is no fallback.
+- the package has no such kernel for the operation at all: the reference is used, and the module says so, in one warning
+  and in its `backends` and its repr.
+
+A mapping `{operation: backend}` names the backend of single operations ("auto" for those it leaves out) and is taken
+literally: where there is no such kernel, construction raises.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from foundry_kernels.registry import AUTO_ORDER, OPS, BackendUnavailable, check_backend
+
+Backend = str | Mapping[str, str]
+
+
+def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
+    """The backend that each of `ops` is called with, by the rule above.
+
+    Raises:
+        TypeError: `backend` is neither a string nor a mapping.
+        ValueError: an unknown backend or operation.
+        BackendUnavailable: a mapping names a backend of which the operation has no kernel.
+    """
+    ops = tuple(ops)
+    if isinstance(backend, str):
+        check_backend(backend)
+        absent = [op for op in ops if backend != "auto" and OPS[op].impl(backend) is None]
+        if absent:
+            warnings.warn(
+                f"backend {backend!r} has no kernel yet for {', '.join(absent)}: the reference is used there",
+                stacklevel=3,
+            )
+        return {op: "reference" if op in absent else backend for op in ops}
+    if not isinstance(backend, Mapping):
+        raise TypeError(f"backend must be a string or a mapping of operations to strings; got {type(backend).__name__}")
+    for op, name in backend.items():
+        if op not in OPS:
+            raise ValueError(f"backend names an unknown operation {op!r}; there are {', '.join(OPS)}")
+        check_backend(name)
+        if name != "auto" and OPS[op].impl(name) is None:
+            raise BackendUnavailable(f"{op} has no {name} kernel")
+    return {op: backend.get(op, "auto") for op in ops}
+
+
+def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:
+    """For each operation the backend that serves tensors of `dtype` on `device`: a planned "auto" made definite.
+
+    A named backend that cannot serve them stays in the answer; the call itself is what raises.
+    """
+    served = {}
+    for op, name in backends.items():
+        if name == "auto":
+            order = AUTO_ORDER.get(device, ("reference",))
+            name = next((b for b in order if OPS[op].why_not(b, device, dtype) is None), "reference")
+        served[op] = name
+    return served
+
+
+def describe(backends: Mapping[str, str]) -> str:
+    """For a repr: `'native'`, or `rope='reference', rms_norm='native'` where operations differ."""
+    if len(set(backends.values())) == 1:
+        return repr(next(iter(backends.values())))
+    return ", ".join(f"{op}={name!r}" for op, name in backends.items())

@@ -1,0 +1,121 @@
+"""Multi-head attention with rotary positions, shared key-value heads and an optional key-value cache."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._checks import check_rank, check_tensor
+from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn.rotary import RotaryEmbedding
+from foundry_kernels.ops.flash_attention import flash_attention
+
+
+class KeyValueStore(Protocol):
+    """What :class:`Attention` asks of a cache: one layer's part of it."""
+
+    @property
+    def length(self) -> int:
+        """Positions stored so far: the position of the next token."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v ``[B, Hk, T, D]`` of the next T positions; return those of all positions ``[B, Hk, S, D]``."""
+
+
+class Attention(torch.nn.Module):
+    """``wo(flash_attention(rope(wq x), rope(wk x), wv x))``, without biases; the names are those of Meta's Llama.
+
+    Queries, keys and values are ``[B, H, T, D]`` views of the projections' ``[B, T, H, D]`` memory, and the result
+    comes back in the same storage order: nothing is copied to transpose.
+
+    Args:
+        dim: width of the input and the output.
+        n_heads: query heads H.
+        n_kv_heads: key-value heads Hk, a divisor of `n_heads`; None is `n_heads`. 1 is multi-query attention.
+        head_dim: D; None is ``dim // n_heads``.
+        rope: the rotary embedding, which layers may share, or None for no positions.
+        causal: whether a query sees no later key.
+        backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own.
+
+    Raises:
+        ValueError: `n_heads` is no multiple of `n_kv_heads`, `dim` none of `n_heads` where head_dim is None, the rotary
+            dimensions exceed `head_dim`, an unknown backend.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        rope: RotaryEmbedding | None = None,
+        causal: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        for name, value in (("dim", dim), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if n_heads % n_kv_heads:
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads={n_kv_heads}; got {n_heads}")
+        if head_dim is None:
+            if dim % n_heads:
+                raise ValueError(f"dim must be a multiple of n_heads={n_heads} unless head_dim is given; got {dim}")
+            head_dim = dim // n_heads
+        if head_dim < 1:
+            raise ValueError(f"head_dim must be at least 1; got {head_dim}")
+        if rope is not None and rope.dim > head_dim:
+            raise ValueError(f"rope must rotate at most head_dim={head_dim} dimensions; got {rope.dim}")
+        self.backends = plan(backend, ("flash_attention",))
+        self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
+        self.causal = causal
+        self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=False, device=device, dtype=dtype)
+        self.wk = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=False, device=device, dtype=dtype)
+        self.wv = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=False, device=device, dtype=dtype)
+        self.wo = torch.nn.Linear(n_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
+        self.rope = rope
+
+    def forward(
+        self, x: Tensor, positions: Tensor | int | None = None, *, cache: KeyValueStore | None = None
+    ) -> Tensor:
+        """x ``[B, T, dim]`` to ``[B, T, dim]``.
+
+        Args:
+            positions: of the tokens, as :class:`RotaryEmbedding` takes them; None continues the cache or starts at 0.
+            cache: this layer's stored keys and values, which the new ones are appended to. Query t then sees all that
+                was stored before, and the new keys up to its own.
+
+        Raises:
+            ValueError: x has another rank or width, or the rotary embedding's, the cache's or the operations' own
+                conditions.
+        """
+        check_tensor("x", x)
+        check_rank("x", x, 3, f"[B, T, {self.dim}]")
+        if x.shape[-1] != self.dim:
+            raise ValueError(f"x must have dim={self.dim} as its last dimension; got shape {tuple(x.shape)}")
+        batch, length, _ = x.shape
+        q = self.wq(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        if self.rope is not None:
+            if positions is None and cache is not None:
+                positions = cache.length
+            q, k = self.rope(q, k, positions)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = flash_attention(q, k, v, causal=self.causal, backend=self.backends["flash_attention"])
+        assert isinstance(out, Tensor)  # and not (out, lse)
+        # A view where the operation kept q's storage order, as it promises.
+        return self.wo(out.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
+            f"causal={self.causal}, backend={describe(self.backends)}"
+        )

@@ -1,0 +1,248 @@
+r"""Softmax attention that never stores the matrix of scores; dense and packed ("varlen") sequences.
+
+For a query :math:`q_i`, the keys :math:`k_j` and values :math:`v_j` of its head, a scale :math:`\alpha` and an offset
+:math:`o` that aligns queries with keys (``S - T`` for "bottom_right", 0 for "top_left")
+
+.. math:: s_{ij} = c \tanh(\alpha \, q_i \cdot k_j / c) - m \, |i + o - j|, \qquad
+          \ell_i = \log \Bigl(e^{\sigma} + \sum_{j \in W_i} e^{s_{ij}}\Bigr), \qquad
+          p_{ij} = e^{s_{ij} - \ell_i}, \qquad y_i = \sum_{j \in W_i} p_{ij} v_j
+
+where the soft cap :math:`c`, the ALiBi slope :math:`m` and the sink :math:`\sigma` are there only if given (in that
+order: the cap comes before ALiBi, the mask last) and :math:`W_i = \{j : i + o - left \le j \le i + o + right\}`.
+With the gradients :math:`g_i` of :math:`y_i` and :math:`\lambda_i` of :math:`\ell_i`
+
+.. math:: \delta_i = g_i \cdot y_i - \lambda_i, \quad
+          \partial L / \partial s_{ij} = p_{ij} (g_i \cdot v_j - \delta_i), \quad
+          \partial L / \partial v_j = \sum_i p_{ij} g_i, \quad
+          \partial L / \partial \sigma = -\sum_i e^{\sigma - \ell_i} \delta_i ,
+
+so the backward pass needs the inputs, the output and one number a row, :math:`\ell_i`. The derivative of the cap is
+:math:`1 - (\cdot / c)^2` of the capped score.
+
+Dao et al., "FlashAttention", 2022, arXiv:2205.14135; Dao, "FlashAttention-2", 2023, arXiv:2307.08691. Grouped heads:
+Ainslie et al., 2023, arXiv:2305.13245. ALiBi: Press et al., 2021, arXiv:2108.12409. Soft cap: Gemma 2, 2024,
+arXiv:2408.00118. Sinks: Xiao et al., 2023, arXiv:2309.17453; as a learned logit: gpt-oss, 2025, arXiv:2508.10925.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._checks import check_tensor
+from foundry_kernels.ops.flash_attention import reference
+from foundry_kernels.ops.flash_attention.checks import check_dense, check_options, check_varlen, sides
+from foundry_kernels.registry import Impl, OpSpec, register, resolve
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that both functions take besides `return_lse`, which decides what they return."""
+
+    causal: bool
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    align: str
+    backend: str
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    align: str = "bottom_right",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of T queries over S keys and values.
+
+    ``out = softmax(scale * q k^T + mask) v``, query head h reading key-value head ``h // (H // Hk)``.
+
+    Args:
+        q: ``[B, H, T, D]`` float32, bfloat16, float16 or float64, any strides. B, T and S may be 0.
+        k: ``[B, Hk, S, D]``, of q's dtype and device; H must be a multiple of Hk.
+        v: ``[B, Hk, S, Dv]``, likewise; Dv need not be D.
+        causal: a query sees no key after its own position, whatever `window` says.
+        scale: factor on the scores, finite and > 0; ``1 / sqrt(D)`` if None.
+        window: ``(left, right)``: query i sees keys ``i - left <= j <= i + right`` after alignment; each is >= 0 or
+            None for unbounded. None for both.
+        softcap: c > 0 bounds the scores smoothly, ``c * tanh(s / c)``.
+        alibi_slopes: ``[H]`` or ``[B, H]`` float32; subtracts ``slope * |i - j|`` (after alignment). Takes no gradient.
+        sinks: ``[H]``, floating-point: a logit a head that joins the softmax's denominator and `lse` and has no value.
+        align: which query sees which key where T != S: "bottom_right" puts the last query on the last key (a key-value
+            cache), "top_left" the first on the first (the ``is_causal`` of torch's scaled_dot_product_attention).
+        return_lse: also return the log-sum-exp of each row.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``out [B, H, T, Dv]`` of q's dtype, dense in q's storage order: if `q` is a view of ``[B, T, H, D]`` memory,
+        `out` is one of ``[B, T, H, Dv]``. With `return_lse`, ``(out, lse)``; ``lse [B, H, T]`` is contiguous, float32
+        (float64 for float64 inputs), in natural logarithm, and differentiable. A query that sees no key has output 0,
+        lse -inf (with sinks too) and no part in any gradient.
+
+    Raises:
+        TypeError: an argument is no tensor or number of the kind said above.
+        ValueError: shapes, dtypes or devices do not fit together, an option is out of its range, `alibi_slopes`
+            requires a gradient, the backend's name is unknown.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Under ``torch.autocast`` q, k and v (unless float64) are cast to its dtype first, as torch does for its own
+    attention. The softmax is in float32 in any case.
+    """
+    check_tensor("q", q)
+    q, k, v = _autocast(q, k, v)
+    check_dense(q, k, v)
+    check_options(q, q.shape[0], scale, softcap, alibi_slopes, sinks, align)
+    left, right = sides(window, causal)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    attend = resolve(FLASH_ATTENTION, backend, q)
+    return attend(q, k, v, scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse)
+
+
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    align: str = "bottom_right",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of B sequences that are packed one after the other, without padding.
+
+    Sequence n has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1] - 1`` and the keys and values
+    ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1] - 1``; for it, this is :func:`flash_attention`.
+
+    Args:
+        q: ``[total_q, H, D]`` float32, bfloat16, float16 or float64, any strides.
+        k: ``[total_k, Hk, D]``, of q's dtype and device; H must be a multiple of Hk.
+        v: ``[total_k, Hk, Dv]``, likewise.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64 on q's device: 0, then the running total of the sequences' lengths, so
+            that the last entry is total_q. A length may be 0.
+        cu_seqlens_k: ``[B + 1]``, the same for keys, ending at total_k.
+        max_seqlen_q: the longest length in `cu_seqlens_q` or any number above it.
+        max_seqlen_k: the same for keys.
+        alibi_slopes: ``[H]`` or ``[B, H]`` float32.
+        causal, scale, window, softcap, sinks, align, return_lse, backend: as for :func:`flash_attention`; `align` holds
+            within each sequence.
+
+    Returns:
+        ``out [total_q, H, Dv]`` of q's dtype, contiguous. With `return_lse`, ``(out, lse)``, ``lse [H, total_q]``.
+
+    Raises:
+        As :func:`flash_attention`. What stands in `cu_seqlens_q` and `cu_seqlens_k` is checked (ValueError) where it
+        can be read without waiting for a GPU: on the CPU, outside of ``torch.compile``. Elsewhere it is the caller's
+        responsibility.
+
+    The reference reads the lengths back to loop over sequences; under ``torch.compile``, where it cannot, it forms the
+    whole ``total_q x total_k`` matrix of scores instead.
+    """
+    check_tensor("q", q)
+    q, k, v = _autocast(q, k, v)
+    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_options(q, cu_seqlens_q.shape[0] - 1, scale, softcap, alibi_slopes, sinks, align)
+    left, right = sides(window, causal)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    attend = resolve(FLASH_ATTENTION_VARLEN, backend, q)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse)
+    return attend(q, k, v, *lengths, *options)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in the dtype of an enabled ``torch.autocast``; float64 is left alone, as autocast itself does."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no "meta"
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    castable = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if castable else x
+
+
+FLASH_ATTENTION = register(
+    OpSpec("flash_attention", flash_attention, (Impl("reference", reference.flash_attention),), __name__)
+)
+FLASH_ATTENTION_VARLEN = register(
+    OpSpec(
+        "flash_attention_varlen",
+        flash_attention_varlen,
+        (Impl("reference", reference.flash_attention_varlen),),
+        __name__,
+    )
+)

@@ -1,0 +1,266 @@
+"""Sample inputs, and the scale of what a gradient sums; the parity suite and the benchmarks enumerate this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.flash_attention.checks import sides
+from foundry_kernels.testing import Arg, Case, Values, normal
+
+
+def _slopes(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """A geometric series over the heads, another for each sequence."""
+    slopes = 2.0 ** (-8.0 * torch.arange(1, shape[-1] + 1, dtype=torch.float64) / shape[-1])
+    return slopes if len(shape) == 1 else slopes * torch.arange(1, shape[0] + 1, dtype=torch.float64)[:, None]
+
+
+def _one_huge(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Normal values, one key a hundred times as large: its row of scores decides every softmax."""
+    x = torch.randn(shape, generator=g, dtype=torch.float64)
+    x[:, :, shape[2] // 3] *= 100.0
+    return x
+
+
+def _starts(lengths: tuple[int, ...]) -> Values:
+    return lambda g, shape: torch.tensor([0, *accumulate(lengths)], dtype=torch.float64)
+
+
+def _case(
+    b: int,
+    heads: tuple[int, int],
+    tokens: tuple[int, int],
+    width: int,
+    note: str = "",
+    *,
+    value_width: int | None = None,
+    layout: str = "contiguous",
+    k_layout: str | None = None,
+    v_layout: str | None = None,
+    cotangent: str = "contiguous",
+    q_values: Values | None = None,
+    k_values: Values | None = None,
+    slopes: tuple[int, ...] | None = None,
+    sinks: Values | None = None,
+    frozen: str = "",
+    **options: Any,
+) -> Case:
+    """heads: (H, Hk); tokens: (T, S); `slopes` is the shape of the ALiBi slopes; `frozen` the letters of the inputs
+    that take no gradient."""
+    (h, hk), (t, s), dv = heads, tokens, value_width or width
+    normal_values = normal()
+    args: dict[str, Arg | None] = {
+        "q": Arg((b, h, t, width), layout, q_values or normal_values, grad="q" not in frozen),
+        "k": Arg((b, hk, s, width), k_layout or layout, k_values or normal_values, grad="k" not in frozen),
+        "v": Arg((b, hk, s, dv), v_layout or layout, grad="v" not in frozen),
+    }
+    if slopes is not None:
+        args["alibi_slopes"] = Arg(slopes, values=_slopes, dtype=torch.float32, grad=False)
+    if sinks is not None:
+        args["sinks"] = Arg((h,), values=sinks, grad="s" not in frozen)
+    return Case(f"{b}x{h}.{hk}x{t}.{s}x{width}" + ("-" + note if note else ""), args, options, cotangent)
+
+
+def _varlen(
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    heads: tuple[int, int],
+    width: int,
+    note: str = "",
+    *,
+    value_width: int | None = None,
+    layout: str = "contiguous",
+    index: torch.dtype = torch.int32,
+    slopes: tuple[int, ...] | None = None,
+    sinks: Values | None = None,
+    slack: int = 0,
+    **options: Any,
+) -> Case:
+    """`slack` is added to the maximal lengths, which need only be bounds."""
+    h, hk = heads
+    starts = (len(lengths_q) + 1,)
+    args: dict[str, Arg | None] = {
+        "q": Arg((sum(lengths_q), h, width), layout),
+        "k": Arg((sum(lengths_k), hk, width), layout),
+        "v": Arg((sum(lengths_k), hk, value_width or width), layout),
+        "cu_seqlens_q": Arg(starts, values=_starts(lengths_q), dtype=index, grad=False),
+        "cu_seqlens_k": Arg(starts, values=_starts(lengths_k), dtype=index, grad=False),
+    }
+    if slopes is not None:
+        args["alibi_slopes"] = Arg(slopes, values=_slopes, dtype=torch.float32, grad=False)
+    if sinks is not None:
+        args["sinks"] = Arg((h,), values=sinks)
+    options["max_seqlen_q"] = max(lengths_q, default=0) + slack
+    options["max_seqlen_k"] = max(lengths_k, default=0) + slack
+    shape = f"{'+'.join(map(str, lengths_q))}.{'+'.join(map(str, lengths_k))}x{h}.{hk}x{width}"
+    return Case(shape + ("-" + note if note else ""), args, options)
+
+
+_ALL_OPTIONS: dict[str, Any] = {"causal": True, "window": (20, 3), "softcap": 3.0, "scale": 0.3, "return_lse": True}
+
+_DENSE = (
+    _case(1, (1, 1), (1, 1), 1),
+    *(_case(1, (2, 1), (19, 33), d) for d in (8, 16, 40, 59, 64, 72, 96, 111, 128, 192, 256)),
+    *(_case(1, (2, 1), (33, 33), d, "causal", causal=True) for d in (40, 59, 96, 111, 128, 256)),
+    *(_case(1, (1, 1), (t, t), 32, "causal-lse", causal=True, return_lse=True) for t in (1, 2, 63, 65, 127, 128, 129)),
+    _case(1, (2, 2), (67, 131), 32, "lse", return_lse=True),
+    _case(2, (3, 1), (20, 20), 32, "group-3", causal=True),
+    _case(1, (8, 2), (33, 40), 64, "group-4", causal=True),
+    _case(1, (4, 4), (17, 17), 32, "group-1"),
+    _case(2, (8, 1), (1, 129), 64, "decode", causal=True),
+    _case(1, (2, 1), (3, 200), 64, "chunk", causal=True, return_lse=True),
+    _case(1, (2, 1), (3, 200), 64, "chunk-top-left", causal=True, align="top_left", return_lse=True),
+    _case(1, (2, 1), (50, 17), 32, "rows-without-keys", causal=True, return_lse=True),
+    _case(1, (2, 1), (150, 17), 32, "tiles-without-keys", causal=True, return_lse=True),
+    _case(1, (2, 1), (150, 17), 32, "tiles-without-keys-out-only", causal=True),
+    _case(1, (2, 1), (50, 17), 32, "top-left", causal=True, align="top_left"),
+    _case(1, (2, 1), (70, 20), 32, "window-past-the-keys", window=(5, 0), align="top_left", return_lse=True),
+    *(
+        _case(1, (2, 1), tokens, 32, f"window-{left}.{right}", window=(left, right), return_lse=True)
+        for tokens in ((65, 65), (40, 97))
+        for left, right in ((0, 0), (7, 0), (0, 9), (70, 3), (None, 5), (6, None), (None, None))
+    ),
+    _case(1, (2, 1), (97, 40), 32, "window-causal-rows-without-keys", window=(9, 9), causal=True, return_lse=True),
+    _case(1, (2, 1), (129, 129), 32, "window-causal", window=(16, None), causal=True),
+    _case(1, (2, 1), (40, 97), 32, "window-top-left", window=(8, 8), align="top_left"),
+    _case(1, (2, 1), (33, 33), 32, "scale", scale=0.05),
+    _case(1, (2, 1), (33, 65), 32, "softcap", softcap=5.0, return_lse=True),
+    _case(1, (2, 1), (65, 65), 32, "softcap-saturated", softcap=2.0, causal=True, q_values=normal(30.0)),
+    _case(2, (4, 2), (33, 65), 32, "alibi", slopes=(4,), causal=True, return_lse=True),
+    _case(2, (4, 2), (65, 33), 32, "alibi-per-sequence", slopes=(2, 4)),
+    _case(2, (3, 1), (33, 65), 32, "alibi-top-left", slopes=(3,), align="top_left"),
+    _case(1, (4, 2), (33, 65), 32, "sinks", sinks=normal(), return_lse=True),
+    _case(1, (4, 2), (65, 65), 32, "sinks-causal", sinks=normal(3.0), causal=True),
+    _case(1, (2, 1), (50, 17), 32, "sinks-rows-without-keys", sinks=normal(), causal=True, return_lse=True),
+    _case(1, (2, 1), (33, 33), 32, "sinks-large", sinks=normal(1.0, 60.0), return_lse=True),
+    _case(1, (2, 1), (33, 33), 32, "sinks-frozen", sinks=normal(), frozen="s"),
+    _case(1, (2, 1), (33, 33), 32, "sinks-only", sinks=normal(), frozen="qkv"),
+    _case(2, (4, 2), (50, 70), 40, "all-options", slopes=(2, 4), sinks=normal(), **_ALL_OPTIONS),
+    _case(2, (4, 2), (70, 50), 40, "all-options-rows-without-keys", slopes=(4,), sinks=normal(), **_ALL_OPTIONS),
+    _case(1, (2, 1), (33, 40), 64, "value-width-32", value_width=32, causal=True),
+    _case(1, (2, 1), (33, 40), 40, "value-width-96", value_width=96, causal=True),
+    _case(1, (2, 1), (17, 17), 192, "value-width-128", value_width=128, causal=True),
+    *(
+        _case(2, (4, 2), (17, 33), 40, layout, layout=layout, cotangent=layout, causal=True)
+        for layout in ("swapped", "sliced", "offset", "expanded", "strided")
+    ),
+    _case(2, (4, 2), (17, 33), 40, "mixed-layouts", layout="swapped", k_layout="sliced", v_layout="offset"),
+    _case(2, (4, 2), (17, 33), 40, "mixed-layouts-2", k_layout="swapped", v_layout="strided", cotangent="swapped"),
+    *(
+        _case(1, (2, 1), (33, 33), 32, f"frozen-{frozen}", frozen=frozen, causal=True)
+        for frozen in ("q", "k", "v", "kv", "qk")
+    ),
+    _case(1, (2, 1), (33, 65), 64, "logits-60", q_values=normal(60.0)),
+    _case(1, (2, 1), (65, 65), 64, "logits-60-causal", q_values=normal(60.0), causal=True, return_lse=True),
+    _case(1, (2, 1), (33, 65), 64, "huge-key", k_values=_one_huge, return_lse=True),
+    _case(1, (2, 1), (33, 65), 64, "zero-queries", q_values=normal(0.0), causal=True),
+    _case(1, (2, 1), (33, 65), 64, "mean-shift", q_values=normal(1.0, 2.0), k_values=normal(1.0, 2.0)),
+    _case(0, (2, 1), (5, 7), 32, "no-batch", return_lse=True),
+    _case(1, (2, 1), (0, 7), 32, "no-queries", return_lse=True),
+    _case(2, (2, 1), (5, 0), 32, "no-keys", return_lse=True),
+    _case(2, (2, 1), (5, 0), 32, "no-keys-causal-sinks", causal=True, sinks=normal(), return_lse=True),
+)
+
+_PACKED = (
+    _varlen((7,), (7,), (2, 1), 32),
+    _varlen((1, 1, 1), (30, 1, 65), (4, 2), 64, "decode", causal=True),
+    _varlen((5, 0, 70, 1), (5, 0, 70, 1), (2, 1), 32, "causal-lse", causal=True, return_lse=True),
+    _varlen((5, 0, 33, 9), (9, 4, 0, 40), (4, 2), 40, "lengths-differ", return_lse=True),
+    _varlen((20, 33, 3), (5, 40, 3), (2, 1), 32, "rows-without-keys", causal=True, return_lse=True),
+    _varlen((20, 33, 3), (5, 40, 3), (2, 1), 32, "top-left", causal=True, align="top_left"),
+    _varlen((40, 66), (40, 66), (2, 1), 32, "window-causal", causal=True, window=(9, None)),
+    _varlen((40, 30), (30, 66), (2, 2), 59, "window", window=(9, 4)),
+    _varlen((17, 40), (33, 40), (4, 1), 32, "alibi", slopes=(4,)),
+    _varlen((17, 40), (33, 40), (4, 1), 32, "alibi-per-sequence", slopes=(2, 4), causal=True),
+    _varlen((30, 0, 40), (20, 5, 44), (4, 2), 40, "all", slopes=(3, 4), sinks=normal(), **_ALL_OPTIONS),
+    _varlen((17, 40), (33, 40), (2, 1), 32, "sinks", sinks=normal()),
+    _varlen((17, 40), (33, 40), (2, 1), 64, "value-width-32", value_width=32, causal=True),
+    _varlen((17, 40), (33, 40), (2, 1), 32, "int64", index=torch.int64, causal=True),
+    _varlen((17, 40), (33, 40), (2, 1), 32, "loose-maximum", slack=100, causal=True),
+    *(_varlen((17, 20), (17, 20), (2, 1), 40, x, layout=x) for x in ("swapped", "sliced", "offset", "strided")),
+    _varlen((0, 0), (3, 0), (2, 1), 32, "no-queries", return_lse=True),
+    _varlen((3, 2), (0, 0), (2, 1), 32, "no-keys", return_lse=True),
+    _varlen((), (), (2, 1), 32, "no-sequences", return_lse=True),
+)
+
+CASES: dict[str, tuple[Case, ...]] = {"flash_attention": _DENSE, "flash_attention_varlen": _PACKED}
+
+
+def scales(
+    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
+) -> dict[str, float]:
+    """Size of the terms that a gradient sums (float64 inputs), by argument: the root of the sum of their squares.
+
+    What cancels: ``g . v - delta`` in every gradient of a score, and the sums over keys (q), queries (k, v) and all
+    (sinks).
+    """
+    q, k, v = (x.detach() for x in (args["q"], args["k"], args["v"]) if x is not None)
+    slopes, sinks = args.get("alibi_slopes"), args.get("sinks")
+    sinks = None if sinks is None else sinks.detach()
+    if "cu_seqlens_q" not in args:
+        return _scales(q, k, v, slopes, sinks, options, cotangents)
+    starts_q, starts_k = args["cu_seqlens_q"], args["cu_seqlens_k"]
+    assert starts_q is not None
+    assert starts_k is not None
+    most: dict[str, float] = {}
+    for n, ((q0, q1), (k0, k1)) in enumerate(zip(*(pairwise(s.tolist()) for s in (starts_q, starts_k)), strict=True)):
+        one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1], cotangents[0][q0:q1])]
+        into_lse = tuple(c[None, :, q0:q1] for c in cotangents[1:])
+        own = slopes[n] if slopes is not None and slopes.dim() == 2 else slopes
+        found = _scales(one[0], one[1], one[2], own, sinks, options, (one[3], *into_lse))
+        most = {name: max(size, most.get(name, 0.0)) for name, size in found.items()}
+    return most
+
+
+def _scales(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    options: Mapping[str, Any],
+    cotangents: tuple[Tensor, ...],
+) -> dict[str, float]:
+    group = q.shape[1] // k.shape[1]
+    if q.numel() == 0 or k.numel() == 0:
+        return {}
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    t, s = q.shape[2], k.shape[2]
+    scale = options.get("scale", q.shape[-1] ** -0.5)
+    scores = scale * q @ k.transpose(-1, -2)
+    if (cap := options.get("softcap")) is not None:
+        scores = cap * (scores / cap).tanh()
+    offset = 0 if options.get("align") == "top_left" else s - t
+    distance = torch.arange(s) - torch.arange(t)[:, None] - offset
+    if slopes is not None:
+        scores = scores - slopes.detach()[..., None, None] * distance.abs()
+    left, right = sides(options.get("window"), options.get("causal", False))
+    hidden = torch.zeros_like(distance, dtype=torch.bool) if left is None else distance < -left
+    hidden = hidden if right is None else hidden | (distance > right)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    sink = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if sinks is not None:
+        sink = sink.masked_fill(~hidden.all(-1, keepdim=True), 0.0) + sinks[:, None, None]
+    p = torch.cat([scores, sink], -1).softmax(-1).nan_to_num(0.0)  # a row without keys is 0 / 0
+    p, p_sink = p[..., :-1], p[..., -1:]
+    g2 = cotangents[0].square()
+    delta2 = (g2 * (p @ v).square()).sum(-1, keepdim=True)
+    if len(cotangents) > 1:
+        delta2 = delta2 + cotangents[1].square()[..., None]
+    ds2 = p.square() * (g2 @ v.square().transpose(-1, -2) + delta2)
+
+    def over_group(squares: Tensor) -> float:
+        return float(squares.unflatten(1, (-1, group)).sum(2).max().sqrt())
+
+    found = {
+        "q": scale * float((ds2 @ k.square()).max().sqrt()),
+        "k": scale * over_group(ds2.transpose(-1, -2) @ q.square()),
+        "v": over_group(p.square().transpose(-1, -2) @ g2),
+    }
+    if sinks is not None:
+        found["sinks"] = float((p_sink.square() * delta2).sum((0, 2, 3)).max().sqrt())
+    return found

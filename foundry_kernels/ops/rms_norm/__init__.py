@@ -1,0 +1,143 @@
+r"""RMSNorm, and RMSNorm of a residual sum.
+
+For a row :math:`x \in R^N` with weight :math:`w` and offset :math:`o`
+
+.. math:: r = 1 / \sqrt{\tfrac1N \sum_i x_i^2 + \epsilon}, \qquad y_i = x_i \, r \, (w_i + o)
+
+and, with :math:`g_i = \partial L / \partial y_i`, :math:`v_i = g_i (w_i + o)`,
+
+.. math:: \partial L / \partial x_i = r \, v_i - x_i \, \frac{r^3}{N} \sum_j v_j x_j, \qquad
+          \partial L / \partial w_i = \sum_{rows} g_i \, x_i \, r .
+
+The backward pass needs the input and one number a row, :math:`r` (`rstd`), which is kept only where a gradient is
+wanted. Arithmetic is in float32 (float64 for float64 inputs); results are rounded once.
+
+Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foundry_kernels import _native, _triton
+from foundry_kernels._checks import check_device, check_eps, check_float, check_shape
+from foundry_kernels.ops.rms_norm import reference
+from foundry_kernels.registry import Impl, OpSpec, register, resolve
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Root-mean-square normalisation over the last dimension.
+
+    ``y = x / sqrt(mean(x^2, -1) + eps) * (weight + weight_offset)``
+
+    Args:
+        x: ``[..., N]`` float32, bfloat16, float16 or float64, any strides. N >= 1; other dimensions may be 0.
+        weight: ``[N]``, any of these dtypes (float64 only with a float64 x), or None for no scaling.
+        eps: added to the mean square, >= 0.
+        weight_offset: added to the weight: 1.0 for Gemma, whose weights are stored around 0. Needs a weight.
+        round_before_weight: False rounds once, after the weight (as ``F.rms_norm``, OLMo2, Gemma). True rounds
+            ``x / rms`` to ``x.dtype`` first and then multiplies, as Llama, Mistral and Qwen do; the result then has the
+            dtype that ``x`` and ``weight`` promote to.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``y [..., N]``, contiguous, of ``x.dtype`` (but see `round_before_weight`).
+
+    Raises:
+        TypeError: an argument is no tensor or has no floating-point dtype.
+        ValueError: `x` has no dimension or zero width, `weight` does not fit it or lies on another device, `eps` is
+            negative, `weight_offset` is given without a weight, the backend's name is unknown.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Autocast does not change the computation, which is in float32 in any case. There is no second derivative.
+    """
+    _check(x, weight, eps, weight_offset)
+    return resolve(RMS_NORM, backend, x)(x, weight, eps, weight_offset, round_before_weight)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The residual sum and its RMSNorm in one pass: ``h = x + residual``, ``y = rms_norm(h)``.
+
+    Args:
+        x: ``[..., N]``, as for :func:`rms_norm`.
+        residual: ``[..., N]``, of x's shape and device. If its dtype is another one, the sum is formed in the dtype
+            that both promote to before it is rounded to ``x.dtype``.
+        weight, eps, weight_offset, round_before_weight, backend: as for :func:`rms_norm`.
+
+    Returns:
+        ``(y, h)``, both ``[..., N]`` and contiguous. ``h`` is the sum rounded to ``x.dtype``, the next residual; ``y``
+        is the norm of that rounded sum, of the dtype that :func:`rms_norm` gives.
+
+    Raises:
+        As :func:`rms_norm`; ValueError where `residual` does not match `x`.
+    """
+    _check(x, weight, eps, weight_offset)
+    check_float("residual", residual)
+    check_shape("residual", residual, x.shape, "that of x")
+    check_device("residual", residual, "x", x)
+    if residual.dtype != x.dtype:
+        h = (x + residual).to(x.dtype)
+        return resolve(RMS_NORM, backend, x)(h, weight, eps, weight_offset, round_before_weight), h
+    return resolve(ADD_RMS_NORM, backend, x)(x, residual, weight, eps, weight_offset, round_before_weight)
+
+
+def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
+    check_float("x", x)
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension; got a scalar")
+    width = x.shape[-1]
+    if width == 0:
+        raise ValueError(f"x must have a last dimension of at least 1; got shape {tuple(x.shape)}")
+    if weight is not None:
+        check_float("weight", weight)
+        check_shape("weight", weight, (width,), "the width of x")
+        check_device("weight", weight, "x", x)
+        if weight.dtype == torch.float64 != x.dtype:
+            raise TypeError(f"weight may be float64 only where x is; got x of {x.dtype}")
+    elif weight_offset:
+        raise ValueError(f"weight_offset needs a weight to be added to; got weight_offset={weight_offset}, weight=None")
+    check_eps(eps)
+
+
+RMS_NORM = register(
+    OpSpec(
+        "rms_norm",
+        rms_norm,
+        (
+            Impl("reference", reference.rms_norm),
+            _triton.impl(__name__, "rms_norm"),
+            _native.impl(__name__, "rms_norm"),
+        ),
+        __name__,
+    )
+)
+ADD_RMS_NORM = register(
+    OpSpec(
+        "add_rms_norm",
+        add_rms_norm,
+        (
+            Impl("reference", reference.add_rms_norm),
+            _triton.impl(__name__, "add_rms_norm"),
+            _native.impl(__name__, "add_rms_norm"),
+        ),
+        __name__,
+    )
+)

@@ -1,0 +1,172 @@
+"""Sample inputs, and what a call moves; the parity suite and the benchmarks enumerate this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.testing import Arg, Case, normal
+
+
+def _one_large(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Normal rows with one entry of 1e4: the sum of squares is one term."""
+    x = torch.randn(shape, generator=g, dtype=torch.float64)
+    x[..., shape[-1] // 3] = 1e4
+    return x
+
+
+def _case(shape: tuple[int, ...], note: str = "", *, x: Arg | None = None, w: Arg | str | None = "", **kw: Any) -> Case:
+    weight = Arg((shape[-1],), values=normal(0.3, 1.0)) if isinstance(w, str) else w
+    options = kw.pop("options", {})
+    name = "x".join(map(str, shape)) + ("-" + note if note else "")
+    return Case(name, {"x": x or Arg(shape), "weight": weight}, options, **kw)
+
+
+_RMS_NORM = (
+    *(_case((rows, width)) for rows, width in [(1, 1), (3, 2), (5, 17), (33, 64), (64, 127), (17, 128), (7, 129)]),
+    *(_case((rows, width)) for rows, width in [(9, 1000), (4, 4096), (3, 5120), (2, 8191), (2, 16384)]),
+    _case((2, 40000), "wide", interpreted=True),
+    _case((1031, 256), "many-rows", interpreted=False),
+    _case((300, 2048), "threads", interpreted=False),
+    _case((96,), "vector"),
+    _case((0, 64), "empty"),
+    _case((2, 0, 64), "empty-3d"),
+    _case((2, 3, 5, 40), "4d"),
+    _case((2, 3, 5, 40), "swapped", x=Arg((2, 3, 5, 40), "swapped"), cotangent="swapped"),
+    _case((2, 3, 2, 2, 24), "swapped-5d", x=Arg((2, 3, 2, 2, 24), "swapped"), cotangent="offset"),
+    _case((6, 100), "sliced", x=Arg((6, 100), "sliced"), cotangent="sliced"),
+    _case((6, 100), "offset", x=Arg((6, 100), "offset"), w=Arg((100,), "offset"), cotangent="offset"),
+    _case((6, 100), "strided", x=Arg((6, 100), "strided"), w=Arg((100,), "strided"), cotangent="strided"),
+    _case((6, 100), "expanded", x=Arg((6, 100), "expanded"), cotangent="expanded"),
+    _case((8, 256), "no-weight", w=None),
+    _case((8, 256), "frozen-weight", w=Arg((256,), grad=False)),
+    _case((8, 256), "frozen-input", x=Arg((8, 256), grad=False)),
+    _case((8, 256), "weight-fp32", w=Arg((256,), dtype=torch.float32)),
+    _case((8, 256), "gemma", w=Arg((256,), values=normal(0.3)), options={"weight_offset": 1.0}),
+    _case((8, 256), "llama", options={"round_before_weight": True}),
+    _case((8, 256), "llama-fp32-weight", w=Arg((256,), dtype=torch.float32), options={"round_before_weight": True}),
+    _case((8, 256), "llama-no-weight", w=None, options={"round_before_weight": True}),
+    _case((8, 256), "large", x=Arg((8, 256), values=normal(1e4))),
+    _case((8, 256), "small", x=Arg((8, 256), values=normal(1e-4))),
+    _case((8, 256), "small-eps0", x=Arg((8, 256), values=normal(1e-2)), options={"eps": 0.0}),
+    _case((8, 256), "zero", x=Arg((8, 256), values=normal(0.0))),
+    _case((8, 256), "one-large", x=Arg((8, 256), values=_one_large)),
+)
+
+
+def _with_residual(case: Case) -> Case:
+    x = case.args["x"]
+    assert x is not None
+    return Case(
+        case.id, {"x": x, "residual": x, "weight": case.args["weight"]}, case.options, case.cotangent, case.interpreted
+    )
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "rms_norm": _RMS_NORM,
+    "add_rms_norm": (
+        *map(_with_residual, _RMS_NORM),
+        Case(
+            "2x3x5x40-mixed-layouts",
+            {"x": Arg((2, 3, 5, 40), "swapped"), "residual": Arg((2, 3, 5, 40)), "weight": Arg((40,))},
+        ),
+        Case("6x64-frozen-x", {"x": Arg((6, 64), grad=False), "residual": Arg((6, 64)), "weight": Arg((64,))}),
+        Case(
+            "6x64-residual-fp32",
+            {"x": Arg((6, 64)), "residual": Arg((6, 64), dtype=torch.float32), "weight": Arg((64,))},
+        ),
+    ),
+}
+
+
+def scales(
+    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
+) -> dict[str, float]:
+    """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size."""
+    x, weight = args["x"], args["weight"]
+    assert x is not None
+    x = x.detach()
+    if "residual" in args:
+        residual = args["residual"]
+        assert residual is not None
+        x = x + residual.detach()
+    if x.numel() == 0:
+        return {}
+    rstd = (x.square().mean(-1, keepdim=True) + options.get("eps", 1e-6)).rsqrt()
+    terms = cotangents[0] * x * rstd
+    w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
+    into = float((cotangents[0] * w * rstd).abs().max())
+    if len(cotangents) > 1:
+        into = max(into, float(cotangents[1].abs().max()))
+    over_rows = terms.reshape(-1, x.shape[-1]).square().sum(0).sqrt().max()
+    return {"x": into, "residual": into, "weight": float(over_rows)}
+
+
+# --- benchmarks -----------------------------------------------------------------------------------------------------
+
+
+def _bench(rows: int, width: int, residual: bool, name: str) -> Case:
+    args: dict[str, Arg | None] = {"x": Arg((rows, width)), "weight": Arg((width,))}
+    if residual:
+        args = {"x": Arg((rows, width)), "residual": Arg((rows, width)), "weight": Arg((width,))}
+    return Case(f"{rows}x{width}-{name}", args, {"round_before_weight": True})
+
+
+#: Shapes to time, by device: the width of a model and rows that fit in the cache or do not.
+_BENCH_SHAPES = {
+    "cpu": ((512, 2048, "cached"), (4096, 4096, "large"), (8192, 128, "heads"), (1, 4096, "decode")),
+    "cuda": (
+        (16384, 1024, "qwen3-0.6b"),
+        (16384, 4096, "llama-8b"),
+        (16384, 8192, "llama-70b"),
+        (16384, 32768, "wide"),
+        (131072, 128, "heads"),
+        (4096, 4096, "short"),
+        (1, 4096, "decode"),
+    ),
+}
+
+
+def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    return tuple(_bench(rows, width, op == "add_rms_norm", name) for rows, width, name in _BENCH_SHAPES[device])
+
+
+def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+    """The least that must be read and written. Forward: each input once, each output once (weight and rstd, which are
+    small, are left out). Backward: x (or the sum h), dy and, for the sum, dh are read and one dx is written."""
+    x = args["x"]
+    assert x is not None
+    tensors = {"forward": 2, "backward": 3} if "residual" not in args else {"forward": 4, "backward": 4}
+    tensors["both"] = tensors["forward"] + tensors["backward"]
+    return tensors[direction] * x.numel() * x.element_size()
+
+
+def _eager(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """As models in Hugging Face's transformers write it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return _eager(h, weight), h
+
+
+def _torch_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6), h
+
+
+def _torch(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+#: What else computes this, by name; "eager" is also what torch.compile is given.
+PEERS = {
+    "rms_norm": {"eager": _eager, "F.rms_norm": _torch},
+    "add_rms_norm": {"eager": _eager_add, "F.rms_norm": _torch_add},
+}

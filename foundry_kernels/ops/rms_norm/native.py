@@ -1,0 +1,6 @@
+"""RMSNorm of the compiled extension: `csrc/torch/rms_norm.cpp` over `csrc/cpu/rms_norm.cpp`."""
+
+import torch
+
+rms_norm = torch.ops.foundry_kernels.rms_norm.default
+add_rms_norm = torch.ops.foundry_kernels.add_rms_norm.default

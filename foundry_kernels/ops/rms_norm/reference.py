@@ -1,0 +1,26 @@
+"""Plain PyTorch, differentiated by autograd: what every kernel of the op must equal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool) -> Tensor:
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    xc = x.contiguous().to(compute)
+    y = xc * torch.rsqrt(xc.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return y.to(x.dtype)
+    dtype = x.dtype
+    if round_before_weight:
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        y = y.to(x.dtype).to(compute)
+    return (y * (weight.to(compute) + weight_offset)).to(dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool
+) -> tuple[Tensor, Tensor]:
+    h = (x + residual).contiguous()
+    return rms_norm(h, weight, eps, weight_offset, round_before_weight), h

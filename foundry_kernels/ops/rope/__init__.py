@@ -1,0 +1,121 @@
+r"""Rotary position embedding of queries and keys.
+
+Of a head's D dimensions the first R turn in pairs; pair i at position p turns by the angle :math:`\phi = p \theta_i`:
+
+.. math:: y_a = x_a \cos\phi - x_b \sin\phi, \qquad y_b = x_b \cos\phi + x_a \sin\phi
+
+with (a, b) = (i, i + R/2), or (2i, 2i + 1) if interleaved. The other D - R dimensions are copied. The gradient is the
+rotation by :math:`-\phi`, so the backward pass needs nothing but the tables. Arithmetic is in float32 (float64 for
+float64 inputs) whatever the dtype of inputs and tables; results are rounded once.
+
+Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._checks import check_device, check_dtype, check_float, check_integer, check_rank, check_tensor
+from foundry_kernels.ops.rope import reference
+from foundry_kernels.ops.rope.table import RopeScaling, rope_table
+from foundry_kernels.registry import Impl, OpSpec, register, resolve
+
+__all__ = ["ROPE", "RopeScaling", "rope", "rope_table"]
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by the angles of their positions.
+
+    Args:
+        q: ``[B, H, T, D]`` float32, bfloat16, float16 or float64, any strides. Any dimension may be 0.
+        k: ``[B, Hk, T, D]``, of q's dtype and device; Hk is any number of heads.
+        cos: ``[P, R/2]``, a table over positions, or ``[B, T, R/2]``, a row for each token; 2 <= R <= D. Any
+            floating-point dtype (float64 only with float64 inputs) on q's device. Takes no gradient. A leading
+            dimension of 1 serves every sequence.
+        sin: of cos's shape and dtype.
+        interleaved: False turns the pairs ``(i, i + R/2)`` ("rotate half": GPT-NeoX, Llama in Hugging Face's layout);
+            True the pairs ``(2i, 2i + 1)`` (the complex form: GPT-J, Meta's Llama).
+        positions: ``[T]`` or ``[B, T]`` int32 or int64 on q's device, the row of a ``[P, R/2]`` table for each token;
+            every entry must lie in 0 .. P - 1, which is not checked on a GPU. None takes rows 0 .. T - 1, so that
+            P >= T. A leading dimension of 1 serves every sequence.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``(q', k')``, new tensors of q's and k's shapes and dtype, each dense in the storage order of its input: a
+        ``[B, H, T, D]`` view of ``[B, T, H, D]`` memory gives such a view. The gradients are laid out likewise.
+
+    Raises:
+        TypeError: an argument is no tensor or has the wrong kind of dtype.
+        ValueError: shapes, dtypes or devices do not fit together, a table is too short or requires a gradient, the
+            backend's name is unknown.
+        IndexError: on the CPU, a position outside of the table.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Autocast does not change the computation, which is in float32 in any case.
+    """
+    check_float("q", q)
+    check_tensor("k", k)
+    check_rank("q", q, 4, "[B, H, T, D]")
+    check_rank("k", k, 4, "[B, Hk, T, D]")
+    check_dtype("k", k, "q", q)
+    check_device("k", k, "q", q)
+    batch, _, tokens, width = q.shape
+    batch_k, _, tokens_k, width_k = k.shape
+    if batch_k != batch or tokens_k != tokens or width_k != width:
+        raise ValueError(f"k must be [B, Hk, T, D] with q's {(batch, tokens, width)}; got shape {tuple(k.shape)}")
+    _check_tables(q, cos, sin, width)
+    per_token = cos.dim() == 3
+    if per_token and cos.shape[0] == 1 != batch:
+        cos, sin, per_token = cos[0], sin[0], False
+    if per_token:
+        if positions is not None:
+            raise ValueError("positions must be None where cos and sin are [B, T, R/2], which has a row for each token")
+        if cos.shape[0] != batch or cos.shape[1] != tokens:
+            raise ValueError(f"cos must be [P, R/2] or [B, T, R/2] with {(batch, tokens)}; got {tuple(cos.shape)}")
+    elif positions is None:
+        if cos.shape[0] < tokens:
+            raise ValueError(f"cos must have a row for each of {tokens} positions; got shape {tuple(cos.shape)}")
+    else:
+        check_integer("positions", positions)
+        check_device("positions", positions, "q", q)
+        if positions.dim() == 2 and positions.shape[0] == 1 != batch:
+            positions = positions[0]
+        if positions.shape != (tokens,) and positions.shape != (batch, tokens):
+            raise ValueError(
+                f"positions must be [T] = ({tokens},) or [B, T] = ({batch}, {tokens}); got {tuple(positions.shape)}"
+            )
+    return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
+
+
+def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
+    check_float("cos", cos)
+    check_tensor("sin", sin)
+    if cos.dim() not in (2, 3):
+        raise ValueError(f"cos must be [P, R/2] or [B, T, R/2]; got shape {tuple(cos.shape)}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin must have cos's shape {tuple(cos.shape)}; got {tuple(sin.shape)}")
+    check_dtype("sin", sin, "cos", cos)
+    check_device("cos", cos, "q", q)
+    check_device("sin", sin, "q", q)
+    if cos.dtype == torch.float64 != q.dtype:
+        raise TypeError(f"cos and sin may be float64 only where q is; got q of {q.dtype}")
+    half = cos.shape[-1]
+    if half == 0 or 2 * half > width:
+        raise ValueError(
+            f"cos must have a last dimension R/2 of 1 to D/2 with D = {width}; got shape {tuple(cos.shape)}"
+        )
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        raise ValueError("cos and sin take no gradient; got one that requires it (pass cos.detach(), sin.detach())")
+
+
+ROPE = register(OpSpec("rope", rope, (Impl("reference", reference.rope),), __name__))

@@ -1,0 +1,225 @@
+r"""Tables of angles, and the ways to stretch them beyond the length that a model was trained on.
+
+Pair :math:`i` of R/2 turns with frequency :math:`\theta_i = b^{-2i/R}`: at position p by the angle :math:`p \theta_i`.
+With the factor f and the trained length L (`original_max_position_embeddings`), a scaling replaces the frequencies by
+
+- linear: :math:`\theta_i / f`. Chen et al., "Extending Context Window via Positional Interpolation", 2023,
+  arXiv:2306.15595.
+- dynamic (NTK-aware): those of the base :math:`b \, (f n / L - (f - 1))^{R/(R-2)}` where n is the table's length or
+  L, whichever is more: nothing changes up to L, and beyond it the lowest frequency is stretched.
+- yarn: a blend of :math:`\theta_i / f` and :math:`\theta_i` by the number of turns :math:`L \theta_i / 2\pi` that the
+  pair makes over the trained length: at least `beta_fast` turns keep the frequency, at most `beta_slow` divide it,
+  linear in i between. cos and sin are multiplied by the attention factor, by default :math:`0.1 \ln f + 1`.
+  Peng et al., "YaRN", 2023, arXiv:2309.00071.
+- llama3: a wavelength :math:`2\pi/\theta_i` up to L / `high_freq_factor` keeps the frequency, one from
+  L / `low_freq_factor` on divides it by f, and between them the blend is linear in the number of turns.
+  "The Llama 3 Herd of Models", 2024, arXiv:2407.21783.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: By type: the parameters that must be given and those that may be.
+_PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": ((), ("original_max_position_embeddings",)),
+    "dynamic": (("original_max_position_embeddings",), ()),
+    "yarn": (
+        ("original_max_position_embeddings",),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": (("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a rotary table is stretched; the names are those of Hugging Face's ``rope_scaling``.
+
+    Args:
+        rope_type: "linear", "dynamic", "yarn" or "llama3"; see the formulas of this module.
+        factor: ratio of the wanted to the trained length, >= 1.
+        original_max_position_embeddings: the trained length; needed by all but "linear".
+        low_freq_factor, high_freq_factor: bounds of llama3's blend, in turns over the trained length; needed by it
+            (Llama 3.1 has 1 and 4), 0 < low < high.
+        beta_fast, beta_slow: bounds of yarn's blend, in turns; 32 and 1 if None.
+        attention_factor: what yarn multiplies cos and sin by. If None, ``0.1 * mscale * ln(factor) + 1`` divided by the
+            same with `mscale_all_dim` where both of these are given, else ``0.1 * ln(factor) + 1``.
+        mscale, mscale_all_dim: see `attention_factor`; a 0 counts as not given.
+        truncate: whether yarn rounds the bounds of its blend outwards to whole pairs; True if None (gpt-oss: False).
+
+    Raises:
+        TypeError: a parameter is no number (or, for `truncate`, no bool).
+        ValueError: the type is unknown, a parameter is missing, out of range, or without meaning for the type.
+    """
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in _PARAMETERS:
+            raise ValueError(f"rope_type must be one of {', '.join(_PARAMETERS)}; got {self.rope_type!r}")
+        needed, optional = _PARAMETERS[self.rope_type]
+        if self.truncate is not None and not isinstance(self.truncate, bool):
+            raise TypeError(f"truncate must be a bool or None; got {type(self.truncate).__name__}")
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if name == "rope_type":
+                continue
+            if value is None:
+                if name in needed or name == "factor":
+                    raise ValueError(f"{name} must be given for rope_type {self.rope_type!r}; got None")
+                continue
+            if name not in (*needed, *optional, "factor"):
+                raise ValueError(f"{name} has no meaning for rope_type {self.rope_type!r}; got {value!r}, must be None")
+            if name != "truncate":
+                _check_number(name, value, minimum=0.0 if name.startswith("mscale") else None)
+        if self.factor < 1.0:
+            raise ValueError(f"factor must be >= 1; got {self.factor}")
+        length = self.original_max_position_embeddings
+        if length is not None and not isinstance(length, int):
+            raise TypeError(f"original_max_position_embeddings must be an int; got {type(length).__name__}")
+        _check_order("low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor)
+        if self.rope_type == "yarn":
+            _check_order("beta_slow", self._beta_slow, "beta_fast", self._beta_fast)
+
+    @property
+    def _beta_fast(self) -> float:
+        return 32.0 if self.beta_fast is None else self.beta_fast
+
+    @property
+    def _beta_slow(self) -> float:
+        return 1.0 if self.beta_slow is None else self.beta_slow
+
+
+def rope_table(
+    rotary_dim: int,
+    max_positions: int,
+    *,
+    base: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles of positions 0 .. max_positions - 1.
+
+    ``cos[p, i] = cos(p * base^(-2i / rotary_dim))``, sin likewise; the frequencies changed by `scaling`, if any.
+
+    Args:
+        rotary_dim: R, the number of dimensions that turn: even, >= 2.
+        max_positions: P >= 0, the rows of the table. With "dynamic" scaling the frequencies depend on it.
+        base: b > 1 (``rope_theta``).
+        scaling: a :class:`RopeScaling` or None.
+        device: where the result lies; torch's default device if None.
+
+    Returns:
+        ``(cos, sin)``, each ``[P, R/2]`` float32. They are computed in float64 on the CPU and rounded once, so that
+        late positions are as exact as early ones and every device gets the same bits.
+
+    Raises:
+        TypeError: an argument is no number, or `scaling` no RopeScaling.
+        ValueError: an argument is out of its range.
+
+    Su et al., "RoFormer", 2021, arXiv:2104.09864.
+    """
+    _check_int("rotary_dim", rotary_dim)
+    _check_int("max_positions", max_positions)
+    _check_number("base", base)
+    if rotary_dim < 2 or rotary_dim % 2 != 0:
+        raise ValueError(f"rotary_dim must be even and >= 2; got {rotary_dim}")
+    if max_positions < 0:
+        raise ValueError(f"max_positions must be >= 0; got {max_positions}")
+    if base <= 1.0:
+        raise ValueError(f"base must be > 1; got {base}")
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise TypeError(f"scaling must be a RopeScaling or None; got {type(scaling).__name__}")
+    frequencies, factor = _frequencies(rotary_dim, max_positions, base, scaling)
+    angles = torch.arange(max_positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
+    device = torch.get_default_device() if device is None else device
+    return (angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device)
+
+
+def _frequencies(rotary_dim: int, length: int, base: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
+    """The frequencies [R/2] in float64, and what cos and sin are multiplied by."""
+    pairs = torch.arange(rotary_dim // 2, dtype=torch.float64, device="cpu")
+    plain = base ** (-2.0 * pairs / rotary_dim)
+    if scaling is None:
+        return plain, 1.0
+    slow = plain / scaling.factor
+    if scaling.rope_type == "linear":
+        return slow, 1.0
+    trained = scaling.original_max_position_embeddings
+    assert trained is not None  # by RopeScaling's own check
+    if scaling.rope_type == "dynamic":
+        if rotary_dim == 2:  # one pair, of frequency 1 for every base
+            return plain, 1.0
+        ratio = scaling.factor * max(length, trained) / trained - (scaling.factor - 1.0)
+        return (base * ratio ** (rotary_dim / (rotary_dim - 2))) ** (-2.0 * pairs / rotary_dim), 1.0
+    if scaling.rope_type == "yarn":
+        keep = _yarn_keep(scaling, trained, pairs, rotary_dim, base)
+        return keep * plain + (1.0 - keep) * slow, _yarn_attention_factor(scaling)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    assert low is not None
+    assert high is not None
+    turns = trained * plain / (2.0 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * slow, 1.0
+
+
+def _yarn_keep(scaling: RopeScaling, trained: int, pairs: Tensor, rotary_dim: int, base: float) -> Tensor:
+    """How much of its own frequency a pair keeps: 1 for fast pairs, 0 for slow ones."""
+
+    def pair_of(turns: float) -> float:
+        """The (fractional) pair that makes this number of turns over the trained length."""
+        return rotary_dim * math.log(trained / (turns * 2.0 * math.pi)) / (2.0 * math.log(base))
+
+    first, last = pair_of(scaling._beta_fast), pair_of(scaling._beta_slow)
+    if scaling.truncate is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    if first == last:
+        last += 0.001  # a step, not a division by 0
+    return 1.0 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _check_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
+
+
+def _check_number(name: str, value: object, minimum: float | None = None) -> None:
+    """A finite number above 0, or from `minimum` on."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+    if not math.isfinite(value) or (value <= 0.0 if minimum is None else value < minimum):
+        bound = "> 0" if minimum is None else f">= {minimum:g}"
+        raise ValueError(f"{name} must be finite and {bound}; got {value}")
+
+
+def _check_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"{low_name} must be less than {high_name}; got {low} and {high}")

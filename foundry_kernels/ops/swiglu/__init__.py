@@ -1,0 +1,86 @@
+r"""Gated linear units: SwiGLU and GEGLU.
+
+With the logistic function :math:`\sigma` and the normal distribution's :math:`\Phi` and density :math:`\varphi`
+
+.. math:: \mathrm{swiglu} = a(g) \, u, \quad a(g) = g \, \sigma(g), \quad a'(g) = \sigma(g) (1 + g (1 - \sigma(g)));
+   \qquad \mathrm{geglu} = a(g) \, u, \quad a(g) = g \, \Phi(g), \quad a'(g) = \Phi(g) + g \, \varphi(g)
+
+and in GEGLU's "tanh" form :math:`a(g) = \tfrac12 g (1 + \tanh(\sqrt{2/\pi} (g + 0.044715 g^3)))`. The gradients of g
+and u are :math:`y' u \, a'(g)` and :math:`y' a(g)`, so the backward pass needs the inputs only. Arithmetic is in
+float32 (float64 for float64 inputs); results are rounded once.
+
+Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202; Hendrycks and Gimpel, "Gaussian Error Linear
+Units", 2016, arXiv:1606.08415.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foundry_kernels._checks import check_device, check_dtype, check_float, check_shape
+from foundry_kernels.ops.swiglu import reference
+from foundry_kernels.registry import Impl, OpSpec, register, resolve
+
+APPROXIMATIONS = ("none", "tanh")
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """``silu(gate) * up``, with ``silu(x) = x / (1 + exp(-x))``.
+
+    Args:
+        gate: ``[..., N]`` float32, bfloat16, float16 or float64, any strides, at least one dimension; any of them may
+            be 0. If `up` is None, ``[..., 2N]`` holds both: the gate in the first half, up in the second.
+        up: ``[..., N]``, of gate's shape, dtype and device, or None.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``[..., N]``, contiguous, of gate's dtype.
+
+    Raises:
+        TypeError: an argument is no tensor or has no floating-point dtype.
+        ValueError: `gate` has no dimension, or an odd last one without `up`; `up` does not match `gate`; the backend's
+            name is unknown.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Autocast does not change the computation, which is in float32 in any case.
+    """
+    _check(gate, up)
+    return resolve(SWIGLU, backend, gate)(gate, up)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", backend: str = "auto") -> Tensor:
+    """``gelu(gate) * up``.
+
+    Args:
+        gate, up, backend: as for :func:`swiglu`.
+        approximate: "none" for ``gelu(x) = x * Phi(x)`` with the error function, "tanh" for the tanh approximation
+            (Gemma).
+
+    Returns:
+        ``[..., N]``, contiguous, of gate's dtype.
+
+    Raises:
+        As :func:`swiglu`; ValueError where `approximate` is neither of the two.
+    """
+    _check(gate, up)
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate must be one of {', '.join(APPROXIMATIONS)}; got {approximate!r}")
+    return resolve(GEGLU, backend, gate)(gate, up, approximate)
+
+
+def _check(gate: Tensor, up: Tensor | None) -> None:
+    check_float("gate", gate)
+    if gate.dim() == 0:
+        raise ValueError("gate must have at least one dimension; got a scalar")
+    if up is None:
+        if gate.shape[-1] % 2 != 0:
+            raise ValueError(f"gate must be [..., 2N] where up is None; got shape {tuple(gate.shape)}")
+        return
+    check_float("up", up)
+    check_shape("up", up, gate.shape, "that of gate")
+    check_dtype("up", up, "gate", gate)
+    check_device("up", up, "gate", gate)
+
+
+SWIGLU = register(OpSpec("swiglu", swiglu, (Impl("reference", reference.swiglu),), __name__))
+GEGLU = register(OpSpec("geglu", geglu, (Impl("reference", reference.geglu),), __name__))

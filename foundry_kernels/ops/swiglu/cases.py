@@ -1,0 +1,104 @@
+"""Sample inputs, and the scale of what a gradient sums; the parity suite and the benchmarks enumerate this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.testing import Arg, Case, normal
+
+#: Neither activation's derivative passes this.
+_STEEPEST = 1.13
+
+
+def _saturated(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Normal values, every second one far out on either side, where the activation is 0 or the identity."""
+    x = torch.randn(shape, generator=g, dtype=torch.float64)
+    x.reshape(-1)[::2] *= 40.0
+    return x
+
+
+def _grid(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """-12 .. 12 in equal steps: through the minimum of the activation and to both its ends."""
+    return torch.linspace(-12.0, 12.0, torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+
+def _case(
+    shape: tuple[int, ...],
+    note: str = "",
+    gate: Arg | None = None,
+    up: Arg | None = None,
+    cotangent: str = "contiguous",
+) -> Case:
+    name = "x".join(map(str, shape)) + ("-" + note if note else "")
+    return Case(name, {"gate": gate or Arg(shape), "up": up or Arg(shape)}, cotangent=cotangent)
+
+
+def _packed(shape: tuple[int, ...], note: str = "", gate: Arg | None = None, cotangent: str = "contiguous") -> Case:
+    name = "x".join(map(str, shape)) + "-packed" + ("-" + note if note else "")
+    return Case(name, {"gate": gate or Arg(shape), "up": None}, cotangent=cotangent)
+
+
+def _laid_out(shape: tuple[int, ...], layout: str) -> Case:
+    return _case(shape, layout, Arg(shape, layout), Arg(shape, layout), layout)
+
+
+_BOTH = (
+    *(_case((rows, width)) for rows, width in [(1, 1), (3, 2), (5, 17), (33, 64), (7, 127), (9, 128), (7, 129)]),
+    *(_case((rows, width)) for rows, width in [(3, 1000), (5, 1023), (4, 1025), (2, 4099), (1, 14336)]),
+    *(_packed((rows, 2 * width)) for rows, width in [(1, 1), (5, 17), (9, 128), (7, 129), (3, 1023), (2, 4099)]),
+    replace(_case((1031, 256), "many-rows"), interpreted=False),
+    replace(_packed((300, 4096), "threads"), interpreted=False),
+    _case((96,), "vector"),
+    _packed((96,), "vector"),
+    _case((0, 64), "empty"),
+    _case((3, 0), "no-width"),
+    _packed((3, 0), "no-width"),
+    _packed((2, 0, 64), "empty-3d"),
+    _case((2, 3, 5, 40), "4d"),
+    *(_laid_out((2, 3, 5, 40), layout) for layout in ("swapped", "sliced", "offset", "expanded", "strided")),
+    _case((2, 3, 5, 40), "mixed-layouts", Arg((2, 3, 5, 40), "swapped"), Arg((2, 3, 5, 40), "sliced")),
+    *(
+        _packed((2, 3, 5, 40), layout, Arg((2, 3, 5, 40), layout), layout)
+        for layout in ("swapped", "sliced", "offset", "expanded", "strided")
+    ),
+    _case((6, 100), "frozen-gate", gate=Arg((6, 100), grad=False)),
+    _case((6, 100), "frozen-up", up=Arg((6, 100), grad=False)),
+    _case((8, 256), "saturated", gate=Arg((8, 256), values=_saturated)),
+    _packed((8, 256), "saturated", gate=Arg((8, 256), values=_saturated)),
+    _case((8, 256), "grid", gate=Arg((8, 256), values=_grid)),
+    _case((8, 256), "large", Arg((8, 256), values=normal(2e3)), Arg((8, 256), values=normal(1e-2))),
+    _case((8, 256), "small", Arg((8, 256), values=normal(1e-4)), Arg((8, 256), values=normal(1e-1))),
+    _case((8, 256), "zero-gate", gate=Arg((8, 256), values=normal(0.0))),
+)
+
+
+def _tanh(case: Case) -> Case:
+    return replace(case, id=case.id + "-tanh", options={"approximate": "tanh"})
+
+
+CASES: dict[str, tuple[Case, ...]] = {"swiglu": _BOTH, "geglu": (*_BOTH, *map(_tanh, _BOTH))}
+
+
+def scales(
+    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
+) -> dict[str, float]:
+    """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size.
+
+    The derivative of the activation is a sum that passes through 0, so the gate's gradient may be far smaller than its
+    terms.
+    """
+    gate, up = args["gate"], args["up"]
+    assert gate is not None
+    if gate.numel() == 0:
+        return {}
+    half = gate.shape[-1] // 2
+    if up is None:
+        into_gate = (cotangents[0] * gate.detach()[..., half:]).abs().max()
+        into_up = (cotangents[0] * gate.detach()[..., :half]).abs().max()
+        return {"gate": max(_STEEPEST * float(into_gate), float(into_up))}
+    return {"gate": _STEEPEST * float((cotangents[0] * up.detach()).abs().max())}

@@ -1,0 +1,130 @@
+"""Which implementations an operation has, and which of them can serve a call.
+
+An operation is one contract (`OpSpec`) with several implementations (`Impl`): a plain PyTorch reference, a Triton
+kernel, a native (C++/CUDA) kernel. What can run here is decided when the package is imported; a call only compares a
+device and a dtype, so the choice can be traced by `torch.compile(fullgraph=True)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("reference", "triton", "native")
+
+#: Order in which `backend="auto"` tries the backends of a device; a device that is not listed gets the reference.
+#: On the CPU Triton can only be interpreted, which serves tests and nobody else.
+AUTO_ORDER: dict[str, tuple[str, ...]] = {
+    "cuda": ("triton", "native", "reference"),
+    "cpu": ("native", "reference"),
+}
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class BackendUnavailable(RuntimeError):
+    """No implementation can serve the call; the message gives the reason of each backend."""
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of an operation.
+
+    `fn` takes the operation's validated arguments without `backend`. `devices` and `dtypes` are what it accepts, `None`
+    meaning any device. `missing` is the reason, fixed at import, why it cannot be used in this process at all.
+    """
+
+    backend: str
+    fn: Callable[..., Any]
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    missing: str | None = None
+
+    def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
+        """The reason why a tensor of `dtype` on `device` cannot be served, or None if it can."""
+        if self.missing is not None:
+            return self.missing
+        if self.devices is not None and device not in self.devices:
+            return f"runs on {' and '.join(self.devices)}, not on {device}"
+        if dtype is not None and dtype not in self.dtypes:
+            return f"takes {', '.join(map(short_dtype, self.dtypes))}, not {short_dtype(dtype)}"
+        return None
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """An operation: its public function, its implementations and the folder that holds all there is to know of it."""
+
+    name: str
+    public: Callable[..., Any]
+    impls: tuple[Impl, ...]
+    package: str
+
+    def impl(self, backend: str) -> Impl | None:
+        for impl in self.impls:
+            if impl.backend == backend:
+                return impl
+        return None
+
+    def why_not(self, backend: str, device: str, dtype: torch.dtype | None = None) -> str | None:
+        """The reason why `backend` cannot serve such a tensor, or None if it can."""
+        impl = self.impl(backend)
+        return f"{self.name} has no {backend} kernel" if impl is None else impl.why_not(device, dtype)
+
+    def backends(self, device: str, dtype: torch.dtype | None = None) -> tuple[str, ...]:
+        """The backends that can serve such a tensor."""
+        return tuple(b for b in BACKENDS if self.why_not(b, device, dtype) is None)
+
+    @property
+    def cases(self) -> ModuleType:
+        """The op's `cases` module (sample inputs, benchmark shapes, traffic); loaded when asked for."""
+        return importlib.import_module(self.package + ".cases")
+
+
+OPS: dict[str, OpSpec] = {}
+
+
+def register(spec: OpSpec) -> OpSpec:
+    if spec.name in OPS:
+        raise ValueError(f"an operation named {spec.name!r} is registered already")
+    OPS[spec.name] = spec
+    return spec
+
+
+def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
+    """The function that serves `x`: for "auto" the first usable row, for a named backend that one or an error."""
+    device, dtype = x.device.type, x.dtype
+    if backend == "auto":
+        for name in AUTO_ORDER.get(device, ("reference",)):
+            impl = spec.impl(name)
+            if impl is not None and impl.why_not(device, dtype) is None:
+                return impl.fn
+    elif backend in BACKENDS:
+        impl = spec.impl(backend)
+        if impl is not None and impl.why_not(device, dtype) is None:
+            return impl.fn
+    else:
+        check_backend(backend)
+    raise BackendUnavailable(_refusal(spec, backend, device, dtype))
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError unless `backend` is "auto" or one of `BACKENDS`."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(('auto', *BACKENDS))}; got {backend!r}")
+
+
+def _refusal(spec: OpSpec, backend: str, device: str, dtype: torch.dtype) -> str:
+    reasons = [f"  {b}: {spec.why_not(b, device, dtype) or 'usable'}" for b in BACKENDS]
+    asked = "no backend" if backend == "auto" else f"backend {backend!r}"
+    return "\n".join([f"{spec.name}: {asked} cannot serve {short_dtype(dtype)} on {device}", *reasons])
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

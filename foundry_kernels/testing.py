@@ -1,0 +1,233 @@
+"""The tolerance policy, and the parity check of an operation against its reference.
+
+The oracle is the reference in float64 on the same (already rounded) inputs. For an output or gradient `a` of an
+implementation, and `r` that of the reference in the same low precision,
+
+    max|a - oracle| <= 2   * max|r - oracle| + tiny
+    rms(a - oracle) <= 1.1 * rms(r - oracle) + tiny
+
+so a kernel may be no less exact than plain PyTorch. `tiny` stops a small or cancelling result from being judged by
+luck; see `tiny`. There is no per-test tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.registry import OpSpec, short_dtype
+
+MAX_FACTOR, RMS_FACTOR = 2.0, 1.1
+#: Error of the arithmetic (float32, or float64 for float64 inputs) relative to the terms that were summed.
+ARITHMETIC = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6, torch.float64: 1e-12}
+
+
+def tiny(dtype: torch.dtype, scale: float, numel: int) -> float:
+    """The absolute error that is forgiven at `scale`, the size of the terms that were summed.
+
+    Besides the error of the arithmetic, a result of few elements is forgiven a few roundings to its dtype: whether a
+    handful of values rounds well is luck, which averages out as 1/sqrt(numel).
+    """
+    rounding = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / math.sqrt(max(numel, 1))
+    return scale * (ARITHMETIC[dtype] + rounding) + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+Values = Callable[[torch.Generator, tuple[int, ...]], Tensor]
+
+
+def normal(std: float = 1.0, mean: float = 0.0) -> Values:
+    """Independent normal values."""
+    return lambda g, shape: torch.randn(shape, generator=g, dtype=torch.float64) * std + mean
+
+
+_NORMAL = normal()
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A tensor argument of a case.
+
+    layout: how the shape lies in memory.
+        "contiguous"; "swapped": dimensions 1 and 2 are exchanged in storage (a [B, H, T, D] view of [B, T, H, D]);
+        "sliced": every row is part of a wider one; "offset": starts one element into its storage, so nothing is
+        aligned; "expanded": one copy serves dimension 0 (stride 0); "strided": the last dimension has stride 2.
+    values: makes the values in float64 from a generator and the shape.
+    dtype: a fixed dtype; None takes the case's.
+    grad: whether a gradient is taken (floating-point arguments only).
+    """
+
+    shape: tuple[int, ...]
+    layout: str = "contiguous"
+    values: Values = _NORMAL
+    dtype: torch.dtype | None = None
+    grad: bool = True
+
+    def make(self, generator: torch.Generator, dtype: torch.dtype, device: str) -> Tensor:
+        values = self.values(generator, self.shape).to(self.dtype or dtype)
+        return lay_out(values.to(device), self.layout)
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """x's values in a tensor of the given memory layout (see `Arg`)."""
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "swapped":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 7), 77)
+        wide[..., 3 : 3 + x.shape[-1]] = x
+        return wide[..., 3 : 3 + x.shape[-1]]
+    if layout == "offset":
+        flat = x.new_full((x.numel() + 1,), 77)
+        flat[1:] = x.reshape(-1)
+        return flat[1:].view(x.shape)
+    if layout == "expanded":
+        return x[:1].contiguous().expand(x.shape)
+    if layout == "strided":
+        double = x.new_full((*x.shape[:-1], x.shape[-1] * 2), 77)
+        double[..., ::2] = x
+        return double[..., ::2]
+    raise ValueError(f"unknown layout {layout!r}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operation: what `cases.py` lists, the parity suite runs and a benchmark may time.
+
+    id: reads as the shapes and options. args: by the public function's parameter names; None is passed on. options:
+    its other keyword arguments. cotangent: layout of the gradients that flow in. interpreted: False keeps a large
+    case out of Triton's interpreter, which takes milliseconds a program.
+    """
+
+    id: str
+    args: Mapping[str, Arg | None]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cotangent: str = "contiguous"
+    interpreted: bool = True
+
+    def make(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor | None]:
+        """Fresh arguments; those that take a gradient require it."""
+        generator = torch.Generator().manual_seed(seed)
+        made: dict[str, Tensor | None] = {}
+        for name, arg in self.args.items():
+            made[name] = None if arg is None else arg.make(generator, dtype, device)
+            if arg is not None and arg.grad:
+                made[name].requires_grad_()  # type: ignore[union-attr]
+        return made
+
+
+@dataclass
+class Result:
+    """What a call gave: its outputs and the gradients of the arguments that require them."""
+
+    outputs: tuple[Tensor, ...]
+    grads: dict[str, Tensor]
+
+    def items(self) -> dict[str, Tensor]:
+        named = {f"output {i}": t for i, t in enumerate(self.outputs)}
+        return named | {f"gradient of {k}": v for k, v in self.grads.items()}
+
+
+def call(
+    op: OpSpec, args: Mapping[str, Tensor | None], options: Mapping[str, Any], *, backend: str
+) -> tuple[Tensor, ...]:
+    """The op's public function, its result always a tuple."""
+    result = op.public(**args, **options, backend=backend)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def run(
+    op: OpSpec,
+    args: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+    cotangents: tuple[Tensor, ...] | None = None,
+    *,
+    backend: str,
+    retain_graph: bool = False,
+) -> Result:
+    """Forward, and backward from `cotangents` where they are given."""
+    outputs = call(op, args, options, backend=backend)
+    wanted = {k: v for k, v in args.items() if v is not None and v.requires_grad}
+    if cotangents is None or not wanted:
+        return Result(outputs, {})
+    paired = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    grads = torch.autograd.grad(
+        [o for o, _ in paired],
+        list(wanted.values()),
+        [c for _, c in paired],
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+    return Result(outputs, {k: g for k, g in zip(wanted, grads, strict=True) if g is not None})
+
+
+def make_cotangents(outputs: tuple[Tensor, ...], layout: str, seed: int = 1) -> tuple[Tensor, ...]:
+    """Random normal gradients for `outputs`, in their dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
+    return tuple(lay_out(d.to(o.dtype).to(o.device), layout) for d, o in zip(drawn, outputs, strict=True))
+
+
+def to_float64(args: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The same values for the oracle: floating-point tensors in float64, detached, requiring what they required."""
+
+    def convert(t: Tensor | None) -> Tensor | None:
+        if t is None or not t.is_floating_point():
+            return t
+        return t.detach().double().requires_grad_(t.requires_grad)
+
+    return {k: convert(t) for k, t in args.items()}
+
+
+def compare(name: str, actual: Tensor, reference: Tensor, oracle: Tensor, scale: float) -> None:
+    """Assert the policy for one tensor; the error says by how much it was missed. Infinities must agree exactly."""
+    assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}"
+    assert actual.dtype == reference.dtype, f"{name}: dtype {actual.dtype}, expected {reference.dtype}"
+    if actual.numel() == 0:
+        return
+    a, r, o = (t.detach().double() for t in (actual, reference, oracle))
+    finite = o.isfinite() & r.isfinite()
+    assert torch.equal(a[~finite].nan_to_num(nan=7e77), r[~finite].nan_to_num(nan=7e77)), (
+        f"{name}: differs where infinite"
+    )
+    assert a[finite].isfinite().all(), f"{name}: {int((~a[finite].isfinite()).sum())} values are not finite"
+    if not finite.any():
+        return
+    allowed = tiny(actual.dtype, max(scale, float(o[finite].abs().max())), a.numel())
+    error, base = (a - o)[finite], (r - o)[finite]
+    figures = (
+        ("max", float(error.abs().max()), MAX_FACTOR, float(base.abs().max())),
+        ("rms", float(error.square().mean().sqrt()), RMS_FACTOR, float(base.square().mean().sqrt())),
+    )
+    for kind, got, factor, of_reference in figures:
+        assert got <= factor * of_reference + allowed, (
+            f"{name} ({short_dtype(actual.dtype)}): {kind} error {got:.3e} exceeds "
+            f"{factor} x the reference's {of_reference:.3e} + {allowed:.3e}"
+        )
+
+
+def assert_parity(op: OpSpec, case: Case, *, backend: str, dtype: torch.dtype, device: str = "cpu") -> Result:
+    """Assert that `backend` is as exact as the reference on `case`, outputs and gradients; returns its result."""
+    args = case.make(dtype, device)
+    reference = run(op, args, case.options, backend="reference")
+    cotangents = make_cotangents(reference.outputs, case.cotangent)
+    reference = run(op, args, case.options, cotangents, backend="reference")
+    args64 = to_float64(args)
+    cotangents64 = tuple(c.double() for c in cotangents)
+    oracle = run(op, args64, case.options, cotangents64, backend="reference")
+    actual = run(op, args, case.options, cotangents, backend=backend)
+    for a, r in zip(actual.outputs, reference.outputs, strict=True):
+        assert a.requires_grad == r.requires_grad, f"an output has requires_grad={a.requires_grad}"
+    assert actual.grads.keys() == reference.grads.keys(), (
+        f"gradients of {set(actual.grads)}, expected {set(reference.grads)}"
+    )
+    scales = op.cases.scales(args64, case.options, cotangents64)
+    for name, tensor in actual.items().items():
+        key = name.removeprefix("gradient of ")
+        compare(name, tensor, reference.items()[name], oracle.items()[name], float(scales.get(key, 0.0)))
+    return actual

@@ -1,0 +1,108 @@
+"""Builds the extension `foundry_kernels._C` where a compiler is found; the package works without it, and says so.
+
+csrc/cpu is compiled once per instruction set, csrc/torch (the only part that knows torch) once, csrc/cuda by nvcc where
+torch is a CUDA build and CUDA_HOME is set.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+ROOT = Path(__file__).parent
+COMPILER = os.environ.get("CXX", "c++")
+
+
+def compiler_has(flag: str) -> bool:
+    command = [*COMPILER.split(), flag, "-x", "c++", "-fsyntax-only", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+ISA_FLAGS: dict[str, list[str]] = {"baseline": []}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
+    if compiler_has("-mavx512bf16"):
+        ISA_FLAGS["avx512_bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
+DEFINES = [f"-DFK_HAVE_{isa.upper()}" for isa in ISA_FLAGS if isa != "baseline"]
+#: No -ffast-math: NaN and infinity are handled, sums keep their order. Contraction to fma is wanted.
+FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=fast", "-fno-math-errno"]
+
+
+#: Compute capabilities of the CUDA half, unless TORCH_CUDA_ARCH_LIST names them: 8.0 serves 8.x, the PTX what is newer.
+CUDA_ARCHITECTURES = "8.0;9.0+PTX"
+WITH_CUDA = torch.version.cuda is not None and CUDA_HOME is not None
+
+
+def sources(folder: str, suffix: str = ".cpp") -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc" / folder).glob(f"*{suffix}"))
+
+
+def extension() -> CppExtension:
+    files = ["csrc/module.cpp", *sources("torch")]
+    if not WITH_CUDA:
+        files = [f for f in files if not f.endswith("_cuda.cpp")]
+        flags = [*FLAGS, *DEFINES, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']
+        return CppExtension("foundry_kernels._C", files, extra_compile_args=flags)
+    # Without a GPU and without this variable torch finds no architecture to compile for and fails.
+    named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    flags = [*FLAGS, *DEFINES, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"', "-DFK_WITH_CUDA"]
+    return CUDAExtension(
+        "foundry_kernels._C",
+        [*files, *sources("cuda", ".cu")],
+        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-lineinfo", "-Xptxas=-v"]},
+    )
+
+
+class Build(BuildExtension):
+    """Compiles csrc/cpu per instruction set beside what BuildExtension does, which has no flags per file."""
+
+    def build_extension(self, ext) -> None:  # type: ignore[no-untyped-def]
+        try:
+            ext.extra_objects = self.compile_cpu_kernels()
+            super().build_extension(ext)
+        except Exception as error:
+            if os.environ.get("CI"):
+                raise
+            print(f"\nfoundry_kernels: the C++ extension was not built: {error}", file=sys.stderr)
+            print("foundry_kernels: the reference and Triton backends work without it.\n", file=sys.stderr)
+
+    def compile_cpu_kernels(self) -> list[str]:
+        folder = Path(self.build_temp, "cpu")
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = []
+        for source in sources("cpu"):
+            shared = Path(source).name == "isa.cpp"
+            for isa in ["baseline"] if shared else ISA_FLAGS:
+                target = folder / f"{Path(source).stem}.{isa}.o"
+                command = [
+                    *COMPILER.split(),
+                    "-std=c++17",
+                    "-fPIC",
+                    *FLAGS,
+                    *DEFINES,
+                    f"-DFK_ISA={isa}",
+                    *ISA_FLAGS[isa],
+                ]
+                jobs.append((target, [*command, "-c", source, "-o", str(target)]))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: self.spawn(job[1]), jobs))
+        return [str(target) for target, _ in jobs]
+
+
+# at::parallel_for is a header: without OpenMP it would run on one thread. Only compiled so, not linked: the symbols
+# must come from the OpenMP runtime that torch has loaded, for a second one would bring a second pool of threads.
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": Build})

@@ -1,0 +1,40 @@
+"""Before anything is imported: without a GPU, Triton's kernels run in its interpreter."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+else:  # deterministic cuBLAS, which the NaN-poisoning mode asks for
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh tensors hold NaN, so that an element which a kernel does not write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(100_000).isnan().all(), "the poison is not working"
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _active_row(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A row of the parity table may need something in place while it is tested."""
+    if "row" not in request.fixturenames:
+        yield
+        return
+    with request.getfixturevalue("row").active():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """One test's recompilations do not count against another's."""
+    yield
+    torch.compiler.reset()

@@ -1,0 +1,81 @@
+"""Compiles sources against the checker; objects are kept by content, so that a rebuild costs what changed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+CACHE = ROOT / "build" / "cuda_on_cpu"
+LIBRARY = "foundry_kernels_cuda_on_cpu"
+
+#: Misaligned vector accesses, shifts and indices of plain arrays that are undefined become traps, which are reported.
+CHECKS = ["-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error"]
+FLAGS = ["-O1", "-g1", "-fPIC", "-Wno-unknown-pragmas", "-DFK_CUDA_ON_CPU", f"-I{HERE / 'include'}"]
+
+
+def _compiler() -> list[str]:
+    return os.environ.get("CXX", "c++").split()
+
+
+def compile_object(source: Path, flags: list[str], text: str | None = None) -> Path:
+    """The object file of `source`, or of `text` in its place and folder."""
+    content = source.read_text() if text is None else text
+    headers = "".join(
+        p.read_text() for f in (HERE / "include", *(ROOT / "csrc").iterdir()) for p in sorted(f.glob("*.*h"))
+    )
+    key = hashlib.sha256("\0".join([content, headers, *flags, torch.__version__]).encode()).hexdigest()[:16]
+    target = CACHE / f"{source.stem}.{key}.o"
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}.tmp")
+        command = [*_compiler(), *FLAGS, *flags, f"-I{source.parent}", "-x", "c++", "-", "-c", "-o", str(partial)]
+        done = subprocess.run(command, input=f'#line 1 "{source.name}"\n{content}', capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        partial.rename(target)
+    return target
+
+
+def link(name: str, objects: list[Path], flags: list[str] = []) -> Path:  # noqa: B006
+    key = hashlib.sha256("".join(map(str, objects)).encode()).hexdigest()[:16]
+    target = CACHE / f"{name}.{key}.so"
+    if not target.exists():
+        done = subprocess.run(
+            [*_compiler(), "-shared", *map(str, objects), "-o", str(target), *flags], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    return target
+
+
+@functools.cache
+def load_operators() -> None:
+    """Registers torch.ops.foundry_kernels_cuda_on_cpu.*: the package's operators, with CUDA kernels for CPU tensors."""
+    kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    bindings = sorted((ROOT / "csrc" / "torch").glob("*.cpp"))
+    bindings = [p for p in bindings if not p.stem.endswith("_cpu")] + [HERE / "guarded_memory.cpp"]
+    torch_flags = [
+        "-std=c++20",
+        f"-DFK_LIBRARY={LIBRARY}",
+        '-DFK_CUDA_ARCHITECTURES=""',
+        *(f"-isystem{p}" for p in include_paths()),
+    ]
+    torch_flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+    jobs = [(p, ["-std=c++17", *CHECKS]) for p in kernels] + [(p, torch_flags) for p in bindings]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda job: compile_object(*job), jobs))
+    libraries = Path(torch.__file__).parent / "lib"
+    torch.ops.load_library(str(link(LIBRARY, objects, [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"])))
+
+
+def load_plain(source: Path, text: str) -> ctypes.CDLL:
+    """`text` compiled in the place of `source`, without torch."""
+    return ctypes.CDLL(str(link(source.stem, [compile_object(source, ["-std=c++17", *CHECKS], text)])))

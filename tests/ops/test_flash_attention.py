@@ -1,0 +1,437 @@
+"""Attention: the reference against torch's own with explicit masks, rows without keys, packed sequences, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION_VARLEN, flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.cases import CASES
+from foundry_kernels.testing import Case, call, lay_out, make_cotangents
+
+B, H, HK, T, S, D, DV = 2, 4, 2, 5, 7, 6, 3
+
+
+def inputs(
+    t: int = T,
+    s: int = S,
+    *,
+    b: int = B,
+    heads: tuple[int, int] = (H, HK),
+    dtype: torch.dtype = torch.float64,
+    layout: str = "contiguous",
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(t * 100 + s)
+    shapes = ((b, heads[0], t, D), (b, heads[1], s, D), (b, heads[1], s, DV))
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    q, k, v = (lay_out(x, layout).requires_grad_() for x in drawn)
+    return q, k, v
+
+
+def attend(*args: Any, **options: Any) -> Any:
+    return flash_attention(*args, **options, backend="reference")
+
+
+def attend_varlen(*args: Any, **options: Any) -> Any:
+    return flash_attention_varlen(*args, **options, backend="reference")
+
+
+def seen(t: int, s: int, options: Mapping[str, Any]) -> Tensor:
+    """Which query sees which key, pair by pair from the definition."""
+    offset = s - t if options.get("align", "bottom_right") == "bottom_right" else 0
+    left, right = options.get("window") or (None, None)
+    mask = torch.zeros(t, s, dtype=torch.bool)
+    for i in range(t):
+        for j in range(s):
+            ahead = j - (i + offset)
+            mask[i, j] = not (
+                (options.get("causal") and ahead > 0)
+                or (left is not None and ahead < -left)
+                or (right is not None and ahead > right)
+            )
+    return mask
+
+
+WINDOWS = [None, (0, 0), (2, 1), (None, 1), (2, None), (None, None), (100, 100)]
+
+
+@pytest.mark.parametrize("tokens", [(5, 5), (4, 9), (9, 4), (1, 6), (6, 1)], ids=lambda n: f"{n[0]}x{n[1]}")
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+def test_equals_torch_attention_with_the_mask(
+    tokens: tuple[int, int], window: tuple[int | None, int | None] | None, causal: bool, align: str
+) -> None:
+    q, k, v = inputs(*tokens)
+    options = {"causal": causal, "window": window, "align": align}
+    mask = seen(*tokens, options)
+    rows = mask.any(-1)
+    out, lse = attend(q, k, v, **options, return_lse=True)
+    repeated = [x.repeat_interleave(H // HK, 1) for x in (k, v)]
+    expected = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask)
+    torch.testing.assert_close(out[:, :, rows], expected[:, :, rows], rtol=1e-12, atol=1e-12)
+    scores = (q @ repeated[0].transpose(-1, -2) / D**0.5).masked_fill(~mask, -math.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
+    assert (out[:, :, ~rows] == 0).all()
+    assert (lse[:, :, ~rows] == -math.inf).all()
+
+    cotangent = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), cotangent, retain_graph=True)
+    wanted = torch.autograd.grad(expected[:, :, rows], (q, k, v), cotangent[:, :, rows])
+    for a, e in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
+    # the derivative of lse is the softmax: dq = sum_j p_ij k_j
+    (dq,) = torch.autograd.grad(lse[:, :, rows].sum(), q)
+    p = scores.softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(dq, p @ repeated[0] / D**0.5, rtol=1e-11, atol=1e-12)
+
+
+def test_top_left_is_torch_is_causal() -> None:
+    q, k, v = inputs(heads=(H, H))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(attend(q, k, v, causal=True, align="top_left"), expected)
+
+
+def test_query_head_reads_its_group() -> None:
+    q, k, v = inputs(heads=(6, 2))
+    out = attend(q, k, v)
+    for head in range(6):
+        own = slice(head // 3, head // 3 + 1)
+        alone = attend(q[:, head : head + 1], k[:, own], v[:, own])
+        torch.testing.assert_close(out[:, head : head + 1], alone, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_options_entry_by_entry(align: str, per_sequence: bool) -> None:
+    """Scale, then soft cap, then ALiBi, then the mask, with a sink in the denominator: one number at a time."""
+    q, k, v = inputs(3, 4)
+    scale, cap, window = 0.7, 1.5, (2, 1)
+    slopes = torch.rand(B, H, dtype=torch.float64) if per_sequence else torch.rand(H, dtype=torch.float64)
+    sinks = torch.randn(H, dtype=torch.float64)
+    options = {"scale": scale, "softcap": cap, "window": window, "align": align}
+    out, lse = attend(q, k, v, **options, alibi_slopes=slopes, sinks=sinks, return_lse=True)
+    mask = seen(3, 4, options)
+    offset = 1 if align == "bottom_right" else 0
+    for b in range(B):
+        for h in range(H):
+            slope = float(slopes[b, h] if per_sequence else slopes[h])
+            for i in range(3):
+                total, value = math.exp(sinks[h]), torch.zeros(DV, dtype=torch.float64)
+                for j in range(4):
+                    if mask[i, j]:
+                        score = scale * (q[b, h, i] @ k[b, h // 2, j]).item()
+                        weight = math.exp(cap * math.tanh(score / cap) - slope * abs(i + offset - j))
+                        total, value = total + weight, value + weight * v[b, h // 2, j].detach()
+                torch.testing.assert_close(out[b, h, i].detach(), value / total, rtol=1e-12, atol=1e-12)
+                assert lse[b, h, i].item() == pytest.approx(math.log(total), abs=1e-12)
+
+
+def test_a_sink_is_a_key_without_value() -> None:
+    """Appending a key of the sink's logit (by an extra dimension) and value 0 gives the same, gradient included."""
+    q, k, v = inputs(heads=(H, H))
+    sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    out = attend(q, k, v, sinks=sinks, scale=1.0)
+    q1 = torch.cat([q, torch.ones(B, H, T, 1, dtype=torch.float64)], -1)
+    logit = torch.cat([torch.zeros(B, H, 1, D, dtype=torch.float64), sinks.view(1, H, 1, 1).expand(B, -1, -1, -1)], -1)
+    k1 = torch.cat([F.pad(k, (0, 1)), logit], 2)
+    expected = F.scaled_dot_product_attention(q1, k1, F.pad(v, (0, 0, 0, 1)), scale=1.0)
+    torch.testing.assert_close(out, expected)
+    cotangent = torch.randn_like(out)
+    for a, e in zip(*(torch.autograd.grad(o, (q, k, v, sinks), cotangent) for o in (out, expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("tokens", [(3, 5), (5, 2)], ids=["T<S", "T>S"])
+@pytest.mark.parametrize("options", ["causal", "all"])
+def test_gradcheck(tokens: tuple[int, int], options: str) -> None:
+    q, k, v = inputs(*tokens, b=1, heads=(2, 1))
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(2, dtype=torch.float64)
+    more = {"window": (2, 1), "softcap": 2.0, "alibi_slopes": slopes} if options == "all" else {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, k, v, causal=True, sinks=sinks, return_lse=True, **more)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)  # no numerical derivative at -inf
+
+    assert torch.autograd.gradcheck(run, (q, k, v, sinks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_rows_without_keys(dtype: torch.dtype, with_sinks: bool) -> None:
+    """Queries 0 .. 5 of 9 see none of 3 keys. Sinks far too large for exp() must not matter to them."""
+    q, k, v = inputs(9, 3, dtype=dtype)
+    sinks = torch.tensor([1e4, -1e4, 0.0, 800.0], dtype=dtype, requires_grad=True) if with_sinks else None
+    out, lse = attend(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    assert (out[:, :, :6] == 0).all()
+    assert (lse[:, :, :6] == -math.inf).all()
+    assert out.isfinite().all()
+    assert lse[:, :, 6:].isfinite().all()
+    wanted = [x for x in (q, k, v, sinks) if x is not None]
+    grads = torch.autograd.grad((out, lse), wanted, (torch.randn_like(out), torch.randn_like(lse)), retain_graph=True)
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][:, :, :6] == 0).all()
+    empty = torch.zeros_like(lse)
+    empty[:, :, :6] = 3.0  # what flows into rows without keys reaches nothing
+    for g in torch.autograd.grad((out, lse), wanted, (empty[..., None].expand_as(out).to(dtype), empty)):
+        assert (g == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("b", "t", "s"), [(0, 3, 4), (2, 0, 4), (2, 3, 0), (2, 0, 0), (0, 0, 0)], ids=["B0", "T0", "S0", "T0-S0", "all-0"]
+)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_empty_dimensions(b: int, t: int, s: int, with_sinks: bool) -> None:
+    q, k, v = inputs(t, s, b=b, dtype=torch.float32)
+    sinks = torch.ones(H, requires_grad=True) if with_sinks else None
+    out, lse = attend(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    assert out.shape == (b, H, t, DV)
+    assert lse.shape == (b, H, t)
+    if s == 0:
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+    wanted = [x for x in (q, k, v, sinks) if x is not None]
+    for x, g in zip(wanted, torch.autograd.grad((out.sum() + lse.sum()), wanted), strict=True):
+        assert g.shape == x.shape
+        assert g.isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "swapped", "sliced", "strided"])
+def test_output_is_in_the_storage_order_of_q_and_inputs_are_untouched(layout: str) -> None:
+    q, k, v = inputs(layout=layout)
+    before = [x.detach().clone() for x in (q, k, v)]
+    out, lse = attend(q, k, v, return_lse=True)
+    assert (out.transpose(1, 2) if layout == "swapped" else out).is_contiguous()
+    assert lse.is_contiguous()
+    torch.testing.assert_close(out, attend(*before), rtol=1e-14, atol=1e-14)
+    out.detach().fill_(7.0)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_the_eager_form(dtype: torch.dtype) -> None:
+    q, k, v = inputs(heads=(H, H), dtype=dtype)
+    out, lse = attend(q, k, v, return_lse=True)
+    scores = (q @ k.transpose(-1, -2)).float() * D**-0.5
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    spacing = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, scores.softmax(-1).to(dtype) @ v, rtol=2 * spacing, atol=spacing)
+
+
+def test_autocast_casts_as_torch_attention_does() -> None:
+    q, k, v = inputs(dtype=torch.float32, heads=(H, H))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attend(q, k.bfloat16(), v, return_lse=True)
+        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+        in_double = attend(q.double(), k.double(), v.double())
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, attend(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+    assert in_double.dtype == torch.float64
+    out.float().sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["causal", "all-options"])
+def test_compiles_with_dynamic_shapes(everything: bool) -> None:
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    if everything:
+        options |= {"window": (3, 0), "softcap": 2.0, "alibi_slopes": torch.rand(H), "sinks": torch.randn(H)}
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, **options)
+
+    layout = "swapped" if everything else "contiguous"
+    for b, t, s in ((2, 5, 7), (3, 9, 8), (5, 11, 13)):
+        args = inputs(t, s, b=b, dtype=torch.float32, layout=layout)
+        for x in args:  # tracing fails if it fixes one of these sizes
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(x, 2)
+        actual, expected = run(*args), attend(*args, **options)
+        for a, e in zip(actual, expected, strict=True):
+            assert torch.equal(a, e)
+            assert a.stride() == e.stride()
+        for a, e in zip(*(torch.autograd.grad(o[0].sum(), args) for o in (actual, expected)), strict=True):
+            torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_varlen_is_attention_within_each_sequence(index: torch.dtype, align: str, per_sequence: bool) -> None:
+    lengths_q, lengths_k = (5, 0, 3, 4, 2), (7, 2, 0, 4, 1)
+    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).to(index) for n in (lengths_q, lengths_k))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((14, H, D), (14, HK, D), (14, HK, DV))
+    q, k, v = (torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes)
+    sinks = torch.randn(H, generator=generator, dtype=torch.float64).requires_grad_()
+    slopes = torch.rand(5, H, dtype=torch.float64) if per_sequence else torch.rand(H, dtype=torch.float64)
+    options = {"causal": True, "window": (3, None), "softcap": 2.0, "align": align, "sinks": sinks}
+    out, lse = attend_varlen(q, k, v, starts_q, starts_k, 5, 7, **options, alibi_slopes=slopes, return_lse=True)
+    assert out.shape == (14, H, DV)
+    assert out.is_contiguous()
+    assert lse.shape == (H, 14)
+    expected_out, expected_lse = [], []
+    for n in range(5):
+        one = [
+            x[a[n] : a[n + 1]].transpose(0, 1).unsqueeze(0) for x, a in ((q, starts_q), (k, starts_k), (v, starts_k))
+        ]
+        own = slopes[n : n + 1] if per_sequence else slopes
+        dense, dense_lse = attend(*one, **options, alibi_slopes=own, return_lse=True)
+        expected_out.append(dense[0].transpose(0, 1))
+        expected_lse.append(dense_lse[0])
+    expected = torch.cat(expected_out), torch.cat(expected_lse, 1)
+    cotangents = torch.randn_like(out), torch.randn_like(lse)
+    for a, e in zip((out, lse), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-13, atol=1e-13)
+    wanted = (q, k, v, sinks)
+    for a, e in zip(
+        torch.autograd.grad((out, lse), wanted, cotangents),
+        torch.autograd.grad(expected, wanted, cotangents),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+def test_varlen_without_a_sequence() -> None:
+    q, k, v = (torch.zeros(0, h, D, requires_grad=True) for h in (H, HK, HK))
+    starts = torch.zeros(1, dtype=torch.int32)
+    out, lse = attend_varlen(q, k, v, starts, starts, 0, 0, alibi_slopes=torch.zeros(0, H), return_lse=True)
+    assert out.shape == (0, H, D)
+    assert lse.shape == (H, 0)
+    out.sum().backward()
+    assert k.grad is not None
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+Bad = list[tuple[type[Exception], str, dict[str, Any]]]
+OPTIONS: Bad = [
+    (TypeError, "q must be a torch.Tensor; got NoneType", {"q": None}),
+    (TypeError, "v must be a torch.Tensor; got list", {"v": [1]}),
+    (TypeError, "window must be a pair", {"window": 4}),
+    (TypeError, "window must be a pair", {"window": (4,)}),
+    (ValueError, "window's left side must be >= 0; got -1", {"window": (-1, 0)}),
+    (ValueError, "window's right side must be >= 0; got -2", {"window": (None, -2)}),
+    (TypeError, "window's left side must be an int; got float", {"window": (1.0, 0)}),
+    (TypeError, "window's right side must be an int; got bool", {"window": (1, True)}),
+    (ValueError, "softcap must be finite and > 0; got 0", {"softcap": 0.0}),
+    (ValueError, "softcap must be finite and > 0; got -1", {"softcap": -1.0}),
+    (TypeError, "softcap must be a float or None; got str", {"softcap": "30"}),
+    (ValueError, "scale must be finite and > 0; got nan", {"scale": math.nan}),
+    (ValueError, "scale must be finite and > 0; got inf", {"scale": math.inf}),
+    (ValueError, "scale must be finite and > 0; got 0", {"scale": 0.0}),
+    (TypeError, "scale must be a float or None; got Tensor", {"scale": torch.tensor(1.0)}),
+    (ValueError, "align must be one of bottom_right, top_left; got 'left'", {"align": "left"}),
+    (ValueError, "backend must be one of auto, reference, triton, native; got 'flash'", {"backend": "flash"}),
+    (TypeError, "alibi_slopes must be a torch.Tensor", {"alibi_slopes": 0.5}),
+    (TypeError, "alibi_slopes must be float32 .*bfloat16", {"alibi_slopes": zeros(H, dtype=torch.bfloat16)}),
+    (TypeError, "alibi_slopes must be float32 .*float64", {"alibi_slopes": zeros(H, dtype=torch.float64)}),
+    (ValueError, "alibi_slopes must be .H. = .4,. or .B, H. = .2, 4.; got .2,.", {"alibi_slopes": zeros(HK)}),
+    (ValueError, "alibi_slopes must be .*got .3, 4.", {"alibi_slopes": zeros(B + 1, H)}),
+    (ValueError, "alibi_slopes must be on q's device", {"alibi_slopes": zeros(H, device="meta")}),
+    (ValueError, "alibi_slopes take no gradient", {"alibi_slopes": zeros(H).requires_grad_()}),
+    (TypeError, "sinks must be float32.*int64", {"sinks": zeros(H, dtype=torch.int64)}),
+    (ValueError, "sinks must have shape .4,.", {"sinks": zeros(HK)}),
+    (ValueError, "sinks must be on q's device", {"sinks": zeros(H, device="meta")}),
+    (TypeError, "sinks may be float64 only where q is", {"sinks": zeros(H, dtype=torch.float64)}),
+]
+DENSE: Bad = [
+    (TypeError, "q must be float32.*int32", {"q": zeros(B, H, T, D, dtype=torch.int32)}),
+    (ValueError, "q must be .B, H, T, D.; got shape .4, 5, 6.", {"q": zeros(H, T, D)}),
+    (ValueError, "k must be .B, Hk, S, D.", {"k": zeros(HK, S, D)}),
+    (ValueError, "v must be .B, Hk, S, Dv.", {"v": zeros(HK, S, D)}),
+    (
+        ValueError,
+        "k must have q's dtype torch.float32; got torch.float16",
+        {"k": zeros(B, HK, S, D, dtype=torch.float16)},
+    ),
+    (ValueError, "v must have q's dtype", {"v": zeros(B, HK, S, DV, dtype=torch.bfloat16)}),
+    (ValueError, "v must have q's dtype torch.float32; got torch.int64", {"v": zeros(B, HK, S, DV, dtype=torch.int64)}),
+    (ValueError, "k must be on q's device cpu; got meta", {"k": zeros(B, HK, S, D, device="meta")}),
+    (ValueError, "v must be on q's device", {"v": zeros(B, HK, S, DV, device="meta")}),
+    (ValueError, "k must have q's batch size 2", {"k": zeros(B + 1, HK, S, D), "v": zeros(B + 1, HK, S, DV)}),
+    (ValueError, "v must be .B, Hk, S, Dv. with k's", {"v": zeros(B, HK, S + 1, DV)}),
+    (ValueError, "v must be .B, Hk, S, Dv. with k's", {"v": zeros(B, H, S, DV)}),
+    (ValueError, "multiple of k's 3 heads; got 4", {"k": zeros(B, 3, S, D), "v": zeros(B, 3, S, DV)}),
+    (ValueError, "multiple of k's 0 heads; got 4", {"k": zeros(B, 0, S, D), "v": zeros(B, 0, S, DV)}),
+    (ValueError, "k must have q's head dimension 6; got 8", {"k": zeros(B, HK, S, 8)}),
+    (ValueError, "head dimension of at least 1", {"q": zeros(B, H, T, 0), "k": zeros(B, HK, S, 0)}),
+    (ValueError, "head dimension of at least 1", {"v": zeros(B, HK, S, 0)}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), DENSE + OPTIONS, ids=range(len(DENSE + OPTIONS)))
+def test_bad_input_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    good = {"q": zeros(B, H, T, D), "k": zeros(B, HK, S, D), "v": zeros(B, HK, S, DV)}
+    with pytest.raises(error, match=message):
+        flash_attention(**{**good, **arguments})
+
+
+def starts(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+VARLEN: Bad = [
+    (ValueError, "q must be .total_q, H, D.", {"q": zeros(1, 9, H, D)}),
+    (ValueError, "k must be .total_k, Hk, D.", {"k": zeros(9, D)}),
+    (ValueError, "v must be .total_k, Hk, Dv. with k's", {"v": zeros(8, HK, DV)}),
+    (TypeError, "cu_seqlens_q must be int32 or int64; got torch.float32", {"cu_seqlens_q": zeros(3)}),
+    (TypeError, "cu_seqlens_k must be a torch.Tensor; got list", {"cu_seqlens_k": [0, 9]}),
+    (ValueError, "cu_seqlens_q must be .B . 1.; got shape .1, 3.", {"cu_seqlens_q": starts(0, 4, 9)[None]}),
+    (ValueError, "cu_seqlens_q must be .B . 1., starting with 0; got shape .0,.", {"cu_seqlens_q": starts()}),
+    (ValueError, "cu_seqlens_k must be on k's device", {"cu_seqlens_k": starts(0, 4, 9).to("meta")}),
+    (ValueError, "cu_seqlens_k must have shape .3,. .that of cu_seqlens_q.; got .2,.", {"cu_seqlens_k": starts(0, 9)}),
+    (ValueError, "cu_seqlens_q must start at 0", {"cu_seqlens_q": starts(1, 4, 9)}),
+    (
+        ValueError,
+        "cu_seqlens_q must start at 0, .*end at the 9 packed tokens; got .0, 4, 8.",
+        {"cu_seqlens_q": starts(0, 4, 8)},
+    ),
+    (ValueError, "cu_seqlens_k must .*never decrease", {"cu_seqlens_k": starts(0, 10, 9)}),
+    (ValueError, "max_seqlen_q must be at least the longest sequence, 5; got 4", {"max_seqlen_q": 4}),
+    (ValueError, "max_seqlen_k must be >= 0; got -1", {"max_seqlen_k": -1}),
+    (TypeError, "max_seqlen_k must be an int; got Tensor", {"max_seqlen_k": torch.tensor(5)}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), VARLEN + OPTIONS, ids=range(len(VARLEN + OPTIONS)))
+def test_bad_packed_input_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    good = {"q": zeros(9, H, D), "k": zeros(9, HK, D), "v": zeros(9, HK, DV)}
+    lengths = {"cu_seqlens_q": starts(0, 4, 9), "cu_seqlens_k": starts(0, 4, 9), "max_seqlen_q": 5, "max_seqlen_k": 5}
+    with pytest.raises(error, match=message):
+        flash_attention_varlen(**{**good, **lengths, **arguments})
+
+
+def test_slopes_that_require_a_gradient_serve_where_none_is_taken() -> None:
+    q, k, v = inputs(dtype=torch.float32)
+    with torch.no_grad():
+        attend(q, k, v, alibi_slopes=zeros(H).requires_grad_())
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in CASES["flash_attention_varlen"]])
+def test_the_packed_reference_that_compiles_equals_the_one_that_reads_lengths(case: Case) -> None:
+    """Two formulations, one by sequence and one of the whole packed matrix, on every case, with gradients."""
+    results = []
+    for compiling in (False, True):
+        args = case.make(torch.float64)
+        with mock.patch("torch.compiler.is_compiling", return_value=compiling):
+            outputs = call(FLASH_ATTENTION_VARLEN, args, case.options, backend="reference")
+        wanted = [t for t in args.values() if t is not None and t.requires_grad]
+        results.append((*outputs, *torch.autograd.grad(outputs, wanted, make_cotangents(outputs, "contiguous"))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,227 @@
+"""What the table of cases cannot say: errors, threads, instruction sets, huge strides, what is computed and kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import rows, saved_tensors
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.testing import assert_parity
+
+OPS = ("rms_norm", "add_rms_norm")
+KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "rms_norm"]
+needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+
+x, w = torch.ones(2, 3, 8), torch.ones(8)
+
+BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no tensor": (lambda: fk.rms_norm([1.0]), TypeError, r"x must be a torch.Tensor; got list"),  # type: ignore[arg-type]
+    "scalar": (lambda: fk.rms_norm(torch.tensor(1.0)), ValueError, r"x must have at least one dimension"),
+    "integers": (
+        lambda: fk.rms_norm(torch.ones(2, 8, dtype=torch.int64)),
+        TypeError,
+        r"x must be float.*got torch.int64",
+    ),
+    "complex": (lambda: fk.rms_norm(torch.ones(2, 8, dtype=torch.complex64)), TypeError, r"x must be float"),
+    "zero width": (lambda: fk.rms_norm(torch.ones(2, 0)), ValueError, r"x must have a last dimension of at least 1"),
+    "weight too short": (
+        lambda: fk.rms_norm(x, torch.ones(7)),
+        ValueError,
+        r"weight must have shape \(8,\).*got \(7,\)",
+    ),
+    "weight rank": (lambda: fk.rms_norm(x, torch.ones(1, 8)), ValueError, r"weight must have shape \(8,\)"),
+    "weight integers": (lambda: fk.rms_norm(x, torch.ones(8, dtype=torch.int32)), TypeError, r"weight must be float"),
+    "weight double": (lambda: fk.rms_norm(x, w.double()), TypeError, r"weight may be float64 only where x is"),
+    "weight device": (lambda: fk.rms_norm(x, w.to("meta")), ValueError, r"weight must be on x's device cpu; got meta"),
+    "eps negative": (lambda: fk.rms_norm(x, w, -1e-6), ValueError, r"eps must be finite and >= 0; got -1e-06"),
+    "eps nan": (lambda: fk.rms_norm(x, w, math.nan), ValueError, r"eps must be finite"),
+    "eps infinite": (lambda: fk.rms_norm(x, w, math.inf), ValueError, r"eps must be finite"),
+    "eps string": (lambda: fk.rms_norm(x, w, "1e-6"), TypeError, r"eps must be a float; got str"),  # type: ignore[arg-type]
+    "offset alone": (lambda: fk.rms_norm(x, weight_offset=1.0), ValueError, r"weight_offset needs a weight"),
+    "residual shape": (lambda: fk.add_rms_norm(x, x[:1], w), ValueError, r"residual must have shape \(2, 3, 8\)"),
+    "residual integers": (lambda: fk.add_rms_norm(x, x.int(), w), TypeError, r"residual must be float"),
+    "residual device": (lambda: fk.add_rms_norm(x, x.to("meta"), w), ValueError, r"residual must be on x's device"),
+    "add zero width": (lambda: fk.add_rms_norm(x[..., :0], x[..., :0]), ValueError, r"x must have a last dimension"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what: str) -> None:
+    function, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        function()
+
+
+@needs_native
+def test_the_bare_operator_checks_too() -> None:
+    """torch.ops.foundry_kernels.rms_norm is reachable without the public function."""
+    with pytest.raises(ValueError, match="weight must have shape"):
+        torch.ops.foundry_kernels.rms_norm(x, torch.ones(7), 1e-6, 0.0, False)
+    with pytest.raises(ValueError, match="last dimension"):
+        torch.ops.foundry_kernels.rms_norm(x[..., :0], None, 1e-6, 0.0, False)
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        torch.ops.foundry_kernels.rms_norm(x.double(), None, 1e-6, 0.0, False)
+
+
+def test_the_reference_is_torch_rms_norm() -> None:
+    a, weight = torch.randn(7, 33), torch.randn(33)
+    torch.testing.assert_close(fk.rms_norm(a, weight, 1e-5, backend="reference"), F.rms_norm(a, (33,), weight, 1e-5))
+
+
+def test_the_reference_is_the_llama_form() -> None:
+    a, weight = torch.randn(7, 33).bfloat16(), torch.randn(33)
+    rounded = (a.float() * torch.rsqrt(a.float().pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
+    for cast in (weight, weight.bfloat16()):
+        expected = cast * rounded
+        actual = fk.rms_norm(a, cast, 1e-5, round_before_weight=True, backend="reference")
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_is_computed_for_what_needs_no_gradient(backend: str, device: str, op: str) -> None:
+    """A frozen weight gets no dW, a frozen input no dX: the backward operator returns empty tensors in their place."""
+    name = "triton_rms_norm_bwd" if backend == "triton" else "rms_norm_bwd"
+    backward = getattr(torch.ops.foundry_kernels, name)
+    g = torch.randn(4, 8, device=device)
+    weight, rstd = torch.ones(8, device=device), torch.ones(4, device=device)
+    for need_dx, need_dw in ((True, False), (False, True), (False, False)):
+        dx, dw = backward(g, g if op == "add_rms_norm" else None, g, weight, rstd, 0.0, False, need_dx, need_dw)
+        assert (dx.numel(), dw.numel()) == (32 * need_dx, 8 * need_dw)
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_only_the_input_and_one_number_a_row_are_kept(backend: str, device: str) -> None:
+    a = torch.randn(16, 256, device=device, requires_grad=True)
+    weight = torch.ones(256, device=device, requires_grad=True)
+    with saved_tensors() as saved:
+        _, h = fk.add_rms_norm(a, a, weight, backend=backend)
+        fk.rms_norm(a, weight, backend=backend)
+    assert sum(t.numel() for t in saved) == 2 * (16 * 256 + 256 + 16)
+    assert any(t.data_ptr() == a.data_ptr() for t in saved)
+    assert any(t.data_ptr() == h.data_ptr() for t in saved)
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_offsets_beyond_32_bits(backend: str, device: str) -> None:
+    """Rows 2^31 elements apart. The memory is reserved and, but for the rows, never touched."""
+    stride = 2**31
+    storage = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device)
+    far = storage.as_strided((3, 64), (stride, 1))
+    near = torch.randn(3, 64, device=device).bfloat16()
+    far.copy_(near)
+    results = []
+    for a in (near, far):
+        a = a.detach().requires_grad_()
+        y = fk.rms_norm(a, backend=backend)
+        results.append((y, *torch.autograd.grad(y, a, near)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    cotangent = storage.as_strided((3, 64), (stride, 1))
+    a = near.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(fk.rms_norm(a, backend=backend), a, cotangent)
+    assert torch.equal(dx, results[0][1])
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_non_finite_rows_stay_in_their_row(backend: str, device: str) -> None:
+    a = torch.randn(4, 40, device=device)
+    clean = fk.rms_norm(a, backend=backend)
+    a[1, 3], a[2, 5] = math.nan, math.inf
+    y = fk.rms_norm(a, backend=backend)
+    assert y[1].isnan().all()
+    assert y[2, 5].isnan()
+    assert torch.equal(y[[0, 3]], clean[[0, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_extremes_of_the_dtype(backend: str, device: str, dtype: torch.dtype) -> None:
+    """Largest and subnormal values round as torch rounds them."""
+    info = torch.finfo(dtype)
+    a = torch.tensor([[info.max, info.max, -info.max], [info.tiny, info.tiny / 4, 0.0]], device=device).to(dtype)
+    weight = torch.tensor([1.0, info.tiny, 0.5], device=device)
+    for eps in (1.0, 1e-6):
+        expected = fk.rms_norm(a, weight, eps, backend="reference")
+        assert torch.equal(fk.rms_norm(a, weight, eps, backend=backend), expected)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_native
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", [(1, 70001), (37, 4096), (3001, 65)], ids=str)
+def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> None:
+    results = []
+    for n in (1, 2, 5):
+        torch.set_num_threads(n)
+        g = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(shape, generator=g).requires_grad_() for _ in range(2))
+        weight = torch.randn(shape[-1], generator=g).requires_grad_()
+        y, h = fk.add_rms_norm(a, b, weight, backend="native")
+        results.append((y, h, *torch.autograd.grad((y, h), (a, weight), (b.detach(), a.detach()))))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[Callable[[str], None]]:
+    chosen = _native.build_info()["instruction_set"]
+    yield _native._C.force_instruction_set
+    _native._C.force_instruction_set(chosen)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
+    instruction_set(name)
+    assert _native.build_info()["instruction_set"] == name
+    for op in OPS:
+        spec = fk.OPS[op]
+        for case in spec.cases.CASES[op]:
+            assert_parity(spec, case, backend="native", dtype=dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+def test_every_half_precision_number_survives(instruction_set: Callable[[str], None], name: str) -> None:
+    """Reading and rounding of all 2^16 bit patterns, against torch's: x + 0 is h."""
+    instruction_set(name)
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(64, 1024)
+    for dtype in (torch.bfloat16, torch.float16):
+        a = bits.view(dtype)
+        for scale in (1.0, 1.001, 3.0):  # values between those that the dtype has, too
+            b = (a.float() * scale).to(dtype)
+            _, h = fk.add_rms_norm(a, b, backend="native")
+            expected = a + b
+            assert torch.equal(h.isnan(), expected.isnan())
+            assert torch.equal(h.nan_to_num(), expected.nan_to_num())
+
+
+@needs_native
+def test_unknown_instruction_sets_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown instruction set"):
+        _native._C.force_instruction_set("avx1024")
+
+
+@needs_native
+def test_meta_tensors() -> None:
+    """Shapes without data, as torch.compile and deferred initialisation use them."""
+    y, h = torch.ops.foundry_kernels.add_rms_norm(
+        torch.empty(2, 8, device="meta"), torch.empty(2, 8, device="meta"), None, 1e-6, 0.0, False
+    )
+    assert y.shape == h.shape == (2, 8)
+    assert y.is_meta

@@ -1,0 +1,368 @@
+"""RoPE: the reference against complex multiplication, the tables against closed forms, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels._layout import inverse, storage_order
+from foundry_kernels.ops.rope import RopeScaling, rope, rope_table
+from foundry_kernels.testing import lay_out
+
+B, H, HK, T, D = 2, 4, 3, 5, 12
+
+
+def inputs(dtype: torch.dtype = torch.float64, layout: str = "contiguous", tokens: int = T) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(B, h, tokens, D, generator=generator, dtype=torch.float64).to(dtype) for h in (H, HK))
+    return lay_out(q, layout), lay_out(k, layout)
+
+
+def by_complex_numbers(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x [B, H, T, D] float64 turned by angles [T, R/2] or [B, 1, T, R/2]: multiplication by exp(i angle)."""
+    half = angles.shape[-1]
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        z = torch.view_as_complex(turning.reshape(*x.shape[:-1], half, 2).contiguous())
+    else:
+        z = torch.complex(turning[..., :half].contiguous(), turning[..., half:].contiguous())
+    z = z * torch.polar(torch.ones_like(angles), angles)
+    turned = torch.view_as_real(z).flatten(-2) if interleaved else torch.cat([z.real, z.imag], -1)
+    return torch.cat([turned, rest], -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotary", [2, 6, 12])
+@pytest.mark.parametrize("where", ["rows", "longer-table", "T", "BT", "table-BT", "table-1T", "positions-1T"])
+def test_equals_complex_multiplication(interleaved: bool, rotary: int, where: str) -> None:
+    q, k = inputs()
+    angles = torch.randn(9, rotary // 2, dtype=torch.float64)
+    positions = None
+    if where == "T":
+        positions = torch.tensor([8, 0, 3, 3, 1])
+        used = angles[positions]
+    elif where == "BT":
+        positions = torch.tensor([[8, 0, 3, 3, 1], [0, 1, 2, 3, 4]], dtype=torch.int32)
+        used = angles[positions.long()].unsqueeze(1)
+    elif where == "positions-1T":
+        positions = torch.tensor([[8, 0, 3, 3, 1]])
+        used = angles[positions[0]]
+    elif where == "table-BT":
+        angles = torch.randn(B, T, rotary // 2, dtype=torch.float64)
+        used = angles.unsqueeze(1)
+    elif where == "table-1T":
+        angles = torch.randn(1, T, rotary // 2, dtype=torch.float64)
+        used = angles[0]
+    else:
+        angles = angles if where == "longer-table" else angles[:T]
+        used = angles[:T]
+    got = rope(q, k, angles.cos(), angles.sin(), interleaved=interleaved, positions=positions, backend="reference")
+    for actual, x in zip(got, (q, k), strict=True):
+        torch.testing.assert_close(actual, by_complex_numbers(x, used, interleaved), rtol=1e-13, atol=1e-13)
+
+
+def test_scores_depend_on_the_distance_only() -> None:
+    q, k = inputs(tokens=1)
+    k = k[:, :1].expand(-1, H, -1, -1)
+    cos, sin = rope_table(D, 2000)
+    scores = []
+    for query, key in ((3, 1), (1502, 1500)):
+        turned_q, _ = rope(q, q, cos.double(), sin.double(), positions=torch.tensor([query]), backend="reference")
+        turned_k, _ = rope(k, k, cos.double(), sin.double(), positions=torch.tensor([key]), backend="reference")
+        scores.append((turned_q * turned_k).sum(-1))
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)  # the tables are float32
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("layout", ["contiguous", "swapped"])
+def test_gradcheck(interleaved: bool, layout: str) -> None:
+    q, k = (x.requires_grad_() for x in inputs(layout=layout))
+    cos, sin = (x.double() for x in rope_table(8, T))
+
+    def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rope(q, k, cos, sin, interleaved=interleaved, backend="reference")
+
+    assert torch.autograd.gradcheck(turn, (q, k))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounds_once(dtype: torch.dtype) -> None:
+    q, k = inputs(dtype)
+    cos, sin = rope_table(8, T)
+    for actual, exact in zip(
+        rope(q, k, cos, sin, backend="reference"),
+        rope(q.float(), k.float(), cos, sin, backend="reference"),
+        strict=True,
+    ):
+        assert torch.equal(actual, exact.to(dtype))
+
+
+def order_of(x: Tensor) -> list[int]:
+    return sorted(range(x.dim()), key=x.stride, reverse=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotary", [8, D])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)])
+@pytest.mark.parametrize("sliced", [False, True], ids=["dense", "sliced"])
+def test_outputs_and_gradients_keep_the_storage_order(
+    interleaved: bool, rotary: int, order: tuple[int, ...], sliced: bool
+) -> None:
+    cos, sin = rope_table(rotary, T)
+    made = []
+    for x in inputs(torch.float32):
+        x = x.permute(order).contiguous().permute(inverse(list(order)))
+        if sliced:
+            x = torch.cat([x.permute(order)] * 2, -1).permute(inverse(list(order)))[..., :D]
+        made.append(x.requires_grad_())
+    outputs = rope(*made, cos, sin, interleaved=interleaved, backend="reference")
+    for cotangents in ([o.detach().contiguous() for o in outputs], [o.detach() for o in outputs]):
+        grads = torch.autograd.grad(outputs, made, cotangents, retain_graph=True)
+        for tensor in (*outputs, *grads):
+            assert order_of(tensor) == list(order)
+            assert tensor.permute(order).is_contiguous()
+
+
+def test_storage_order_of_dimensions_without_a_place() -> None:
+    assert storage_order(torch.empty(2, 5, 3, 8).transpose(1, 2)) == [0, 2, 1, 3]
+    assert storage_order(torch.empty(1, 5, 3, 8).transpose(1, 2).expand(4, -1, -1, -1)) == [0, 2, 1, 3]
+    assert storage_order(torch.empty(2, 3, 1, 8)) == [0, 1, 2, 3]
+    assert storage_order(torch.empty(8, 3, 2).transpose(0, 2)) == [1, 0, 2]
+
+
+def test_inputs_are_untouched_and_outputs_are_new() -> None:
+    q, k = inputs(torch.float32)
+    before = q.clone(), k.clone()
+    outputs = rope(q, k, *rope_table(D, T), backend="reference")
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+    for o in outputs:
+        o.fill_(7.0)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+
+
+def test_a_position_outside_of_the_table_is_an_error() -> None:
+    q, k = inputs(torch.float32)
+    for outside in (9, -1):
+        positions = torch.tensor([0, 1, 2, 3, outside])
+        with pytest.raises(IndexError):
+            rope(q, k, *rope_table(D, 9), positions=positions, backend="reference")
+
+
+def test_compiles_with_dynamic_shapes() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        return rope(q, k, cos, sin, positions=positions, backend="reference")
+
+    cos, sin = rope_table(8, 30)
+    for tokens, layout in ((5, "contiguous"), (7, "swapped"), (11, "swapped")):
+        q, k = (x.requires_grad_() for x in inputs(torch.float32, layout, tokens))
+        for positions in (None, torch.arange(tokens) + 3):
+            expected = rope(q, k, cos, sin, positions=positions, backend="reference")
+            actual = turn(q, k, cos, sin, positions)
+            for a, e in zip(actual, expected, strict=True):
+                assert torch.equal(a, e)
+                assert a.stride() == e.stride()
+            a, e = (torch.autograd.grad(o, (q, k), o) for o in (actual, expected))
+            assert torch.equal(a[0], e[0])
+            assert torch.equal(a[1], e[1])
+
+
+def test_table_is_exact_at_late_positions() -> None:
+    cos, sin = rope_table(128, 131072, base=500000.0)
+    assert cos.shape == sin.shape == (131072, 64)
+    assert cos.dtype == sin.dtype == torch.float32
+    for p, i in ((0, 0), (1, 0), (131071, 0), (131071, 1), (100003, 40), (131071, 63)):
+        angle = p * 500000.0 ** (-2 * i / 128)
+        assert cos[p, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
+        assert sin[p, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def frequencies(dim: int, scaling: RopeScaling | None, length: int = 2, base: float = 10000.0) -> Tensor:
+    """The angles of position 1, all of which are below pi."""
+    cos, sin = rope_table(dim, length, base=base, scaling=scaling)
+    return torch.atan2(sin[1].double(), cos[1].double())
+
+
+def assert_frequencies(actual: Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-7)
+
+
+def test_linear_divides_every_frequency() -> None:
+    assert_frequencies(frequencies(8, RopeScaling("linear", 4.0)), [0.25, 0.025, 0.0025, 0.00025])
+
+
+def test_dynamic_changes_nothing_up_to_the_trained_length_and_the_base_beyond() -> None:
+    scaling = RopeScaling("dynamic", 2.0, original_max_position_embeddings=100)
+    plain = [1.0, 0.1, 0.01, 0.001]
+    assert_frequencies(frequencies(8, scaling, 60), plain)
+    assert_frequencies(frequencies(8, scaling, 100), plain)
+    # 300 positions: ratio 2 * 300/100 - 1 = 5; the base grows by 5^(8/6), so that the last pair is 5 times slower
+    assert_frequencies(frequencies(8, scaling, 300), [f * 5.0 ** (-i / 3) for i, f in enumerate(plain)])
+    assert_frequencies(frequencies(2, scaling, 300), [1.0])
+
+
+def test_llama3_keeps_short_wavelengths_and_divides_long_ones() -> None:
+    scaling = RopeScaling("llama3", 8.0, 1000, low_freq_factor=1.0, high_freq_factor=4.0)
+    # turns over 1000 positions: 159 and 15.9 (kept), 1.59 (0.197 of the way from 1 to 4), 0.159 (divided)
+    turns = 1000 * 0.01 / (2 * math.pi)
+    keep = (turns - 1) / 3
+    assert 0.19 < keep < 0.2
+    assert_frequencies(frequencies(8, scaling), [1.0, 0.1, 0.01 * (keep + (1 - keep) / 8), 0.001 / 8])
+
+
+def test_yarn_blends_between_fast_and_slow_pairs() -> None:
+    common: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 1000, "attention_factor": 1.0}
+    # a pair makes 1000 * 10^-i / (2 pi) turns: 16 at i = 0.998 and 1 at i = 2.2018
+    bounds = [math.log10(1000 / (2 * math.pi * turns)) for turns in (16, 1)]
+    assert bounds == pytest.approx([0.9977, 2.2018], abs=1e-4)
+    exact = frequencies(8, RopeScaling("yarn", beta_fast=16, truncate=False, **common))
+    kept = [1.0, *(1 - (i - bounds[0]) / (bounds[1] - bounds[0]) for i in (1, 2)), 0.0]
+    assert_frequencies(exact, [10.0**-i * (w + (1 - w) / 4) for i, w in enumerate(kept)])
+    rounded = frequencies(8, RopeScaling("yarn", beta_fast=16, **common))  # bounds 0 and 3
+    assert_frequencies(rounded, [10.0**-i * (w + (1 - w) / 4) for i, w in enumerate([1, 2 / 3, 1 / 3, 0])])
+    assert_frequencies(frequencies(8, RopeScaling("yarn", 4.0, 10**9)), [1.0, 0.1, 0.01, 0.001])  # all turn often
+    # so short a length that both bounds fall on pair 0: a step behind it
+    assert_frequencies(frequencies(8, RopeScaling("yarn", 4.0, 3)), [1.0, 0.025, 0.0025, 0.00025])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({}, 0.1 * math.log(4.0) + 1.0),
+        ({"attention_factor": 1.3}, 1.3),
+        ({"mscale": 0.5, "mscale_all_dim": 0.25}, (0.05 * math.log(4.0) + 1.0) / (0.025 * math.log(4.0) + 1.0)),
+        ({"mscale": 0.5}, 0.1 * math.log(4.0) + 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.0}, 0.1 * math.log(4.0) + 1.0),
+    ],
+    ids=["default", "given", "mscale-both", "mscale-alone", "mscale-zero"],
+)
+def test_yarn_multiplies_cos_and_sin(parameters: dict[str, float], expected: float) -> None:
+    cos, sin = rope_table(8, 3, scaling=RopeScaling("yarn", 4.0, 1000, **parameters))
+    torch.testing.assert_close(torch.hypot(cos, sin), torch.full((3, 4), expected), rtol=1e-6, atol=0)
+    assert cos[0, 0].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_table_follows_the_device() -> None:
+    assert rope_table(4, 3, device="meta")[0].device.type == "meta"
+    with torch.device("meta"):
+        assert rope_table(4, 3)[1].device.type == "meta"
+    assert rope_table(4, 0)[0].shape == (0, 2)
+    assert fk.rope_table is rope_table
+
+
+L = 4096
+BAD_SCALINGS: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, "rope_type must be one of", {"rope_type": "ntk", "factor": 2.0}),
+    (ValueError, "factor must be >= 1", {"rope_type": "linear", "factor": 0.5}),
+    (ValueError, "factor must be given", {"rope_type": "linear", "factor": None}),
+    (ValueError, "factor must be finite", {"rope_type": "linear", "factor": math.nan}),
+    (TypeError, "factor must be a number", {"rope_type": "linear", "factor": "2"}),
+    (TypeError, "factor must be a number", {"rope_type": "linear", "factor": True}),
+    (ValueError, "original_max_position_embeddings must be given", {"rope_type": "dynamic", "factor": 2.0}),
+    (ValueError, "original_max_position_embeddings must be given", {"rope_type": "yarn", "factor": 2.0}),
+    (ValueError, "beta_fast has no meaning", {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}),
+]
+BAD_SCALINGS += [
+    (error, message, {"original_max_position_embeddings": L, "factor": 2.0, **parameters})
+    for error, message, parameters in [
+        (ValueError, "low_freq_factor must be given", {"rope_type": "llama3", "high_freq_factor": 4.0}),
+        (ValueError, "less than high", {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
+        (ValueError, "beta_slow must be less than beta_fast", {"rope_type": "yarn", "beta_fast": 1.0}),
+        (ValueError, "attention_factor must be finite and > 0", {"rope_type": "yarn", "attention_factor": 0.0}),
+        (ValueError, "mscale must be finite and >= 0", {"rope_type": "yarn", "mscale": -1.0}),
+        (TypeError, "truncate must be a bool", {"rope_type": "yarn", "truncate": 1}),
+        (TypeError, "must be an int", {"rope_type": "yarn", "original_max_position_embeddings": 4096.0}),
+        (ValueError, "must be finite and > 0", {"rope_type": "yarn", "original_max_position_embeddings": 0}),
+    ]
+]
+
+
+@pytest.mark.parametrize(("error", "message", "parameters"), BAD_SCALINGS, ids=[m for _, m, _ in BAD_SCALINGS])
+def test_bad_scaling_is_refused(error: type[Exception], message: str, parameters: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        RopeScaling(**parameters)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "rotary_dim must be even and >= 2; got 7", {"rotary_dim": 7}),
+        (ValueError, "rotary_dim must be even and >= 2; got 0", {"rotary_dim": 0}),
+        (TypeError, "rotary_dim must be an int", {"rotary_dim": 8.0}),
+        (ValueError, "max_positions must be >= 0; got -1", {"max_positions": -1}),
+        (ValueError, "base must be > 1", {"base": 1.0}),
+        (ValueError, "base must be finite", {"base": math.inf}),
+        (TypeError, "scaling must be a RopeScaling", {"scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_bad_table_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        rope_table(**{"rotary_dim": 8, "max_positions": 4, **arguments})
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def both(**kw: Any) -> dict[str, Any]:
+    return {"cos": zeros(T, 6, **kw), "sin": zeros(T, 6, **kw)}
+
+
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "q must be a torch.Tensor; got list", {"q": [1.0]}),
+    (TypeError, "q must be float32.*int64", {"q": zeros(B, H, T, D, dtype=torch.int64)}),
+    (TypeError, "cos must be float32.*int32", {"cos": zeros(T, 6, dtype=torch.int32)}),
+    (TypeError, "sin must be a torch.Tensor", {"sin": None}),
+    (ValueError, "q must be .B, H, T, D.", {"q": zeros(B, T, D)}),
+    (ValueError, "k must be .B, Hk, T, D.", {"k": zeros(T, D)}),
+    (ValueError, "k must have q's dtype", {"k": zeros(B, HK, T, D, dtype=torch.bfloat16)}),
+    (ValueError, "k must be on q's device", {"k": zeros(B, HK, T, D, device="meta")}),
+    (ValueError, "k must be .*with q's", {"k": zeros(B, HK, T + 1, D)}),
+    (ValueError, "k must be .*with q's", {"k": zeros(B, HK, T, D + 2)}),
+    (ValueError, "k must be .*with q's", {"k": zeros(B + 1, HK, T, D)}),
+    (ValueError, "cos must be .P, R/2. or", {"cos": zeros(6)}),
+    (ValueError, "cos must be .P, R/2. or", {"cos": zeros(B, 1, T, 6)}),
+    (ValueError, "sin must have cos's shape", {"sin": zeros(T, 5)}),
+    (ValueError, "sin must have cos's dtype", {"sin": zeros(T, 6, dtype=torch.bfloat16)}),
+    (ValueError, "cos must be on q's device", {"cos": zeros(T, 6, device="meta")}),
+    (ValueError, "sin must be on q's device", {"sin": zeros(T, 6, device="meta")}),
+    (TypeError, "float64 only where q is", both(dtype=torch.float64)),
+    (ValueError, "R/2 of 1 to D/2", {"cos": zeros(T, 7), "sin": zeros(T, 7)}),
+    (ValueError, "R/2 of 1 to D/2", {"cos": zeros(T, 0), "sin": zeros(T, 0)}),
+    (ValueError, "a row for each of 5 positions", {"cos": zeros(T - 1, 6), "sin": zeros(T - 1, 6)}),
+    (ValueError, "cos must be .*with .2, 5.", {"cos": zeros(B + 1, T, 6), "sin": zeros(B + 1, T, 6)}),
+    (ValueError, "cos must be .*with .2, 5.", {"cos": zeros(B, T + 1, 6), "sin": zeros(B, T + 1, 6)}),
+    (ValueError, "take no gradient", {"cos": zeros(T, 6).requires_grad_()}),
+    (ValueError, "take no gradient", {"sin": zeros(T, 6).requires_grad_()}),
+    (TypeError, "positions must be int32 or int64", {"positions": zeros(T)}),
+    (TypeError, "positions must be a torch.Tensor", {"positions": 3}),
+    (ValueError, "positions must be .T. = .5,. or", {"positions": torch.arange(T + 1)}),
+    (ValueError, "positions must be .T. = .5,. or", {"positions": zeros(B + 1, T, dtype=torch.int64)}),
+    (ValueError, "positions must be on q's device", {"positions": torch.arange(T, device="meta")}),
+    (
+        ValueError,
+        "positions must be None",
+        {"cos": zeros(B, T, 6), "sin": zeros(B, T, 6), "positions": torch.arange(T)},
+    ),
+    (ValueError, "backend must be one of auto, reference, triton, native; got 'cuda'", {"backend": "cuda"}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    good = {"q": zeros(B, H, T, D), "k": zeros(B, HK, T, D), **both()}
+    with pytest.raises(error, match=message):
+        rope(**{**good, **arguments})
+
+
+def test_tables_that_require_a_gradient_serve_where_none_is_taken() -> None:
+    q, k = inputs(torch.float32)
+    with torch.no_grad():
+        rope(q, k, **{name: t.requires_grad_() for name, t in both().items()})

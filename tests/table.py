@@ -1,0 +1,119 @@
+"""The table that the parity suite runs over: every registered op, backend, device, dtype and case. Nothing here names
+an operation: a new one is covered by being registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from cuda_on_cpu.build import LIBRARY, load_operators
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import _triton
+from foundry_kernels.registry import FLOATS, OpSpec, short_dtype
+from foundry_kernels.testing import Case
+
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+@dataclass(frozen=True)
+class Row:
+    op: OpSpec
+    backend: str
+    device: str
+    #: The native row's CUDA kernels, run on the CPU under the checker of tests/cuda_on_cpu.
+    cuda_on_cpu: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.op.name}-{self.backend}-{'cuda_on_cpu' if self.cuda_on_cpu else self.device}"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While a test of this row runs: swaps the operator library under the checker's row."""
+        if not self.cuda_on_cpu:
+            yield
+            return
+        load_operators()
+        impl = self.op.impl("native")
+        assert impl is not None
+        plain, library = impl.fn, getattr(torch.ops, LIBRARY)
+        library.guard(True)
+        object.__setattr__(impl, "fn", getattr(library, plain._schema.name.split("::")[1]).default)
+        yield
+        object.__setattr__(impl, "fn", plain)
+        library.guard(False)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        impl = self.op.impl(self.backend)
+        assert impl is not None
+        return tuple(d for d in FLOATS if d in impl.dtypes)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        interpreted = self.backend == "triton" and _triton.INTERPRET
+        return tuple(c for c in self.op.cases.CASES[self.op.name] if c.interpreted or not interpreted)
+
+    @property
+    def small_cases(self) -> tuple[Case, ...]:
+        """A few small cases, each with options or layouts that the others do not have."""
+        kinds: dict[object, Case] = {}
+        for case in self.cases:
+            if 16 <= numel(case) <= 6000:
+                layouts = tuple(None if a is None else (a.layout, a.dtype, a.grad) for a in case.args.values())
+                kinds.setdefault((tuple(sorted(map(str, case.options.items()))), layouts), case)
+        return tuple(kinds.values())
+
+
+def numel(case: Case) -> int:
+    return sum(torch.Size(a.shape).numel() for a in case.args.values() if a is not None)
+
+
+def rows(*backends: str) -> tuple[Row, ...]:
+    """The usable rows of these backends (default: those that are held against the reference)."""
+    wanted = backends or ("triton", "native")
+    return tuple(
+        Row(op, b, d) for op in fk.OPS.values() for d in DEVICES for b in op.backends(d) if b in wanted
+    )  # fmt: skip
+
+
+def checked_rows() -> tuple[Row, ...]:
+    """All of `rows()`, and the native rows once more with their CUDA kernels on the CPU."""
+    return rows() + tuple(replace(r, cuda_on_cpu=True) for r in rows("native") if r.device == "cpu")
+
+
+def over_rows(*backends: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in rows(*backends)])
+
+
+def over_dtypes(*backends: str) -> pytest.MarkDecorator:
+    params = [pytest.param(r, d, id=f"{r.id}-{short_dtype(d)}") for r in rows(*backends) for d in r.dtypes]
+    return pytest.mark.parametrize(("row", "dtype"), params)
+
+
+def _every_case() -> Iterator[object]:
+    for row in checked_rows():
+        for dtype in row.dtypes:
+            for case in row.cases:
+                yield pytest.param(row, dtype, case, id=f"{row.id}-{short_dtype(dtype)}-{case.id}")
+
+
+over_cases = pytest.mark.parametrize(("row", "dtype", "case"), list(_every_case()))
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """What autograd keeps for a backward pass."""
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield saved

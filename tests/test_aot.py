@@ -1,0 +1,100 @@
+"""Every Triton kernel in every launch configuration, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import foundry_kernels as fk
+from foundry_kernels import _aot, _triton
+
+OPS = [name for name, op in fk.OPS.items() if op.impl("triton")]
+needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+
+
+def inspect(*args: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: kernels that this one may interpret cannot be compiled here."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "foundry_kernels", "inspect", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.fixture(scope="module")
+def inspected() -> dict[str, subprocess.CompletedProcess[str]]:
+    """All operations for all architectures, compiled side by side."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(OPS, pool.map(lambda op: inspect(op, "--arch", *map(str, _aot.GPUS)), OPS), strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("op", OPS)
+def test_no_spills_and_within_the_limits(op: str, inspected: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = inspected[op]
+    assert done.returncode == 0, "\n".join(
+        line for line in (done.stdout + done.stderr).splitlines() if "PROBLEM" in line or "rror" in line
+    )
+    for arch in _aot.GPUS:
+        assert f"compute capability {arch / 10}" in done.stdout
+    assert done.stdout.count(" registers ") >= 5 * len(_aot.GPUS)
+    assert "16/" in done.stdout or " 16 B" in done.stdout, "no kernel moves 16 bytes at a time"
+
+
+@needs_triton
+def test_ptx_and_machine_code_can_be_seen() -> None:
+    done = inspect("rms_norm", "--arch", "90", "--kernel", "sum_partials", "--ptx", "--sass")
+    assert done.returncode == 0, done.stderr
+    assert ".target sm_90" in done.stdout
+    assert "EXIT" in done.stdout
+    assert "rms_norm_fwd_kernel" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("rms_norm", "--arch", "75"), "--arch must be one of 80, 89, 90, 100, 120; got 75"),
+        (("no_such_op",), "invalid choice: 'no_such_op'"),
+    ],
+)
+@needs_triton
+def test_bad_arguments(args: tuple[str, ...], message: str) -> None:
+    done = inspect(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+GPU = _aot.GPUS[90]
+
+
+def cost(**changes: object) -> _aot.Cost:
+    base = {
+        "registers": 64,
+        "stack": 0,
+        "shared": 0,
+        "warps": 4,
+        "access_bytes": (16,),
+        "matrix": "",
+        "ptx": "",
+        "cubin": b"",
+    }
+    return _aot.Cost(**(base | changes))  # type: ignore[arg-type]
+
+
+def test_what_must_not_ship_is_named() -> None:
+    assert cost().problems(GPU) == []
+    assert "spilled" in cost(stack=8).problems(GPU)[0]
+    assert "shared memory" in cost(shared=228 << 10).problems(GPU)[0]
+    assert cost(shared=120 << 10).problems(GPU) == []
+    assert "shared memory" in cost(shared=120 << 10).problems(_aot.GPUS[89])[0]
+    assert "do not fit" in cost(registers=128, warps=32).problems(GPU)[0]
+    assert "wgmma" in cost(matrix="missing").problems(GPU)[0]
+
+
+def test_occupancy() -> None:
+    assert cost(registers=32).occupancy(GPU) == 1.0
+    assert cost(registers=128).occupancy(GPU) == 0.25
+    assert cost(registers=32, shared=113 << 10).occupancy(GPU) == 2 * 4 / 64
+    assert cost(registers=32, warps=32).occupancy(_aot.GPUS[89]) == 32 / 48

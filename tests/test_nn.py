@@ -1,0 +1,268 @@
+"""The modules: what they compute, what they keep, what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from foundry_kernels import OPS, BackendUnavailable, nn, rope
+from foundry_kernels.nn import _backend
+
+OPERATIONS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention")
+
+
+@pytest.fixture
+def rope_without_kernels(monkeypatch):
+    """As if the package had nothing but a reference of rope."""
+    spec = OPS["rope"]
+    reference = tuple(impl for impl in spec.impls if impl.backend == "reference")
+    monkeypatch.setitem(OPS, "rope", dataclasses.replace(spec, impls=reference))
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+def test_named_backend_uses_the_reference_only_where_there_is_no_kernel_and_says_so(rope_without_kernels):
+    with pytest.warns(UserWarning, match="'native' has no kernel yet for rope"):
+        planned = _backend.plan("native", ("rms_norm", "rope"))
+    assert planned == {"rms_norm": "native", "rope": "reference"}
+
+
+def test_auto_and_reference_warn_of_nothing(rope_without_kernels):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert set(_backend.plan("auto", OPERATIONS).values()) == {"auto"}
+        assert set(_backend.plan("reference", OPERATIONS).values()) == {"reference"}
+
+
+def test_mapping_is_taken_literally(rope_without_kernels):
+    assert _backend.plan({"rms_norm": "triton"}, ("rms_norm", "rope")) == {"rms_norm": "triton", "rope": "auto"}
+    with pytest.raises(BackendUnavailable, match="rope has no native kernel"):
+        _backend.plan({"rope": "native"}, ("rope",))
+    with pytest.raises(ValueError, match="unknown operation 'ropes'"):
+        _backend.plan({"ropes": "native"}, ("rope",))
+    with pytest.raises(TypeError, match="backend must be a string or a mapping"):
+        _backend.plan(3, ("rope",))
+
+
+def test_kernel_that_exists_and_cannot_serve_raises_at_the_call():
+    norm = nn.RMSNorm(8, backend="native", dtype=torch.float64)  # there is no float64 kernel, built or not
+    assert norm.backends == {"rms_norm": "native", "add_rms_norm": "native"}
+    with pytest.raises(BackendUnavailable, match="native"):
+        norm(torch.randn(2, 8, dtype=torch.float64))
+
+
+def test_serving_resolves_auto_and_keeps_names():
+    served = _backend.serving({"rms_norm": "auto", "rope": "triton"}, "cpu", torch.float64)
+    assert served == {"rms_norm": "reference", "rope": "triton"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda b: nn.RMSNorm(8, backend=b),
+        lambda b: nn.SwiGLU(8, 16, backend=b),
+        lambda b: nn.RotaryEmbedding(8, backend=b),
+        lambda b: nn.Attention(8, 2, backend=b),
+    ],
+    ids=["RMSNorm", "SwiGLU", "RotaryEmbedding", "Attention"],
+)
+def test_unknown_backend_is_refused_at_construction(make):
+    with pytest.raises(ValueError, match=r"backend must be one of auto, .*'fast'"):
+        make("fast")
+    assert "backend='auto'" in repr(make("auto"))
+
+
+# --- RMSNorm ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("shape", [7, (7,), (3, 7)], ids=str)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_rms_norm_is_torchs(dtype, eps, shape, affine):
+    theirs = torch.nn.RMSNorm(shape, eps, affine, dtype=dtype)
+    ours = nn.RMSNorm(shape, eps, affine, dtype=dtype)
+    assert isinstance(ours, torch.nn.RMSNorm)
+    assert ours.normalized_shape == theirs.normalized_shape
+    if affine:
+        torch.nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 3, 7, dtype=torch.float64).mul(1e-3).to(dtype)  # small, so that a wrong eps shows
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("shape", [8, (2, 8)], ids=str)
+def test_rms_norm_of_a_residual_sum(shape):
+    norm = nn.RMSNorm(shape, 1e-5)
+    torch.nn.init.normal_(norm.weight)
+    x, residual = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    y, h = norm(x, residual)
+    torch.testing.assert_close(h, x + residual)
+    torch.testing.assert_close(y, norm(x + residual))
+
+
+def test_rms_norm_offset_starts_at_one_and_is_added():
+    norm = nn.RMSNorm(8, 1e-6, weight_offset=1.0)
+    assert torch.equal(norm.weight, torch.zeros(8))
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), nn.RMSNorm(8, 1e-6)(x))
+    with torch.no_grad():
+        norm.weight.fill_(0.5)
+    torch.testing.assert_close(norm(x), 1.5 * nn.RMSNorm(8, 1e-6)(x))
+    norm.reset_parameters()
+    assert torch.equal(norm.weight, torch.zeros(8))
+
+
+def test_rms_norm_llama_order_promotes():
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    assert nn.RMSNorm(8, round_before_weight=True)(x).dtype == torch.float32
+    assert nn.RMSNorm(8)(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.RMSNorm(8, -1.0), "eps must be None or >= 0"),
+        (lambda: nn.RMSNorm(0), "normalized_shape must hold sizes of at least 1"),
+        (lambda: nn.RMSNorm(8, elementwise_affine=False, weight_offset=1.0), "weight_offset needs"),
+        (lambda: nn.RMSNorm((2, 8))(torch.zeros(3, 8)), r"x must end in normalized_shape \(2, 8\)"),
+        (lambda: nn.RMSNorm(8)(torch.zeros(3, 7)), r"x must end in normalized_shape \(8,\)"),
+        (lambda: nn.RMSNorm(8)(torch.zeros(3, 8), torch.zeros(1, 8)), "residual must have shape"),
+    ],
+    ids=["eps", "zero width", "offset alone", "2-d width", "width", "residual"],
+)
+def test_rms_norm_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- RotaryEmbedding --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()], ids=["to", "half", "double"]
+)
+def test_rotary_tables_stay_float32(cast):
+    embedding = nn.RotaryEmbedding(8, 32)
+    expected = embedding.cos.clone(), embedding.sin.clone()
+    cast(torch.nn.Sequential(embedding))
+    for table, before in zip((embedding.cos, embedding.sin), expected, strict=True):
+        assert table.dtype == torch.float32
+        assert torch.equal(table, before)
+    assert not embedding.state_dict()
+
+
+def test_rotary_tables_survive_the_meta_device():
+    expected = nn.RotaryEmbedding(8, 32)
+    with torch.device("meta"):
+        embedding = nn.RotaryEmbedding(8, 32)
+    assert embedding.cos.is_meta
+    embedding.to_empty(device="cpu")
+    assert torch.equal(embedding.cos, expected.cos)
+    assert torch.equal(embedding.sin, expected.sin)
+    assert torch.equal(copy.deepcopy(embedding).sin, expected.sin)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_positions_as_int_tensor_and_table(interleaved):
+    embedding = nn.RotaryEmbedding(8, 32, interleaved=interleaved)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    expected = rope(q, k, embedding.cos[3:8], embedding.sin[3:8], interleaved=interleaved)
+    for positions in (3, torch.arange(3, 8), torch.arange(3, 8).expand(2, 5)):
+        for got, want in zip(embedding(q, k, positions), expected, strict=True):
+            torch.testing.assert_close(got, want)
+    for got, want in zip(embedding(q, k), embedding(q, k, 0), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("start", [-1, 28])
+def test_rotary_refuses_positions_beyond_its_tables(start):
+    q = torch.randn(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="do not fit max_positions=32"):
+        nn.RotaryEmbedding(8, 32)(q, q, start)
+
+
+def test_rotary_refuses_an_odd_width():
+    with pytest.raises(ValueError, match="dim must be even"):
+        nn.RotaryEmbedding(7)
+
+
+# --- SwiGLU and Attention ---------------------------------------------------------------------------------------------
+
+
+def test_swiglu_formula_and_names():
+    block = nn.SwiGLU(6, 10)
+    assert {name: tuple(p.shape) for name, p in block.named_parameters()} == {
+        "w1.weight": (10, 6),
+        "w2.weight": (6, 10),
+        "w3.weight": (10, 6),
+    }
+    x = torch.randn(2, 3, 6)
+    w1, w2, w3 = block.w1.weight, block.w2.weight, block.w3.weight
+    torch.testing.assert_close(block(x), (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T)
+    with pytest.raises(ValueError, match="hidden_dim must be at least 1"):
+        nn.SwiGLU(6, 0)
+
+
+def attend(block, x, embedding):
+    """Attention spelled out, with the key-value heads repeated."""
+    batch, length, _ = x.shape
+
+    def heads(linear, count):
+        return linear(x).view(batch, length, count, block.head_dim).transpose(1, 2)
+
+    q, k, v = heads(block.wq, block.n_heads), heads(block.wk, block.n_kv_heads), heads(block.wv, block.n_kv_heads)
+    if embedding is not None:
+        q, k = rope(q, k, embedding.cos, embedding.sin, interleaved=embedding.interleaved, backend="reference")
+    k, v = (t.repeat_interleave(block.n_heads // block.n_kv_heads, 1) for t in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=block.causal)
+    return block.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("with_rope", [True, False], ids=["rope", "no rope"])
+@pytest.mark.parametrize("kv_heads", [None, 2, 1], ids=["MHA", "GQA", "MQA"])
+def test_attention_is_attention(kv_heads, with_rope, causal):
+    embedding = nn.RotaryEmbedding(6, 16, interleaved=True) if with_rope else None
+    block = nn.Attention(20, 4, kv_heads, 6, rope=embedding, causal=causal)
+    x = torch.randn(2, 7, 20)
+    torch.testing.assert_close(block(x), attend(block, x, embedding))
+
+
+def test_attention_passes_views(monkeypatch):
+    from foundry_kernels.nn import attention
+
+    seen = []
+
+    def spy(q, k, v, **options):
+        seen.extend((q, k, v))
+        return q.clone(memory_format=torch.preserve_format)
+
+    monkeypatch.setattr(attention, "flash_attention", spy)
+    nn.Attention(16, 4, 2)(torch.randn(2, 5, 16))
+    for tensor in seen:
+        assert tensor.shape[2] == 5
+        assert tensor.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Attention(16, 4, 3), "n_heads must be a multiple of n_kv_heads=3"),
+        (lambda: nn.Attention(18, 4), "dim must be a multiple of n_heads=4"),
+        (lambda: nn.Attention(16, 4, 0), "n_kv_heads must be at least 1"),
+        (lambda: nn.Attention(16, 4, rope=nn.RotaryEmbedding(8)), "rope must rotate at most head_dim=4"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(2, 16)), "x must be"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(2, 3, 12)), "x must have dim=16"),
+    ],
+    ids=["groups", "dim", "zero", "rope", "rank", "width"],
+)
+def test_attention_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

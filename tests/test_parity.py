@@ -1,0 +1,228 @@
+"""Every kernel against its reference, over the whole registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from table import Row, numel, over_cases, over_dtypes, over_rows, rows, saved_tensors
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foundry_kernels.testing import (
+    Case,
+    assert_parity,
+    call,
+    compare,
+    make_cotangents,
+    run,
+    to_float64,
+)
+
+
+def test_some_kernel_is_tested() -> None:
+    """An extension that failed to build must not leave a green suite with nothing in it."""
+    assert {r.backend for r in rows()} == {"triton", "native"}
+
+
+@over_cases
+@pytest.mark.usefixtures("poisoned")
+def test_parity(row: Row, dtype: torch.dtype, case: Case) -> None:
+    """Outputs and gradients are as exact as the reference's, laid out as the reference's; inputs stay as they were."""
+    result = assert_parity(row.op, case, backend=row.backend, dtype=dtype, device=row.device)
+    args = case.make(dtype, row.device)
+    before = {k: (t, t._version, t.detach().clone()) for k, t in args.items() if t is not None}
+    expected = call(row.op, args, case.options, backend="reference")
+    call(row.op, args, case.options, backend=row.backend)
+    for name, (tensor, version, value) in before.items():
+        assert tensor._version == version, f"{name} was written to"
+        assert torch.equal(tensor.detach().nan_to_num(), value.nan_to_num()), f"{name} was written to"
+    for i, (a, e) in enumerate(zip(result.outputs, expected, strict=True)):
+        assert a.stride() == e.stride() or a.numel() == 0, f"output {i} has strides {a.stride()}, expected {e.stride()}"
+
+
+@over_dtypes()
+def test_two_backwards_through_one_graph_are_bit_equal(row: Row, dtype: torch.dtype) -> None:
+    for case in row.cases:
+        args = case.make(dtype, row.device)
+        wanted = [t for t in args.values() if t is not None and t.requires_grad]
+        outputs = [o for o in call(row.op, args, case.options, backend=row.backend) if o.requires_grad]
+        cotangents = make_cotangents(tuple(outputs), case.cotangent)
+        kept = [c.clone() for c in cotangents]
+        first = torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
+        second = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+        for a, b in zip(first, second, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b), case.id
+        assert all(map(torch.equal, cotangents, kept)), f"{case.id}: an incoming gradient was written to"
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the calls of this package's operators: what opcheck should try, and what was allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "foundry_kernels":
+            self.calls.append((func, args, out if isinstance(out, tuple) else (out,)))
+        return out
+
+
+class _EntryRecorder(TorchFunctionMode):
+    """Keeps the calls of this package's operators that autograd sees, with the tensors that require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = isinstance(func, torch._ops.OpOverload) and func.namespace == "foundry_kernels"
+        if ours and torch.is_grad_enabled():
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@over_dtypes()
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["no-grad", "grad"])
+def test_opcheck(row: Row, dtype: torch.dtype, requires_grad: bool) -> None:
+    """Schema, fakes, autograd registration and ahead-of-time dispatch of every operator that a call reaches."""
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    for case in row.small_cases[:6]:
+        args = case.make(dtype, row.device)
+        with _EntryRecorder() as entries, _Recorder() as inner:
+            if requires_grad:
+                cotangents = make_cotangents(call(row.op, args, case.options, backend=row.backend), case.cotangent)
+                run(row.op, args, case.options, cotangents, backend=row.backend)
+            else:
+                with torch.no_grad():
+                    call(row.op, args, case.options, backend=row.backend)
+        calls += [(f, tuple(a.detach() if isinstance(a, Tensor) else a for a in given)) for f, given, _ in inner.calls]
+        calls += entries.calls
+    assert calls
+    thorough: set[Any] = set()
+    seen: set[Any] = set()
+    for func, given in calls:
+        key = (func, tuple((a.requires_grad, a.is_contiguous()) if isinstance(a, Tensor) else a for a in given))
+        if key not in seen:
+            light = ("test_schema", "test_faketensor", "test_autograd_registration")
+            torch.library.opcheck(
+                func, given, test_utils=light if func in thorough else (*light, "test_aot_dispatch_dynamic")
+            )
+            thorough.add(func)
+            seen.add(key)
+
+
+@over_rows()
+def test_nothing_is_kept_without_gradients(row: Row) -> None:
+    """Under no_grad an operator returns what the caller gets and nothing more: no rstd, no log-sum-exp."""
+    for case in row.small_cases:
+        args = case.make(row.dtypes[0], row.device)
+        with torch.no_grad(), saved_tensors() as saved, _Recorder() as recorder:
+            outputs = call(row.op, args, case.options, backend=row.backend)
+        returned = sum(t.numel() for _, _, out in recorder.calls for t in out)
+        assert not saved
+        assert returned <= sum(t.numel() for t in outputs), case.id
+
+
+@over_rows()
+def test_a_second_derivative_is_refused(row: Row) -> None:
+    """A backward pass of our own cannot be differentiated; create_graph=True must not be answered with silence."""
+    case = row.small_cases[0]
+    args = case.make(torch.float32, row.device)
+    outputs = call(row.op, args, case.options, backend=row.backend)
+    wanted = [t for t in args.values() if t is not None and t.requires_grad]
+    with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph=True"):
+        torch.autograd.grad(outputs, wanted, make_cotangents(outputs, "contiguous"), create_graph=True)
+
+
+@over_rows()
+def test_autocast(row: Row) -> None:
+    """Inputs that bfloat16 can hold, in float32, under autocast: dtypes as the reference's, values as exact."""
+    for case in row.small_cases:
+        low = case.make(torch.bfloat16, row.device)
+        args = {
+            k: None if t is None else (t.detach().float() if t.dtype == torch.bfloat16 else t) for k, t in low.items()
+        }
+        oracle = call(row.op, to_float64(args), case.options, backend="reference")
+        with torch.autocast(row.device, dtype=torch.bfloat16):
+            reference = call(row.op, args, case.options, backend="reference")
+            actual = call(row.op, args, case.options, backend=row.backend)
+        for i, (a, r, o) in enumerate(zip(actual, reference, oracle, strict=True)):
+            compare(f"{case.id} output {i}", a, r, o, 0.0)
+
+
+@over_rows("reference", "triton", "native")
+def test_gradcheck(row: Row) -> None:
+    """Gradients against finite differences, in float64: the reference, and Triton's kernels in the interpreter."""
+    if torch.float64 not in row.dtypes:
+        pytest.skip(f"{row.backend} has no float64")
+    interpreted = row.backend == "triton"
+    small = [c for c in row.cases if 0 < numel(c) <= (60 if interpreted else 200)][: 4 if interpreted else 8]
+    assert small
+    for case in small:
+        args = {
+            k: t if t is None or not t.requires_grad else t.detach().double().requires_grad_()
+            for k, t in case.make(torch.float64, row.device).items()
+        }
+        wanted = [k for k, t in args.items() if t is not None and t.requires_grad]
+
+        def function(
+            *tensors: Tensor, args: dict = args, wanted: list = wanted, case: Case = case
+        ) -> tuple[Tensor, ...]:
+            replaced = args | dict(zip(wanted, tensors, strict=True))
+            return call(row.op, replaced, case.options, backend=row.backend)
+
+        assert torch.autograd.gradcheck(function, [args[k] for k in wanted], fast_mode=False), case.id
+
+
+def _compile_groups(row: Row) -> list[list[Case]]:
+    """Small cases that one graph with dynamic shapes should serve: same options, layouts and ranks."""
+    groups: dict[object, list[Case]] = {}
+    for case in row.cases:
+        if numel(case) > 20_000 or any(s < 2 for a in case.args.values() if a is not None for s in a.shape):
+            continue
+        kind = tuple(
+            (k, None if a is None else (a.layout, a.dtype, a.grad, len(a.shape))) for k, a in case.args.items()
+        )
+        groups.setdefault((str(case.options), kind, case.cotangent), []).append(case)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+@over_rows("reference", "triton", "native")
+def test_compile_fullgraph_with_dynamic_shapes(row: Row) -> None:
+    """No graph break, forward and backward; one graph serves other sizes; the values are those of eager."""
+    group = _compile_groups(row)[0][:3]
+    compiled = torch.compile(row.op.public, fullgraph=True, dynamic=True, backend="aot_eager")
+    for case in group:
+        args = case.make(torch.float32, row.device)
+        wanted = {k: t for k, t in args.items() if t is not None and t.requires_grad}
+        outputs = compiled(**args, **case.options, backend=row.backend)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        cotangents = make_cotangents(outputs, "contiguous")
+        expected = run(row.op, args, case.options, cotangents, backend=row.backend)
+        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+        for a, e in zip((*outputs, *grads), (*expected.outputs, *expected.grads.values()), strict=True):
+            torch.testing.assert_close(a, e)
+
+
+@over_rows("reference", "native")
+def test_compile_with_inductor(row: Row) -> None:
+    """The default compiler, which generates and builds code around the operator."""
+    case = row.small_cases[0]
+    args = case.make(torch.float32, row.device)
+
+    def scaled(**kwargs: Any) -> Any:
+        out = row.op.public(**kwargs, **case.options, backend=row.backend)
+        return tuple(o * 2 for o in out) if isinstance(out, tuple) else out * 2
+
+    compiled = torch.compile(scaled, fullgraph=True)(**args)
+    for a, e in zip(
+        compiled if isinstance(compiled, tuple) else (compiled,),
+        call(row.op, args, case.options, backend=row.backend),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e * 2)

@@ -1,0 +1,159 @@
+"""Choice of a backend, its refusals, and imports where something is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.registry import Impl, OpSpec, register, resolve
+
+NATIVE = _native.MISSING is None
+
+
+def spec(*impls: Impl) -> OpSpec:
+    return OpSpec("sample", lambda x: x, impls, "sample")
+
+
+def test_auto_takes_the_first_usable_row() -> None:
+    reference, native = Impl("reference", lambda: "r"), Impl("native", lambda: "n", ("cpu",), (torch.float32,))
+    both = spec(reference, native)
+    assert resolve(both, "auto", torch.ones(1)) is native.fn
+    assert resolve(both, "auto", torch.ones(1, dtype=torch.float64)) is reference.fn
+    assert resolve(both, "auto", torch.ones(1, device="meta")) is reference.fn
+    missing = Impl("native", lambda: "n", missing="not built")
+    assert resolve(spec(reference, missing), "auto", torch.ones(1)) is reference.fn
+
+
+def test_auto_on_the_cpu_never_interprets() -> None:
+    reference, triton = Impl("reference", lambda: "r"), Impl("triton", lambda: "t", ("cpu",))
+    assert resolve(spec(triton, reference), "auto", torch.ones(1)) is reference.fn
+
+
+def test_a_named_backend_is_used_or_raises_with_every_reason() -> None:
+    op = spec(
+        Impl("reference", lambda: "r"),
+        Impl("native", lambda: "n", missing="not built"),
+        Impl("triton", lambda: "t", ("cuda",)),
+    )
+    with pytest.raises(fk.BackendUnavailable) as error:
+        resolve(op, "native", torch.ones(1))
+    message = str(error.value)
+    assert "backend 'native' cannot serve float32 on cpu" in message
+    assert "reference: usable" in message
+    assert "native: not built" in message
+    assert "triton: runs on cuda, not on cpu" in message
+
+
+def test_no_backend_at_all() -> None:
+    with pytest.raises(fk.BackendUnavailable, match=r"no backend cannot|no backend") as error:
+        resolve(spec(Impl("native", lambda: "n", missing="not built")), "auto", torch.ones(1))
+    assert "sample has no triton kernel" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["cuda", "", "Triton", None])
+def test_unknown_backend(name: object) -> None:
+    with pytest.raises(ValueError, match="backend must be one of auto, reference, triton, native"):
+        fk.rms_norm(torch.ones(2, 2), backend=name)  # type: ignore[arg-type]
+
+
+def test_a_name_registers_once() -> None:
+    with pytest.raises(ValueError, match="registered already"):
+        register(fk.OPS["rms_norm"])
+
+
+@pytest.mark.skipif(not NATIVE, reason=str(_native.MISSING))
+def test_native_refuses_float64() -> None:
+    with pytest.raises(fk.BackendUnavailable, match="takes float32, bfloat16, float16, not float64"):
+        fk.rms_norm(torch.ones(2, 2, dtype=torch.float64), backend="native")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a fresh process, without the interpreter that these tests switch on."""
+    import os
+
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env)
+
+
+BLOCK = """
+    import sys
+    for name in {names!r}:
+        sys.modules[name] = None
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        ("triton",),
+        ("foundry_kernels._C",),
+        ("triton", "foundry_kernels._C", "numpy", "matplotlib", "tqdm", "pytest", "transformers"),
+    ],
+    ids=["all-there", "no-triton", "no-extension", "nothing-optional"],
+)
+def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
+    """The package imports and works, forward and backward, through what is left; what is missing explains itself."""
+    code = (
+        BLOCK.format(names=names)
+        + """
+    import torch
+    import foundry_kernels as fk
+    x = torch.randn(3, 8, requires_grad=True)
+    fk.rms_norm(x, torch.ones(8)).sum().backward()
+    fk.swiglu(x, x); fk.flash_attention(x[None, None], x[None, None], x[None, None])
+    for backend in ("triton", "native"):
+        try:
+            fk.rms_norm(x, backend=backend)
+            print(backend, "works")
+        except fk.BackendUnavailable as error:
+            print(error)
+    """
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    if "triton" in names:
+        assert "triton: Triton does not import" in done.stdout
+    else:
+        assert "triton: runs on cuda, not on cpu" in done.stdout
+    if "foundry_kernels._C" in names:
+        assert "native: the C++ extension is not built" in done.stdout
+    elif NATIVE:
+        assert "native works" in done.stdout
+
+
+def test_importing_does_not_load_what_only_tests_need() -> None:
+    done = run_python(
+        "import sys, foundry_kernels; print([m for m in ('pytest', 'matplotlib', 'transformers') if m in sys.modules])"
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_the_overview_names_every_op_and_backend() -> None:
+    done = subprocess.run([sys.executable, "-m", "foundry_kernels"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in (*fk.OPS, "reference", "triton", "native", torch.__version__):
+        assert word in done.stdout
+    if NATIVE:
+        for word in (_native.build_info()["instruction_set"], _native.build_info()["compiler"]):
+            assert word in done.stdout
+
+
+def test_the_overview_says_why_a_backend_is_missing() -> None:
+    code = (
+        BLOCK.format(names=("triton", "foundry_kernels._C"))
+        + """
+    import runpy
+    runpy.run_module("foundry_kernels", run_name="__main__")
+    """
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert "Triton does not import" in done.stdout
+    assert "the C++ extension is not built" in done.stdout

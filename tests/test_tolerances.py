@@ -1,0 +1,71 @@
+"""The policy itself: it passes what a kernel may do and fails what it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from foundry_kernels.testing import Arg, Case, compare, lay_out, tiny
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_correct_rounding_passes(dtype: torch.dtype) -> None:
+    oracle = torch.randn(1000, dtype=torch.float64)
+    compare("x", oracle.to(dtype), oracle.to(dtype), oracle, 1.0)
+
+
+def _one_ulp_up(x: Tensor) -> Tensor:
+    return x + x.abs() * torch.finfo(x.dtype).eps
+
+
+BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "every value an ulp off": _one_ulp_up,
+    "truncated": lambda x: x - x.abs() * torch.finfo(x.dtype).eps / 2,
+    "one value wrong": lambda x: torch.cat([x[:1] + 0.1, x[1:]]),
+    "one value missing": lambda x: torch.cat([x[:1] * torch.nan, x[1:]]),
+    "two values exchanged": lambda x: torch.cat([x[:2].flip(0), x[2:]]),
+    "scaled": lambda x: x * 1.01,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", BROKEN)
+def test_worse_than_the_reference_fails(dtype: torch.dtype, how: str) -> None:
+    oracle = torch.randn(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    reference = oracle.to(dtype)
+    with pytest.raises(AssertionError):
+        compare("x", BROKEN[how](reference), reference, oracle, 1.0)
+
+
+def test_infinities_must_agree() -> None:
+    oracle = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+    compare("lse", oracle.float(), oracle.float(), oracle, 1.0)
+    with pytest.raises(AssertionError, match="differs where infinite"):
+        compare("lse", torch.tensor([1.0, -1e30]), oracle.float(), oracle, 1.0)
+
+
+def test_wrong_dtype_and_shape_fail() -> None:
+    x = torch.ones(3)
+    with pytest.raises(AssertionError, match="dtype"):
+        compare("x", x.half(), x, x.double(), 1.0)
+    with pytest.raises(AssertionError, match="shape"):
+        compare("x", x[:2], x, x.double(), 1.0)
+
+
+def test_tiny_shrinks_with_the_number_of_elements() -> None:
+    assert tiny(torch.bfloat16, 1.0, 1) > 100 * tiny(torch.bfloat16, 1.0, 1_000_000)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "swapped", "sliced", "offset", "strided"])
+def test_layouts_keep_the_values(layout: str) -> None:
+    x = torch.randn(2, 3, 4, 5)
+    assert torch.equal(lay_out(x, layout), x)
+    assert lay_out(x, layout).is_contiguous() == (layout in ("contiguous", "offset"))
+
+
+def test_cases_are_reproducible() -> None:
+    case = Case("c", {"x": Arg((4, 5))})
+    assert torch.equal(case.make(torch.float32)["x"], case.make(torch.float32)["x"])  # type: ignore[arg-type]

@@ -1,0 +1,348 @@
+"""The demo: what it prints and leaves behind, that an interrupted run goes on exactly, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))  # its modules import each other as a script's neighbours do
+
+pytest.importorskip("tqdm", reason="the demo needs tqdm")
+
+import train  # noqa: E402
+import train_checkpoint  # noqa: E402
+import train_loop  # noqa: E402
+import train_memory  # noqa: E402
+import train_report  # noqa: E402
+import train_text  # noqa: E402
+
+from foundry_kernels.models import ModelConfig, Transformer  # noqa: E402
+
+SHAPE = ["--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--batch", "2", "--seq-len", "16"]
+TINY = [*SHAPE, "--device", "cpu", "--steps", "6", "--sample-tokens", "5"]
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n\xff\xfe" * 30)  # not UTF-8, on purpose
+    return path
+
+
+def run(*arguments) -> int:
+    return train.main([*TINY, *map(str, arguments)])
+
+
+def recipe(**changes) -> train_loop.Recipe:
+    options = train.parse([*TINY, *changes.pop("arguments", [])])
+    return train.make_recipe(options, 5)
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_run_reports_and_leaves_what_it_says(text_file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    assert run("--text", text_file, "--out", out, "--backend", "reference", "auto", "--prompt", "the ") == 0
+    printed = capsys.readouterr().out
+    assert "Losses of auto and reference differ by" in printed
+    assert "held-out" in printed
+    assert "| the " in printed
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    settings = recipe().settings("auto", train_text.read_text(text_file, 16))
+    losses = {name: train_checkpoint.load(out / f"checkpoint-{name}.pt", settings | {"--backend": name})["losses"]
+              for name in ("reference", "auto")}  # fmt: skip
+    assert len(losses["auto"]) == 6
+    assert losses["auto"] == pytest.approx(losses["reference"], abs=1e-5)
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-auto.pt", "checkpoint-reference.pt", "loss.png"]
+
+
+def test_training_learns(text_file):
+    text = train_text.read_text(text_file, 16)
+    longer = recipe(arguments=["--steps", "60", "--lr", "0.01"])
+    done = train_loop.train(longer, "reference", text, None, progress=False)
+    assert done.losses[0] == pytest.approx(5.545, abs=0.1)  # ln 256: nothing known
+    assert done.held_out < 3.2
+
+
+def test_bfloat16_trains_float32_parameters(text_file):
+    low = recipe(arguments=["--dtype", "bfloat16"])
+    done = train_loop.train(low, "reference", train_text.read_text(text_file, 16), None, progress=False)
+    assert {p.dtype for p in done.model.parameters()} == {torch.float32}
+    full = train_loop.train(recipe(), "reference", train_text.read_text(text_file, 16), None, progress=False)
+    assert done.losses != full.losses
+    assert done.losses == pytest.approx(full.losses, abs=0.05)
+
+
+# --- interruption -----------------------------------------------------------------------------------------------------
+
+
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text_file, tmp_path):
+    text, path = train_text.read_text(text_file, 16), tmp_path / "checkpoint.pt"
+    whole = train_loop.train(recipe(), "reference", text, None, progress=False)
+    first = train_loop.train(recipe(), "reference", text, path, stop=lambda step: step == 3, progress=False)
+    assert first.losses == whole.losses[:3]
+    second = train_loop.train(recipe(), "reference", text, path, resume=True, progress=False)
+    assert second.losses == whole.losses
+    assert second.held_out == whole.held_out
+    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_killed_run_loses_at_most_one_interval(text_file, tmp_path):
+    text, path = train_text.read_text(text_file, 16), tmp_path / "checkpoint.pt"
+
+    def kill(step: int) -> bool:
+        if step == 5:
+            raise KeyboardInterrupt  # stands for any end that leaves no time to save
+        return False
+
+    every_two = recipe(arguments=["--checkpoint-every", "2"])
+    with pytest.raises(KeyboardInterrupt):
+        train_loop.train(every_two, "reference", text, path, stop=kill, progress=False)
+    state = train_checkpoint.load(path, every_two.settings("reference", text))
+    assert len(state["losses"]) == 4
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_saves_and_says_how_to_go_on(text_file, tmp_path):
+    out = tmp_path / "out"
+    arguments = [*SHAPE, "--device", "cpu", "--steps", "1000000", "--checkpoint-every", "1"]
+    arguments += ["--backend", "reference", "--text", str(text_file), "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "train.py"), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    try:
+        while not (out / "checkpoint-reference.pt").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert f"--resume --out {out}" in errors
+    assert [path.name for path in out.iterdir()] == ["checkpoint-reference.pt"]
+
+
+def test_resume_of_a_finished_run_only_reports(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ("--text", text_file, "--out", out, "--backend", "reference", "--sample-tokens", "0")
+    assert run(*arguments) == 0
+    table = capsys.readouterr().out.split("-----")[-1].splitlines()[1]
+    before = (out / "checkpoint-reference.pt").read_bytes()
+    assert run(*arguments, "--resume") == 0
+    assert capsys.readouterr().out.split("-----")[-1].splitlines()[1].split()[:5] == table.split()[:5]
+    assert (out / "checkpoint-reference.pt").read_bytes() == before
+
+
+def test_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    train_checkpoint.save(path, {}, {"losses": [1.0]})
+
+    def fill_the_disk(content, file):
+        file.write(b"half a checkpoint")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(train_checkpoint.CheckpointError, match="No space left"):
+        train_checkpoint.save(path, {}, {"losses": [2.0]})
+    assert train_checkpoint.load(path, {}) == {"losses": [1.0]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys, *arguments) -> str:
+    """The one line that a refused run prints."""
+    assert run(*arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def corrupt(path: Path, state: dict) -> None:
+    path.write_bytes(b"PK\x03\x04 this was a checkpoint once")
+
+
+def truncate(path: Path, state: dict) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def empty(path: Path, state: dict) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path, state: dict) -> None:
+    torch.save({"model": {"weight": torch.zeros(3)}}, path)
+
+
+def pickled(path: Path, state: dict) -> None:
+    torch.save({"format": train_checkpoint.FORMAT, "state": Path("code")}, path)
+
+
+def newer(path: Path, state: dict) -> None:
+    torch.save(state | {"version": 99}, path)
+
+
+def without_model(path: Path, state: dict) -> None:
+    torch.save(state | {"state": {k: v for k, v in state["state"].items() if k != "model"}}, path)
+
+
+def other_weights(path: Path, state: dict) -> None:
+    model = {name: value[:1] for name, value in state["state"]["model"].items()}
+    torch.save(state | {"state": state["state"] | {"model": model}}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (corrupt, "is corrupt or no checkpoint"),
+        (truncate, "is corrupt or no checkpoint"),
+        (empty, "is corrupt or no checkpoint"),
+        (foreign, "is not a checkpoint of this program"),
+        (pickled, "is corrupt or no checkpoint"),
+        (newer, "has checkpoint version 99; this program reads 1"),
+        (without_model, "is damaged: KeyError"),
+        (other_weights, "is damaged: RuntimeError"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_bad_checkpoint_is_refused_and_kept(damage, message, text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ("--text", text_file, "--out", out, "--backend", "reference", "--sample-tokens", "0")
+    assert run(*arguments) == 0
+    path = out / "checkpoint-reference.pt"
+    damage(path, torch.load(path, weights_only=True))
+    before, picture = path.read_bytes(), (out / "loss.png").stat().st_mtime_ns
+    capsys.readouterr()
+    line = refused(capsys, *arguments, "--resume")
+    assert message in line
+    assert str(path) in line
+    assert path.read_bytes() == before
+    assert (out / "loss.png").stat().st_mtime_ns == picture
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("--lr", "0.5"), "--lr 0.001, not 0.5"),
+        (("--dim", "32"), "model dim 16, not 32"),
+        (("--dtype", "bfloat16"), "--dtype float32, not bfloat16"),
+        (("--steps", "9"), "--steps 6, not 9"),
+    ],
+    ids=["lr", "dim", "dtype", "steps"],
+)
+def test_checkpoint_of_another_run_is_refused(changed, message, text_file, tmp_path, capsys):
+    arguments = ("--text", text_file, "--out", tmp_path / "out", "--backend", "reference", "--sample-tokens", "0")
+    assert run(*arguments) == 0
+    capsys.readouterr()
+    assert message in refused(capsys, *arguments, *changed, "--resume")
+
+
+def test_checkpoint_of_another_text_or_backend_is_refused(text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ("--out", out, "--backend", "reference", "--sample-tokens", "0", "--text")
+    assert run(*arguments, text_file) == 0
+    capsys.readouterr()
+    text_file.write_bytes(text_file.read_bytes()[::-1])
+    assert "belongs to a run with --text" in refused(capsys, *arguments, text_file, "--resume")
+    (out / "checkpoint-reference.pt").rename(out / "checkpoint-auto.pt")
+    line = refused(capsys, *arguments, text_file, "--resume", "--backend", "auto")
+    assert "belongs to a run with --backend reference, not auto" in line
+
+
+def test_present_run_is_not_overwritten(text_file, tmp_path, capsys):
+    arguments = ("--text", text_file, "--out", tmp_path / "out", "--backend", "reference", "--sample-tokens", "0")
+    assert run(*arguments) == 0
+    capsys.readouterr()
+    assert "exists; continue it with --resume" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--text", "missing.txt"), "cannot read the text missing.txt: No such file"),
+        (("--text", "."), "cannot read the text ."),
+        (("--text", "empty.txt"), "the text empty.txt is empty"),
+        (("--text", "short.txt"), "the text short.txt is too short: 20 bytes"),
+        (("--resume",), "--resume needs --out"),
+        (("--resume", "--out", "nowhere"), "nothing to resume: no checkpoint-reference.pt"),
+        (("--steps", "0"), "--steps must be at least 1; got 0"),
+        (("--kv-heads", "3"), "n_heads must be a multiple of n_kv_heads=3"),
+        (("--lr", "nan"), "--lr must be above 0"),
+        (("--device", "gpu"), "--device gpu"),
+        (("--device", "meta"), "--device must be cpu or cuda"),
+        (("--prompt", ""), "--prompt must not be empty"),
+        (("--out", "short.txt"), "cannot make the folder short.txt"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_options_are_refused_before_anything_is_written(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_bytes(b"x" * 20)
+    assert message in refused(capsys, "--backend", "reference", *arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_standard_library_is_a_text_of_fixed_order():
+    first, second = train_text.read_text(None, 128), train_text.read_text(None, 128)
+    assert first.digest == second.digest
+    assert len(first.train) + len(first.held_out) == train_text.STDLIB_BYTES
+    assert b"import" in bytes(first.train.tolist())
+
+
+def test_batches_are_windows_of_their_part(text_file):
+    text = train_text.read_text(text_file, 16)
+    tokens, targets = text.batch(4, 16, torch.Generator().manual_seed(0))
+    assert tokens.shape == targets.shape == (4, 16)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    data = bytes(text.train.tolist())
+    assert all(bytes(row.tolist()) in data for row in torch.cat([tokens, targets[:, -1:]], 1))
+    held, after = text.held_out_batch(3, 16)
+    assert bytes(held[0].tolist()) == bytes(text.held_out[:16].tolist())
+    assert int(after[-1, -1]) == int(text.held_out[-1])
+
+
+def test_shortest_text_that_is_accepted(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(51)))
+    assert len(train_text.read_text(path, 16).held_out) == 17
+    path.write_bytes(bytes(range(50)))
+    with pytest.raises(train_text.TextError, match="too short: 50 bytes; sequences of 16 need at least 51"):
+        train_text.read_text(path, 16)
+
+
+def test_sample_lets_no_control_sequence_through():
+    model = Transformer(ModelConfig(dim=8, n_layers=1, n_heads=1, vocab_size=256, max_seq_len=64), "reference")
+    written = train_report.sample(model, b"a\x1b[2J\tb\n", 40, 1.0, seed=0)
+    assert written.startswith("a\N{REPLACEMENT CHARACTER}[2J")
+    assert all(c.isprintable() or c == "\n" for c in written)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_sees_what_came_and_went():
+    before = train_memory.PeakMemory(torch.device("cpu"))
+    torch.ones(16 << 20)  # 64 MiB
+    assert 60 << 20 < before.bytes() < 160 << 20
+    again = train_memory.PeakMemory(torch.device("cpu"))
+    assert again.bytes() < 32 << 20
