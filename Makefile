@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 TEXT ?=
 ARGS ?=
 
-.PHONY: demo test lint setup bench gpu-check clean
+.PHONY: demo test lint setup resources bench gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -22,6 +22,10 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# Registers, stack and shared memory of the CUDA kernels, by nvcc where there is one. A spill fails.
+resources: setup
+	$(PY) tests/nvcc.py
 
 bench: setup
 	$(PY) -m pytest benchmarks --benchmark-only $(ARGS)
@@ -40,7 +44,8 @@ $(VENV)/.built: $(VENV)/.dependencies setup.py $(shell find csrc -type f)
 	$(PY) -m foundry_kernels
 	@touch $@
 
-# In the Python at hand, which must have torch, and without a network.
+# Everything that needs a GPU, in the Python at hand, which must have torch, and without a network.
+# GPU_CHECK=build|parity|sanitize|bench runs a part.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check
 

@@ -1,0 +1,27 @@
+"""What `make gpu-check` runs under compute-sanitizer: small cases of every kernel, forward and backward, no asserts."""
+
+from __future__ import annotations
+
+import torch
+
+import foundry_kernels as fk
+from foundry_kernels.testing import make_cotangents, run
+
+
+def main() -> None:
+    for op in fk.OPS.values():
+        for backend in op.backends("cuda"):
+            if backend == "reference":
+                continue
+            for case in op.cases.CASES[op.name]:
+                elements = sum(torch.Size(a.shape).numel() for a in case.args.values() if a is not None)
+                if not 0 < elements < 20_000:
+                    continue
+                args = case.make(torch.bfloat16, "cuda")
+                outputs = run(op, args, case.options, backend=backend).outputs
+                run(op, args, case.options, make_cotangents(outputs, case.cotangent), backend=backend)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

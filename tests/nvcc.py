@@ -1,0 +1,105 @@
+"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/nvcc.py`. A spill fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+ARCHITECTURES = ("80", "90a")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    registers: int
+    stack: int
+    spilled: int
+    shared: int
+
+    @property
+    def problem(self) -> str:
+        if self.spilled:
+            return f"{self.spilled} bytes of registers are spilled"
+        return f"{self.stack} bytes of stack" if self.stack else ""
+
+
+def nvcc() -> str | None:
+    """nvcc, from CUDA_HOME or the PATH."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else None
+    return found or shutil.which("nvcc")
+
+
+def compile_kernels(source: Path, arch: str) -> list[Kernel]:
+    """Raises RuntimeError with nvcc's own words, and what to do where the host compiler is too new for it."""
+    program = nvcc()
+    assert program is not None
+    with tempfile.TemporaryDirectory() as folder:
+        target = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", str(Path(folder) / "out.o")]
+        command = [program, "-std=c++17", "-O3", "-Xptxas=-v", *target, "-c", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        hint = ""
+        if "unsupported GNU version" in done.stderr or "unsupported clang version" in done.stderr:
+            hint = (
+                "\nThis nvcc is older than the host compiler allows: name an older one with NVCC_CCBIN=/usr/bin/g++-N"
+            )
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr.strip()}{hint}")
+    return parse(done.stderr)
+
+
+def parse(report: str) -> list[Kernel]:
+    """What `ptxas -v` printed, an entry a kernel."""
+    kernels = []
+    for entry in re.split(r"Compiling entry function ", report)[1:]:
+        mangled = re.match(r"'([^']+)'", entry)
+        frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
+        used = re.search(r"Used (\d+) registers", entry)
+        assert mangled is not None, entry
+        assert frame is not None, entry
+        assert used is not None, entry
+        shared = re.search(r"(\d+) bytes smem", entry)
+        stack, stores, loads = map(int, frame.groups())
+        kernels.append(
+            Kernel(_readable(mangled[1]), int(used[1]), stack, stores + loads, int(shared[1]) if shared else 0)
+        )
+    return kernels
+
+
+def _readable(mangled: str) -> str:
+    if shutil.which("c++filt") is None:
+        return mangled
+    name = subprocess.run(["c++filt", mangled], capture_output=True, text=True).stdout.strip()
+    for noise in ("void ", "foundry::cuda::", "foundry::", "(anonymous namespace)::", "__nv_", "(int)"):
+        name = name.replace(noise, "")
+    return re.sub(r"_GLOBAL__N__\w+::|_NV_ANON_NAMESPACE::", "", name).split("(")[0]
+
+
+def main() -> int:
+    if nvcc() is None:
+        print("nvcc is not here (neither in CUDA_HOME/bin nor on the PATH): the CUDA kernels were not compiled")
+        return 0
+    jobs = [(source, arch) for source in KERNELS for arch in ARCHITECTURES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda job: compile_kernels(*job), jobs))
+    bad = 0
+    for (source, arch), kernels in zip(jobs, results, strict=True):
+        print(f"{source.name}, sm_{arch}: {len(kernels)} kernels")
+        for k in kernels:
+            note = f"  PROBLEM: {k.problem}" if k.problem else ""
+            print(f"  {k.registers:>3} registers  {k.stack} B stack  {k.shared:>5} B shared  {k.name}{note}")
+            bad += bool(k.problem)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
