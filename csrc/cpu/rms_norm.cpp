@@ -1,4 +1,4 @@
-// Compiled once per instruction set (see isa.h). A row is read twice, the second time from the nearest cache.
+// Compiled once per instruction set (see isa.h).
 #include "rms_norm.h"
 
 #include <algorithm>
@@ -31,52 +31,41 @@ struct Input {
     at.store(h + i, sum);
     return sum;
   }
+  FK_INLINE void prefetch(int64_t i) const {
+    __builtin_prefetch(x + i);
+    if constexpr (kResidual) __builtin_prefetch(residual + i);
+  }
   template <class Access>
   FK_INLINE Vec second_read(int64_t i, Access at) const { return at.load(kResidual ? h + i : x + i); }
 };
 
-// A row is read twice: for its sum of squares, and to be scaled. The scaling of one row and the first reading of the
-// next run in one loop, so that the memory of the one is waited for while the other computes.
-template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst>
+// A row is read twice: for its sum of squares, and to be scaled, when it is in the nearest cache. Meanwhile the next row
+// is fetched: the processor's own prefetcher would only start with its first read.
+template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
-  const auto rstd_of = [&](const Vec(&squares)[4]) {
-    return 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
-  };
-  Input<X, kResidual> row_in(a, begin);
-  Vec squares[4] = {};
-  for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
-    const Vec v = row_in.first_read(i, at);
-    squares[k] += v * v;
-  });
   for (int64_t row = begin; row < end; ++row) {
-    const float rstd = rstd_of(squares);
+    const Input<X, kResidual> in(a, row), next(a, row + 1 < end ? row + 1 : row);
+    Vec squares[4] = {};
+    for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec v = in.first_read(i, at);
+      squares[k] += v * v;
+    });
+    const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
     if (a.rstd) a.rstd[row] = rstd;
     const Vec r = splat(rstd);
     Y* y = static_cast<Y*>(a.y) + row * n;
-    const auto scale = [&](int64_t i, auto at) FK_INLINE {
-      Vec v = row_in.second_read(i, at) * r;
+    for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
+      next.prefetch(i);
+      Vec v = in.second_read(i, at) * r;
       if constexpr (kRoundFirst) v = rounded<X>(v);
       if constexpr (kWeight) v *= at.load(a.weight + i);
-      at.store(y + i, v);
-    };
-    if (row + 1 == end) {
-      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE { scale(i, at); });
-      return;
-    }
-    const Input<X, kResidual> next(a, row + 1);
-    Vec next_squares[4] = {};
-    for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
-      const Vec v = next.first_read(i, at);  // before y is written: a store delays loads of the same page offset
-      next_squares[k] += v * v;
-      scale(i, at);
+      at.template store_to<kStream>(y + i, v);
     });
-    row_in = next;
-    std::copy(next_squares, next_squares + 4, squares);
   }
 }
 
-template <class X, class Y, bool kRoundFirst>
+template <class X, class Y, bool kRoundFirst, bool kStream>
 void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chunk_end) {
   const int64_t n = a.n_cols, n_rows = a.rows.count();
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
@@ -104,23 +93,38 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
         const Vec g = at.load(dy + i);
         Vec v = r * ((a.weight ? g * at.load(a.weight + i) : g) - at.load(x + i) * r * mean);
         if (dh) v += at.load(dh + i);
-        at.store(dx + i, v);
+        at.template store_to<kStream>(dx + i, v);
       });
     }
   }
 }
 
+// Whether an output is larger than the caches, and every row of it aligned as streaming needs.
+template <class T>
+bool worth_streaming(const T* out, const Rows& rows, int64_t n_cols) {
+  constexpr uintptr_t kAlign = kLanes * sizeof(T);
+  return out && rows.count() * n_cols * int64_t(sizeof(T)) > kStreamBytes &&
+         reinterpret_cast<uintptr_t>(out) % kAlign == 0 && n_cols % kLanes == 0;
+}
+
 template <class X, class Y>
 void forward_typed(const RmsNormForward& a, int64_t begin, int64_t end) {
-  const auto run = [&](auto residual, auto weight, auto round_first) {
-    forward_rows<X, Y, residual.value, weight.value, round_first.value>(a, begin, end);
+  const auto run = [&](auto residual, auto weight, auto round_first, auto streamed) {
+    forward_rows<X, Y, residual.value, weight.value, round_first.value, streamed.value>(a, begin, end);
   };
-  with_bools(run, a.residual != nullptr, a.weight != nullptr, a.round_before_weight);
+  const bool streamed = worth_streaming(static_cast<const Y*>(a.y), a.rows, a.n_cols);
+  with_bools(run, a.residual != nullptr, a.weight != nullptr, a.round_before_weight, streamed);
+  if (streamed) stream_fence();
 }
 
 template <class X, class Y>
 void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
-  a.round_before_weight ? backward_chunks<X, Y, true>(a, begin, end) : backward_chunks<X, Y, false>(a, begin, end);
+  const auto run = [&](auto round_first, auto streamed) {
+    backward_chunks<X, Y, round_first.value, streamed.value>(a, begin, end);
+  };
+  const bool streamed = worth_streaming(static_cast<const X*>(a.dx), a.rows, a.n_cols);
+  with_bools(run, a.round_before_weight, streamed);
+  if (streamed) stream_fence();
 }
 
 // Calls f(X*, Y*) for the memory types of x and y.

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -16,6 +16,10 @@
 #define FK_INLINE __attribute__((always_inline))
 
 namespace foundry {
+
+// Outputs of more bytes than this are streamed past the caches.
+constexpr int64_t kStreamBytes = 16 << 20;
+
 namespace FK_ISA {
 
 #if defined(__AVX512F__)
@@ -125,6 +129,29 @@ template <> struct Convert<Half> {
 // v as it is after being stored as T.
 template <class T> inline Vec rounded(Vec v) { return Convert<T>::widen(Convert<T>::round(v)); }
 
+// Writes past the caches: worth it where what is written is larger than they are, for then the line need not be read
+// first. `p` must be aligned to sizeof(bits); elsewhere than on x86 this is an ordinary store.
+template <class T, class Bits>
+inline void stream(T* p, Bits bits) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Bits) == 64) return _mm512_stream_ps(reinterpret_cast<float*>(p), bit_cast<__m512>(bits));
+#endif
+#if defined(__AVX__)
+  if constexpr (sizeof(Bits) == 32) return _mm256_stream_ps(reinterpret_cast<float*>(p), bit_cast<__m256>(bits));
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof(Bits) == 16) return _mm_stream_ps(reinterpret_cast<float*>(p), bit_cast<__m128>(bits));
+#endif
+  std::memcpy(p, &bits, sizeof(bits));
+}
+
+// Orders streamed writes before what other threads are told next.
+inline void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // Access to kLanes elements, or to the first `count` of them (the rest read as zero and are not written).
 struct Whole {
   template <class T> static Vec load(const T* p) {
@@ -135,6 +162,10 @@ struct Whole {
   template <class T> static void store(T* p, Vec v) {
     const typename Convert<T>::Bits bits = Convert<T>::round(v);
     std::memcpy(p, &bits, sizeof(bits));
+  }
+  template <bool kStream, class T> static void store_to(T* p, Vec v) {
+    if constexpr (kStream) stream(p, Convert<T>::round(v));
+    else store(p, v);
   }
 };
 
@@ -149,6 +180,7 @@ struct Part {
     const typename Convert<T>::Bits bits = Convert<T>::round(v);
     std::memcpy(p, &bits, count * sizeof(T));
   }
+  template <bool kStream, class T> void store_to(T* p, Vec v) const { store(p, v); }
 };
 
 // Calls f(i, access, k) for i = 0, kLanes, ... < n. `k` runs through 0..3: which of four accumulators to add to, so
