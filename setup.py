@@ -54,6 +54,8 @@ def extension() -> CppExtension:
     if not WITH_CUDA:
         files = [f for f in files if not f.endswith("_cuda.cpp")]
         flags = [*FLAGS, *DEFINES, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']
+        if torch.version.cuda is not None:
+            print(f"foundry_kernels: no CUDA kernels: nvcc {torch.version.cuda} is needed, in CUDA_HOME or on the PATH")
         return CppExtension("foundry_kernels._C", files, extra_compile_args=flags)
     # Without a GPU and without this variable torch finds no architecture to compile for and fails.
     named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)

@@ -67,8 +67,6 @@ def table(devices: tuple[str, ...]) -> list[str]:
         if usable:
             return " ".join(usable)
         reason = op.why_not(backend, devices[-1]) or ""
-        if backend == "triton" and devices == ("cpu",) and not _triton.MISSING:
-            reason += "; TRITON_INTERPRET=1 interprets it on the CPU"
         text = f"{backend}: {reason}"
         if text not in reasons:
             reasons.append(text)

@@ -25,6 +25,12 @@ def _load() -> tuple[Any, str | None]:
 
 _C, MISSING = _load()
 
+#: Added to the refusal of a CUDA tensor.
+NO_CUDA = (
+    "; this extension was compiled without CUDA (rebuild it with a CUDA build of torch, and nvcc on the PATH or in "
+    "CUDA_HOME)"
+)
+
 
 def build_info() -> dict[str, Any]:
     """Facts about the extension: compiler, torch it was built for, instruction sets, CUDA architectures."""
@@ -38,7 +44,7 @@ def impl(package: str, function: str) -> Impl:
         return Impl("native", _absent, dtypes=dtypes, missing=MISSING)
     module = importlib.import_module(package + ".native")
     devices = ("cpu", "cuda") if build_info()["cuda_architectures"] else ("cpu",)
-    return Impl("native", getattr(module, function), devices, dtypes)
+    return Impl("native", getattr(module, function), devices, dtypes, elsewhere="" if len(devices) > 1 else NO_CUDA)
 
 
 def _absent(*_: Any) -> Any:

@@ -33,7 +33,10 @@ def impl(package: str, function: str) -> Impl:
     if MISSING is not None:
         return Impl("triton", _absent, ("cuda",), DTYPES, missing=MISSING)
     module = importlib.import_module(package + ".triton")
-    return Impl("triton", getattr(module, function), ("cpu",) if INTERPRET else ("cuda",), DTYPES)
+    if INTERPRET:
+        return Impl("triton", getattr(module, function), ("cpu",), DTYPES)
+    hint = "; TRITON_INTERPRET=1, set before the import, interprets it on the CPU"
+    return Impl("triton", getattr(module, function), ("cuda",), DTYPES, elsewhere=hint)
 
 
 def _absent(*_: Any) -> Any:

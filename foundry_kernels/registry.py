@@ -45,13 +45,14 @@ class Impl:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     missing: str | None = None
+    elsewhere: str = ""  # what to do about a device that is not among `devices`
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
         """The reason why a tensor of `dtype` on `device` cannot be served, or None if it can."""
         if self.missing is not None:
             return self.missing
         if self.devices is not None and device not in self.devices:
-            return f"runs on {' and '.join(self.devices)}, not on {device}"
+            return f"runs on {' and '.join(self.devices)}, not on {device}{self.elsewhere}"
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(map(short_dtype, self.dtypes))}, not {short_dtype(dtype)}"
         return None

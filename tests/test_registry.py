@@ -128,6 +128,16 @@ def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
         assert "native works" in done.stdout
 
 
+@pytest.mark.skipif(not NATIVE, reason=str(_native.MISSING))
+def test_a_cuda_tensor_with_a_cpu_extension_is_told_what_to_do() -> None:
+    if _native.build_info()["cuda_architectures"]:
+        pytest.skip("this extension has CUDA kernels")
+    reason = fk.OPS["rms_norm"].why_not("native", "cuda")
+    assert reason is not None
+    assert "runs on cpu, not on cuda" in reason
+    assert "rebuild it with a CUDA build of torch, and nvcc" in reason
+
+
 def test_importing_does_not_load_what_only_tests_need() -> None:
     done = run_python(
         "import sys, foundry_kernels; print([m for m in ('pytest', 'matplotlib', 'transformers') if m in sys.modules])"

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) forward
 }
 
 template <class X, class W, class Y, int kVec, int kThreads>
-__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) backward_kernel(const RmsNormBackward a) {
+__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) backward_kernel(const RmsNormBackward a) {
   const int lane = threadIdx.x % kThreads, group = threadIdx.x / kThreads, groups = blockDim.x / kThreads;
   const int64_t n_rows = a.rows.count();
   const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };

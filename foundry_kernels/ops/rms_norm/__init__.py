@@ -17,6 +17,9 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.074
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -117,27 +120,15 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -
     check_eps(eps)
 
 
-RMS_NORM = register(
-    OpSpec(
-        "rms_norm",
-        rms_norm,
-        (
-            Impl("reference", reference.rms_norm),
-            _triton.impl(__name__, "rms_norm"),
-            _native.impl(__name__, "rms_norm"),
-        ),
+def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
+    name = public.__name__
+    return OpSpec(
+        name,
+        public,
+        (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name)),
         __name__,
     )
-)
-ADD_RMS_NORM = register(
-    OpSpec(
-        "add_rms_norm",
-        add_rms_norm,
-        (
-            Impl("reference", reference.add_rms_norm),
-            _triton.impl(__name__, "add_rms_norm"),
-            _native.impl(__name__, "add_rms_norm"),
-        ),
-        __name__,
-    )
-)
+
+
+RMS_NORM = register(_spec(rms_norm, reference.rms_norm))
+ADD_RMS_NORM = register(_spec(add_rms_norm, reference.add_rms_norm))

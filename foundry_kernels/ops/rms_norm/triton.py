@@ -282,18 +282,6 @@ def _fwd(
     return y, h, rstd
 
 
-def _fwd_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_before_weight: bool,
-    save_rstd: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_fwd(x, residual, weight, round_before_weight, save_rstd)
-
-
 def _empty_bwd(x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
     dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
     kept = weight if need_dw and weight is not None else x.new_empty(0)
@@ -343,31 +331,17 @@ def _bwd(
     return dx, dw
 
 
-def _bwd_fake(
-    dy: Tensor,
-    dh: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-    round_before_weight: bool,
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Tensor, Tensor]:
-    return _empty_bwd(x, weight, need_dx, need_dw)
-
-
 _rms_norm_fwd = define(
     "triton_rms_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, "
     "bool round_before_weight, bool save_rstd) -> (Tensor y, Tensor h, Tensor rstd)",
     _fwd,
-    _fwd_fake,
+    lambda x, residual, weight, eps, offset, rounded, save_rstd: _empty_fwd(x, residual, weight, rounded, save_rstd),
 )
 _rms_norm_bwd = define(
     "triton_rms_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
     "bool round_before_weight, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
     _bwd,
-    _bwd_fake,
+    lambda dy, dh, x, weight, rstd, offset, rounded, need_dx, need_dw: _empty_bwd(x, weight, need_dx, need_dw),
 )
 
 
