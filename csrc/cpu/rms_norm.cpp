@@ -40,7 +40,7 @@ struct Input {
 };
 
 // A row is read twice: for its sum of squares, and to be scaled, when it is in the nearest cache. Meanwhile the next row
-// is fetched: the processor's own prefetcher would only start with its first read.
+// of a large input is fetched: the processor's own prefetcher would only start with its first read.
 template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
@@ -56,7 +56,7 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
     const Vec r = splat(rstd);
     Y* y = static_cast<Y*>(a.y) + row * n;
     for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-      next.prefetch(i);
+      if constexpr (kStream) next.prefetch(i);
       Vec v = in.second_read(i, at) * r;
       if constexpr (kRoundFirst) v = rounded<X>(v);
       if constexpr (kWeight) v *= at.load(a.weight + i);
