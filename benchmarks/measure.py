@@ -22,12 +22,14 @@ def timer() -> float:
 Prepare = Callable[[], Callable[[], object]]
 
 
-def interleaved(contenders: Mapping[str, Prepare], seconds: float = 1.5, rounds: int = 25) -> dict[str, list[float]]:
-    """Times of each contender, all taking turns so that a slow moment of the machine hits each alike.
+def interleaved(
+    contenders: Mapping[str, Prepare], seconds: float = 1.5, rounds: int = 25, warm_ups: int = 1
+) -> dict[str, list[float]]:
+    """Times of each contender, all taking turns, so that a slow moment of the machine hits each alike.
 
-    A contender prepares a round (untimed) and returns what is timed. Each timed run follows an untimed one of the same
-    contender, so that caches hold its data as far as they can. Stops after `rounds` or `seconds`, whichever is
-    first, but not before 5 rounds.
+    A contender prepares a round (untimed) and returns what is timed. Each timed run follows `warm_ups` untimed ones of
+    the same contender, so that caches hold its data and not the one before's. Stops after `rounds` or `seconds`,
+    whichever is first, but not before 5 rounds.
     """
     for prepare in contenders.values():
         for _ in range(2):
@@ -36,7 +38,8 @@ def interleaved(contenders: Mapping[str, Prepare], seconds: float = 1.5, rounds:
     end = timer() + seconds
     while len(next(iter(times.values()))) < rounds:
         for name, prepare in contenders.items():
-            prepare()()
+            for _ in range(warm_ups):
+                prepare()()
             run = prepare()
             start = timer()
             run()

@@ -117,7 +117,8 @@ def _measured(group_id: str) -> tuple[dict[str, Prepare], dict[str, list[float]]
     """All contenders of the group, taking turns."""
     torch.compiler.reset()
     contenders = _contenders(_GROUPS[group_id])
-    return contenders, interleaved(contenders)
+    # What fits in a cache is there after a few runs; what does not gains nothing from more than one.
+    return contenders, interleaved(contenders, warm_ups=1 if "large" in group_id else 4)
 
 
 def _rows() -> list[Any]:

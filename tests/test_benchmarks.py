@@ -19,7 +19,7 @@ def test_contenders_take_turns() -> None:
     order: list[str] = []
     times = measure.interleaved({n: (lambda n=n: lambda: order.append(n)) for n in "ab"}, seconds=60, rounds=7)
     assert [len(t) for t in times.values()] == [7, 7]
-    assert "".join(order) == "aabb" + "aabb" * 7  # warm-up, then in each round an untimed and a timed run of each
+    assert "".join(order) == "aabb" + "aabb" * 7  # warm-up, then in each round an untimed run and a timed one of each
 
 
 def test_ratio_is_of_rounds_not_of_medians() -> None:
