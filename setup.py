@@ -59,7 +59,7 @@ def extension() -> CppExtension:
         return CppExtension("foundry_kernels._C", files, extra_compile_args=flags)
     # Without a GPU and without this variable torch finds no architecture to compile for and fails.
     named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
-    flags = [*FLAGS, *DEFINES, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"', "-DFK_WITH_CUDA"]
+    flags = [*FLAGS, *DEFINES, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"']
     return CUDAExtension(
         "foundry_kernels._C",
         [*files, *sources("cuda", ".cu")],

@@ -196,6 +196,29 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], name: str
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+def test_outputs_larger_than_the_caches(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
+    """Above 16 MB outputs are streamed: the same bits as from small calls, which are not."""
+    instruction_set(name)
+    rows, width = (17 << 20) // (2048 * dtype.itemsize), 2048
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, width, generator=g).to(dtype) for _ in range(2))
+    weight = torch.randn(width, generator=g).to(dtype)
+
+    def step(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().requires_grad_()
+        y, h = fk.add_rms_norm(x, residual, weight, backend="native")
+        plain = fk.rms_norm(x, weight, backend="native")
+        return y, h, plain, *torch.autograd.grad((y, plain), x, (residual, residual))
+
+    parts = [step(x, r) for x, r in zip(a.split(700), b.split(700), strict=True)]
+    for whole, *pieces in zip(step(a, b), *parts, strict=True):
+        assert whole.nbytes > 16 << 20
+        assert torch.equal(whole, torch.cat(pieces))
+
+
+@needs_native
 @pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
 def test_every_half_precision_number_survives(instruction_set: Callable[[str], None], name: str) -> None:
     """Reading and rounding of all 2^16 bit patterns, against torch's: x + 0 is h."""
