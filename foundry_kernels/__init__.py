@@ -3,7 +3,7 @@
 from foundry_kernels import models, nn
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.rms_norm import add_rms_norm, rms_norm
-from foundry_kernels.ops.rope import RopeScaling, rope, rope_table
+from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.swiglu import geglu, swiglu
 from foundry_kernels.registry import OPS, BackendUnavailable
 
@@ -19,6 +19,7 @@ __all__ = [
     "geglu",
     "models",
     "nn",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "rope_table",

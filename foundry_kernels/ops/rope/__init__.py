@@ -8,7 +8,12 @@ with (a, b) = (i, i + R/2), or (2i, 2i + 1) if interleaved. The other D - R dime
 rotation by :math:`-\phi`, so the backward pass needs nothing but the tables. Arithmetic is in float32 (float64 for
 float64 inputs) whatever the dtype of inputs and tables; results are rounded once.
 
-Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv:2104.09864.
+`qk_norm_rope` first divides every head of q and of k by its root mean square and multiplies by a weight, as
+:mod:`foundry_kernels.ops.rms_norm` does, over all D dimensions and in the same pass. Its backward pass turns the
+gradient back and is then that of RMSNorm; it needs q, k, the tables and one number a head and token.
+
+Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv:2104.09864. Norms of queries and
+keys: Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010.04245.
 """
 
 from __future__ import annotations
@@ -16,12 +21,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_integer, check_rank, check_tensor
+from foundry_kernels._checks import (
+    check_device,
+    check_dtype,
+    check_eps,
+    check_float,
+    check_integer,
+    check_rank,
+    check_shape,
+    check_tensor,
+)
 from foundry_kernels.ops.rope import reference
 from foundry_kernels.ops.rope.table import RopeScaling, rope_table
 from foundry_kernels.registry import Impl, OpSpec, register, resolve
 
-__all__ = ["ROPE", "RopeScaling", "rope", "rope_table"]
+__all__ = ["QK_NORM_ROPE", "ROPE", "RopeScaling", "qk_norm_rope", "rope", "rope_table"]
 
 
 def rope(
@@ -63,6 +77,69 @@ def rope(
 
     Autocast does not change the computation, which is in float32 in any case.
     """
+    cos, sin, positions = _check(q, k, cos, sin, positions)
+    return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Every head of queries and keys normalised by its root mean square and then turned, in one pass (Qwen3, Gemma 3).
+
+    ``rope(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)`` with nothing rounded between the norm and the
+    rotation.
+
+    Args:
+        q, k, cos, sin, interleaved, positions, backend: as for :func:`rope`. Where R < D, the dimensions that
+            are not turned are normalised too.
+        q_weight: ``[D]``, any floating-point dtype (float64 only with float64 q) on q's device, shared by q's heads;
+            None for no scaling.
+        k_weight: ``[D]``, likewise for k.
+        eps, weight_offset: as for :func:`foundry_kernels.rms_norm`.
+        round_before_weight: False rounds once, after the rotation. True rounds ``q / rms`` to q's dtype before it is
+            multiplied by the weight (Llama, Qwen3), and the result once more.
+
+    Returns:
+        ``(q', k')``, new tensors of q's and k's shapes and dtype, whatever the weights', each dense in the storage
+        order of its input, as from :func:`rope`. The gradients are laid out likewise.
+
+    Raises:
+        As :func:`rope`; ValueError where a weight does not have D elements, `eps` is negative, or `weight_offset` is
+        given without both weights.
+
+    Autocast does not change the computation, which is in float32 in any case. There is no second derivative.
+    """
+    cos, sin, positions = _check(q, k, cos, sin, positions)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check_float(name, weight)
+            check_shape(name, weight, q.shape[-1:], "one element a dimension of a head")
+            check_device(name, weight, "q", q)
+            if weight.dtype == torch.float64 != q.dtype:
+                raise TypeError(f"{name} may be float64 only where q is; got q of {q.dtype}")
+        elif weight_offset:
+            raise ValueError(f"weight_offset needs weights to be added to; got {weight_offset} with {name}=None")
+    check_eps(eps)
+    serve = resolve(QK_NORM_ROPE, backend, q)
+    return serve(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
+
+
+def _check(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The checks that both functions share; returns tables and positions with a leading dimension of 1 taken off."""
     check_float("q", q)
     check_tensor("k", k)
     check_rank("q", q, 4, "[B, H, T, D]")
@@ -94,7 +171,7 @@ def rope(
             raise ValueError(
                 f"positions must be [T] = ({tokens},) or [B, T] = ({batch}, {tokens}); got {tuple(positions.shape)}"
             )
-    return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
+    return cos, sin, positions
 
 
 def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
@@ -119,3 +196,4 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
 
 
 ROPE = register(OpSpec("rope", rope, (Impl("reference", reference.rope),), __name__))
+QK_NORM_ROPE = register(OpSpec("qk_norm_rope", qk_norm_rope, (Impl("reference", reference.qk_norm_rope),), __name__))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.ops.rope import rope
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 
@@ -51,14 +53,14 @@ def _case(
     frozen: str = "",
     interleaved: bool = False,
 ) -> Case:
-    """`table` is the leading shape of cos and sin, [T] if None; `frozen` names the input that takes no gradient."""
+    """`table` is the leading shape of cos and sin, [T] if None; `frozen` holds the letters of the inputs that take no gradient."""
     b, h, t, d = q
     k = (b, h if kv_heads is None else kv_heads, t, d)
     values = normal() if values is None else values
     shape = (*((t,) if table is None else table), (d if rotary is None else rotary) // 2)
     args: dict[str, Arg | None] = {
-        "q": Arg(q, layout, values, grad=frozen != "q"),
-        "k": Arg(k, k_layout or layout, values, grad=frozen != "k"),
+        "q": Arg(q, layout, values, grad="q" not in frozen),
+        "k": Arg(k, k_layout or layout, values, grad="k" not in frozen),
         "cos": Arg(shape, table_layout, _cos, table_dtype, grad=False),
         "sin": Arg(shape, table_layout, _sin, table_dtype, grad=False),
     }
@@ -114,11 +116,83 @@ def _both_pairings(interleaved: bool) -> tuple[Case, ...]:
     )
 
 
-CASES: dict[str, tuple[Case, ...]] = {"rope": (*_both_pairings(False), *_both_pairings(True))}
+_ROPE = (*_both_pairings(False), *_both_pairings(True))
+
+
+def _normed(
+    case: Case, note: str = "", q_weight: Arg | str | None = "", k_weight: Arg | str | None = "", **options: Any
+) -> Case:
+    """The same call with norms in front; weights of "" are [D] around 1."""
+    q = case.args["q"]
+    assert q is not None
+    usual = Arg((q.shape[-1],), values=normal(0.3, 1.0))
+    weights = {
+        "q_weight": usual if isinstance(q_weight, str) else q_weight,
+        "k_weight": usual if isinstance(k_weight, str) else k_weight,
+    }
+    return replace(
+        case,
+        id=case.id + ("-" + note if note else ""),
+        args={**case.args, **weights},
+        options={**case.options, **options},
+    )
+
+
+_HEADS = _case((2, 4, 7, 64), 2)
+_GEMMA = Arg((64,), values=normal(0.3))
+
+_QK_NORM_ROPE = (
+    *map(_normed, _ROPE),
+    _normed(_case((1, 3, 300, 64), 2), "many-tokens"),
+    _normed(_HEADS, "llama-order", round_before_weight=True),
+    _normed(_case((2, 4, 7, 64), 2, interleaved=True, rotary=32), "llama-order", round_before_weight=True),
+    _normed(_HEADS, "gemma", _GEMMA, _GEMMA, weight_offset=1.0),
+    _normed(_HEADS, "no-weights", None, None),
+    _normed(_HEADS, "no-weights-llama-order", None, None, round_before_weight=True),
+    _normed(_HEADS, "no-q-weight", None),
+    _normed(_HEADS, "frozen-weights", Arg((64,), grad=False), Arg((64,), grad=False)),
+    _normed(_HEADS, "frozen-k-weight", k_weight=Arg((64,), grad=False)),
+    _normed(_HEADS, "weights-fp32", Arg((64,), dtype=torch.float32), Arg((64,), dtype=torch.float32)),
+    _normed(
+        _HEADS,
+        "weights-fp32-llama-order",
+        Arg((64,), dtype=torch.float32),
+        Arg((64,), "strided", dtype=torch.float32),
+        round_before_weight=True,
+    ),
+    _normed(_case((2, 4, 7, 64), 2, "frozen-qk", frozen="qk"), "weights-only"),
+    _normed(_HEADS, "eps", eps=0.1),
+    _normed(_case((2, 4, 7, 64), 2, "zero", values=normal(0.0))),
+)
+
+CASES: dict[str, tuple[Case, ...]] = {"rope": _ROPE, "qk_norm_rope": _QK_NORM_ROPE}
 
 
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Size of the terms that a gradient sums (float64 inputs), by argument: of two, each a cotangent turned."""
-    return {name: float(dy.abs().max()) for name, dy in zip("qk", cotangents, strict=True) if dy.numel() > 0}
+    """Size of the terms that a gradient sums (float64 inputs), by argument.
+
+    Of q and k: of two, each a cotangent turned; with norms, that times weight and 1 / rms. Of a weight: the root of the
+    sum of squares over heads and tokens.
+    """
+    if "q_weight" not in args:
+        return {name: float(dy.abs().max()) for name, dy in zip("qk", cotangents, strict=True) if dy.numel() > 0}
+    cos, sin = args["cos"], args["sin"]
+    assert cos is not None
+    assert sin is not None
+    dq, dk = cotangents
+    pairing, positions = options.get("interleaved", False), args.get("positions")
+    turned_back = rope(dq, dk, cos, -sin, interleaved=pairing, positions=positions, backend="reference")
+    found: dict[str, float] = {}
+    for name, dy in zip("qk", turned_back, strict=True):
+        x, weight = args[name], args[name + "_weight"]
+        assert x is not None
+        if x.numel() == 0:
+            continue
+        x = x.detach()
+        rstd = (x.square().mean(-1, keepdim=True) + options.get("eps", 1e-6)).rsqrt()
+        w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
+        found[name] = float((dy * w * rstd).abs().max())
+        found[name + "_weight"] = float((dy * x * rstd).square().sum((0, 1, 2)).sqrt().max())
+    return found
