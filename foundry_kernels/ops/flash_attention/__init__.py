@@ -17,11 +17,15 @@ With the gradients :math:`g_i` of :math:`y_i` and :math:`\lambda_i` of :math:`\e
           \partial L / \partial \sigma = -\sum_i e^{\sigma - \ell_i} \delta_i ,
 
 so the backward pass needs the inputs, the output and one number a row, :math:`\ell_i`. The derivative of the cap is
-:math:`1 - (\cdot / c)^2` of the capped score.
+:math:`1 - (\cdot / c)^2` of the capped score. Two statistics show the health of a training run: the entropy of a row's
+distribution, :math:`\ell_i - \sum_j p_{ij} s_{ij}` (nats; where there is a sink, it is one more outcome), which falls
+to 0 when attention collapses, and the largest logit, :math:`\max_{j \in W_i} s_{ij}`, which grows when training
+diverges. Both come out of the same pass, with one more sum a row.
 
 Dao et al., "FlashAttention", 2022, arXiv:2205.14135; Dao, "FlashAttention-2", 2023, arXiv:2307.08691. Grouped heads:
 Ainslie et al., 2023, arXiv:2305.13245. ALiBi: Press et al., 2021, arXiv:2108.12409. Soft cap: Gemma 2, 2024,
 arXiv:2408.00118. Sinks: Xiao et al., 2023, arXiv:2309.17453; as a learned logit: gpt-oss, 2025, arXiv:2508.10925.
+Entropy collapse: Zhai et al., 2023, arXiv:2303.06296; clipping by the largest logit: Kimi K2, 2025, arXiv:2507.20534.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from foundry_kernels.registry import Impl, OpSpec, register, resolve
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments that both functions take besides `return_lse`, which decides what they return."""
+    """The keyword arguments that both functions take besides those that decide what they return."""
 
     causal: bool
     scale: float | None
@@ -52,16 +56,28 @@ class Options(TypedDict, total=False):
 
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_stats: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_stats: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_stats: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, ...]: ...
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -75,8 +91,9 @@ def flash_attention(
     sinks: Tensor | None = None,
     align: str = "bottom_right",
     return_lse: bool = False,
+    return_stats: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention of T queries over S keys and values.
 
     ``out = softmax(scale * q k^T + mask) v``, query head h reading key-value head ``h // (H // Hk)``.
@@ -95,6 +112,7 @@ def flash_attention(
         align: which query sees which key where T != S: "bottom_right" puts the last query on the last key (a key-value
             cache), "top_left" the first on the first (the ``is_causal`` of torch's scaled_dot_product_attention).
         return_lse: also return the log-sum-exp of each row.
+        return_stats: also return, last, the entropy and the largest logit of each row.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -102,6 +120,12 @@ def flash_attention(
         `out` is one of ``[B, T, H, Dv]``. With `return_lse`, ``(out, lse)``; ``lse [B, H, T]`` is contiguous, float32
         (float64 for float64 inputs), in natural logarithm, and differentiable. A query that sees no key has output 0,
         lse -inf (with sinks too) and no part in any gradient.
+
+        With `return_stats` two more, ``(out, entropy, max_logit)`` or ``(out, lse, entropy, max_logit)``: each
+        ``[B, H, T]``, of lse's dtype, and not differentiable. `entropy` is that of the softmax in nats, between 0 and
+        the logarithm of the number of keys seen (plus one with sinks: a sink counts as an outcome). `max_logit` is the
+        largest score that enters the softmax, after scale, cap and ALiBi; a sink is not one of them. A query that sees
+        no key has entropy 0 and max_logit -inf.
 
     Raises:
         TypeError: an argument is no tensor or number of the kind said above.
@@ -119,7 +143,8 @@ def flash_attention(
     left, right = sides(window, causal)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     attend = resolve(FLASH_ATTENTION, backend, q)
-    return attend(q, k, v, scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse)
+    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse, return_stats)
+    return attend(q, k, v, *options)
 
 
 @overload
@@ -133,6 +158,7 @@ def flash_attention_varlen(
     max_seqlen_k: int,
     *,
     return_lse: Literal[False] = False,
+    return_stats: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -146,6 +172,7 @@ def flash_attention_varlen(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
+    return_stats: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -158,9 +185,10 @@ def flash_attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: bool,
+    return_lse: bool = False,
+    return_stats: bool,
     **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | tuple[Tensor, ...]: ...
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -178,8 +206,9 @@ def flash_attention_varlen(
     sinks: Tensor | None = None,
     align: str = "bottom_right",
     return_lse: bool = False,
+    return_stats: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention within each of B sequences that are packed one after the other, without padding.
 
     Sequence n has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1] - 1`` and the keys and values
@@ -195,11 +224,12 @@ def flash_attention_varlen(
         max_seqlen_q: the longest length in `cu_seqlens_q` or any number above it.
         max_seqlen_k: the same for keys.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        causal, scale, window, softcap, sinks, align, return_lse, backend: as for :func:`flash_attention`; `align` holds
-            within each sequence.
+        causal, scale, window, softcap, sinks, align, return_lse, return_stats, backend: as for
+            :func:`flash_attention`; `align` holds within each sequence.
 
     Returns:
-        ``out [total_q, H, Dv]`` of q's dtype, contiguous. With `return_lse`, ``(out, lse)``, ``lse [H, total_q]``.
+        ``out [total_q, H, Dv]`` of q's dtype, contiguous. With `return_lse` and `return_stats` more, as from
+        :func:`flash_attention`, each ``[H, total_q]``.
 
     Raises:
         As :func:`flash_attention`. What stands in `cu_seqlens_q` and `cu_seqlens_k` is checked (ValueError) where it
@@ -217,7 +247,7 @@ def flash_attention_varlen(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     attend = resolve(FLASH_ATTENTION_VARLEN, backend, q)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse)
+    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse, return_stats)
     return attend(q, k, v, *lengths, *options)
 
 

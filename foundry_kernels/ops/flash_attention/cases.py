@@ -159,6 +159,12 @@ _DENSE = (
     _case(1, (2, 1), (33, 65), 64, "huge-key", k_values=_one_huge, return_lse=True),
     _case(1, (2, 1), (33, 65), 64, "zero-queries", q_values=normal(0.0), causal=True),
     _case(1, (2, 1), (33, 65), 64, "mean-shift", q_values=normal(1.0, 2.0), k_values=normal(1.0, 2.0)),
+    _case(1, (4, 2), (65, 97), 40, "stats", causal=True, return_stats=True),
+    _case(1, (2, 1), (50, 17), 32, "stats-rows-without-keys", causal=True, return_stats=True, return_lse=True),
+    _case(1, (2, 1), (50, 17), 32, "stats-sinks", causal=True, sinks=normal(), return_stats=True),
+    _case(2, (4, 2), (50, 70), 40, "stats-all", slopes=(4,), sinks=normal(), return_stats=True, **_ALL_OPTIONS),
+    _case(1, (2, 1), (65, 65), 64, "stats-logits-60", q_values=normal(60.0), causal=True, return_stats=True),
+    _case(2, (2, 1), (5, 0), 32, "stats-no-keys", sinks=normal(), return_stats=True),
     _case(0, (2, 1), (5, 7), 32, "no-batch", return_lse=True),
     _case(1, (2, 1), (0, 7), 32, "no-queries", return_lse=True),
     _case(2, (2, 1), (5, 0), 32, "no-keys", return_lse=True),
@@ -182,7 +188,9 @@ _PACKED = (
     _varlen((17, 40), (33, 40), (2, 1), 32, "int64", index=torch.int64, causal=True),
     _varlen((17, 40), (33, 40), (2, 1), 32, "loose-maximum", slack=100, causal=True),
     *(_varlen((17, 20), (17, 20), (2, 1), 40, x, layout=x) for x in ("swapped", "sliced", "offset", "strided")),
-    _varlen((0, 0), (3, 0), (2, 1), 32, "no-queries", return_lse=True),
+    _varlen((20, 0, 33), (5, 3, 40), (2, 1), 32, "stats", causal=True, return_lse=True, return_stats=True),
+    _varlen((17, 40), (33, 40), (4, 2), 32, "stats-sinks", sinks=normal(), window=(9, 4), return_stats=True),
+    _varlen((0, 0), (3, 0), (2, 1), 32, "no-queries", return_lse=True, return_stats=True),
     _varlen((3, 2), (0, 0), (2, 1), 32, "no-keys", return_lse=True),
     _varlen((), (), (2, 1), 32, "no-sequences", return_lse=True),
 )
@@ -200,6 +208,7 @@ def scales(
     """
     q, k, v = (x.detach() for x in (args["q"], args["k"], args["v"]) if x is not None)
     slopes, sinks = args.get("alibi_slopes"), args.get("sinks")
+    cotangents = cotangents[: 2 if options.get("return_lse") else 1]  # statistics have none
     sinks = None if sinks is None else sinks.detach()
     if "cu_seqlens_q" not in args:
         return _scales(q, k, v, slopes, sinks, options, cotangents)

@@ -24,17 +24,23 @@ def flash_attention(
     sinks: Tensor | None,
     bottom_right: bool,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_stats: bool,
+) -> Tensor | tuple[Tensor, ...]:
     distance = None
     if alibi_slopes is not None or left is not None or right is not None:
         t, s = q.shape[2], k.shape[2]
         i = torch.arange(t, device=q.device) + (s - t if bottom_right else 0)
         distance = torch.arange(s, device=q.device) - i[:, None]
     slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
-    out, lse = _attend(q, k, v, scale, softcap, sinks, distance, _outside(distance, left, right), slopes)
+    out, *rows = _attend(q, k, v, scale, softcap, sinks, distance, _outside(distance, left, right), slopes)
     order = storage_order(q)
-    out = out.permute(order).contiguous().permute(inverse(order))
-    return (out, lse) if return_lse else out
+    return _wanted(out.permute(order).contiguous().permute(inverse(order)), rows, return_lse, return_stats)
+
+
+def _wanted(out: Tensor, rows: list[Tensor], return_lse: bool, return_stats: bool) -> Tensor | tuple[Tensor, ...]:
+    """What the caller asked for of `out` and `rows`: lse, entropy, max_logit."""
+    kept = (rows[:1] if return_lse else []) + (rows[1:] if return_stats else [])
+    return (out, *kept) if kept else out
 
 
 def _outside(distance: Tensor | None, left: int | None, right: int | None) -> Tensor | None:
@@ -59,8 +65,8 @@ def _attend(
     distance: Tensor | None,
     hidden: Tensor | None,
     slopes: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) with `distance` and `hidden` ``[T, S]`` and slopes that broadcast to ``[B, H, T, S]``."""
+) -> tuple[Tensor, ...]:
+    """(out, lse, entropy, max_logit); `distance` and `hidden` are ``[T, S]``, slopes broadcast to ``[B, H, T, S]``."""
     b, h, t, d = q.shape
     hk, s, dv = k.shape[1], k.shape[2], v.shape[3]
     rows = (h // hk) * t
@@ -73,13 +79,14 @@ def _attend(
         scores = scores - slopes.to(compute) * distance.abs()
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
-    probabilities, lse = _softmax(scores, sinks)
+    probabilities, *per_row = _softmax(scores, sinks)
     probabilities = probabilities.to(v.dtype).view(b, hk, rows, s)
-    return torch.matmul(probabilities, v).view(b, h, t, dv), lse
+    return (torch.matmul(probabilities, v).view(b, h, t, dv), *per_row)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax of ``[B, H, T, S]`` over the last dimension with a sink a head, and its log-sum-exp ``[B, H, T]``.
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Softmax of ``[B, H, T, S]`` over the last dimension with a sink a head, and of each row ``[B, H, T]`` its
+    log-sum-exp and, outside of autograd, its entropy and largest score.
 
     A row of -inf gives probabilities 0 and lse -inf. Every value that is not finite is replaced before the function
     whose derivative it would spoil, since autograd multiplies the masked branch of a `where` by 0 and 0 * inf is NaN.
@@ -87,7 +94,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     peak = scores.detach().new_full((*scores.shape[:-1], 1), -torch.inf)
     if scores.shape[-1] > 0:
         peak = scores.detach().amax(-1, keepdim=True)
-    empty = peak == -torch.inf
+    largest, empty = peak, peak == -torch.inf
     if sinks is not None:
         logit = sinks.to(scores.dtype)[:, None, None]
         peak = torch.maximum(peak, logit.detach())
@@ -98,7 +105,13 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         total = total + torch.exp((logit - peak).masked_fill(empty, -torch.inf))
     total = total.masked_fill(empty, 1.0)
     lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
-    return weights / total, lse.squeeze(-1)
+    with torch.no_grad():  # sum of p (s - peak): no number in it is large, and the weight of -inf counts as 0
+        mean = (weights * (scores - peak).masked_fill(weights == 0, 0.0)).sum(-1, keepdim=True)
+        if sinks is not None:
+            below = (logit - peak).masked_fill(empty, 0.0)
+            mean = mean + torch.exp(below).masked_fill(empty, 0.0) * below
+        entropy = torch.log(total) - mean / total
+    return weights / total, lse.squeeze(-1), entropy.squeeze(-1), largest.squeeze(-1)
 
 
 def flash_attention_varlen(
@@ -117,11 +130,12 @@ def flash_attention_varlen(
     sinks: Tensor | None,
     bottom_right: bool,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_stats: bool,
+) -> Tensor | tuple[Tensor, ...]:
     options = (scale, left, right, softcap, alibi_slopes, sinks, bottom_right)
     attend = _in_one_matrix if torch.compiler.is_compiling() else _one_by_one
-    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-    return (out.contiguous(), lse.contiguous()) if return_lse else out.contiguous()
+    out, *rows = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    return _wanted(out.contiguous(), [x.contiguous() for x in rows], return_lse, return_stats)
 
 
 def _one_by_one(
@@ -137,20 +151,20 @@ def _one_by_one(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     bottom_right: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Each sequence by itself: the least work, but the lengths must be read."""
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if len(starts_q) == 1:  # no sequence: one without tokens keeps the result on the graph
         starts_q, starts_k, alibi_slopes = [0, 0], [0, 0], None
-    outs, lses = [], []
+    found = []
     for n in range(len(starts_q) - 1):
         tokens_q, tokens_k = slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1])
         qn, kn, vn = (x.transpose(0, 1).unsqueeze(0) for x in (q[tokens_q], k[tokens_k], v[tokens_k]))
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        out, lse = flash_attention(qn, kn, vn, scale, left, right, softcap, slopes, sinks, bottom_right, True)
-        outs.append(out.squeeze(0).transpose(0, 1))
-        lses.append(lse.squeeze(0))
-    return torch.cat(outs), torch.cat(lses, dim=1)
+        out, *rows = flash_attention(qn, kn, vn, scale, left, right, softcap, slopes, sinks, bottom_right, True, True)
+        found.append((out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows)))
+    out, *rows = (list(x) for x in zip(*found, strict=True))
+    return (torch.cat(out), *(torch.cat(x, dim=1) for x in rows))
 
 
 def _in_one_matrix(
@@ -166,7 +180,7 @@ def _in_one_matrix(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     bottom_right: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """All sequences as one with the pairs of different ones hidden: nothing is read, so torch.compile can trace it."""
     index_q = torch.arange(q.shape[0], device=q.device)
     index_k = torch.arange(k.shape[0], device=q.device)
@@ -184,5 +198,5 @@ def _in_one_matrix(
     if slopes is not None:
         slopes = slopes[:, None, None] if slopes.dim() == 1 else slopes[sequence_q].t()[..., None]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out, lse = _attend(q, k, v, scale, softcap, sinks, distance, hidden, slopes)
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    out, *rows = _attend(q, k, v, scale, softcap, sinks, distance, hidden, slopes)
+    return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))

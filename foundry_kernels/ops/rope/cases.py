@@ -53,7 +53,7 @@ def _case(
     frozen: str = "",
     interleaved: bool = False,
 ) -> Case:
-    """`table` is the leading shape of cos and sin, [T] if None; `frozen` holds the letters of the inputs that take no gradient."""
+    """`table` is the leading shape of cos and sin, [T] if None; `frozen` the letters of the inputs without a gradient."""
     b, h, t, d = q
     k = (b, h if kv_heads is None else kv_heads, t, d)
     values = normal() if values is None else values
