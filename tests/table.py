@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from cuda_on_cpu.build import LIBRARY, load_operators
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import foundry_kernels as fk
-from foundry_kernels import _triton
+from foundry_kernels import _native, _triton
 from foundry_kernels.registry import FLOATS, OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
@@ -96,6 +99,19 @@ def over_dtypes(*backends: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("row", "dtype"), params)
 
 
+@contextmanager
+def cpu_setting(instruction_set: str, threads: int) -> Iterator[None]:
+    """While it lasts, the native CPU kernels are those of `instruction_set` and torch has `threads` threads."""
+    chosen, before = _native.build_info()["instruction_set"], torch.get_num_threads()
+    _native._C.force_instruction_set(instruction_set)
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        _native._C.force_instruction_set(chosen)
+        torch.set_num_threads(before)
+
+
 def _every_case() -> Iterator[object]:
     for row in checked_rows():
         for dtype in row.dtypes:
@@ -117,3 +133,18 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield saved
+
+
+class Allocations(TorchDispatchMode):
+    """Watches operators: `largest` is the most elements of a tensor that one of them made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given]
+        self.largest = max([self.largest, *(t.numel() for t in made)])
+        return out

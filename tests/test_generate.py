@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from table import Allocations
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -222,6 +223,25 @@ def test_cache_gives_what_one_pass_gives(pieces, device, model):
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_step_appends_in_place_and_copies_no_cache(backend):
+    """Keys and values stay where they are, and no operator of a step makes a tensor as large as one layer's."""
+    config = dataclasses.replace(CONFIG, max_seq_len=512)
+    long = Transformer(config, backend)
+    cache = long.make_cache(2, 500)
+    long(batch(2, 490), cache=cache)
+    places = [x.data_ptr() for x in (*cache.k, *cache.v)]
+    stored = [x[:, :, :490].clone() for x in (*cache.k, *cache.v)]
+    for step in range(3):
+        with Allocations() as made:
+            long(batch(2, 1), cache=cache, last_only=True)
+        # The reference makes the scores of one query, [2, 4, 1, S]; a layer has keys [2, 2, S, 4].
+        assert 0 < made.largest < cache.k[0][:, :, : 491 + step].numel()
+    assert [x.data_ptr() for x in (*cache.k, *cache.v)] == places
+    assert all(torch.equal(x[:, :, :490], y) for x, y in zip((*cache.k, *cache.v), stored, strict=True))
+
+
 def test_cache_refuses_what_does_not_fit(model):
     tokens = batch(3, 7)
     cache = model.make_cache(3, 8)

@@ -114,9 +114,9 @@ def check_options(
 ) -> None:
     """The keyword options; heads are the second dimension of `q` in both layouts."""
     if scale is not None:
-        _check_positive("scale", scale)
+        check_positive("scale", scale)
     if softcap is not None:
-        _check_positive("softcap", softcap)
+        check_positive("softcap", softcap)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q, batch, q.shape[1])
     if sinks is not None:
@@ -163,7 +163,7 @@ def _check_int(name: str, value: int) -> None:
         raise ValueError(f"{name} must be >= 0; got {value}")
 
 
-def _check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
     if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a float or None; got {type(value).__name__}")
     if not 0.0 < value < math.inf:

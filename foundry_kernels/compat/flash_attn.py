@@ -1,0 +1,149 @@
+"""flash-attn's functions for training: dense and packed sequences, tokens before heads."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foundry_kernels._checks import check_rank, check_tensor
+from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.checks import check_positive
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """:func:`foundry_kernels.flash_attention` in flash-attn's layout.
+
+    Args:
+        q: ``[B, T, H, D]``, any strides, dtypes as for :func:`foundry_kernels.flash_attention`.
+        k: ``[B, S, Hk, D]``; H must be a multiple of Hk.
+        v: ``[B, S, Hk, Dv]``.
+        dropout_p: must be 0.
+        softmax_scale: factor on the scores; ``1 / sqrt(D)`` if None.
+        causal: the last query sees the last key, and none sees a later one.
+        window_size: ``(left, right)``; -1 is unbounded.
+        softcap: bounds the scores; 0 does not.
+        alibi_slopes: ``[H]`` or ``[B, H]`` float32.
+        deterministic: accepted; every backend is deterministic in any case.
+        return_attn_probs: return more than the output. There are no probabilities without dropout, so None stands in
+            their place, as in flash-attn.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``out [B, T, H, Dv]``, or ``(out, softmax_lse [B, H, T] float32, None)``. A query that sees no key has output 0
+        and lse -inf (where flash-attn has +inf).
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; see :func:`foundry_kernels.flash_attention`.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        check_rank(name, x, 4, "[B, tokens, heads, head_dim]")
+    options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if not return_attn_probs:
+        return flash_attention(q, k, v, **options).transpose(1, 2)
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    return out.transpose(1, 2), lse, None
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """:func:`foundry_kernels.flash_attention_varlen` by flash-attn's signature.
+
+    Args:
+        q: ``[total_q, H, D]``.
+        k: ``[total_k, Hk, D]``.
+        v: ``[total_k, Hk, Dv]``.
+        cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 (or int64): where each sequence starts, and the total.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or any number above.
+        block_table: must be None: there is no paged cache.
+        others: as for :func:`flash_attn_func`.
+
+    Returns:
+        ``out [total_q, H, Dv]``, or ``(out, softmax_lse [H, total_q] float32, None)``.
+
+    Raises:
+        As :func:`flash_attn_func`.
+    """
+    check_no_pages(block_table)
+    options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
+    packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if not return_attn_probs:
+        return flash_attention_varlen(*packed, **options)
+    out, lse = flash_attention_varlen(*packed, return_lse=True, **options)
+    return out, lse, None
+
+
+def translate(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    backend: str,
+) -> Options:
+    """flash-attn's options as :func:`foundry_kernels.flash_attention` has them; errors name them as flash-attn does."""
+    check_no_dropout(dropout_p)
+    if softmax_scale is not None:
+        check_positive("softmax_scale", softmax_scale)
+    if softcap:
+        check_positive("softcap", softcap)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right); got {window_size!r}")
+    for side in window_size:
+        if not isinstance(side, int) or isinstance(side, bool) or side < -1:
+            raise ValueError(f"window_size must hold ints >= 0, or -1 for unbounded; got {window_size!r}")
+    left, right = (None if side == -1 else side for side in window_size)
+    return {
+        "causal": causal,
+        "scale": softmax_scale,
+        "window": None if left is None and right is None else (left, right),
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "backend": backend,
+    }
+
+
+def check_no_dropout(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0: attention has no dropout here; got {dropout_p}")
+
+
+def check_no_pages(block_table: Tensor | None) -> None:
+    if block_table is not None:
+        raise ValueError(
+            "block_table must be None: paged key-value caches are not supported; pass a contiguous cache [B, S, Hk, D]"
+        )

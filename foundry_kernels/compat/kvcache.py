@@ -1,0 +1,313 @@
+"""flash-attn's function for generation: append to a key-value cache in place, then attend to it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
+from foundry_kernels.compat.flash_attn import check_no_pages, translate
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options, flash_attention
+from foundry_kernels.ops.flash_attention.checks import check_options
+from foundry_kernels.ops.rope import ROPE, rope
+from foundry_kernels.registry import resolve
+
+
+class _Span(NamedTuple):
+    """Where one sequence lies: row `row` of the cache, positions begin .. length - 1, new keys from `length` on."""
+
+    row: int
+    begin: int
+    length: int
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a key-value cache, after the new keys and values have been written into it.
+
+    Sequence n has cached keys ``k_cache[n, : cache_seqlens[n]]``. If `k` and `v` are given, they are stored behind
+    those, in place; the queries then attend to all of them. Nothing is written where an argument does not fit.
+
+    Args:
+        q: ``[B, T, H, D]`` float32, bfloat16, float16 or float64, any strides.
+        k_cache: ``[B, S, Hk, D]`` of q's dtype, any strides; ``[rows, S, Hk, D]`` with `cache_batch_idx`. Read in
+            place, never copied.
+        v_cache: ``[B, S, Hk, Dv]``, likewise.
+        k: ``[B, T_new, Hk, D]`` of q's dtype, or None; shares no memory with a cache. T_new need not be T.
+        v: ``[B, T_new, Hk, Dv]``, given exactly if `k` is.
+        rotary_cos: ``[P, R/2]``, R <= D, or None. Turns the new keys by their positions ``cache_seqlens[n] + i`` before
+            they are stored, and the queries: by ``cache_seqlens[n] + i`` if there is a causal mask or a window,
+            otherwise all by ``cache_seqlens[n]``. Needs `k`, and a row for each position.
+        rotary_sin: of its shape and dtype.
+        cache_seqlens: ``[B]`` int32 or int64, or one int for all: the keys that are cached. None is S, and is an error
+            where there are new ones.
+        cache_batch_idx: ``[B]`` int32 or int64: the row of the cache of each sequence; None is 0 .. B - 1. No row twice
+            where there are new keys.
+        cache_leftpad: ``[B]`` int32 or int64: keys before this position are not attended to; None is 0. Positions are
+            counted from the start of the cache in any case.
+        block_table: must be None: there is no paged cache.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as for
+            :func:`foundry_kernels.compat.flash_attn_func`; the last query is aligned with the last key.
+        rotary_interleaved: True turns the pairs ``(2i, 2i + 1)``, False ``(i, i + R/2)``.
+        num_splits: accepted; how the work is split is each backend's own choice and changes no result.
+        return_softmax_lse: also return the log-sum-exp of each row.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``out [B, T, H, Dv]`` or ``(out, softmax_lse [B, H, T])``. A query that sees no key has output 0 and lse -inf.
+
+    Raises:
+        TypeError: an argument is no tensor or has the wrong kind of dtype.
+        ValueError: shapes, dtypes or devices do not fit together; a length, row or padding is out of range; the new
+            keys do not fit into the cache; an input shares memory with what is written; a gradient is wanted, which
+            does not flow through a cache.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    The lengths must be known to the host: of `cache_seqlens`, `cache_batch_idx` and `cache_leftpad` each that is a
+    tensor on a GPU makes the call wait for it. An int or a tensor on the CPU does not, and both are taken. Sequences of
+    one length in the rows 0 .. B - 1 are one call of :func:`foundry_kernels.flash_attention`; others are one call each.
+    """
+    check_no_pages(block_table)
+    options = translate(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
+    new = _check_tensors(q, k_cache, v_cache, k, v, cache_batch_idx is not None)
+    check_options(q.transpose(1, 2), q.shape[0], None, None, alibi_slopes, None, "bottom_right")
+    if not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(f"num_splits must be an int >= 0; got {num_splits!r}")
+    spans = _spans(q, k_cache, new, cache_seqlens, cache_batch_idx, cache_leftpad)
+    resolve(FLASH_ATTENTION, backend, q)
+    if rotary_cos is not None or rotary_sin is not None:
+        if k is None or rotary_cos is None or rotary_sin is None:
+            raise ValueError("rotary_cos and rotary_sin must be given together, and with new keys k to be turned")
+        resolve(ROPE, backend, q)
+        each = causal or options["window"] is not None
+        q, k = _rotate(q, k, rotary_cos, rotary_sin, spans, each, rotary_interleaved, backend)
+    if k is not None and v is not None:
+        _append(k_cache, k, spans)
+        _append(v_cache, v, spans)
+    out, lse = _attend(q, k_cache, v_cache, spans, new, options, alibi_slopes)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _check_tensors(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, by_index: bool
+) -> int:
+    """All but the lengths; returns T_new."""
+    check_float("q", q)
+    check_rank("q", q, 4, "[B, T, H, D]")
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be given together; got one of them")
+    named: list[tuple[str, Tensor, str]] = [
+        ("k_cache", k_cache, "[B, S, Hk, D]"),
+        ("v_cache", v_cache, "[B, S, Hk, Dv]"),
+    ]
+    if k is not None and v is not None:
+        named += [("k", k, "[B, T_new, Hk, D]"), ("v", v, "[B, T_new, Hk, Dv]")]
+    for name, x, layout in named:
+        check_float(name, x)
+        check_rank(name, x, 4, layout)
+        check_dtype(name, x, "q", q)
+        check_device(name, x, "q", q)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *(x for _, x, _ in named))):
+        raise ValueError("a cache is for inference: no gradient flows through it; use torch.no_grad() or detach inputs")
+
+    batch, _, heads, width = q.shape
+    rows, size, kv_heads, _ = k_cache.shape
+    if not by_index and rows != batch:
+        raise ValueError(
+            f"k_cache must have q's batch size {batch} without cache_batch_idx; got {tuple(k_cache.shape)}"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q must have a multiple of k_cache's {kv_heads} heads; got {heads}")
+    check_shape("k_cache", k_cache, (rows, size, kv_heads, width), "q's head dimension")
+    check_shape("v_cache", v_cache, (rows, size, kv_heads, v_cache.shape[3]), "that of k_cache but for the last")
+    if width == 0 or v_cache.shape[3] == 0:
+        raise ValueError(f"q and v_cache must have a head dimension of at least 1; got {width} and {v_cache.shape[3]}")
+    if k is None or v is None:
+        return 0
+    new = k.shape[1]
+    check_shape("k", k, (batch, new, kv_heads, width), "q's batch and k_cache's heads")
+    check_shape("v", v, (batch, new, kv_heads, v_cache.shape[3]), "k's tokens and v_cache's heads")
+    if not torch.compiler.is_compiling():
+        _check_memory({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "k": k, "v": v})
+    return new
+
+
+def _check_memory(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """No element of a cache is written twice or read as an input."""
+    for name, cache in written.items():
+        if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name} must have a place of its own for each element; got strides {cache.stride()}")
+        for other, x in read.items():
+            begin, end = _bytes(x)
+            cache_begin, cache_end = _bytes(cache)
+            if begin < cache_end and cache_begin < end:
+                raise ValueError(f"{other} must not share memory with {name}, which is written to")
+    k_cache, v_cache = written.values()
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
+        raise ValueError("v_cache must not share memory with k_cache: both are written to")
+
+
+def _bytes(x: Tensor) -> tuple[int, int]:
+    """The addresses from x's first element to behind its last one."""
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _spans(
+    q: Tensor,
+    k_cache: Tensor,
+    new: int,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+) -> list[_Span]:
+    """Where each sequence lies in the cache, checked."""
+    batch, (rows, size) = q.shape[0], k_cache.shape[:2]
+    if cache_seqlens is None:
+        if new:
+            raise ValueError("cache_seqlens must be given with k and v: it says where they go")
+        cache_seqlens = size
+    if isinstance(cache_seqlens, int):
+        lengths = [cache_seqlens] * batch
+    else:
+        lengths = _read("cache_seqlens", cache_seqlens, batch)
+    places = list(range(batch)) if cache_batch_idx is None else _read("cache_batch_idx", cache_batch_idx, batch)
+    begins = [0] * batch if cache_leftpad is None else _read("cache_leftpad", cache_leftpad, batch)
+    for n, (row, begin, length) in enumerate(zip(places, begins, lengths, strict=True)):
+        if not 0 <= length <= size:
+            raise ValueError(
+                f"cache_seqlens must be in 0 .. {size}, the size of k_cache; got {length} for sequence {n}"
+            )
+        if length + new > size:
+            raise ValueError(
+                f"k_cache is full: sequence {n} has {length} of {size} positions (cache_seqlens), {new} more do not fit"
+            )
+        if not 0 <= row < rows:
+            raise ValueError(f"cache_batch_idx must be in 0 .. {rows - 1}, k_cache's rows; got {row} for sequence {n}")
+        if not 0 <= begin <= length:
+            raise ValueError(f"cache_leftpad must be in 0 .. cache_seqlens={length}; got {begin} for sequence {n}")
+    if new and any(a == b for a, b in pairwise(sorted(places))):
+        raise ValueError(f"cache_batch_idx must name no row twice where new keys are stored; got {places}")
+    return [_Span(*span) for span in zip(places, begins, lengths, strict=True)]
+
+
+def _read(name: str, x: Tensor, batch: int) -> list[int]:
+    check_integer(name, x)
+    check_shape(name, x, (batch,), "one for each sequence")
+    return x.tolist()
+
+
+def _together(spans: list[_Span]) -> _Span | None:
+    """The one span of all sequences, if they lie in the rows 0 .. B - 1 and alike."""
+    alike = all(span == (n, *spans[0][1:]) for n, span in enumerate(spans))
+    return spans[0] if spans and alike else None
+
+
+def _rotate(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    spans: list[_Span],
+    each: bool,
+    interleaved: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """q and k at the positions behind the cached keys; the queries of a sequence each at its own, or all at the first.
+
+    A slice of the tables serves sequences of one length; otherwise every token names its row.
+    """
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_float(name, table)
+        check_rank(name, table, 2, "[P, R/2]")
+    check_shape("rotary_sin", sin, cos.shape, "that of rotary_cos")
+    after = max((span.length for span in spans), default=0) + max(k.shape[1], q.shape[1] if each else 1)
+    if after > cos.shape[0]:
+        raise ValueError(f"rotary_cos must have a row for each of {after} positions; got shape {tuple(cos.shape)}")
+    one = _together(spans)
+
+    def turn(q: Tensor, k: Tensor, count: int, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens 0 .. count - 1 at positions ``length + step * i``."""
+        tables, positions = (cos, sin), None
+        if one is not None and step:
+            tables = (cos[one.length : one.length + count], sin[one.length : one.length + count])
+        else:
+            starts = torch.tensor([span.length for span in spans], dtype=torch.int64)
+            positions = (starts[:, None] + step * torch.arange(count)).to(q.device, non_blocking=True)
+        found = rope(q, k, *tables, interleaved=interleaved, positions=positions, backend=backend)
+        return found[0], found[1]
+
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if each and q.shape[2] == k.shape[2]:
+        q, k = turn(q, k, q.shape[2], 1)
+    else:
+        q, _ = turn(q, q[:, :0], q.shape[2], int(each))
+        k, _ = turn(k, k[:, :0], k.shape[2], 1)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _append(cache: Tensor, new: Tensor, spans: list[_Span]) -> None:
+    """Write ``new [B, T_new, Hk, D]`` behind what each sequence has."""
+    batch, count = new.shape[:2]
+    if (one := _together(spans)) is not None:
+        cache[:batch, one.length : one.length + count] = new
+        return
+    for n, (row, _, length) in enumerate(spans):
+        cache[row, length : length + count] = new[n]
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    spans: list[_Span],
+    new: int,
+    options: Options,
+    slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the queries over their sequences' part of the cache: dense calls on views of it. (A kernel that
+    took the lengths as a tensor would replace the loop.)"""
+    one, everyone = _together(spans), slice(0, len(spans))
+    groups = (
+        [(everyone, everyone, one)]
+        if one
+        else [(slice(n, n + 1), slice(s.row, s.row + 1), s) for n, s in enumerate(spans)]
+    )
+    found = []
+    for sequences, rows, span in groups:
+        keys = slice(span.begin, span.length + new)
+        qn, kn, vn = (x.transpose(1, 2) for x in (q[sequences], k_cache[rows, keys], v_cache[rows, keys]))
+        own = slopes[sequences] if slopes is not None and slopes.dim() == 2 else slopes
+        out, lse = flash_attention(qn, kn, vn, return_lse=True, **(options | {"alibi_slopes": own}))
+        found.append((out.transpose(1, 2), lse))
+    if not found:
+        out = q.new_empty((*q.shape[:3], v_cache.shape[3]))
+        return out, q.new_empty(0, *q.shape[2:0:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found, strict=True))
+    return out, lse
