@@ -87,6 +87,11 @@ class OpSpec:
         """The op's `cases` module (sample inputs, benchmark shapes, traffic); loaded when asked for."""
         return importlib.import_module(self.package + ".cases")
 
+    @property
+    def fuzz(self) -> ModuleType:
+        """The op's `fuzz` module (a hypothesis strategy for random cases), which needs hypothesis."""
+        return importlib.import_module(self.package + ".fuzz")
+
 
 OPS: dict[str, OpSpec] = {}
 

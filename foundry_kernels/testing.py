@@ -13,7 +13,9 @@ luck; see `tiny`. There is no per-test tolerance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +42,18 @@ def tiny(dtype: torch.dtype, scale: float, numel: int) -> float:
 Values = Callable[[torch.Generator, tuple[int, ...]], Tensor]
 
 
+@dataclass(frozen=True)
+class _Normal:  # no lambda: a failing case shows what its values were
+    std: float
+    mean: float
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64) * self.std + self.mean
+
+
 def normal(std: float = 1.0, mean: float = 0.0) -> Values:
     """Independent normal values."""
-    return lambda g, shape: torch.randn(shape, generator=g, dtype=torch.float64) * std + mean
+    return _Normal(std, mean)
 
 
 _NORMAL = normal()
@@ -55,7 +66,8 @@ class Arg:
     layout: how the shape lies in memory.
         "contiguous"; "swapped": dimensions 1 and 2 are exchanged in storage (a [B, H, T, D] view of [B, T, H, D]);
         "sliced": every row is part of a wider one; "offset": starts one element into its storage, so nothing is
-        aligned; "expanded": one copy serves dimension 0 (stride 0); "strided": the last dimension has stride 2.
+        aligned; "expanded": one copy serves dimension 0 (stride 0); "strided": the last dimension has stride 2;
+        "random-N": the order of dimensions, the gaps in each and the start are drawn from the seed N.
     values: makes the values in float64 from a generator and the shape.
     dtype: a fixed dtype; None takes the case's.
     grad: whether a gradient is taken (floating-point arguments only).
@@ -73,7 +85,27 @@ class Arg:
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """x's values in a tensor of the given memory layout (see `Arg`)."""
+    """x's values in a tensor of the given memory layout (see `Arg`).
+
+    Its storage ends with its last element, so that a tool that watches memory sees an access beyond.
+    """
+    return _trimmed(_lay_out(x, layout))
+
+
+def _trimmed(x: Tensor) -> Tensor:
+    """`x` in a storage of just the elements up to its last one; what lies between them is kept."""
+    end = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+    if x.numel() == 0 or end == _storage(x).numel():
+        return x
+    return _storage(x)[:end].clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _storage(x: Tensor) -> Tensor:
+    """All elements of x's storage, as a vector."""
+    return x.detach().new_empty(0).set_(x.untyped_storage())
+
+
+def _lay_out(x: Tensor, layout: str) -> Tensor:
     if layout == "contiguous":
         return x.contiguous()
     if layout == "swapped":
@@ -92,6 +124,16 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
         double = x.new_full((*x.shape[:-1], x.shape[-1] * 2), 77)
         double[..., ::2] = x
         return double[..., ::2]
+    if layout.startswith("random-"):
+        rng = random.Random(int(layout.removeprefix("random-")))
+        order = rng.sample(range(x.dim()), x.dim())
+        steps = [rng.choice((1, 1, 2, 3)) for _ in order]
+        starts = [rng.choice((0, 0, 1, 5)) for _ in order]
+        wide = x.new_full([a + x.shape[d] * s for d, s, a in zip(order, steps, starts, strict=True)], 77)
+        for i, d in enumerate(order):
+            wide = wide.narrow(i, starts[i], x.shape[d] * steps[i])
+        found = wide[tuple(slice(None, None, s) for s in steps)].permute([order.index(d) for d in range(x.dim())])
+        return found.copy_(x)
     raise ValueError(f"unknown layout {layout!r}")
 
 
@@ -211,8 +253,20 @@ def compare(name: str, actual: Tensor, reference: Tensor, oracle: Tensor, scale:
         )
 
 
+@contextmanager
+def untouched(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Assert that nothing is written to `tensors` meanwhile, nor to what lies between their elements."""
+    before = {k: (t, t._version, _storage(t).clone()) for k, t in tensors.items() if t is not None}
+    yield
+    for name, (tensor, version, kept) in before.items():
+        now = _storage(tensor).view(torch.uint8)  # bytes: NaN equals NaN
+        assert tensor._version == version, f"{name} was written to"
+        assert torch.equal(now, kept.view(torch.uint8)), f"{name} was written to"
+
+
 def assert_parity(op: OpSpec, case: Case, *, backend: str, dtype: torch.dtype, device: str = "cpu") -> Result:
-    """Assert that `backend` is as exact as the reference on `case`, outputs and gradients; returns its result."""
+    """Assert that `backend` is as exact as the reference on `case`, outputs and gradients, and writes to nothing that
+    it was given; returns its result."""
     args = case.make(dtype, device)
     reference = run(op, args, case.options, backend="reference")
     cotangents = make_cotangents(reference.outputs, case.cotangent)
@@ -220,7 +274,8 @@ def assert_parity(op: OpSpec, case: Case, *, backend: str, dtype: torch.dtype, d
     args64 = to_float64(args)
     cotangents64 = tuple(c.double() for c in cotangents)
     oracle = run(op, args64, case.options, cotangents64, backend="reference")
-    actual = run(op, args, case.options, cotangents, backend=backend)
+    with untouched(args | {f"incoming gradient {i}": c for i, c in enumerate(cotangents)}):
+        actual = run(op, args, case.options, cotangents, backend=backend)
     for a, r in zip(actual.outputs, reference.outputs, strict=True):
         assert a.requires_grad == r.requires_grad, f"an output has requires_grad={a.requires_grad}"
     assert actual.grads.keys() == reference.grads.keys(), (

@@ -14,6 +14,17 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-seconds", type=float, help="let tests/test_fuzz.py try random cases for so long (make fuzz)"
+    )
+
+
+@pytest.fixture
+def fuzz_seconds(request: pytest.FixtureRequest) -> float | None:
+    return request.config.getoption("--fuzz-seconds")
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Fresh tensors hold NaN, so that an element which a kernel does not write is seen."""

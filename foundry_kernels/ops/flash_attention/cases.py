@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,8 +27,12 @@ def _one_huge(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-def _starts(lengths: tuple[int, ...]) -> Values:
-    return lambda g, shape: torch.tensor([0, *accumulate(lengths)], dtype=torch.float64)
+@dataclass(frozen=True)
+class _Starts:
+    lengths: tuple[int, ...]
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.float64)
 
 
 def _case(
@@ -87,8 +92,8 @@ def _varlen(
         "q": Arg((sum(lengths_q), h, width), layout),
         "k": Arg((sum(lengths_k), hk, width), layout),
         "v": Arg((sum(lengths_k), hk, value_width or width), layout),
-        "cu_seqlens_q": Arg(starts, values=_starts(lengths_q), dtype=index, grad=False),
-        "cu_seqlens_k": Arg(starts, values=_starts(lengths_k), dtype=index, grad=False),
+        "cu_seqlens_q": Arg(starts, values=_Starts(lengths_q), dtype=index, grad=False),
+        "cu_seqlens_k": Arg(starts, values=_Starts(lengths_k), dtype=index, grad=False),
     }
     if slopes is not None:
         args["alibi_slopes"] = Arg(slopes, values=_slopes, dtype=torch.float32, grad=False)
@@ -198,13 +203,18 @@ _PACKED = (
 CASES: dict[str, tuple[Case, ...]] = {"flash_attention": _DENSE, "flash_attention_varlen": _PACKED}
 
 
+#: Two float32 roundings, as a part of what tiny() forgives a sum.
+_ROUNDING = 1 / 16
+
+
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Size of the terms that a gradient sums (float64 inputs), by argument: the root of the sum of their squares.
+    """Size of the terms that a result sums (float64 inputs), by name: the root of the sum of their squares.
 
-    What cancels: ``g . v - delta`` in every gradient of a score, and the sums over keys (q), queries (k, v) and all
-    (sinks).
+    What cancels in gradients: ``g . v - delta`` in that of every score, and the sums over keys (q), queries (k, v) and
+    all (sinks). In all results: a score is itself a sum, whose error the exponential multiplies by ``p``, so that large
+    scores that happen to leave a small or saturated result are not held to its size.
     """
     q, k, v = (x.detach() for x in (args["q"], args["k"], args["v"]) if x is not None)
     slopes, sinks = args.get("alibi_slopes"), args.get("sinks")
@@ -221,7 +231,7 @@ def scales(
         into_lse = tuple(c[None, :, q0:q1] for c in cotangents[1:])
         own = slopes[n] if slopes is not None and slopes.dim() == 2 else slopes
         found = _scales(one[0], one[1], one[2], own, sinks, options, (one[3], *into_lse))
-        most = {name: max(size, most.get(name, 0.0)) for name, size in found.items()}
+        most |= {name: max(size, most.get(name, 0.0)) for name, size in found.items()}
     return most
 
 
@@ -241,12 +251,15 @@ def _scales(
     t, s = q.shape[2], k.shape[2]
     scale = options.get("scale", q.shape[-1] ** -0.5)
     scores = scale * q @ k.transpose(-1, -2)
+    error2 = scale**2 * q.square() @ k.square().transpose(-1, -2)  # of a score, as tiny() counts errors
     if (cap := options.get("softcap")) is not None:
         scores = cap * (scores / cap).tanh()
+        error2 = error2 * (1 - (scores / cap).square()).square()
     offset = 0 if options.get("align") == "top_left" else s - t
     distance = torch.arange(s) - torch.arange(t)[:, None] - offset
     if slopes is not None:
-        scores = scores - slopes.detach()[..., None, None] * distance.abs()
+        bias = slopes.detach()[..., None, None] * distance.abs()
+        scores, error2 = scores - bias, error2 + (_ROUNDING * bias).square()
     left, right = sides(options.get("window"), options.get("causal", False))
     hidden = torch.zeros_like(distance, dtype=torch.bool) if left is None else distance < -left
     hidden = hidden if right is None else hidden | (distance > right)
@@ -254,22 +267,51 @@ def _scales(
     sink = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if sinks is not None:
         sink = sink.masked_fill(~hidden.all(-1, keepdim=True), 0.0) + sinks[:, None, None]
-    p = torch.cat([scores, sink], -1).softmax(-1).nan_to_num(0.0)  # a row without keys is 0 / 0
-    p, p_sink = p[..., :-1], p[..., -1:]
+    every = torch.cat([scores, sink], -1)
+    lse = every.logsumexp(-1, keepdim=True)
+    every_p = every.softmax(-1).nan_to_num(0.0)  # a row without keys is 0 / 0
+    error2 = torch.cat([error2, torch.zeros_like(sink)], -1)
+    error2 = error2 + (_ROUNDING * (every.abs() + lse.abs())).square().nan_to_num(0.0, posinf=0.0)
+    p, p_sink = every_p[..., :-1], every_p[..., -1:]
+    weighted2 = every_p.square() * error2  # of a term of the row's sum, as errors of scores make it
+    out = p @ v
+    found = _output_scales(options, every, every_p, error2, out, v)
+
     g2 = cotangents[0].square()
-    delta2 = (g2 * (p @ v).square()).sum(-1, keepdim=True)
+    delta2 = (g2 * out.square()).sum(-1, keepdim=True)
     if len(cotangents) > 1:
         delta2 = delta2 + cotangents[1].square()[..., None]
-    ds2 = p.square() * (g2 @ v.square().transpose(-1, -2) + delta2)
+    p2 = p.square() + weighted2[..., :-1]
+    ds2 = p2 * (g2 @ v.square().transpose(-1, -2) + delta2)
 
     def over_group(squares: Tensor) -> float:
         return float(squares.unflatten(1, (-1, group)).sum(2).max().sqrt())
 
-    found = {
+    found |= {
         "q": scale * float((ds2 @ k.square()).max().sqrt()),
         "k": scale * over_group(ds2.transpose(-1, -2) @ q.square()),
-        "v": over_group(p.square().transpose(-1, -2) @ g2),
+        "v": over_group(p2.transpose(-1, -2) @ g2),
     }
     if sinks is not None:
-        found["sinks"] = float((p_sink.square() * delta2).sum((0, 2, 3)).max().sqrt())
+        found["sinks"] = float(((p_sink.square() + weighted2[..., -1:]) * delta2).sum((0, 2, 3)).max().sqrt())
     return found
+
+
+def _output_scales(
+    options: Mapping[str, Any], scores: Tensor, p: Tensor, error2: Tensor, out: Tensor, v: Tensor
+) -> dict[str, float]:
+    """What errors of the scores (the sink's last) leave in each output: ``p_j (v_j - y)``, ``p_j`` and
+    ``p_j (log p_j + H)`` times that of score j, and that of the largest score itself."""
+    weighted2 = p.square() * error2
+    keys2 = weighted2[..., :-1]
+    in_out = keys2 @ v.square() - 2 * out * (keys2 @ v) + weighted2.sum(-1, keepdim=True) * out.square()
+    kept = [in_out.clamp_min(0.0)]
+    if options.get("return_lse"):
+        kept.append(weighted2.sum(-1))
+    if options.get("return_stats"):
+        log_p = p.log().nan_to_num(0.0, neginf=0.0)
+        entropy = -(p * log_p).sum(-1, keepdim=True)
+        # and a rounding of the sum of exponentials, which is at least 1, under the logarithm
+        kept.append((weighted2 * (log_p + entropy).square()).sum(-1) + _ROUNDING**2)
+        kept.append(error2.gather(-1, scores[..., :-1].argmax(-1, keepdim=True)))
+    return {f"output {i}": float(x.max().sqrt()) for i, x in enumerate(kept)}

@@ -1,0 +1,90 @@
+"""Random shapes, layouts, dtypes and options against the reference: the CPU kernels under every instruction set.
+
+Bounded and the same in every run, so that a commit passes or fails by what it changes. `make fuzz` goes on to others
+for as long as it is told and keeps what it finds in .hypothesis.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
+from table import Row, cpu_setting, rows
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.registry import OpSpec
+from foundry_kernels.testing import Case, assert_parity, call, make_cotangents, run
+
+NATIVE = [pytest.param(r, id=r.id) for r in rows("native") if r.device == "cpu"]
+ISAS = _native.build_info().get("usable_instruction_sets", [])
+THREADS = (1, 1, 2, (os.cpu_count() or 1) + 3)
+
+BOUNDED = settings(
+    max_examples=120,
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+
+def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, threads: int) -> None:
+    """As exact as the reference and laid out alike; the same bits on one thread; nothing of the caller's written to."""
+    with cpu_setting(instruction_set, threads):
+        result = assert_parity(op, case, backend="native", dtype=dtype)
+    expected = call(op, case.make(dtype), case.options, backend="reference")
+    for a, e in zip(result.outputs, expected, strict=True):
+        strides = [(s, t) for n, s, t in zip(e.shape, a.stride(), e.stride(), strict=True) if n > 1]
+        assert e.numel() == 0 or all(s == t for s, t in strides), f"strides {a.stride()}, expected {e.stride()}"
+    if threads > 1:
+        with cpu_setting(instruction_set, 1):
+            cotangents = make_cotangents(expected, case.cotangent)
+            alone = run(op, case.make(dtype), case.options, cotangents, backend="native")
+        for name, tensor in alone.items().items():
+            a, b = (t.detach().reshape(-1).view(torch.uint8) for t in (tensor, result.items()[name]))  # NaN equals NaN
+            assert torch.equal(a, b), f"{name} depends on the number of threads"
+
+
+@pytest.mark.parametrize("row", NATIVE)
+@pytest.mark.usefixtures("poisoned")
+def test_random_cases(row: Row, fuzz_seconds: float | None) -> None:
+    @given(row.op.fuzz.random_case(row.op.name), *map(st.sampled_from, (row.dtypes, ISAS, THREADS)))
+    def attempt(case: Case, dtype: torch.dtype, instruction_set: str, threads: int) -> None:
+        check(row.op, case, dtype, instruction_set, threads)
+
+    if fuzz_seconds is None:
+        BOUNDED(attempt)()
+        return
+    database = DirectoryBasedExampleDatabase(f".hypothesis/fuzz/{row.op.name}")
+    end = time.monotonic() + fuzz_seconds / len(NATIVE)
+    rounds = 0
+    while time.monotonic() < end:
+        number = secrets.randbits(64)
+        print(f"{row.id}: seed {number}")
+        seed(number)(settings(BOUNDED, derandomize=False, database=database)(attempt))()
+        rounds += 1
+    print(f"{row.id}: {rounds} x {BOUNDED.max_examples} cases")
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in fk.OPS.items()])
+def test_random_cases_are_calls_that_the_reference_serves(op: OpSpec) -> None:
+    """What an operation's `fuzz` module draws is valid: known before the operation has a kernel."""
+
+    @settings(BOUNDED, max_examples=25)
+    @given(op.fuzz.random_case(op.name), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    def attempt(case: Case, dtype: torch.dtype) -> None:
+        assert_parity(op, case, backend="reference", dtype=dtype)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        attempt()
+    finally:
+        torch.set_num_threads(before)
