@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 TEXT ?=
 ARGS ?=
 
-.PHONY: demo test lint setup resources bench gpu-check clean
+.PHONY: demo test lint setup resources fuzz sanitize bench gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -26,6 +26,14 @@ lint: setup
 # Registers, stack and shared memory of the CUDA kernels, by nvcc where there is one. A spill fails.
 resources: setup
 	$(PY) tests/nvcc.py
+
+# Random cases against the reference for SECONDS, each time others; what fails is kept in .hypothesis and tried first.
+fuzz: setup
+	$(PY) -m pytest tests/test_fuzz.py -s -k test_random_cases --fuzz-seconds $(or $(SECONDS),120) $(ARGS)
+
+# The CPU kernels under AddressSanitizer and UBSan: all cases, every instruction set, random cases for SECONDS.
+sanitize: setup
+	$(PY) tests/sanitize.py --seconds $(or $(SECONDS),120)
 
 bench: setup
 	$(PY) -m pytest benchmarks --benchmark-only $(ARGS)

@@ -1,0 +1,141 @@
+"""`make sanitize`: the native CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+`setup.py build_ext --sanitize` builds the extension a second time, in build/sanitized; a process that has the
+sanitizers loaded before anything else then runs parts of the suite on it: parity over all cases under every instruction
+set, and random cases. torch itself is not instrumented, but its memory comes from the sanitizer's allocator, which sees
+every access of a kernel beyond a tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SUITE = ["tests/test_parity.py::test_parity", "tests/test_fuzz.py::test_random_cases", "-k", "native-cpu"]
+LOG = ROOT / "build" / "sanitized" / "log.txt"
+#: No leaks, which Python and torch have at exit; no complaints about what is not ours.
+OPTIONS = "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:quarantine_size_mb=64:malloc_context_size=8"
+
+
+def setup_script() -> ModuleType:
+    """setup.py as a module: its compiler and flags."""
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def runtime() -> Path | None:
+    """The sanitizers' library of setup.py's compiler, or None where it has none."""
+    compiler = setup_script().COMPILER.split()
+    for name in ("libclang_rt.asan.so", f"libclang_rt.asan-{platform.machine()}.so", "libasan.so"):
+        try:
+            found = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True)
+        except OSError:
+            return None
+        path = Path(found.stdout.strip())
+        if path.is_absolute() and path.exists():
+            return path.resolve()
+    return None
+
+
+def build() -> Path:
+    """The extension with sanitizers."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--sanitize"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [library] = (ROOT / "build" / "sanitized" / "foundry_kernels").glob("_C*.so")
+    return library
+
+
+def sanitized(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with the sanitizers loaded. Their reports go to stderr."""
+    library = runtime()
+    assert library is not None
+    cxx = ctypes.util.find_library(
+        "stdc++"
+    )  # before torch brings it: the sanitizer looks for __cxa_throw when it starts
+    env = os.environ | {
+        "LD_PRELOAD": " ".join([str(library), *([cxx] if cxx else [])]),
+        "ASAN_OPTIONS": OPTIONS,
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, text=True, **kwargs)
+
+
+def run_suite(extension: Path, *arguments: str) -> tuple[int, str]:
+    """pytest over SUITE on the sanitized `extension`: its exit code and the end of what it wrote to LOG. That is
+    uncaptured, so that the last line before a report is the test or the random case that it is about."""
+    command = ["tests/sanitize.py", "--inside", str(extension), "-sv", "-p", "no:cacheprovider", *SUITE, *arguments]
+    with LOG.open("w") as log:
+        code = sanitized(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    return code, LOG.read_text(errors="replace")[-10_000:]
+
+
+class Plugin:
+    """For pytest: the parity suite once for each instruction set that this machine has; random cases are printed."""
+
+    def pytest_configure(self) -> None:
+        from hypothesis import Verbosity, settings
+
+        settings.register_profile("sanitized", verbosity=Verbosity.verbose)
+        settings.load_profile("sanitized")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if metafunc.function.__name__ == "test_parity":
+            from foundry_kernels import _native
+
+            metafunc.fixturenames.append("instruction_set")
+            metafunc.parametrize("instruction_set", _native.build_info()["usable_instruction_sets"], indirect=True)
+
+    @pytest.fixture
+    def instruction_set(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        from table import cpu_setting
+
+        with cpu_setting(request.param, 2):
+            yield
+
+
+def inside(extension: str, arguments: list[str]) -> int:
+    """In the process that has the sanitizers: put `extension` in the place of the package's own, then run pytest."""
+    spec = importlib.util.spec_from_file_location("foundry_kernels._C", extension)
+    assert spec is not None
+    assert spec.loader is not None
+    import torch  # noqa: F401  # whose libraries the extension needs
+
+    sys.modules["foundry_kernels._C"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return pytest.main(arguments, plugins=[Plugin()])
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--inside"]:
+        return inside(sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long to try random cases (default: 120)")
+    seconds = parser.parse_args().seconds
+    if runtime() is None:
+        print(f"sanitize stops here: {setup_script().COMPILER} has no AddressSanitizer library", file=sys.stderr)
+        return 3
+    code, end = run_suite(build(), f"--fuzz-seconds={seconds}")
+    print(end if code else end.splitlines()[-1], f"(all of it: {LOG.relative_to(ROOT)})", sep="\n")
+    return abs(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The CPU kernels under the sanitizers of tests/sanitize.py, and proof that those see what they are for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import sanitize
+
+from foundry_kernels import _native
+
+if _native.MISSING is not None:
+    pytest.skip(str(_native.MISSING), allow_module_level=True)
+if sanitize.runtime() is None:
+    pytest.skip("the C++ compiler has no AddressSanitizer library", allow_module_level=True)
+
+HEAP, PAST, BEFORE = (
+    "AddressSanitizer: heap-buffer-overflow",
+    r"bytes (after|to the right of) 38-byte",
+    r"bytes (before|to the left of) 38-byte",
+)
+#: The report on each kernel of faulty.cpp, called with 19 elements of bfloat16 that torch has allocated.
+REPORTED = {
+    "right": r"^$",
+    "read_past": rf"{HEAP}(?s:.*)READ of size (?s:.*){PAST}",
+    "write_past": rf"{HEAP}(?s:.*)WRITE of size (?s:.*){PAST}",
+    "one_past": rf"{HEAP}(?s:.*)READ of size 2(?s:.*){PAST}",
+    "one_before": rf"{HEAP}(?s:.*)READ of size 2(?s:.*){BEFORE}",
+    "past_a_buffer": r"index 8 out of bounds for type 'float \[8\]'|stack-buffer-overflow",
+    "misaligned": r"load of misaligned address",
+    "overflow": r"signed integer overflow: 1073741824 \* 19",
+}
+
+#: Every kernel in a process of its own, for a report ends it.
+DRIVER = """
+import ctypes, os, sys, torch
+library = ctypes.CDLL(sys.argv[1])
+library.run.restype = ctypes.c_float
+for name in sys.argv[2:]:
+    print("---", name, file=sys.stderr, flush=True)
+    child = os.fork()
+    if child == 0:
+        x = torch.ones(19, dtype=torch.bfloat16)
+        found = library.run(name.encode(), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(19))
+        os._exit(0 if found == 19.0 or name != "right" else 7)
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr, flush=True)
+"""
+
+
+def instruction_sets() -> list[str]:
+    usable = _native.build_info()["usable_instruction_sets"]
+    return sorted({usable[0], usable[-1]})
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
+    setup = sanitize.setup_script()
+    library, source = tmp_path / "faulty.so", Path(__file__).with_name("faulty.cpp")
+    flags = [*setup.FLAGS, *setup.SANITIZE, f"-DFK_ISA={name}", *setup.ISA_FLAGS[name]]
+    command = [*setup.COMPILER.split(), "-std=c++17", "-fPIC", "-shared", *flags, str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    done = sanitize.sanitized(["-c", DRIVER, str(library), *REPORTED], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    reports = re.findall(r"--- (\w+)\n(.*?)exit (-?\d+)\n", done.stderr, re.DOTALL)
+    assert [kernel for kernel, *_ in reports] == list(REPORTED), done.stderr
+    for kernel, report, code in reports:
+        assert re.search(REPORTED[kernel], report), f"{kernel}: {report}"
+        assert (code == "0") == (kernel == "right"), f"{kernel} ended with {code}"
+
+
+def test_the_kernels_are_clean() -> None:
+    """All cases of the parity suite under every instruction set, and the random cases."""
+    code, end = sanitize.run_suite(sanitize.build())
+    assert code == 0, end
+    assert re.search(r"\d{3} passed", end), end
