@@ -170,7 +170,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
     signature, constants, divisible = [], [], []
     for parameter in kernel.params:
         name, value = parameter.name, given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
             signature.append((name, "constexpr"))
             constants.append((name, value))
         elif isinstance(value, Tensor):
@@ -178,7 +179,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
             divisible.append(name)  # PyTorch's allocator aligns to far more
         elif isinstance(value, int):
             signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
-            if value % 16 == 0:
+            if value % 16 == 0 and specialized:
                 divisible.append(name)
         else:
             signature.append((name, "fp32"))

@@ -67,7 +67,6 @@ if MISSING is None:
         else:
             return (row // n2 // n1) * s0 + (row // n2 % n1) * s1 + (row % n2) * s2
 
-
     @triton.jit
     def reciprocal_rms(sum_of_squares, n_cols, eps):
         """1 / sqrt(mean square + eps) of rows of n_cols values."""

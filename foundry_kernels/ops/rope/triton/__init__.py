@@ -14,35 +14,45 @@ from foundry_kernels._triton import compute_dtype, define, programs, refuse_seco
 from foundry_kernels.ops.rope.triton.kernels import qk_norm_rope_bwd_kernel, rope_kernel
 
 
-def config(width: int, tokens: int, heads: int, kv_heads: int, heads_inner: bool, *, backward: bool) -> dict[str, Any]:
-    """Tile and warps for heads of `width`: 8 pairs a thread, 4 warps forward and 8 backward where there is enough.
+def config(
+    width: int, rotary: int, tokens: int, heads: int, kv_heads: int, *, heads_inner: bool, aligned: bool, backward: bool
+) -> dict[str, Any]:
+    """Tile and warps for heads of `width`, of which `rotary` dimensions turn: 8 pairs a thread, 4 warps
+    forward and 8 backward where there is enough.
 
     A tile lies along what is next to each other in memory: the heads of a token (`heads_inner`) or the tokens of a
     head. Along heads it takes a power of two that divides both numbers of heads, so that no lane is without one, unless
     there are too few tokens to fill it otherwise.
+
+    What fits in registers was read off the compiler for compute capabilities 8.0 to 12.0: rows that are not `aligned`
+    to 16 elements need more address arithmetic, and half the rows in the backward pass. `maxnreg` says how many
+    registers there are; without it ptxas spills some for an occupancy that it guesses at, or takes so many that one
+    program fits where there should be two.
     """
     block = triton.next_power_of_2((width + 1) // 2)
-    rows = max(1, min(128, (2048 if backward else 1024) // block))
+    pairs = 2048 if backward else 1024
+    rows = max(1, min(128, (pairs if aligned or not backward else pairs // 2) // block))
     block_heads = 1
     if heads_inner:
         common = math.gcd(heads, kv_heads)
         block_heads = min(rows, common & -common)
     block_tokens = min(rows // block_heads, triton.next_power_of_2(tokens))
     block_heads = min(rows // block_tokens, triton.next_power_of_2(max(heads, kv_heads)))
+    warps = max(1, min(32, block_tokens * block_heads * block // (256 if aligned or not backward else 128)))
     return {
         "BLOCK_TOKENS": block_tokens,
         "BLOCK_HEADS": block_heads,
         "BLOCK": block,
-        "num_warps": max(1, min(8 if backward else 4, block_tokens * block_heads * block // 256)),
+        "num_warps": warps,
+        "maxnreg": min(128 if aligned and rotary == width else 255, 65536 // (32 * warps)),
     }
 
 
-def _split(launch: dict[str, Any], batch: int, tokens: int, n_q: int, n_k: int, device: torch.device) -> tuple[int, int]:
-    """How many programs share the heads of one tile of tokens, and how many items of work that makes. About 4 chunks of
-    heads a program, so that the angles are loaded for some work; fewer where the device would not be full."""
-    tiles = batch * triton.cdiv(tokens, launch["BLOCK_TOKENS"])
-    chunks = sum(triton.cdiv(n, launch["BLOCK_HEADS"]) for n in (n_q, n_k))
-    splits = min(chunks, max(triton.cdiv(chunks, 4), triton.cdiv(4 * programs(device), tiles)))
+def _split(launch: dict[str, Any], x: Tensor, chunks: int) -> tuple[int, int]:
+    """How many programs share the `chunks` of heads of one tile of tokens, and how many items of work that makes. About
+    4 chunks each, so that the angles are loaded for some work; fewer where the device would not be full."""
+    tiles = x.shape[0] * triton.cdiv(x.shape[2], launch["BLOCK_TOKENS"])
+    splits = min(chunks, max(triton.cdiv(chunks, 4), triton.cdiv(4 * programs(x.device), tiles)))
     return splits, tiles * splits
 
 
@@ -56,41 +66,45 @@ def _unit(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    """Over batch, heads and tokens."""
-    return (0, 0, 0) if x is None else x.stride()[:3]
+def _strides(*tensors: Tensor | None) -> list[int]:
+    """Of each over batch, heads and tokens."""
+    return [s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
-def _tables(cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[list[Any], list[int]]:
-    """cos, sin and positions as the kernels take them, and their strides over batch and rows."""
-    found: list[Any] = [table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin)]
+def _tables(cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[list[Any], list[int], list[int]]:
+    """cos, sin and positions as the kernels take them; the tables' strides over batch and rows; those of positions."""
+    found: list[Any] = [_unit(cos), _unit(sin)]
     strides = [s for table in found for s in (table.stride() if table.dim() == 3 else (0, *table.stride()))[:2]]
     if positions is None:
-        return [*found, None], [*strides, 0, 0]
+        return [*found, None], strides, [0, 0]
     if positions.device.type == "cpu" and positions.numel() > 0:  # a GPU would have to wait for the answer
         low, high = (int(x) for x in positions.aminmax())
-        if low < 0 or high >= cos.shape[0]:
-            raise IndexError(f"positions must lie in 0 .. {cos.shape[0] - 1}, the table's rows; got {low} to {high}")
-    return [*found, positions], [*strides, *(positions.stride() if positions.dim() == 2 else (0, positions.stride(0)))]
-
-
-def _plan(
-    q: Tensor | None, k: Tensor | None, q_order: list[int], k_order: list[int], *, backward: bool
-) -> tuple[dict[str, Any], int, int] | None:
-    """The launch for what is there of q and k, with its splits and items; None where there is nothing to do."""
-    if all(x is None or x.numel() == 0 for x in (q, k)):
-        return None
-    some, order = (k, k_order) if q is None else (q, q_order)
-    assert some is not None
-    batch, _, tokens, width = some.shape
-    n_q, n_k = (0 if x is None else x.shape[1] for x in (q, k))
-    launch = config(width, tokens, n_q, n_k, order.index(1) > order.index(2), backward=backward)
-    launch["COMPUTE"] = compute_dtype(some.dtype)
-    return launch, *_split(launch, batch, tokens, n_q, n_k, some.device)
+        if low < 0 or high >= cos.shape[-2]:
+            raise IndexError(f"positions must lie in 0 .. {cos.shape[-2] - 1}, the table's rows; got {low} to {high}")
+    return [*found, positions], strides, list(positions.stride() if positions.dim() == 2 else (0, positions.stride(0)))
 
 
 def _heads(x: Tensor | None) -> int:
     return 0 if x is None else x.shape[1]
+
+
+def _present(q: Tensor | None, k: Tensor | None) -> Tensor | None:
+    """The first of q and k that is there and has elements."""
+    return next((x for x in (q, k) if x is not None and x.numel() > 0), None)
+
+
+def _launch(
+    q: Tensor | None, k: Tensor | None, orders: list[list[int]], cos: Tensor, strides: list[int], *, backward: bool
+) -> Any:
+    """The launch for what is there of q and k."""
+    x = _present(q, k)
+    assert x is not None
+    order = orders[0] if x is q else orders[1]
+    chosen = config(
+        x.shape[3], 2 * cos.shape[-1], x.shape[2], _heads(q), _heads(k), heads_inner=order.index(1) > order.index(2),
+        aligned=all(s % 16 == 0 for s in strides), backward=backward,
+    )  # fmt: skip
+    return chosen | {"COMPUTE": compute_dtype(x.dtype)}
 
 
 def _forward(
@@ -107,19 +121,18 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The results for what is there of q and k, in one launch; nothing for what is not."""
     y = _turned(q, k, q_order, k_order, cos)
-    found = _plan(q, k, q_order, k_order, backward=False)
-    if found is None:
+    x = _present(q, k)
+    if x is None:
         return y
-    launch, splits, items = found
-    tables, table_strides = _tables(cos, sin, positions)
+    tables, table_strides, position_strides = _tables(cos, sin, positions)
     q, k = _unit(q), _unit(k)
-    yq, yk = y[0] if q is not None else None, y[1] if k is not None else None
-    some = q if q is not None else k
-    assert some is not None
+    yq, yk = None if q is None else y[0], None if k is None else y[1]
+    strides = [*_strides(q, k, yq, yk), *table_strides]
+    launch = _launch(q, k, [q_order, k_order], cos, strides, backward=False)
+    splits, items = _split(launch, x, sum(triton.cdiv(_heads(x), launch["BLOCK_HEADS"]) for x in (q, k)))
     rope_kernel[(items,)](
-        q, k, *weights, yq, yk, *rstds, *tables, some.shape[2], _heads(q), _heads(k), cos.shape[-2], splits,
-        *_strides(q), *_strides(k), *_strides(yq), *_strides(yk), *table_strides,
-        D=some.shape[3], HALF=cos.shape[-1], **launch, **options,
+        q, k, *weights, yq, yk, *rstds, *tables, x.shape[2], _heads(q), _heads(k), cos.shape[-2], splits,
+        *strides, *position_strides, D=x.shape[3], HALF=cos.shape[-1], **launch, **options,
     )  # fmt: skip
     return y
 
@@ -144,8 +157,8 @@ def _rope(
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     return _forward(
-        q, k, q_order, k_order, (None, None), (None, None), cos, sin, positions, eps=0.0, offset=0.0,
-        INTERLEAVED=interleaved, INVERSE=inverse, NORM=False, ROUND_FIRST=False,
+        q, k, q_order, k_order, (None, None), (None, None), cos, sin, positions, direction=-1.0 if inverse else 1.0,
+        eps=0.0, offset=0.0, INTERLEAVED=interleaved, NORM=False, ROUND_FIRST=False,
     )  # fmt: skip
 
 
@@ -174,8 +187,8 @@ def _qk_norm_rope_fwd(
     q_rstd, k_rstd = _empty_rstd(q, save_q), _empty_rstd(k, save_k)
     yq, yk = _forward(
         q, k, q_order, k_order, (_unit(q_weight), _unit(k_weight)),
-        (q_rstd if save_q else None, k_rstd if save_k else None), cos, sin, positions, eps=eps, offset=weight_offset,
-        INTERLEAVED=interleaved, INVERSE=False, NORM=True, ROUND_FIRST=round_before_weight,
+        (q_rstd if save_q else None, k_rstd if save_k else None), cos, sin, positions, direction=1.0, eps=eps,
+        offset=weight_offset, INTERLEAVED=interleaved, NORM=True, ROUND_FIRST=round_before_weight,
     )  # fmt: skip
     return yq, yk, q_rstd, k_rstd
 
@@ -193,7 +206,9 @@ def _empty_bwd(
     need_dq, need_dk, need_dqw, need_dkw = needs
     dq, dk = _turned(q if need_dq else None, k if need_dk else None, q_order, k_order, cos)
     dqw, dkw = (
-        cos.new_empty(0) if weight is None or not needed else torch.empty_like(weight, memory_format=torch.contiguous_format)
+        cos.new_empty(0)
+        if weight is None or not needed
+        else torch.empty_like(weight, memory_format=torch.contiguous_format)
         for weight, needed in ((q_weight, need_dqw), (k_weight, need_dkw))
     )
     return dq, dk, dqw, dkw
@@ -220,28 +235,29 @@ def _qk_norm_rope_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`needs`: which of the four results are wanted. q, its rstd and gradient are None where none of q's is."""
     results = _empty_bwd(q, k, q_order, k_order, q_weight, k_weight, cos, needs)
-    found = _plan(q, k, q_order, k_order, backward=True)
-    if found is None:
+    x = _present(q, k)
+    if x is None:
         for result in results:
             result.zero_()
         return results
-    launch, splits, items = found
-    tables, table_strides = _tables(cos, sin, positions)
+    tables, table_strides, position_strides = _tables(cos, sin, positions)
     dyq, dyk, q, k = _unit(dyq), _unit(dyk), _unit(q), _unit(k)
     dq, dk = (result if needed else None for result, needed in zip(results[:2], needs[:2], strict=True))
-    some = q if q is not None else k
-    assert some is not None
-    width = some.shape[3]
-    grid = min(items, programs(some.device))
-    accumulate = torch.float64 if some.dtype == torch.float64 else torch.float32
+    strides = [*_strides(dyq, dyk, q, k, dq, dk), *table_strides]
+    launch = _launch(q, k, [q_order, k_order], cos, strides, backward=True)
+    (q_splits, q_items), (k_splits, k_items) = (
+        _split(launch, x, triton.cdiv(_heads(t), launch["BLOCK_HEADS"])) for t in (q, k)
+    )
+    width, grid = x.shape[3], min(max(q_items, k_items), programs(x.device))
+    accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
     partials = [
-        torch.empty((grid, width), dtype=accumulate, device=some.device) if needed else None for needed in needs[2:]
+        torch.empty((grid, width), dtype=accumulate, device=x.device) if needed else None for needed in needs[2:]
     ]
     qk_norm_rope_bwd_kernel[(grid,)](
         dyq, dyk, q, k, _unit(q_weight), _unit(k_weight), q_rstd, k_rstd, *tables, dq, dk, *partials,
-        items, some.shape[2], _heads(q), _heads(k), cos.shape[-2], splits,
-        *_strides(dyq), *_strides(dyk), *_strides(q), *_strides(k), *_strides(dq), *_strides(dk), *table_strides,
-        weight_offset, D=width, HALF=cos.shape[-1], INTERLEAVED=interleaved, ROUND_FIRST=round_before_weight, **launch,
+        x.shape[2], _heads(q), _heads(k), cos.shape[-2], q_items, k_items, q_splits, k_splits,
+        *strides, *position_strides, weight_offset,
+        D=width, HALF=cos.shape[-1], INTERLEAVED=interleaved, ROUND_FIRST=round_before_weight, **launch,
     )  # fmt: skip
     for partial, dw in zip(partials, results[2:], strict=True):
         if partial is not None:

@@ -90,16 +90,12 @@ def _rotate(b_a, b_b, b_cos, b_sin, D: tl.constexpr, HALF: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _tile(item, n_tokens, n_q, splits, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
-    """What work item number `item` is: a batch, tokens [N] and heads [N] within a chunk, and the first chunks of heads
-    of q and of k, each followed by every `splits`-th one. Chunks are dealt out as if k's came after q's."""
-    tile = item // splits
+def _tile(tile, n_tokens, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """The batch of tile number `tile`, the tokens [N] of its rows, and their heads [N] within a chunk."""
     tiles = tl.cdiv(n_tokens, BLOCK_TOKENS)
     row = tl.arange(0, BLOCK_TOKENS * BLOCK_HEADS)
     tokens = (tile % tiles) * BLOCK_TOKENS + row // BLOCK_HEADS
-    first_q = item % splits
-    first_k = (first_q + splits - tl.cdiv(n_q, BLOCK_HEADS) % splits) % splits
-    return (tile // tiles).to(tl.int64), tokens.to(tl.int64), (row % BLOCK_HEADS).to(tl.int64), first_q, first_k
+    return (tile // tiles).to(tl.int64), tokens.to(tl.int64), (row % BLOCK_HEADS).to(tl.int64)
 
 
 @triton.jit
@@ -150,23 +146,29 @@ def _turn_heads(
         _store_pairs(y_ptr, o_y, mask, b_a, b_b, D, HALF, INTERLEAVED, BLOCK)
 
 
-@triton.jit
+# Numbers that no access is aligned by: a launch with other ones needs no other code.
+_COUNTS = ["n_tokens", "n_q", "n_k", "n_positions", "ps0", "ps1"]
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, "splits"])
 def rope_kernel(
     q_ptr, k_ptr, qw_ptr, kw_ptr, yq_ptr, yk_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr,
     n_tokens, n_q, n_k, n_positions, splits, qs0, qs1, qs2, ks0, ks1, ks2, yqs0, yqs1, yqs2, yks0, yks1, yks2,
-    cs0, cs1, ss0, ss1, ps0, ps1, eps, offset,
-    NORM: tl.constexpr, ROUND_FIRST: tl.constexpr, INVERSE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    cs0, cs1, ss0, ss1, ps0, ps1, direction, eps, offset,
+    NORM: tl.constexpr, ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q and k, normalised first if NORM, turned by their angles or, if INVERSE, back. Without q_ptr there is no q."""
-    batch, tokens, heads, first_q, first_k = _tile(
-        tl.program_id(0), n_tokens, n_q, splits, BLOCK_TOKENS, BLOCK_HEADS
-    )  # fmt: skip
+    """q and k, normalised first if NORM, turned by their angles (direction 1.0) or back (-1.0). Without q_ptr there is
+    no q."""
+    program = tl.program_id(0)
+    batch, tokens, heads = _tile(program // splits, n_tokens, BLOCK_TOKENS, BLOCK_HEADS)
     b_cos, b_sin = _angles(cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions, cs0, cs1, ss0, ss1,
                            ps0, ps1, HALF, BLOCK, COMPUTE)  # fmt: skip
-    if INVERSE:
-        b_sin = -b_sin
+    b_sin *= direction
+    # The programs of a tile take turns over the chunks of q and go on with those of k.
+    first_q = program % splits
+    first_k = (first_q + splits - tl.cdiv(n_q, BLOCK_HEADS) % splits) % splits
     if q_ptr is not None:
         _turn_heads(q_ptr, qw_ptr, yq_ptr, q_rstd_ptr, b_cos, b_sin, batch, tokens, heads, first_q, splits, n_tokens,
                     n_q, qs0, qs1, qs2, yqs0, yqs1, yqs2, eps, offset,
@@ -178,82 +180,70 @@ def rope_kernel(
 
 
 @triton.jit
-def _gradient_of_heads(
-    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, b_dwa, b_dwb, b_cos, b_sin, batch, tokens, heads, first, step,
-    n_tokens, n_heads, gs0, gs1, gs2, xs0, xs1, xs2, ds0, ds1, ds2, offset,
-    NEED_DW: tl.constexpr, ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """dx of x's chunks `first`, `first + step`, ...; returns b_dwa and b_dwb [N, BLOCK] with their terms added."""
-    if w_ptr is not None:
-        b_wa, b_wb = _load_weight(w_ptr, offset, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
-    for chunk in range(first, tl.cdiv(n_heads, BLOCK_HEADS), step):
-        head = chunk * BLOCK_HEADS + heads
-        mask = (head < n_heads) & (tokens < n_tokens)
-        o_dy = batch * gs0 + head * gs1 + tokens * gs2
-        o_x = batch * xs0 + head * xs1 + tokens * xs2
-        b_va, b_vb = _load_pairs(dy_ptr, o_dy, mask, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
-        b_a, b_b = _load_pairs(x_ptr, o_x, mask, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
-        o_rstd = (batch * n_heads + head) * n_tokens + tokens
-        rstd = tl.load(rstd_ptr + o_rstd, mask=mask, other=0.0)[:, None]
-        b_va, b_vb = _rotate(b_va, b_vb, b_cos, -b_sin, D, HALF, BLOCK)
-        if NEED_DW:
-            b_dwa += b_va * normalized(b_a, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
-            b_dwb += b_vb * normalized(b_b, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
-        if dx_ptr is not None:
-            if w_ptr is not None:
-                b_va *= b_wa
-                b_vb *= b_wb
-            b_a *= rstd
-            b_b *= rstd
-            mean = tl.sum(b_va * b_a + b_vb * b_b, 1)[:, None] / D
-            o_dx = batch * ds0 + head * ds1 + tokens * ds2
-            _store_pairs(dx_ptr, o_dx, mask, rstd * (b_va - b_a * mean), rstd * (b_vb - b_b * mean),
-                         D, HALF, INTERLEAVED, BLOCK)  # fmt: skip
-    return b_dwa, b_dwb
-
-
-@triton.jit
-def _store_partial(dw_ptr, b_dwa, b_dwb, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
-    """The sum over rows, into this program's row of dw_ptr [programs, D]."""
-    row = tl.arange(0, 1)
-    _store_pairs(dw_ptr + tl.program_id(0).to(tl.int64) * D, row, row == 0, tl.sum(b_dwa, 0)[None, :],
-                 tl.sum(b_dwb, 0)[None, :], D, HALF, INTERLEAVED, BLOCK)  # fmt: skip
-
-
-@triton.jit
-def qk_norm_rope_bwd_kernel(
-    dyq_ptr, dyk_ptr, q_ptr, k_ptr, qw_ptr, kw_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr,
-    dq_ptr, dk_ptr, dqw_ptr, dkw_ptr,
-    n_items, n_tokens, n_q, n_k, n_positions, splits, gqs0, gqs1, gqs2, gks0, gks1, gks2, qs0, qs1, qs2, ks0, ks1, ks2,
-    dqs0, dqs1, dqs2, dks0, dks1, dks2, cs0, cs1, ss0, ss1, ps0, ps1, offset,
+def _gradient(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dx_ptr, dw_ptr,
+    n_tokens, n_heads, n_positions, n_items, splits, gs0, gs1, gs2, xs0, xs1, xs2, ds0, ds1, ds2,
+    cs0, cs1, ss0, ss1, ps0, ps1, offset,
     ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes items p, p + programs, ...; dqw_ptr and dkw_ptr are [programs, D]. What has no pointer is not
-    computed: a dx, a dw, or with q_ptr (k_ptr) all of q (k)."""
-    NEED_DQW: tl.constexpr = dqw_ptr is not None
-    NEED_DKW: tl.constexpr = dkw_ptr is not None
-    b_dqa = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
-    b_dqb = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
-    b_dka = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
-    b_dkb = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
-    for item in range(tl.program_id(0), n_items, tl.num_programs(0)):
-        batch, tokens, heads, first_q, first_k = _tile(item, n_tokens, n_q, splits, BLOCK_TOKENS, BLOCK_HEADS)
+    """dx where it has a pointer, and this program's row of dw_ptr [programs, D], from its share of x's items."""
+    b_dwa = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
+    b_dwb = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
+    if w_ptr is not None:
+        b_wa, b_wb = _load_weight(w_ptr, offset, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
+    program = tl.program_id(0)
+    for item in range(program, n_items, tl.num_programs(0)):
+        batch, tokens, heads = _tile(item // splits, n_tokens, BLOCK_TOKENS, BLOCK_HEADS)
         b_cos, b_sin = _angles(cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions, cs0, cs1, ss0, ss1,
                                ps0, ps1, HALF, BLOCK, COMPUTE)  # fmt: skip
-        if q_ptr is not None:
-            b_dqa, b_dqb = _gradient_of_heads(
-                dyq_ptr, q_ptr, qw_ptr, q_rstd_ptr, dq_ptr, b_dqa, b_dqb, b_cos, b_sin, batch, tokens, heads,
-                first_q, splits, n_tokens, n_q, gqs0, gqs1, gqs2, qs0, qs1, qs2, dqs0, dqs1, dqs2, offset,
-                NEED_DQW, ROUND_FIRST, D, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK, COMPUTE)  # fmt: skip
-        if k_ptr is not None:
-            b_dka, b_dkb = _gradient_of_heads(
-                dyk_ptr, k_ptr, kw_ptr, k_rstd_ptr, dk_ptr, b_dka, b_dkb, b_cos, b_sin, batch, tokens, heads,
-                first_k, splits, n_tokens, n_k, gks0, gks1, gks2, ks0, ks1, ks2, dks0, dks1, dks2, offset,
-                NEED_DKW, ROUND_FIRST, D, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK, COMPUTE)  # fmt: skip
-    if NEED_DQW:
-        _store_partial(dqw_ptr, b_dqa, b_dqb, D, HALF, INTERLEAVED, BLOCK)
-    if NEED_DKW:
-        _store_partial(dkw_ptr, b_dka, b_dkb, D, HALF, INTERLEAVED, BLOCK)
+        for chunk in range(item % splits, tl.cdiv(n_heads, BLOCK_HEADS), splits):
+            head = chunk * BLOCK_HEADS + heads
+            mask = (head < n_heads) & (tokens < n_tokens)
+            o_dy = batch * gs0 + head * gs1 + tokens * gs2
+            o_x = batch * xs0 + head * xs1 + tokens * xs2
+            b_va, b_vb = _load_pairs(dy_ptr, o_dy, mask, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
+            b_a, b_b = _load_pairs(x_ptr, o_x, mask, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
+            o_rstd = (batch * n_heads + head) * n_tokens + tokens
+            rstd = tl.load(rstd_ptr + o_rstd, mask=mask, other=0.0)[:, None]
+            b_va, b_vb = _rotate(b_va, b_vb, b_cos, -b_sin, D, HALF, BLOCK)
+            if dw_ptr is not None:
+                b_dwa += b_va * normalized(b_a, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
+                b_dwb += b_vb * normalized(b_b, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
+            if dx_ptr is not None:
+                if w_ptr is not None:
+                    b_va *= b_wa
+                    b_vb *= b_wb
+                b_a *= rstd
+                b_b *= rstd
+                mean = tl.sum(b_va * b_a + b_vb * b_b, 1)[:, None] / D
+                o_dx = batch * ds0 + head * ds1 + tokens * ds2
+                _store_pairs(dx_ptr, o_dx, mask, rstd * (b_va - b_a * mean), rstd * (b_vb - b_b * mean),
+                             D, HALF, INTERLEAVED, BLOCK)  # fmt: skip
+    if dw_ptr is not None:
+        row = tl.arange(0, 1)
+        _store_pairs(dw_ptr + program.to(tl.int64) * D, row, row == 0, tl.sum(b_dwa, 0)[None, :],
+                     tl.sum(b_dwb, 0)[None, :], D, HALF, INTERLEAVED, BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, "q_items", "k_items", "q_splits", "k_splits"])
+def qk_norm_rope_bwd_kernel(
+    dyq_ptr, dyk_ptr, q_ptr, k_ptr, qw_ptr, kw_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr,
+    dq_ptr, dk_ptr, dqw_ptr, dkw_ptr, n_tokens, n_q, n_k, n_positions, q_items, k_items, q_splits, k_splits,
+    gqs0, gqs1, gqs2, gks0, gks1, gks2, qs0, qs1, qs2, ks0, ks1, ks2, dqs0, dqs1, dqs2, dks0, dks1, dks2,
+    cs0, cs1, ss0, ss1, ps0, ps1, offset,
+    ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program p takes items p, p + programs, ... of q, then of k: one after the other, since the sums of both weights'
+    gradients would cost the registers of a second program beside it. What has no pointer is not computed."""
+    if q_ptr is not None:
+        _gradient(dyq_ptr, q_ptr, qw_ptr, q_rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dq_ptr, dqw_ptr,
+                  n_tokens, n_q, n_positions, q_items, q_splits, gqs0, gqs1, gqs2, qs0, qs1, qs2, dqs0, dqs1, dqs2,
+                  cs0, cs1, ss0, ss1, ps0, ps1, offset,
+                  ROUND_FIRST, D, HALF, INTERLEAVED, COMPUTE, BLOCK_TOKENS, BLOCK_HEADS, BLOCK)  # fmt: skip
+    if k_ptr is not None:
+        _gradient(dyk_ptr, k_ptr, kw_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dk_ptr, dkw_ptr,
+                  n_tokens, n_k, n_positions, k_items, k_splits, gks0, gks1, gks2, ks0, ks1, ks2, dks0, dks1, dks2,
+                  cs0, cs1, ss0, ss1, ps0, ps1, offset,
+                  ROUND_FIRST, D, HALF, INTERLEAVED, COMPUTE, BLOCK_TOKENS, BLOCK_HEADS, BLOCK)  # fmt: skip
