@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foundry_kernels import _triton
 from foundry_kernels.registry import OPS, OpSpec, short_dtype
-from foundry_kernels.testing import Case
+from foundry_kernels.testing import Arg, Case
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,16 @@ def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
         if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked
             args[name] = None if arg is None else arg.make(torch.Generator(), dtype, "cpu")
         else:
-            args[name] = torch.empty(arg.shape, dtype=dtype, requires_grad=arg.grad)
+            args[name] = _empty(arg, dtype).requires_grad_(arg.grad)
     return args
+
+
+def _empty(arg: Arg, dtype: torch.dtype) -> Tensor:
+    if arg.layout == "swapped":
+        b, h, t, *rest = arg.shape
+        return torch.empty((b, t, h, *rest), dtype=dtype).transpose(1, 2)
+    assert arg.layout == "contiguous", f"a benchmark of layout {arg.layout!r}"
+    return torch.empty(arg.shape, dtype=dtype)
 
 
 def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:

@@ -141,7 +141,7 @@ def programs(device: torch.device) -> int:
 
 
 def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
-    """out [N] = the sum over p of partial [p, N], rounded: what the programs of a persistent grid kept for themselves."""
+    """out [N] = the sum over p of partial [p, N], rounded: what the programs of a grid kept for themselves."""
     parts, width = partial.shape
     sum_partials_kernel[(triton.cdiv(width, 64),)](
         partial, out, parts, width, COMPUTE=compute_dtype(partial.dtype), BLOCK_ROWS=32, BLOCK_COLS=64

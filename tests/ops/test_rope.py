@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import foundry_kernels as fk
 from foundry_kernels._layout import inverse, storage_order
@@ -247,6 +249,108 @@ def test_yarn_multiplies_cos_and_sin(parameters: dict[str, float], expected: flo
     cos, sin = rope_table(8, 3, scaling=RopeScaling("yarn", 4.0, 1000, **parameters))
     torch.testing.assert_close(torch.hypot(cos, sin), torch.full((3, 4), expected), rtol=1e-6, atol=0)
     assert cos[0, 0].item() == pytest.approx(expected, rel=1e-6)
+
+
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+#: Name, base, head dimension, share of it that turns, length of the table (below 100 rows: the trained length matters
+#: only to dynamic scaling), and Hugging Face's parameters.
+PUBLISHED: list[tuple[str, float, int, float, int, dict[str, Any]]] = [
+    ("linear", 10000.0, 128, 1.0, 2, {"rope_type": "linear", "factor": 4.0}),
+    ("linear-partial", 10000.0, 80, 0.4, 2, {"rope_type": "linear", "factor": 2.5}),
+    ("llama-3.1-8b", 500000.0, 128, 1.0, 2, LLAMA_3_1),
+    ("llama-3.2-1b", 500000.0, 64, 1.0, 2, LLAMA_3_1 | {"factor": 32.0}),
+    ("llama3-partial", 10000.0, 96, 0.5, 2, LLAMA_3_1 | {"low_freq_factor": 2.0, "high_freq_factor": 32.0}),
+    *(
+        (f"dynamic-{length}", 10000.0, 128, share, length, {"rope_type": "dynamic", "factor": factor})
+        for length, share, factor in (
+            (2, 1.0, 2.0),
+            (100, 1.0, 2.0),
+            (101, 1.0, 2.0),
+            (300, 0.25, 4.0),
+            (1000, 1.0, 8.0),
+        )
+    ),
+    ("qwen3-yarn", 1e6, 128, 1.0, 2, {"factor": 4.0, "original_max_position_embeddings": 32768}),
+    (
+        "gpt-oss",
+        150000.0,
+        64,
+        1.0,
+        2,
+        {
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+    (
+        "deepseek-v3",
+        10000.0,
+        64,
+        1.0,
+        2,
+        {
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    (
+        "deepseek-v2-lite-mscales",
+        10000.0,
+        64,
+        1.0,
+        2,
+        {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096},
+    ),
+    (
+        "yarn-partial-given-factor",
+        10000.0,
+        128,
+        0.5,
+        2,
+        {"factor": 16.0, "attention_factor": 1.25, "beta_fast": 20.0, "original_max_position_embeddings": 2048},
+    ),
+    ("yarn-short", 10000.0, 64, 1.0, 2, {"factor": 2.0, "original_max_position_embeddings": 4}),
+    ("yarn-factor-1", 10000.0, 64, 1.0, 2, {"factor": 1.0, "original_max_position_embeddings": 4096}),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "width", "share", "length", "parameters"), [p[1:] for p in PUBLISHED], ids=[p[0] for p in PUBLISHED]
+)
+def test_scalings_are_those_of_transformers(
+    base: float, width: int, share: float, length: int, parameters: dict[str, Any]
+) -> None:
+    """The frequencies and the attention factor of transformers' own functions."""
+    parameters = {"rope_type": "yarn"} | parameters
+    trained = 100 if parameters["rope_type"] == "dynamic" else parameters.get("original_max_position_embeddings", 4096)
+    config = transformers.LlamaConfig(
+        hidden_size=4 * width,
+        num_attention_heads=4,
+        head_dim=width,
+        max_position_embeddings=trained,
+        rope_parameters={**parameters, "rope_theta": base, "partial_rotary_factor": share},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length)
+    if parameters["rope_type"] == "dynamic":
+        parameters = {**parameters, "original_max_position_embeddings": trained}
+    rotary = int(width * share)
+    assert expected.shape == (rotary // 2,)
+    cos, sin = rope_table(rotary, max(length, 2), base=base, scaling=RopeScaling(**parameters))
+    torch.testing.assert_close(torch.atan2(sin[1], cos[1]), expected, rtol=2e-5, atol=1e-9)  # theirs are float32
+    torch.testing.assert_close(torch.hypot(cos, sin), torch.full_like(cos, factor), rtol=1e-6, atol=0)
 
 
 def test_table_follows_the_device() -> None:
