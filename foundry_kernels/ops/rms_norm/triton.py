@@ -301,7 +301,7 @@ def _bwd(
         RANK=rank, HAS_DH=dh is not None, HAS_WEIGHT=weight is not None, ROUND_FIRST=round_before_weight,
         NEED_DX=need_dx, NEED_DW=need_dw, COMPUTE=compute_dtype(x.dtype), **launch,
     )  # fmt: skip
-    if need_dw:
+    if partial is not None:
         sum_partials(partial, dw)
     return dx, dw
 

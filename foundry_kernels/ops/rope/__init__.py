@@ -64,8 +64,9 @@ def rope(
         interleaved: False turns the pairs ``(i, i + R/2)`` ("rotate half": GPT-NeoX, Llama in Hugging Face's layout);
             True the pairs ``(2i, 2i + 1)`` (the complex form: GPT-J, Meta's Llama).
         positions: ``[T]`` or ``[B, T]`` int32 or int64 on q's device, the row of a ``[P, R/2]`` table for each token;
-            every entry must lie in 0 .. P - 1, which is not checked on a GPU. None takes rows 0 .. T - 1, so that
-            P >= T. A leading dimension of 1 serves every sequence.
+            every entry must lie in 0 .. P - 1. That is checked on the CPU; on a GPU, where it would mean to wait, a
+            kernel reads nothing outside of the table and gives NaN for the dimensions that turn. None takes rows
+            0 .. T - 1, so that P >= T. A leading dimension of 1 serves every sequence.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -79,7 +80,7 @@ def rope(
         IndexError: on the CPU, a position outside of the table.
         BackendUnavailable: the named backend cannot serve this device or dtype.
 
-    Autocast does not change the computation, which is in float32 in any case.
+    Autocast does not change the computation, which is in float32 in any case. Kernels have no second derivative.
     """
     cos, sin, positions = _check(q, k, cos, sin, positions)
     return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
