@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foundry_kernels import _triton
 from foundry_kernels.registry import OPS, OpSpec, short_dtype
-from foundry_kernels.testing import Case
+from foundry_kernels.testing import Arg, Case
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,16 @@ def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
         if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked
             args[name] = None if arg is None else arg.make(torch.Generator(), dtype, "cpu")
         else:
-            args[name] = torch.empty(arg.shape, dtype=dtype, requires_grad=arg.grad)
+            args[name] = _empty(arg, dtype).requires_grad_(arg.grad)
     return args
+
+
+def _empty(arg: Arg, dtype: torch.dtype) -> Tensor:
+    if arg.layout == "swapped":
+        b, h, t, *rest = arg.shape
+        return torch.empty((b, t, h, *rest), dtype=dtype).transpose(1, 2)
+    assert arg.layout == "contiguous", f"a benchmark of layout {arg.layout!r}"
+    return torch.empty(arg.shape, dtype=dtype)
 
 
 def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
@@ -170,7 +178,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
     signature, constants, divisible = [], [], []
     for parameter in kernel.params:
         name, value = parameter.name, given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
             signature.append((name, "constexpr"))
             constants.append((name, value))
         elif isinstance(value, Tensor):
@@ -178,7 +187,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
             divisible.append(name)  # PyTorch's allocator aligns to far more
         elif isinstance(value, int):
             signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
-            if value % 16 == 0:
+            if value % 16 == 0 and specialized:
                 divisible.append(name)
         else:
             signature.append((name, "fp32"))
