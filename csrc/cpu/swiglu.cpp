@@ -20,9 +20,9 @@ struct Gate;
 
 template <>
 struct Gate<Activation::silu> {
-  static FK_INLINE Vec value(Vec g) { return g / (1.0f + exp(-g)); }
+  static FK_INLINE Vec value(Vec g) { return g / logistic_denominator(g); }
   static FK_INLINE Activated both(Vec g) {
-    const Vec s = sigmoid(g);
+    const Vec s = 1.0f / logistic_denominator(g);
     return {g * s, s * (1.0f + g * (1.0f - s))};
   }
 };
@@ -41,10 +41,11 @@ struct Gate<Activation::gelu> {
 template <>
 struct Gate<Activation::gelu_tanh> {
   static constexpr float kScale = 1.59576912f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-  static FK_INLINE Vec value(Vec g) { return g / (1.0f + exp(g * (g * g * kCubic + 1.0f) * -kScale)); }
+  static FK_INLINE Vec twice_u(Vec g) { return g * ((g * g) * (kScale * kCubic) + kScale); }
+  static FK_INLINE Vec value(Vec g) { return g / logistic_denominator(twice_u(g)); }
   static FK_INLINE Activated both(Vec g) {
-    const Vec squared = g * g, s = sigmoid(g * (squared * kCubic + 1.0f) * kScale);
-    const Vec inner = (squared * (3.0f * kCubic) + 1.0f) * kScale;
+    const Vec s = 1.0f / logistic_denominator(twice_u(g));
+    const Vec inner = (g * g) * (3.0f * kScale * kCubic) + kScale;
     return {g * s, s + g * (s * (1.0f - s)) * inner};
   }
 };

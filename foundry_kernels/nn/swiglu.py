@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,8 +25,8 @@ class SwiGLU(torch.nn.Module):
         recompute: what a backward pass computes again instead of keeping it from the forward pass. In elements a token,
             with all weights trained, "none" keeps x, w1 x, w3 x and their gated product: ``D + 3N``. "product" keeps
             ``D + 2N`` and forms the product again, which costs one pass over memory. "projections" keeps ``D``, and
-            costs the products with w1 and w3 again. The results are the same bits. The layers are called as modules:
-            forward pre-hooks of what is computed again run again.
+            costs the products with w1 and w3 again. The results are the same bits. Layers that were replaced or carry
+            hooks are called as they are, and what they keep is kept.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -58,29 +59,36 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
-        if not torch.is_grad_enabled() or self.recompute == "none":
-            return self._whole(x)
-        if self.recompute == "projections":
-            return self._recomputed(self._whole, x)
-        gate, up = self.w1(x), self.w3(x)
-        if not any(p.requires_grad for p in self.w2.parameters()):  # then nothing would keep the product
-            return self._down(gate, up)
-        return self._recomputed(self._down, gate, up)
+        w1, w2, w3 = self.w1, self.w2, self.w3
+        again = self.recompute if torch.is_grad_enabled() else "none"
+        if again == "projections" and all(map(_is_plain, (w1, w2, w3))):
+            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
+        gate, up = w1(x), w3(x)
+        # A frozen w2 would not keep the product in any case.
+        if again == "product" and _is_plain(w2) and w2.weight.requires_grad:
+            return _recomputed(self._down, gate, up, w2.weight)
+        return w2(swiglu(gate, up, backend=self.backends["swiglu"]))  # type: ignore[no-any-return]
 
-    def _whole(self, x: Tensor) -> Tensor:
-        return self._down(self.w1(x), self.w3(x))
+    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        return self._down(F.linear(x, w1), F.linear(x, w3), w2)
 
-    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.w2(swiglu(gate, up, backend=self.backends["swiglu"]))
-
-    def _recomputed(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """function(*inputs), of which only the inputs are kept. The backward pass runs it again up to its last matrix
-        product, whose result nothing needs."""
-        # A layer that has been replaced (by one with dropout, say) may draw random numbers; a Linear does not.
-        random = any(type(layer) is not torch.nn.Linear for layer in (self.w1, self.w2, self.w3))
-        return checkpoint(  # type: ignore[no-any-return]
-            function, *inputs, use_reentrant=False, preserve_rng_state=random, determinism_check="none"
-        )
+    def _down(self, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
+        return F.linear(swiglu(gate, up, backend=self.backends["swiglu"]), w2)
 
     def extra_repr(self) -> str:
         return f"recompute={self.recompute!r}, backend={describe(self.backends)}"
+
+
+def _is_plain(layer: torch.nn.Module) -> bool:
+    """Whether calling `layer` is `F.linear` with its weight and nothing more."""
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+    return type(layer) is torch.nn.Linear and layer.bias is None and not hooks
+
+
+def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), of which only the inputs are kept. The backward pass runs it again up to its last matrix
+    product, whose result nothing needs. The weights are inputs too: the layers may hold others by then, as they do
+    after `torch.func.functional_call`."""
+    return checkpoint(  # type: ignore[no-any-return]
+        function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+    )
