@@ -18,9 +18,13 @@ keys: Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from foundry_kernels import _native
 from foundry_kernels._checks import (
     check_device,
     check_dtype,
@@ -195,5 +199,10 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
         raise ValueError("cos and sin take no gradient; got one that requires it (pass cos.detach(), sin.detach())")
 
 
-ROPE = register(OpSpec("rope", rope, (Impl("reference", reference.rope),), __name__))
-QK_NORM_ROPE = register(OpSpec("qk_norm_rope", qk_norm_rope, (Impl("reference", reference.qk_norm_rope),), __name__))
+def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
+    name = public.__name__
+    return OpSpec(name, public, (Impl("reference", plain), _native.impl(__name__, name)), __name__)
+
+
+ROPE = register(_spec(rope, reference.rope))
+QK_NORM_ROPE = register(_spec(qk_norm_rope, reference.qk_norm_rope))
