@@ -35,4 +35,21 @@ struct RopeTables {
   FK_HOST_DEVICE int64_t sin_offset(int64_t b, int64_t row) const { return b * sin_batch_stride + row * sin_stride; }
 };
 
+// q or k; without heads nothing is read or written.
+struct RopeHeads {
+  const void* x;
+  void* y;
+  int64_t n_heads;
+  HeadStrides x_strides, y_strides;
+};
+
+struct Rope {
+  RopeHeads heads[2];
+  RopeTables tables;
+  int64_t n_tokens, all_tokens;  // T, B * T
+  int64_t width;                 // D
+  bool interleaved, inverse;
+  Dtype type;
+};
+
 }  // namespace foundry

@@ -42,13 +42,18 @@ void with_type(Dtype type, F&& f) {
 class TableBlock {
  public:
   TableBlock(const RopeTables& tables, bool interleaved, bool inverse)
-      : tables_(tables), interleaved_(interleaved), sign_(inverse ? -1.0f : 1.0f),
-        row_(interleaved ? 2 * tables.half : tables.half),
-        capacity_(std::max<int64_t>(1, std::min<int64_t>(16, 2048 / row_))), values_(2 * row_ * capacity_),
-        pairs_(interleaved ? tables.half : 0) {}
+      : tables_(tables),
+        interleaved_(interleaved),
+        sign_(inverse ? -1.0f : 1.0f),
+        row_(round_up((interleaved ? 2 : 1) * tables.half)),
+        capacity_(std::max<int64_t>(1, std::min<int64_t>(16, 2048 / row_))),
+        memory_(row_ * (2 * capacity_ + 1) + kLanes) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(memory_.data());
+    values_ = memory_.data() + (round_up(start / sizeof(float)) - start / sizeof(float));
+  }
 
   int64_t capacity() const { return capacity_; }
-  const float* cos(int64_t i) const { return values_.data() + 2 * row_ * i; }
+  const float* cos(int64_t i) const { return values_ + 2 * row_ * i; }
   const float* sin(int64_t i) const { return cos(i) + row_; }
 
   void read(int64_t b, int64_t begin, int64_t end) {
@@ -56,7 +61,7 @@ class TableBlock {
       using T = std::remove_pointer_t<decltype(type)>;
       for (int64_t t = begin; t < end; ++t) {
         const int64_t row = tables_.row(b, t);
-        float* cos = values_.data() + 2 * row_ * (t - begin);
+        float* cos = values_ + 2 * row_ * (t - begin);
         widen(static_cast<const T*>(tables_.cos) + tables_.cos_offset(b, row), cos, 1.0f, 1.0f);
         widen(static_cast<const T*>(tables_.sin) + tables_.sin_offset(b, row), cos + row_, -sign_, sign_);
       }
@@ -64,11 +69,14 @@ class TableBlock {
   }
 
  private:
+  // Rows start at multiples of a register, so that no read crosses two lines of the cache.
+  static int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
   // A value times `odd`; both members of an interleaved pair take it, the first of them times `even`.
   template <class T>
   void widen(const T* in, float* out, float even, float odd) {
     const int64_t half = tables_.half;
-    float* values = interleaved_ ? pairs_.data() : out;
+    float* values = interleaved_ ? values_ + 2 * row_ * capacity_ : out;
     for_each_vec(half, [&](int64_t i, auto at, int) FK_INLINE { at.store(values + i, at.load(in + i)); });
     if (interleaved_) {
       for (int64_t i = 0; i < half; ++i) {
@@ -84,7 +92,8 @@ class TableBlock {
   const bool interleaved_;
   const float sign_;
   const int64_t row_, capacity_;
-  std::vector<float> values_, pairs_;
+  std::vector<float> memory_;
+  float* values_;
 };
 
 // Turns one head of one token: `read(i, access)` gives input elements, `write(i, access, k, v)` takes results.

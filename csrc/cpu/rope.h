@@ -7,23 +7,6 @@
 
 namespace foundry {
 
-// q or k; without heads nothing is read or written.
-struct RopeHeads {
-  const void* x;
-  void* y;
-  int64_t n_heads;
-  HeadStrides x_strides, y_strides;
-};
-
-struct Rope {
-  RopeHeads heads[2];
-  RopeTables tables;             // every position has a row
-  int64_t n_tokens, all_tokens;  // T, B * T
-  int64_t width;                 // D
-  bool interleaved, inverse;
-  Dtype type;
-};
-
 struct QkNormRopeHeads : RopeHeads {
   const float* weight;  // [D], the offset added, or null
   float* rstd;          // [B, H, T] or null
