@@ -11,6 +11,9 @@
 #include "../common/rows.h"
 
 #if defined(__SSE2__)
+#if defined(__GNUC__) && !defined(__clang__)  // GCC 12 takes what its own header leaves undefined for a mistake
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #endif
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels import _triton
+from foundry_kernels import _native, _triton
 from foundry_kernels._checks import (
     check_device,
     check_dtype,
@@ -202,7 +202,8 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
 
 def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
     name = public.__name__
-    return OpSpec(name, public, (Impl("reference", plain), _triton.impl(__name__, name)), __name__)
+    impls = (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name))
+    return OpSpec(name, public, impls, __name__)
 
 
 ROPE = register(_spec(rope, reference.rope))
