@@ -25,11 +25,13 @@ def config(
     there are too few tokens to fill it otherwise.
 
     What fits in registers was read off the compiler for compute capabilities 8.0 to 12.0: rows that are not `aligned`
-    to 16 elements need more address arithmetic, and half the rows in the backward pass. `maxnreg` says how many
-    registers there are; without it ptxas spills some for an occupancy that it guesses at, or takes so many that one
-    program fits where there should be two.
+    to 16 elements need more address arithmetic, and half the rows in the backward pass; heads that are narrow, turn in
+    part or do not fill their block need some more than the 128 that leave room for two programs. `maxnreg` says how
+    many registers there are; without it ptxas spills some for an occupancy that it guesses at, or takes so many that
+    one program fits where there should be two.
     """
     block = triton.next_power_of_2((width + 1) // 2)
+    registers = 128 if aligned and rotary == width == 2 * block >= 64 else 255
     pairs = 2048 if backward else 1024
     rows = max(1, min(128, (pairs if aligned or not backward else pairs // 2) // block))
     block_heads = 1
@@ -44,7 +46,7 @@ def config(
         "BLOCK_HEADS": block_heads,
         "BLOCK": block,
         "num_warps": warps,
-        "maxnreg": min(128 if aligned and rotary == width else 255, 65536 // (32 * warps)),
+        "maxnreg": min(registers, 65536 // (32 * warps)),
     }
 
 
