@@ -67,7 +67,7 @@ class SwiGLU(torch.nn.Module):
         # A frozen w2 would not keep the product in any case.
         if again == "product" and _is_plain(w2) and w2.weight.requires_grad:
             return _recomputed(self._down, gate, up, w2.weight)
-        return w2(swiglu(gate, up, backend=self.backends["swiglu"]))  # type: ignore[no-any-return]
+        return w2(swiglu(gate, up, backend=self.backends["swiglu"]))
 
     def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         return self._down(F.linear(x, w1), F.linear(x, w3), w2)
@@ -89,6 +89,4 @@ def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """function(*inputs), of which only the inputs are kept. The backward pass runs it again up to its last matrix
     product, whose result nothing needs. The weights are inputs too: the layers may hold others by then, as they do
     after `torch.func.functional_call`."""
-    return checkpoint(  # type: ignore[no-any-return]
-        function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
-    )
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

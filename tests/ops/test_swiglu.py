@@ -3,6 +3,7 @@ what is refused."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,6 +153,10 @@ def test_extremes_are_those_of_the_reference(
 ) -> None:
     """NaN and infinity where the reference has them, in the output and both gradients; else equal to rounding."""
     values = every_exponent(dtype).to(device)
+    if op == "geglu" and not options:  # torch's gelu doubles before it halves: infinite too early, and NaN at infinity
+        values = values[~(values.abs() > torch.finfo(torch.float32).max / 2)]
+        infinite = torch.full((64,), math.inf, dtype=dtype, device=device)
+        assert torch.equal(geglu(infinite, torch.ones_like(infinite), backend=backend), infinite)
     results = []
     for each in ("reference", backend):
         gate, up = values.clone().requires_grad_(), torch.ones_like(values).requires_grad_()
