@@ -163,9 +163,9 @@ def test_the_backward_operators_check_positions_too() -> None:
     q, k = inputs((2, 1), 3, 8)
     cos, sin = rope_table(8, 3)
     outside, rstd = torch.tensor([0, 1, 3]), torch.ones(2, 2, 3)
-    with pytest.raises(IndexError, match="positions must lie in 0 .. 2"):
+    with pytest.raises(IndexError, match=r"positions must lie in 0 .. 2"):
         torch.ops.foundry_kernels.rope_apply(q, None, cos, sin, False, outside, True)
-    with pytest.raises(IndexError, match="positions must lie in 0 .. 2"):
+    with pytest.raises(IndexError, match=r"positions must lie in 0 .. 2"):
         torch.ops.foundry_kernels.qk_norm_rope_bwd(
             q, k, q, k, None, None, cos, sin, rstd, rstd[:, :1], 0.0, False, False, outside, True, True, False, False
         )
