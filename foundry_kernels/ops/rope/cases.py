@@ -142,7 +142,7 @@ _HEADS = _case((2, 4, 7, 64), 2)
 _GEMMA = Arg((64,), values=normal(0.3))
 
 _QK_NORM_ROPE = (
-    *map(_normed, _ROPE),
+    *map(_normed, (*_both_pairings(False), *_both_pairings(True)[::3])),  # the rotation is that of rope
     _normed(_case((1, 3, 300, 64), 2), "many-tokens"),
     _normed(_HEADS, "llama-order", round_before_weight=True),
     _normed(_case((2, 4, 7, 64), 2, interleaved=True, rotary=32), "llama-order", round_before_weight=True),
