@@ -27,6 +27,18 @@ inline Vec swap_neighbours(Vec v) {
 #endif
 }
 
+// a * b + c, rounded once where the instruction set can: left to the compiler, which of a sum's two products is rounded
+// first may differ between one copy of a loop and another.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 // Calls f(T*) for the memory type.
 template <class F>
 void with_type(Dtype type, F&& f) {
@@ -103,13 +115,13 @@ inline FK_INLINE void turn(const float* cos, const float* sin, int64_t half, int
   if constexpr (kInterleaved) {
     for_each_vec(2 * half, [&](int64_t i, auto at, int k) FK_INLINE {
       const Vec v = read(i, at);
-      write(i, at, k, v * at.load(cos + i) + swap_neighbours(v) * at.load(sin + i));
+      write(i, at, k, multiply_add(v, at.load(cos + i), swap_neighbours(v) * at.load(sin + i)));
     });
   } else {
     for_each_vec(half, [&](int64_t i, auto at, int k) FK_INLINE {
       const Vec a = read(i, at), b = read(half + i, at), c = at.load(cos + i), s = at.load(sin + i);
-      write(i, at, k, a * c - b * s);
-      write(half + i, at, k, b * c + a * s);
+      write(i, at, k, multiply_add(a, c, -b * s));
+      write(half + i, at, k, multiply_add(b, c, a * s));
     });
   }
   if (2 * half == width) return;
