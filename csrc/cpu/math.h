@@ -12,7 +12,7 @@ namespace FK_ISA {
 // 0 below -150, infinity from 128 on, NaN for NaN.
 //
 // e^v is exp2(v * kLog2E): the product's rounding makes that the exact power of a v which differs by half a unit in its
-// last place, so that the relative error grows to 6e-8 |v|.
+// last place, so that the relative error grows by up to 8e-8 |v|.
 //
 // 2^t = 2^n 2^f, n = t rounded, |f| <= 1/2.
 inline Vec exp2(Vec t) {
