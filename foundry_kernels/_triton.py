@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,6 +109,35 @@ def programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter: few, but more than one, so that sums over programs are exercised
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability that a launch on `device` is chosen for, 90 for 9.0; 0 where kernels are interpreted."""
+    if _RECORDED is not None:
+        return _RECORDED
+    return 0 if device.type != "cuda" else _capability(device)
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+_RECORDED: int | None = None
+
+
+def record_for(arch: int) -> None:
+    """From now on launches are chosen as on a device of this compute capability (see `_aot`)."""
+    global _RECORDED
+    _RECORDED = arch
+
+
+def refuse_second_derivative(op: str) -> None:
+    """For the backward pass of an operation that autograd cannot differentiate again."""
+    # Under compile the backward pass is traced with gradients enabled; create_graph cannot be told from it there.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
 
 
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
