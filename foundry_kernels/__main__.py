@@ -98,9 +98,9 @@ def inspect(argv: list[str]) -> int:
         parser.error(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {unknown[0]}")
     if _triton.MISSING or _triton.INTERPRET:
         parser.error(_triton.MISSING or "kernels that are interpreted cannot be compiled: unset TRITON_INTERPRET")
-    launches = [launch for launch in _aot.record(OPS[options.op]) if options.kernel in launch.name]
     bad = 0
     for arch in options.arch:
+        launches = [launch for launch in _aot.record(OPS[options.op], arch) if options.kernel in launch.name]
         gpu = _aot.GPUS[arch]
         print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")
         for launch in launches:

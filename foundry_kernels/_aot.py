@@ -111,8 +111,9 @@ class Cost:
         return found
 
 
-def record(op: OpSpec) -> list[Launch]:
-    """The distinct launches, forward and backward, of the op's benchmark shapes and parity cases."""
+def record(op: OpSpec, arch: int) -> list[Launch]:
+    """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
+    device of compute capability `arch` (80, 90, ...)."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
@@ -130,6 +131,7 @@ def record(op: OpSpec) -> list[Launch]:
             object.__setattr__(impl, "devices", ("cpu", "cuda"))
     original, JITFunction.run = JITFunction.run, run
     _triton.serve_cpu_tensors()
+    _triton.record_for(arch)
     try:
         for dtype in DTYPES:
             for case in op.cases.bench_cases(op.name, "cuda"):
@@ -202,7 +204,7 @@ def compile_for(launch: Launch, arch: int) -> Cost:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
     registers, stack = _resources(compiled.asm["cubin"])
     ptx, matrix = compiled.asm["ptx"], ""
-    if "tt.dot" in compiled.asm["ttir"]:
+    if re.search(r"tt\.dot .*: tensor<\w+x(bf16|f16)>", compiled.asm["ttir"]):  # float32 is multiplied exactly, without
         matrix = GPUS[arch].matrix if GPUS[arch].matrix in ptx else "missing"
     return Cost(
         registers=registers,

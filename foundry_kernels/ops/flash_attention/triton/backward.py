@@ -1,7 +1,7 @@
 """The backward kernels. Probabilities are formed again from the scores and lse; nothing is added to by two programs.
 
-`delta`: one number a row. `dkdv`: a program owns a tile of keys of one key-value head and walks the queries of all heads
-of its group, so gradients of shared heads are summed in registers. `dq`: a program owns a tile of queries.
+`delta`: one number a row. `dkdv`: a program owns a tile of keys of one key-value head and walks the queries of all
+heads of its group, so gradients of shared heads are summed in registers. `dq`: a program owns a tile of queries.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ def _lse(lse_ptr, m_rows):
 @triton.jit
 def _gather(
     b_dk, b_dv, b_k, b_v, place, q_ptr, g_ptr, lse_ptr, delta_ptr, qs, gs, begin, end, n_queries, scale, cap, slope,
-    left, right, MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr,
+    left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Take in the queries begin .. end - 1 of one head; `place` [N, 1] is where the keys lie among the queries.
 
     All blocks of scores are transposed, [N, M]: a product with g or q then needs no transposition of them. Keys beyond
-    the last need no mask: they reach only rows of dk and dv that are not stored.
+    the last need no mask: they reach only rows of dk and dv that are not stored. Tiles that the window does not cross are
+    masked like the others: loops of their own cost more registers, here the scarcest, than the comparison does.
     """
     factor = unit(scale, HAS_CAP, HAS_SLOPES)
     for i0 in range(begin, end, BLOCK_M):
@@ -83,7 +84,7 @@ def _gather(
         b_lse = _lse(lse_ptr + queries, m_rows)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), place - queries, scale, cap, slope, HAS_CAP, HAS_SLOPES)
         b_z = b_s * factor - b_lse
-        if MASKED:
+        if HAS_LEFT or HAS_RIGHT:
             b_z = tl.where(in_window(place - queries, left, right, HAS_LEFT, HAS_RIGHT), b_z, -float("inf"))
         b_p = tl.exp2(b_z)
         b_g = load_rows(g_ptr + far * gs, gs, n_queries - i0, BLOCK_M, BLOCK_DV, DV, True)  # [M, DV]
@@ -109,8 +110,8 @@ def flash_attention_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Programs: key-value heads vary fastest, tiles slowest; under a causal mask the first tiles have the most to do."""
-    if COMPUTE == tl.float64:  # a number that is handed on to a function is cut to float32 by the interpreter
-        scale, cap = tl.full([], 0.0, COMPUTE) + scale, tl.full([], 0.0, COMPUTE) + cap
+    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter cuts a bare float to float32 where a function takes it
+    scale, cap = b_zero + scale, b_zero + cap
     pid = tl.program_id(0)
     kv_head = (pid % n_kv_heads).to(tl.int64)
     n = (pid // n_kv_heads % n_batch).to(tl.int64)
@@ -126,11 +127,8 @@ def flash_attention_dkdv_kernel(
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], COMPUTE)
     b_dv = tl.zeros([BLOCK_N, BLOCK_DV], COMPUTE)
     # A key is seen from left of the query to its right, so a query sees the key from its right to its left.
-    start, full_start, full_stop, stop = span(j0, keys, queries, -offset, right, left, HAS_RIGHT, HAS_LEFT,
-                                              BLOCK_N, BLOCK_M)  # fmt: skip
-    if not HAS_LEFT:
-        full_stop = stop  # rows of queries past the last are masked in any case
-    for member in range(0, group):
+    start, _, _, stop = span(j0, keys, queries, -offset, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
+    for member in range(group):
         head = kv_head * group + member
         q_h = q_ptr + n * qs0 + head * qs1 + tl.cast(q0, tl.int64) * qs2
         g_h = g_ptr + n * gs0 + head * gs1 + tl.cast(q0, tl.int64) * gs2
@@ -138,23 +136,11 @@ def flash_attention_dkdv_kernel(
         slope = 0.0
         if HAS_SLOPES:
             slope = tl.load(slopes_ptr + n * as0 + head).to(COMPUTE) * LOG2E
-        if HAS_RIGHT:
-            b_dk, b_dv = _gather(
-                b_dk, b_dv, b_k, b_v, place, q_h, g_h, lse_ptr + at, delta_ptr + at, qs2, gs2,
-                start, tl.minimum(full_start, stop), queries, scale, cap, slope, left, right,
-                True, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SLOPES, NEED_DK, NEED_DV, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-            )  # fmt: skip
         b_dk, b_dv = _gather(
-            b_dk, b_dv, b_k, b_v, place, q_h, g_h, lse_ptr + at, delta_ptr + at, qs2, gs2,
-            full_start, full_stop, queries, scale, cap, slope, left, right,
-            False, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SLOPES, NEED_DK, NEED_DV, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            b_dk, b_dv, b_k, b_v, place, q_h, g_h, lse_ptr + at, delta_ptr + at, qs2, gs2, start, stop, queries,
+            scale, cap, slope, left, right, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SLOPES, NEED_DK, NEED_DV,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
-        if HAS_LEFT:
-            b_dk, b_dv = _gather(
-                b_dk, b_dv, b_k, b_v, place, q_h, g_h, lse_ptr + at, delta_ptr + at, qs2, gs2,
-                tl.maximum(full_start, full_stop), stop, queries, scale, cap, slope, left, right,
-                True, HAS_LEFT, HAS_RIGHT, HAS_CAP, HAS_SLOPES, NEED_DK, NEED_DV, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
-            )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
         p_dk = dk_ptr + n * dks0 + kv_head * dks1 + first * dks2
@@ -203,8 +189,8 @@ def flash_attention_dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Programs as in the forward kernel."""
-    if COMPUTE == tl.float64:  # a number that is handed on to a function is cut to float32 by the interpreter
-        scale, cap = tl.full([], 0.0, COMPUTE) + scale, tl.full([], 0.0, COMPUTE) + cap
+    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter cuts a bare float to float32 where a function takes it
+    scale, cap = b_zero + scale, b_zero + cap
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
     n = (pid // n_heads % n_batch).to(tl.int64)

@@ -71,8 +71,8 @@ def flash_attention_fwd_kernel(
 ):  # fmt: skip
     """Programs: heads vary fastest, tiles slowest. Under a causal mask the last tiles have the most to do and come
     first. `rs0` is the stride of a sequence in lse, entropy and max_logit, `as0` in the slopes."""
-    if COMPUTE == tl.float64:  # a number that is handed on to a function is cut to float32 by the interpreter
-        scale, cap = tl.full([], 0.0, COMPUTE) + scale, tl.full([], 0.0, COMPUTE) + cap
+    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter cuts a bare float to float32 where a function takes it
+    scale, cap = b_zero + scale, b_zero + cap
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
     n = (pid // n_heads % n_batch).to(tl.int64)
