@@ -111,9 +111,10 @@ class Cost:
         return found
 
 
-def record(op: OpSpec, arch: int) -> list[Launch]:
+def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
     """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
-    device of compute capability `arch` (80, 90, ...)."""
+    device of compute capability `arch` (80, 90, ...); of those, without `everything`, the ones that the op's
+    `compiled_cases` picks, if it does."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
@@ -133,11 +134,15 @@ def record(op: OpSpec, arch: int) -> list[Launch]:
     _triton.serve_cpu_tensors()
     _triton.record_for(arch)
     try:
-        for dtype in DTYPES:
-            for case in op.cases.bench_cases(op.name, "cuda"):
-                case_id = f"{case.id} {short_dtype(dtype)}"
-                _call(op, case, _unfilled(case, dtype))
-        for case in op.cases.CASES[op.name]:
+        if hasattr(op.cases, "compiled_cases") and not everything:
+            unfilled, made = op.cases.compiled_cases(op.name), ()
+        else:
+            unfilled = [(case, dtype) for dtype in DTYPES for case in op.cases.bench_cases(op.name, "cuda")]
+            made = op.cases.CASES[op.name]
+        for case, dtype in unfilled:
+            case_id = f"{case.id} {short_dtype(dtype)}"
+            _call(op, case, _unfilled(case, dtype))
+        for case in made:
             case_id = case.id
             _call(op, case, case.make(DTYPES[0]))
     finally:
