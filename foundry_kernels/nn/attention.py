@@ -72,7 +72,7 @@ class Attention(torch.nn.Module):
             raise ValueError(f"head_dim must be at least 1; got {head_dim}")
         if rope is not None and rope.dim > head_dim:
             raise ValueError(f"rope must rotate at most head_dim={head_dim} dimensions; got {rope.dim}")
-        self.backends = plan(backend, ("flash_attention", "flash_attention_varlen"))
+        self.backends = plan(backend, ("flash_attention",))  # packed or not
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
         self.causal = causal
         self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=False, device=device, dtype=dtype)
@@ -139,12 +139,12 @@ class Attention(torch.nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
+        options["backend"] = self.backends["flash_attention"]
         if cu_seqlens is None:
-            result = flash_attention(q, k, v, **options, backend=self.backends["flash_attention"])
+            result = flash_attention(q, k, v, **options)
         else:
             packed = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
             longest = length if max_seqlen is None else max_seqlen
-            options["backend"] = self.backends["flash_attention_varlen"]
             result = flash_attention_varlen(*packed, cu_seqlens, cu_seqlens, longest, longest, **options)
         out, *rows = result if isinstance(result, tuple) else (result,)
         if cu_seqlens is not None:

@@ -13,7 +13,6 @@ from foundry_kernels.ops.flash_attention.bench import bench_case, bench_cases, b
 from foundry_kernels.ops.flash_attention.checks import sides
 from foundry_kernels.testing import Arg, Case, Values, normal
 
-
 __all__ = ["CASES", "bench_cases", "bytes_moved", "compiled_cases", "field_cases", "flops", "peers", "scales"]
 
 

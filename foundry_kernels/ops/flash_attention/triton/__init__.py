@@ -23,13 +23,33 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
 from foundry_kernels.ops.flash_attention.triton.config import config
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
 
-#: Tiles take the offset of a row in 32 bits; rows that lie this far apart are copied first.
+#: Tiles take the offset of a row in 32 bits; rows that lie this far apart are copied together first.
 _FAR = 1 << 23
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    """x, or a copy where the kernels cannot follow its strides."""
-    return x if x.stride(-1) == 1 and x.stride(-2) < _FAR else x.contiguous()
+def _aligned(x: Tensor) -> Tensor:
+    """x ``[B, H, T, width]``, or a copy with rows padded by zeros, which can be read 16 bytes at a time.
+
+    Reading single elements takes the kernels more registers than there are; a copy takes little beside attention.
+    """
+    step, width = 16 // x.element_size(), x.shape[3]
+    whole = x.stride(3) == 1 and width % step == 0 and x.data_ptr() % 16 == 0
+    if whole and x.stride(2) < _FAR and all(s % step == 0 for s in x.stride()[:3]):
+        return x
+    copy = _dense(x, -(-width // step) * step)
+    copy[..., :width] = x
+    copy[..., width:] = 0
+    return copy
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Where a kernel writes x, given the width of its padded rows: x itself if that is its own."""
+    return x if x.dim() < 4 or x.shape[3] == width else _dense(x, width)
+
+
+def _keep(written: Tensor, x: Tensor) -> None:
+    if written is not x:
+        x.copy_(written[..., : x.shape[3]])
 
 
 def _strides(x: Tensor, packed: bool) -> tuple[int, int, int]:
@@ -80,7 +100,6 @@ class _Problem:
         reach = self.queries + self.keys  # a side that reaches past every key bounds nothing
         left = None if left is None or left >= reach else left
         right = None if right is None or right >= reach else right
-        self.causal = right is not None
         self.slopes = None if slopes is None else slopes.contiguous()
         self.slopes_stride = self.heads if slopes is not None and slopes.dim() == 2 else 0
         self.starts = [None if s is None else s.contiguous() for s in (starts_q, starts_k)]
@@ -105,7 +124,8 @@ class _Problem:
 
     def config(self, kernel: str) -> dict[str, Any]:
         width = max(self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
-        return config(kernel, self.capability, width, self.dtype, self.causal)
+        crowded = self.constants["HAS_CAP"] or self.constants["HAS_SLOPES"]
+        return config(kernel, self.capability, width, self.dtype, crowded)
 
 
 def _empty_fwd(
@@ -136,17 +156,19 @@ def _fwd(
     out, lse, entropy, max_logit = _empty_fwd(q, v, starts_q is not None, keep_lse, return_stats)
     if out.numel() == 0:
         return out, lse, entropy, max_logit
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     p = _Problem(q, k, v, starts_q, starts_k, longest_q, longest_k, slopes, scale, left, right, softcap, bottom_right)
+    written = _padded(out, p.value_width)
     launch = p.config("fwd")
     tiles = triton.cdiv(p.longest_q, launch["BLOCK_M"])
     flash_attention_fwd_kernel[(tiles * p.batch * p.heads,)](
-        q, k, v, out, lse, entropy, max_logit, *p.starts, p.slopes, None if sinks is None else sinks.contiguous(),
+        q, k, v, written, lse, entropy, max_logit, *p.starts, p.slopes, None if sinks is None else sinks.contiguous(),
         p.batch, p.heads, p.group, p.queries, p.keys,
-        *_strides(q, p.packed), *_strides(k, p.packed), *_strides(v, p.packed), *_strides(out, p.packed),
+        *_strides(q, p.packed), *_strides(k, p.packed), *_strides(v, p.packed), *_strides(written, p.packed),
         p.rows_stride, p.slopes_stride, p.scale, p.cap, *p.sides,
         HAS_SINKS=sinks is not None, LSE=keep_lse, STATS=return_stats, **p.constants, **launch,
     )  # fmt: skip
+    _keep(written, out)
     return out, lse, entropy, max_logit
 
 
@@ -185,10 +207,12 @@ def _bwd(
     dq, dk, dv, dsinks = _empty_bwd(q, k, v, sinks, (need_dq, need_dk, need_dv, need_dsinks))
     if out.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()
-    g, q, k, v = _unit_stride(g), _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    g, q, k, v = _aligned(g), _aligned(q), _aligned(k), _aligned(v)
     p = _Problem(q, k, v, starts_q, starts_k, longest_q, longest_k, slopes, scale, left, right, softcap, bottom_right)
     delta = torch.empty_like(lse)
+    written = [_padded(x, y.shape[3]) for x, y in ((dq, q), (dk, k), (dv, v))]
     if need_dq or need_dk or need_dsinks:
+        out = _aligned(out)
         launch = p.config("delta")
         tiles = triton.cdiv(p.queries, launch["BLOCK_M"]) * q.shape[0]
         partial = lse.new_empty((tiles, p.heads)) if need_dsinks else None
@@ -208,19 +232,22 @@ def _bwd(
         launch = p.config("dkdv")
         tiles = triton.cdiv(p.longest_k, launch["BLOCK_N"])
         flash_attention_dkdv_kernel[(tiles * p.batch * p.kv_heads,)](
-            q, k, v, g, lse, delta, dk, dv, *p.starts, p.slopes,
+            q, k, v, g, lse, delta, *written[1:], *p.starts, p.slopes,
             p.batch, p.kv_heads, p.group, p.queries, p.keys, *shared,
-            *(_strides(dk, p.packed) if need_dk else (0, 0, 0)), *(_strides(dv, p.packed) if need_dv else (0, 0, 0)),
+            *(_strides(written[1], p.packed) if need_dk else (0, 0, 0)),
+            *(_strides(written[2], p.packed) if need_dv else (0, 0, 0)),
             *numbers, NEED_DK=need_dk, NEED_DV=need_dv, **p.constants, **launch,
         )  # fmt: skip
     if need_dq:
         launch = p.config("dq")
         tiles = triton.cdiv(p.longest_q, launch["BLOCK_M"])
         flash_attention_dq_kernel[(tiles * p.batch * p.heads,)](
-            q, k, v, g, lse, delta, dq, *p.starts, p.slopes,
-            p.batch, p.heads, p.group, p.queries, p.keys, *shared, *_strides(dq, p.packed),
+            q, k, v, g, lse, delta, written[0], *p.starts, p.slopes,
+            p.batch, p.heads, p.group, p.queries, p.keys, *shared, *_strides(written[0], p.packed),
             *numbers, **p.constants, **launch,
         )  # fmt: skip
+    for x, gradient in zip(written, (dq, dk, dv), strict=True):
+        _keep(x, gradient)
     return dq, dk, dv, dsinks
 
 

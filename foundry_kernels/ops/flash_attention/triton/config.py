@@ -1,4 +1,4 @@
-"""Tiles, warps and pipeline stages: a table keyed on kernel, class of device, width of the heads, dtype and mask.
+"""Tiles, warps and pipeline stages: a table keyed on kernel, class of device, width of the heads and dtype.
 
 BLOCK_M counts queries, BLOCK_N keys. What a row may be is bounded by the compiler's report (`python -m foundry_kernels
 inspect flash_attention`): no register spilled and the shared memory of the class, with every option in use. Where that
@@ -34,9 +34,9 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
     # 227 KB, wgmma. Forward at 128: 128x64 with 3 stages and 8 warps, PyTorch's FlexAttention default on an H100.
     # dK, dV at 128: 64 queries a tile would spill 96 bytes.
     "hopper": {
-        "fwd": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-        "dkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (32, 64, 8, 1)},
-        "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 4, 1)},
+        "fwd": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "dkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
+        "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
     },
 }
 _HALF["blackwell"] = _HALF["hopper"]
@@ -56,8 +56,11 @@ def device_class(capability: int) -> str:
     return {9: "hopper", 10: "blackwell"}.get(capability // 10, "small")
 
 
-def config(kernel: str, capability: int, width: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
-    """Of "fwd", "dkdv", "dq" or "delta" for heads of `width` (the padded D or Dv); capability 0 is the interpreter."""
+def config(kernel: str, capability: int, width: int, dtype: torch.dtype, crowded: bool) -> dict[str, Any]:
+    """Of "fwd", "dkdv", "dq" or "delta" for heads of `width` (the padded D or Dv); capability 0 is the interpreter.
+
+    `crowded`: a soft cap or ALiBi, which keep more numbers for each score while it becomes a gradient: half the keys.
+    """
     if kernel == "delta":
         return {"BLOCK_M": 32 if capability == 0 else 64, "num_warps": 4}
     if capability == 0:
@@ -65,4 +68,8 @@ def config(kernel: str, capability: int, width: int, dtype: torch.dtype, causal:
     else:
         table = _HALF[device_class(capability)] if dtype.itemsize == 2 else _SINGLE
         row = table[kernel][max(64, width)]
-    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
+    m, n, warps, stages = row
+    if crowded and kernel == "dkdv" and n > 32:
+        n //= 2
+    # Without maxnreg ptxas spills some for an occupancy that it guesses at.
+    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "maxnreg": 255}
