@@ -199,7 +199,7 @@ _PACKED = (
     _varlen((), (), (2, 1), 32, "no-sequences", return_lse=True),
 )
 
-# --- every length with every kind of head, mask and width --------------------------------------------------------------
+# --- every length with every kind of head, mask and width -------------------------------------------------------------
 
 _TOKENS = (
     *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211)),

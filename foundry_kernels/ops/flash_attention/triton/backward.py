@@ -71,8 +71,8 @@ def _gather(
     """Take in the queries begin .. end - 1 of one head; `place` [N, 1] is where the keys lie among the queries.
 
     All blocks of scores are transposed, [N, M]: a product with g or q then needs no transposition of them. Keys beyond
-    the last need no mask: they reach only rows of dk and dv that are not stored. Tiles that the window does not cross are
-    masked like the others: loops of their own cost more registers, here the scarcest, than the comparison does.
+    the last need no mask: they reach only rows of dk and dv that are not stored. Tiles that the window does not cross
+    are masked like the others: loops of their own cost more registers, here the scarcest, than the comparison does.
     """
     factor = unit(scale, HAS_CAP, HAS_SLOPES)
     for i0 in range(begin, end, BLOCK_M):
@@ -109,7 +109,7 @@ def flash_attention_dkdv_kernel(
     COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Programs: key-value heads vary fastest, tiles slowest; under a causal mask the first tiles have the most to do."""
+    """Programs: key-value heads vary fastest, tiles slowest; under a causal mask the first tiles have most to do."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter cuts a bare float to float32 where a function takes it
     scale, cap = b_zero + scale, b_zero + cap
     pid = tl.program_id(0)

@@ -21,13 +21,13 @@ _INTERPRETED: Row = (32, 32, 4, 1)
 _HALF: dict[str, dict[str, dict[int, Row]]] = {
     # 99 KB of shared memory (8.6, 8.9, 12.x): mma.sync keeps q and both accumulators in registers.
     "small": {
-        "fwd": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+        "fwd": {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1)},
         "dkdv": {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 1)},
         "dq": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
     },
     # 163 KB (8.0): the same tiles, one more stage in flight.
     "ampere": {
-        "fwd": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+        "fwd": {64: (128, 64, 8, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2)},
         "dkdv": {64: (32, 128, 8, 3), 128: (32, 64, 8, 3), 256: (32, 32, 8, 2)},
         "dq": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
     },
@@ -41,11 +41,11 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
 }
 _HALF["blackwell"] = _HALF["hopper"]
 
-#: float32 is multiplied exactly, by fused multiply-adds of 8 warps with whole rows in flight: the same on every device.
+#: float32 is multiplied exactly, by fused multiply-adds with whole rows in flight: small tiles, the same everywhere.
 _SINGLE: dict[str, dict[int, Row]] = {
-    "fwd": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
-    "dkdv": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
-    "dq": {64: (32, 32, 4, 1), 128: (32, 32, 8, 1), 256: (16, 16, 4, 1)},
+    "fwd": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "dq": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
 }
 
 
@@ -59,10 +59,10 @@ def device_class(capability: int) -> str:
 def config(kernel: str, capability: int, width: int, dtype: torch.dtype, crowded: bool) -> dict[str, Any]:
     """Of "fwd", "dkdv", "dq" or "delta" for heads of `width` (the padded D or Dv); capability 0 is the interpreter.
 
-    `crowded`: a soft cap or ALiBi, which keep more numbers for each score while it becomes a gradient: half the keys.
+    `crowded`: a soft cap or ALiBi, which keep more numbers for each score: fewer keys, or more warps, to hold them.
     """
     if kernel == "delta":
-        return {"BLOCK_M": 32 if capability == 0 else 64, "num_warps": 4}
+        return {"BLOCK_M": 32 if capability == 0 else 4096 // max(64, width), "num_warps": 4}
     if capability == 0:
         row = _INTERPRETED
     else:
@@ -71,5 +71,6 @@ def config(kernel: str, capability: int, width: int, dtype: torch.dtype, crowded
     m, n, warps, stages = row
     if crowded and kernel == "dkdv" and n > 32:
         n //= 2
-    # Without maxnreg ptxas spills some for an occupancy that it guesses at.
-    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "maxnreg": 255}
+    if crowded and kernel == "fwd":
+        warps = 8
+    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
