@@ -210,7 +210,8 @@ def compile_for(launch: Launch, arch: int) -> Cost:
     registers, stack = _resources(compiled.asm["cubin"])
     ptx, matrix = compiled.asm["ptx"], ""
     if re.search(r"tt\.dot .*: tensor<\w+x(bf16|f16)>", compiled.asm["ttir"]):  # float32 is multiplied exactly, without
-        matrix = GPUS[arch].matrix if GPUS[arch].matrix in ptx else "missing"
+        # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
+        matrix = next((name for name in (GPUS[arch].matrix, "mma.sync") if name in ptx), "missing")
     return Cost(
         registers=registers,
         stack=stack,
