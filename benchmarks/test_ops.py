@@ -48,7 +48,14 @@ class Group:
     @property
     def names(self) -> tuple[str, ...]:
         ours = tuple(b for b in self.op.backends(DEVICE, self.dtype) if b != "reference")
-        return (*ours, *self.op.cases.PEERS[self.op.name], "torch.compile", *COPIES)
+        peers = self.peers
+        return (*ours, *peers, *(("torch.compile",) if "eager" in peers else ()), *COPIES)
+
+    @property
+    def peers(self) -> dict[str, Callable[..., Any]]:
+        """The op's table; or, where the options matter to the peers, what it gives for the case."""
+        cases = self.op.cases
+        return cases.peers(self.op.name, self.case, DEVICE) if hasattr(cases, "peers") else cases.PEERS[self.op.name]
 
 
 def _memories(case: Case) -> tuple[str, ...]:
@@ -72,8 +79,9 @@ def _groups() -> list[Group]:
 
 def _functions(group: Group) -> dict[str, Callable[..., Any]]:
     """What is compared, by name: called with the case's arguments."""
-    peers: dict[str, Callable[..., Any]] = dict(group.op.cases.PEERS[group.op.name])
-    peers["torch.compile"] = torch.compile(peers["eager"])
+    peers = dict(group.peers)
+    if "eager" in peers:
+        peers["torch.compile"] = torch.compile(peers["eager"])
     for backend in group.names:
         if backend in ("triton", "native"):
             peers[backend] = lambda backend=backend, **a: group.op.public(**a, **group.case.options, backend=backend)
@@ -141,7 +149,11 @@ def test_op(benchmark: Any, group: Group, name: str) -> None:
         prepare = contenders[name]
         benchmark.group = group.id
         benchmark.pedantic(lambda run: run(), setup=lambda: ((prepare(),), {}), rounds=10, warmup_rounds=1)
-        mine, moved = times[name], group.op.cases.bytes_moved(group.case.make(group.dtype), group.direction)
+        args = group.case.make(group.dtype)
+        mine, moved = times[name], group.op.cases.bytes_moved(args, group.direction)
+        if hasattr(group.op.cases, "flops"):
+            done = group.op.cases.flops(args, group.case.options, group.direction)
+            benchmark.extra_info["TFLOP/s"] = round(done / statistics.median(mine) / 1e12, 3)
         benchmark.extra_info.update(
             {
                 "op": group.op.name,

@@ -111,8 +111,10 @@ class Cost:
         return found
 
 
-def record(op: OpSpec) -> list[Launch]:
-    """The distinct launches, forward and backward, of the op's benchmark shapes and parity cases."""
+def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
+    """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
+    device of compute capability `arch` (80, 90, ...); of those, without `everything`, the ones that the op's
+    `compiled_cases` picks, if it does."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
@@ -130,12 +132,17 @@ def record(op: OpSpec) -> list[Launch]:
             object.__setattr__(impl, "devices", ("cpu", "cuda"))
     original, JITFunction.run = JITFunction.run, run
     _triton.serve_cpu_tensors()
+    _triton.record_for(arch)
     try:
-        for dtype in DTYPES:
-            for case in op.cases.bench_cases(op.name, "cuda"):
-                case_id = f"{case.id} {short_dtype(dtype)}"
-                _call(op, case, _unfilled(case, dtype))
-        for case in op.cases.CASES[op.name]:
+        if hasattr(op.cases, "compiled_cases") and not everything:
+            unfilled, made = op.cases.compiled_cases(op.name), ()
+        else:
+            unfilled = [(case, dtype) for dtype in DTYPES for case in op.cases.bench_cases(op.name, "cuda")]
+            made = op.cases.CASES[op.name]
+        for case, dtype in unfilled:
+            case_id = f"{case.id} {short_dtype(dtype)}"
+            _call(op, case, _unfilled(case, dtype))
+        for case in made:
             case_id = case.id
             _call(op, case, case.make(DTYPES[0]))
     finally:
@@ -211,8 +218,9 @@ def compile_for(launch: Launch, arch: int) -> Cost:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
     registers, stack = _resources(compiled.asm["cubin"])
     ptx, matrix = compiled.asm["ptx"], ""
-    if "tt.dot" in compiled.asm["ttir"]:
-        matrix = GPUS[arch].matrix if GPUS[arch].matrix in ptx else "missing"
+    if re.search(r"tt\.dot .*: tensor<\w+x(bf16|f16)>", compiled.asm["ttir"]):  # float32 is multiplied exactly, without
+        # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
+        matrix = next((name for name in (GPUS[arch].matrix, "mma.sync") if name in ptx), "missing")
     return Cost(
         registers=registers,
         stack=stack,

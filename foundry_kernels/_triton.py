@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -146,6 +147,28 @@ def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
     sum_partials_kernel[(triton.cdiv(width, 64),)](
         partial, out, parts, width, COMPUTE=compute_dtype(partial.dtype), BLOCK_ROWS=32, BLOCK_COLS=64
     )
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability that a launch on `device` is chosen for, 90 for 9.0; 0 where kernels are interpreted."""
+    if _RECORDED is not None:
+        return _RECORDED
+    return 0 if device.type != "cuda" else _capability(device)
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+_RECORDED: int | None = None
+
+
+def record_for(arch: int) -> None:
+    """From now on launches are chosen as on a device of this compute capability (see `_aot`)."""
+    global _RECORDED
+    _RECORDED = arch
 
 
 def refuse_second_derivative(op: str) -> None:

@@ -338,6 +338,38 @@ def test_attention_is_attention(kv_heads, with_rope, causal):
     torch.testing.assert_close(block(x), attend(block, x, embedding))
 
 
+@pytest.mark.parametrize("with_rope", [True, False], ids=["rope", "no rope"])
+@pytest.mark.parametrize("max_seqlen", [None, 4], ids=["no maximum", "maximum"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_packed_sequences_are_attended_one_by_one(with_rope, max_seqlen, index):
+    """Positions start at 0 in each; the gradient of each is its own."""
+    block = nn.Attention(20, 4, 2, 6, rope=nn.RotaryEmbedding(6, 16) if with_rope else None)
+    lengths = (3, 0, 4, 1)
+    x = torch.randn(1, sum(lengths), 20, requires_grad=True)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(index)
+    packed = block(x, cu_seqlens=starts, max_seqlen=max_seqlen, return_lse=True, return_stats=True)
+    alone = [block(part, return_lse=True, return_stats=True) for part in x.split(lengths, 1)]
+    for i, (whole, parts) in enumerate(zip(packed, zip(*alone, strict=True), strict=True)):
+        assert whole.shape[0] == 1
+        torch.testing.assert_close(whole, torch.cat(parts, 1 if i == 0 else 2))
+    expected = torch.cat([parts[0] for parts in alone], 1)
+    cotangent = torch.randn_like(expected)
+    for a, e in zip(*(torch.autograd.grad(y, x, cotangent) for y in (packed[0], expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_attention_returns_what_the_operation_does():
+    block, x = nn.Attention(16, 4, 2), torch.randn(2, 5, 16)
+    y, lse, entropy, max_logit = block(x, return_lse=True, return_stats=True)
+    torch.testing.assert_close(y, block(x))
+    assert [t.shape for t in (lse, entropy, max_logit)] == [(2, 4, 5)] * 3
+    torch.testing.assert_close(block(x, return_lse=True)[1], lse)
+    for a, e in zip(block(x, return_stats=True)[1:], (entropy, max_logit), strict=True):
+        torch.testing.assert_close(a, e)
+    assert (entropy[:, :, 0] == 0).all()  # the first token sees itself alone
+    torch.testing.assert_close(max_logit[:, :, 0], lse[:, :, 0])
+
+
 def test_attention_passes_views(monkeypatch):
     from foundry_kernels.nn import attention
 
@@ -354,6 +386,9 @@ def test_attention_passes_views(monkeypatch):
         assert tensor.transpose(1, 2).is_contiguous()
 
 
+STARTS = torch.tensor([0, 2, 3])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -363,8 +398,12 @@ def test_attention_passes_views(monkeypatch):
         (lambda: nn.Attention(16, 4, rope=nn.RotaryEmbedding(8)), "rope must rotate at most head_dim=4"),
         (lambda: nn.Attention(16, 4)(torch.zeros(2, 16)), "x must be"),
         (lambda: nn.Attention(16, 4)(torch.zeros(2, 3, 12)), "x must have dim=16"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(2, 3, 16), cu_seqlens=STARTS), "x must be .1, total, 16. with cu_seq"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(1, 3, 16), cu_seqlens=STARTS, cache=object()), "exclude each other"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(1, 3, 16), max_seqlen=3), "max_seqlen needs cu_seqlens"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(1, 4, 16), cu_seqlens=STARTS), "cu_seqlens_q must start at 0"),
     ],
-    ids=["groups", "dim", "zero", "rope", "rank", "width"],
+    ids=["groups", "dim", "zero", "rope", "rank", "width", "rows", "cache", "maximum", "total"],
 )
 def test_attention_refuses(make, message):
     with pytest.raises(ValueError, match=message):
