@@ -112,13 +112,19 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [q_out, k_out, q_rstd, k_rstd] = call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_offset,
                                                    round_before_weight, interleaved, positions, true);
-    ctx->save_for_backward({q, k, unwrap(q_weight), unwrap(k_weight), cos, sin, q_rstd, k_rstd, unwrap(positions)});
+    const bool save_q = q.requires_grad() || requires_grad(q_weight);
+    const bool save_k = k.requires_grad() || requires_grad(k_weight);
+    const Tensor none;  // nothing is kept of a side that takes no gradient
+    ctx->save_for_backward({save_q ? q : none, save_k ? k : none, save_q ? unwrap(q_weight) : none,
+                            save_k ? unwrap(k_weight) : none, cos, sin, save_q ? q_rstd : none, save_k ? k_rstd : none,
+                            unwrap(positions)});
+    ctx->saved_data["has_q_weight"] = q_weight.has_value();
     ctx->saved_data["weight_offset"] = weight_offset;
     ctx->saved_data["round_before_weight"] = round_before_weight;
     ctx->saved_data["interleaved"] = interleaved;
     variable_list constant;
-    if (!q.requires_grad() && !requires_grad(q_weight)) constant.push_back(q_out);
-    if (!k.requires_grad() && !requires_grad(k_weight)) constant.push_back(k_out);
+    if (!save_q) constant.push_back(q_out);
+    if (!save_k) constant.push_back(k_out);
     ctx->mark_non_differentiable(constant);
     return {q_out, k_out};
   }
@@ -129,11 +135,19 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow(FK_LIBRARY_NAME "::qk_norm_rope_bwd", "")
                                .typed<decltype(bwd_meta)>();
-    const auto saved = ctx->get_saved_variables();
+    auto saved = ctx->get_saved_variables();
+    for (int side = 0; side < 2; ++side) {  // one that is absent has no heads
+      if (saved[side].defined()) continue;
+      const Tensor& other = saved[1 - side];
+      saved[side] = at::empty_symint({other.sym_size(0), 0, other.sym_size(2), other.sym_size(3)}, other.options());
+      saved[6 + side] = at::empty({0}, other.options().dtype(at::kFloat));
+      grads[side] = saved[side];
+    }
     // needs_input_grad counts the tensors that were given, so an absent weight moves the next one forward.
     const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1);
     const bool need_dq_weight = saved[2].defined() && ctx->needs_input_grad(2);
-    const bool need_dk_weight = saved[3].defined() && ctx->needs_input_grad(saved[2].defined() ? 3 : 2);
+    const int k_weight_index = ctx->saved_data["has_q_weight"].toBool() ? 3 : 2;
+    const bool need_dk_weight = saved[3].defined() && ctx->needs_input_grad(k_weight_index);
     auto [dq, dk, dq_weight, dk_weight] =
         op.call(grads[0], grads[1], saved[0], saved[1], wrap(saved[2]), wrap(saved[3]), saved[4], saved[5], saved[6],
                 saved[7], ctx->saved_data["weight_offset"].toDouble(), ctx->saved_data["round_before_weight"].toBool(),

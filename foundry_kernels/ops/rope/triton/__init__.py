@@ -26,12 +26,13 @@ def config(
 
     What fits in registers was read off the compiler for compute capabilities 8.0 to 12.0: rows that are not `aligned`
     to 16 elements need more address arithmetic, and half the rows in the backward pass; heads that are narrow, turn in
-    part or do not fill their block need some more than the 128 that leave room for two programs. `maxnreg` says how
+    part, do not fill their block or, backward, are wide need some more than the 128 that leave room for two programs. `maxnreg` says how
     many registers there are; without it ptxas spills some for an occupancy that it guesses at, or takes so many that
     one program fits where there should be two.
     """
     block = triton.next_power_of_2((width + 1) // 2)
-    registers = 128 if aligned and rotary == width == 2 * block >= 64 else 255
+    roomy = aligned and rotary == width == 2 * block and 64 <= width <= (128 if backward else 256)
+    registers = 128 if roomy else 255
     pairs = 2048 if backward else 1024
     rows = max(1, min(128, (pairs if aligned or not backward else pairs // 2) // block))
     block_heads = 1
