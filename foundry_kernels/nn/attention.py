@@ -143,9 +143,9 @@ class Attention(torch.nn.Module):
         if cu_seqlens is None:
             result = flash_attention(q, k, v, **options)
         else:
-            packed = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
+            q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
             longest = length if max_seqlen is None else max_seqlen
-            result = flash_attention_varlen(*packed, cu_seqlens, cu_seqlens, longest, longest, **options)
+            result = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
         out, *rows = result if isinstance(result, tuple) else (result,)
         if cu_seqlens is not None:
             out, rows = out.transpose(0, 1).unsqueeze(0), [t.unsqueeze(0) for t in rows]
