@@ -39,7 +39,11 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
         "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
     },
 }
-_HALF["blackwell"] = _HALF["hopper"]
+# tcgen05 (10.x): as Hopper, but dK and dV would spill at its tiles beyond 64.
+_HALF["blackwell"] = {
+    **_HALF["hopper"],
+    "dkdv": {64: (64, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+}
 
 #: float32 is multiplied exactly, by fused multiply-adds with whole rows in flight: small tiles, the same everywhere.
 _SINGLE: dict[str, dict[int, Row]] = {
