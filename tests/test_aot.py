@@ -13,6 +13,7 @@ import foundry_kernels as fk
 from foundry_kernels import _aot, _triton
 
 OPS = [name for name, op in fk.OPS.items() if op.impl("triton")]
+pytestmark = pytest.mark.xdist_group("ahead of time")  # what is compiled serves all tests here
 needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 
 
