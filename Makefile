@@ -16,7 +16,7 @@ demo: setup
 	$(PY) examples/train.py $(if $(TEXT),--text "$(TEXT)") $(ARGS)
 
 test: setup
-	OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist loadgroup $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +12,6 @@ import foundry_kernels as fk
 from foundry_kernels import _aot, _triton
 
 OPS = [name for name, op in fk.OPS.items() if op.impl("triton")]
-pytestmark = pytest.mark.xdist_group("ahead of time")  # what is compiled serves all tests here
 needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 
 
@@ -24,21 +22,11 @@ def inspect(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
-@pytest.fixture(scope="module")
-def inspected() -> dict[tuple[str, int], subprocess.CompletedProcess[str]]:
-    """All operations for all architectures, compiled side by side."""
-    jobs = [(op, arch) for op in OPS for arch in _aot.GPUS]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(jobs, pool.map(lambda job: inspect(job[0], "--arch", str(job[1])), jobs), strict=True))
-
-
 @needs_triton
 @pytest.mark.parametrize("arch", _aot.GPUS)
 @pytest.mark.parametrize("op", OPS)
-def test_no_spills_and_within_the_limits(
-    op: str, arch: int, inspected: dict[tuple[str, int], subprocess.CompletedProcess[str]]
-) -> None:
-    done = inspected[op, arch]
+def test_no_spills_and_within_the_limits(op: str, arch: int) -> None:
+    done = inspect(op, "--arch", str(arch))
     assert done.returncode == 0, "\n".join(
         line for line in (done.stdout + done.stderr).splitlines() if "PROBLEM" in line or "rror" in line
     )
