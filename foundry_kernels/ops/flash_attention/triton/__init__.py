@@ -123,8 +123,9 @@ class _Problem:
         }
 
     def config(self, kernel: str) -> dict[str, Any]:
-        width = max(self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
-        crowded = self.constants["HAS_CAP"] or self.constants["HAS_SLOPES"]
+        blocks, widths = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"]), (self.width, self.value_width)
+        width = max(blocks)
+        crowded = self.constants["HAS_CAP"] or self.constants["HAS_SLOPES"] or blocks != widths
         return config(kernel, self.capability, width, self.dtype, crowded)
 
 

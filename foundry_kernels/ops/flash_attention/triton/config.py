@@ -63,7 +63,9 @@ def device_class(capability: int) -> str:
 def config(kernel: str, capability: int, width: int, dtype: torch.dtype, crowded: bool) -> dict[str, Any]:
     """Of "fwd", "dkdv", "dq" or "delta" for heads of `width` (the padded D or Dv); capability 0 is the interpreter.
 
-    `crowded`: a soft cap or ALiBi, which keep more numbers for each score: fewer keys, or more warps, to hold them.
+    `crowded`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their block, whose
+    masks do: fewer keys or queries, or more warps, to hold them. In float32 `maxnreg` is all that the warps can
+    have: without it ptxas spills a few for an occupancy that it guesses at.
     """
     if kernel == "delta":
         return {"BLOCK_M": 32 if capability == 0 else 4096 // max(64, width), "num_warps": 4}
@@ -77,4 +79,7 @@ def config(kernel: str, capability: int, width: int, dtype: torch.dtype, crowded
         n //= 2
     if crowded and kernel == "fwd":
         warps = 8
-    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+        if width > 128:
+            m = min(m, 64)
+    launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+    return launch if dtype.itemsize == 2 else launch | {"maxnreg": min(255, 65536 // (32 * warps))}
