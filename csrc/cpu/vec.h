@@ -32,6 +32,7 @@ constexpr int kLanes = 4;
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t VecU __attribute__((vector_size(kLanes * 4)));
+typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 
 // Memory types. bfloat16 and float16 are raw bits; arithmetic is in float.

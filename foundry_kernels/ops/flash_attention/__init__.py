@@ -30,11 +30,13 @@ Entropy collapse: Zhai et al., 2023, arXiv:2303.06296; clipping by the largest l
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from foundry_kernels import _native
 from foundry_kernels._checks import check_tensor
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.checks import check_dense, check_options, check_varlen, sides
@@ -265,14 +267,10 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if castable else x
 
 
-FLASH_ATTENTION = register(
-    OpSpec("flash_attention", flash_attention, (Impl("reference", reference.flash_attention),), __name__)
-)
-FLASH_ATTENTION_VARLEN = register(
-    OpSpec(
-        "flash_attention_varlen",
-        flash_attention_varlen,
-        (Impl("reference", reference.flash_attention_varlen),),
-        __name__,
-    )
-)
+def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
+    name = public.__name__
+    return OpSpec(name, public, (Impl("reference", plain), _native.impl(__name__, name, devices=("cpu",))), __name__)
+
+
+FLASH_ATTENTION = register(_spec(flash_attention, reference.flash_attention))
+FLASH_ATTENTION_VARLEN = register(_spec(flash_attention_varlen, reference.flash_attention_varlen))
