@@ -13,6 +13,8 @@ namespace foundry {
 constexpr int kAttentionRows = 64;      // rows of a block, which share one tile of scores
 constexpr int kAttentionBlocks = 2;     // blocks of a task, which share one reading of the keys
 constexpr int kAttentionKeys = 64;      // keys of a tile
+constexpr int kAttentionFewRows = 8;    // a task of no more than these is done by attention_few_rows
+constexpr int kAttentionFewKeys = 128;  // keys of its tiles
 constexpr int kAttentionPad = 16;       // widths in scratch are padded to whole registers of any instruction set
 constexpr int64_t kUnbounded = int64_t(1) << 40;  // a side of the window
 
@@ -67,8 +69,39 @@ struct AttentionTask {
 // Floats of scratch that a thread needs.
 inline int64_t attention_forward_scratch(int64_t width, int64_t value_width) {
   const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
-  return kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
-         kAttentionKeys * (kAttentionRows + d + dv);
+  const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
+                        kAttentionKeys * (kAttentionRows + d + dv);
+  const int64_t few = kAttentionFewRows * (d + dv + kAttentionFewKeys + kAttentionPad);
+  return tiles > few ? tiles : few;
+}
+
+struct AttentionBackward : AttentionInputs {
+  const void* dout;
+  HeadStrides dout_strides;
+  const float *lse, *delta;  // delta: see AttentionDelta
+  void *dq, *dk, *dv;        // each null where no gradient is wanted
+  HeadStrides dq_strides, dk_strides, dv_strides;
+  // The sums that make dk and dv, of the keys of one sequence and head: [k_len, D] and, dk_size floats later, [k_len, Dv].
+  // Where rows are split over several tasks each has a part here of part_size floats; else null.
+  float* parts;
+  int64_t part_size, dk_size;
+};
+
+// delta = sum(dout * out) - dlse of each row, 0 for a row without keys.
+struct AttentionDelta {
+  const void *out, *dout;
+  HeadStrides out_strides, dout_strides, lse_strides;
+  const AttentionSequence* sequences;
+  int64_t heads, value_width;
+  const float *lse, *dlse;  // dlse may be null
+  Dtype type;
+  float* delta;
+};
+
+// As attention_forward_scratch, besides the sums for dk and dv.
+inline int64_t attention_backward_scratch(int64_t width, int64_t value_width) {
+  const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
+  return kAttentionRows * (3 * d + 2 * dv) + kAttentionKeys * (2 * kAttentionRows + d + dv);
 }
 
 // Floats of one row in AttentionForward::parts.
@@ -77,5 +110,13 @@ inline int64_t attention_part_size(int64_t value_width) { return round_up(value_
 }  // namespace foundry
 
 FK_DECLARE_PER_ISA(void, attention_forward, const AttentionForward& args, const AttentionTask& task, float* scratch)
+FK_DECLARE_PER_ISA(void, attention_few_rows, const AttentionForward& args, const AttentionTask& task, float* scratch)
 // Merges parts [part, part + n_parts) of the rows of `task` and finishes them.
 FK_DECLARE_PER_ISA(void, attention_merge, const AttentionForward& args, const AttentionTask& task, int64_t n_parts)
+FK_DECLARE_PER_ISA(void, attention_backward, const AttentionBackward& args, const AttentionTask& task, float* scratch)
+// Writes dk and dv of keys [key_begin, key_end) from the sums of consecutive tasks, which begin at `sums`.
+FK_DECLARE_PER_ISA(void, attention_backward_keys, const AttentionBackward& args, const AttentionTask* tasks,
+                   int64_t n_tasks, int64_t key_begin, int64_t key_end, float* sums)
+FK_DECLARE_PER_ISA(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
+                   int64_t token_end)
+FK_DECLARE_PER_ISA(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head, float sink)

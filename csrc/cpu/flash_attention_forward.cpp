@@ -8,7 +8,7 @@ namespace {
 
 struct Block : BlockRows {
   float *queries, *out;  // transposed: [D, kAttentionRows], [Dv, kAttentionRows]
-  alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];
+  alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];  // the last to the base 2
 };
 
 struct Scratch {
@@ -31,7 +31,7 @@ void read_queries(const AttentionForward& a, const AttentionSequence& s, int64_t
   with_type(a.type, [&](auto* type) {
     const auto* q = static_cast<decltype(type)>(const_cast<void*>(a.q));
     for (int64_t i = 0; i < b.count; ++i)
-      widen(q + row_offset(a.q_strides, s.batch, s.q_start, head, a.group, b.row + i), a.width, turned + i * width, width);
+      widen(q + row_offset(a.q_strides, s, head, a.group, b.row + i), a.width, turned + i * width, width);
   });
   std::fill(turned + b.count * width, turned + rows * width, 0.0f);
   transpose(turned, width, rows, width, b.queries, kAttentionRows);
@@ -41,32 +41,31 @@ void read_queries(const AttentionForward& a, const AttentionSequence& s, int64_t
 // which that changes what was summed before. The first key is `key`, counted as in BlockRows.
 template <bool kEdge, bool kBias, bool kEntropy>
 void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n, int32_t key, float* scale) {
-  const Vec to_log2 = splat(kBias ? 1.0f : a.scale * kLog2e);
+  const Vec unit = splat(kBias ? 1.0f : a.scale);  // of the scores in `scores`
   for (int v = 0; v < b.vecs; ++v) {
     float* column = scores + v * kLanes;
-    const auto row = [&](float* of) { return of + v * kLanes; };
     Vec top[2] = {splat(kNone), splat(kNone)};
     for (int64_t j = 0; j < n; ++j) {
       Vec s = Whole::load(column + j * kAttentionRows);
       if constexpr (kBias) {
         s = capped(a, s);
         if (a.slopes) s -= alibi(b, v, key + int32_t(j));
-        s *= kLog2e;
       }
-      if constexpr (kEdge) s = masked(b, v, key + int32_t(j), s);
+      if constexpr (kEdge) s = seen(b, v, key + int32_t(j), s, kNone);
       if constexpr (kBias || kEdge) Whole::store(column + j * kAttentionRows, s);
       top[j & 1] = larger(s, top[j & 1]);
     }
-    const Vec before = Whole::load(row(b.max)), now = larger(larger(top[0], top[1]) * to_log2, before);
+    const auto row = [&](float* of) { return of + v * kLanes; };
+    const Vec before = Whole::load(row(b.max)), now = larger(larger(top[0], top[1]) * unit, before);
     const Vec at = now == splat(kNone) ? Vec{} : now;  // a row that has seen no key yet
-    const Vec factor = exp2(before - at);
-    Vec sum = Whole::load(row(b.sum)) * factor, entropy{};
-    if constexpr (kEntropy)
-      entropy = factor > Vec{} ? factor * (Whole::load(row(b.entropy)) + (before - at) * Whole::load(row(b.sum))) : Vec{};
+    const Vec moved = (before - at) * kLog2e, factor = exp2(moved);
+    Vec sum = Whole::load(row(b.sum)), entropy{};
+    if constexpr (kEntropy) entropy = factor > Vec{} ? factor * (Whole::load(row(b.entropy)) + moved * sum) : Vec{};
+    sum *= factor;
     for (int64_t j = 0; j < n; ++j) {
-      const Vec t = Whole::load(column + j * kAttentionRows) * to_log2 - at, p = exp2(t);
+      const Vec t = (Whole::load(column + j * kAttentionRows) * unit - at) * kLog2e, p = exp2(t);
       sum += p;
-      if constexpr (kEntropy) entropy += p * (t < splat(-126.0f) ? Vec{} : t);
+      if constexpr (kEntropy) entropy += p > Vec{} ? p * t : Vec{};
       Whole::store(column + j * kAttentionRows, p);
     }
     Whole::store(row(b.max), now);
@@ -76,28 +75,17 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
   }
 }
 
-// Writes the block's rows, or where keys are split their unfinished sums.
-void finish(const AttentionForward& a, const AttentionTask& task, const AttentionSequence& s, int64_t head, Block& b,
-            float* turned) {
-  const int64_t width = round_up(a.value_width, kAttentionPad), rows = b.vecs * kLanes;
-  transpose(b.out, kAttentionRows, width, rows, turned, width);
-  for (int64_t i = 0; i < b.count; ++i) {
-    const RowSums sums{b.max[i], b.sum[i], b.entropy[i]};
-    float* values = turned + i * width;
-    if (a.parts) {
-      const int64_t at = task.part * kAttentionBlocks * kAttentionRows + b.row + i - task.row_begin;
-      float* part = a.parts + at * attention_part_size(a.value_width);
-      std::copy(values, values + width, part);
-      std::memcpy(part + width, &sums, sizeof(sums));
-      continue;
-    }
-    write_row(a, s, head, b.row + i, sums, values);
-  }
+void write_block(const AttentionForward& a, const AttentionTask& task, const Block& b, float* turned) {
+  const int64_t width = round_up(a.value_width, kAttentionPad);
+  transpose(b.out, kAttentionRows, width, b.vecs * kLanes, turned, width);
+  for (int64_t i = 0; i < b.count; ++i)
+    write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i] * kLn2}, turned + i * width);
 }
 
 }  // namespace
 
 void attention_forward(const AttentionForward& a, const AttentionTask& task, float* scratch_memory) {
+  if (task.row_end - task.row_begin <= kAttentionFewRows) return attention_few_rows(a, task, scratch_memory);
   const Scratch scratch(a, scratch_memory);
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t head = task.kv_head * a.group;
@@ -120,13 +108,13 @@ void attention_forward(const AttentionForward& a, const AttentionTask& task, flo
     key_end = std::max(key_end, b.key_end);
   }
 
-  const int64_t k_head = s.batch * a.k_strides.batch + task.kv_head * a.k_strides.head;
-  const int64_t v_head = s.batch * a.v_strides.batch + task.kv_head * a.v_strides.head;
+  const int64_t k_base = key_offset(a.k_strides, s, task.kv_head, 0);
+  const int64_t v_base = key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = key_begin; tile < key_end; tile += kAttentionKeys) {
-    const int64_t n_tile = std::min<int64_t>(kAttentionKeys, key_end - tile), first = s.k_start + tile;
-    const Tile keys = read_tile(a.type, a.k, k_head + first * a.k_strides.token, a.k_strides.token, n_tile, a.width,
+    const int64_t n_tile = std::min<int64_t>(kAttentionKeys, key_end - tile);
+    const Tile keys = read_tile(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile, a.width,
                                 scratch.keys);
-    const Tile values = read_tile(a.type, a.v, v_head + first * a.v_strides.token, a.v_strides.token, n_tile,
+    const Tile values = read_tile(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token, n_tile,
                                   a.value_width, scratch.values);
     for (int i = 0; i < n_blocks; ++i) {
       Block& b = blocks[i];
@@ -146,7 +134,7 @@ void attention_forward(const AttentionForward& a, const AttentionTask& task, flo
                kAttentionRows, n, b.out, kAttentionRows, Start::scaled, scale);
     }
   }
-  for (int i = 0; i < n_blocks; ++i) finish(a, task, s, head, blocks[i], scratch.turned);
+  for (int i = 0; i < n_blocks; ++i) write_block(a, task, blocks[i], scratch.turned);
 }
 
 void attention_merge(const AttentionForward& a, const AttentionTask& task, int64_t n_parts) {
@@ -167,7 +155,7 @@ void attention_merge(const AttentionForward& a, const AttentionTask& task, int64
       for (int64_t i = 0; i < width; i += kLanes)
         Whole::store(total + i, Whole::load(total + i) * x + Whole::load(part + i) * y);
     }
-    write_row(a, s, head, row, sums, total);
+    finish_values(a, s, head, row, sums, total);
   }
 }
 

@@ -61,25 +61,27 @@ inline Vec alibi(const BlockRows& b, int v, int32_t key) {
   return Whole::load(b.slope + v * kLanes) * __builtin_convertvector(ahead > behind ? ahead : behind, Vec);
 }
 
-// s where the rows of register v see the key, and -inf elsewhere.
-inline Vec masked(const BlockRows& b, int v, int32_t key, Vec s) {
+// x where the rows of register v see the key, `other` elsewhere.
+inline Vec seen(const BlockRows& b, int v, int32_t key, Vec x, float other) {
   VecI first, last;
   std::memcpy(&first, b.first + v * kLanes, sizeof(first));
   std::memcpy(&last, b.last + v * kLanes, sizeof(last));
-  return (first <= key) & (last >= key) ? s : splat(kNone);
+  return (first <= key) & (last >= key) ? x : splat(other);
 }
 
-// What is known of a row's softmax: its largest logit and, relative to it, sum of weights and of weights times their
-// logarithms. Logarithms are to the base 2.
+// What is known of a row's softmax: its largest logit and, relative to it, the sum of the weights and of the weights
+// times their logarithms.
 struct RowSums {
   float max, sum, entropy;
 
-  void merge(RowSums other, float& mine, float& theirs) {  // and the factors of both sums of values
-    const float top = std::max(max, other.max), at = top == kNone ? 0.0f : top;
-    mine = std::exp2(max - at);
-    theirs = std::exp2(other.max - at);
-    const auto moved = [](RowSums r, float factor, float by) { return factor > 0.0f ? factor * (r.entropy + by * r.sum) : 0.0f; };
-    entropy = moved(*this, mine, max - at) + moved(other, theirs, other.max - at);
+  // Adds another part of the row; sums of values are to be multiplied by `mine` and `theirs`.
+  void merge(const RowSums& other, float& mine, float& theirs) {
+    const float top = std::max(max, other.max);
+    const auto moved = [&](const RowSums& r, float& factor) {
+      factor = r.max == kNone ? 0.0f : std::exp(r.max - top);
+      return factor > 0.0f ? factor * (r.entropy + (r.max - top) * r.sum) : 0.0f;
+    };
+    entropy = moved(*this, mine) + moved(other, theirs);
     sum = sum * mine + other.sum * theirs;
     max = top;
   }
@@ -87,27 +89,36 @@ struct RowSums {
 
 // Writes a row's numbers; returns what its sum of values is to be multiplied by.
 inline float finish_row(const AttentionForward& a, const AttentionSequence& s, int64_t head, int64_t row, RowSums r) {
-  const int64_t h = head + row % a.group;
-  const int64_t at = s.batch * a.lse_strides.batch + h * a.lse_strides.head + s.q_start + row / a.group;
-  if (a.max_logit) a.max_logit[at] = r.max * kLn2;
+  const int64_t at = row_offset(a.lse_strides, s, head, a.group, row);
+  if (a.max_logit) a.max_logit[at] = r.max;
   float factor = 1.0f, unused;
-  if (a.sinks && r.max != kNone) r.merge({a.sinks[h] * kLog2e, 1.0f, 0.0f}, factor, unused);
+  if (a.sinks && r.max != kNone) r.merge({a.sinks[head + row % a.group], 1.0f, 0.0f}, factor, unused);
   const bool empty = r.max == kNone;
-  const double log_sum = empty ? 0.0 : std::log2(double(r.sum));
-  if (a.lse) a.lse[at] = empty ? kNone : float((r.max + log_sum) * 0.69314718055994531);
-  if (a.entropy) a.entropy[at] = empty ? 0.0f : float((log_sum - r.entropy / r.sum) * 0.69314718055994531);
+  const double log_sum = empty ? 0.0 : std::log(double(r.sum));
+  if (a.lse) a.lse[at] = empty ? kNone : float(r.max + log_sum);
+  if (a.entropy) a.entropy[at] = empty ? 0.0f : float(log_sum - r.entropy / r.sum);
   return empty ? 0.0f : factor / r.sum;
 }
 
 // Writes a row's output from its sum of values, which it overwrites, and its numbers.
-inline void write_row(const AttentionForward& a, const AttentionSequence& s, int64_t head, int64_t row, RowSums sums,
-                      float* values) {
+inline void finish_values(const AttentionForward& a, const AttentionSequence& s, int64_t head, int64_t row,
+                          RowSums sums, float* values) {
   const float factor = finish_row(a, s, head, row, sums);
   for (int64_t i = 0; i < a.value_width; i += kLanes) Whole::store(values + i, Whole::load(values + i) * factor);
   with_type(a.type, [&](auto* type) {
-    auto* out = static_cast<decltype(type)>(a.out);
-    narrow(values, a.value_width, out + row_offset(a.out_strides, s.batch, s.q_start, head, a.group, row));
+    narrow(values, a.value_width,
+           static_cast<decltype(type)>(a.out) + row_offset(a.out_strides, s, head, a.group, row));
   });
+}
+
+// What a task has found for a row: its output, or where keys are split the unfinished sums.
+inline void write_row(const AttentionForward& a, const AttentionTask& task, int64_t row, RowSums sums, float* values) {
+  if (!a.parts) return finish_values(a, a.sequences[task.sequence], task.kv_head * a.group, row, sums, values);
+  const int64_t at = task.part * kAttentionBlocks * kAttentionRows + row - task.row_begin;
+  float* part = a.parts + at * attention_part_size(a.value_width);
+  const int64_t width = round_up(a.value_width, kAttentionPad);
+  std::copy(values, values + width, part);
+  std::memcpy(part + width, &sums, sizeof(sums));
 }
 
 }  // namespace FK_ISA

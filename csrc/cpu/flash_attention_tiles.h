@@ -123,8 +123,7 @@ inline Vec larger(Vec a, Vec b) {
 
 // 2^v for v <= 127, within 2 units in the last place; 0 below -126, where the result would be subnormal, NaN for NaN.
 //
-// 2^v = 2^n 2^r, n = v rounded, |r| <= 1/2; the polynomial is within 7.5e-8 of 2^r (relative, before rounding). Shorter
-// than exp in math.h: scores are scaled by log2(e) in the product that subtracts their maximum, and r is exact.
+// 2^v = 2^n 2^r, n = v rounded, r = v - n exactly, |r| <= 1/2; the polynomial is within 7.5e-8 of 2^r.
 inline Vec exp2(Vec v) {
 #if defined(__AVX512F__)
   const Vec n = (Vec)_mm512_maskz_roundscale_ps(0xFFFF, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -230,10 +229,15 @@ inline void narrow(const float* in, int64_t n, T* out) {
   for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE { at.store(out + i, at.load(in + i)); });
 }
 
-// The rows [begin, begin + count) of a task's sequence and key-value head, in `type`.
-inline int64_t row_offset(const HeadStrides& s, int64_t batch, int64_t start, int64_t first_head, int64_t group,
+// The element at which row token * group + head - first_head of a sequence's queries begins.
+inline int64_t row_offset(const HeadStrides& strides, const AttentionSequence& s, int64_t first_head, int64_t group,
                           int64_t row) {
-  return batch * s.batch + (first_head + row % group) * s.head + (start + row / group) * s.token;
+  return s.batch * strides.batch + (first_head + row % group) * strides.head + (s.q_start + row / group) * strides.token;
+}
+
+// The element at which a key or value begins.
+inline int64_t key_offset(const HeadStrides& strides, const AttentionSequence& s, int64_t kv_head, int64_t key) {
+  return s.batch * strides.batch + kv_head * strides.head + (s.k_start + key) * strides.token;
 }
 
 // A tile of keys or values as floats.

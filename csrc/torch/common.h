@@ -2,9 +2,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <sys/mman.h>
 
 #include <array>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "../common/rows.h"
@@ -18,6 +22,12 @@
 #define FK_LIBRARY_NAME FK_STRINGIFY(FK_LIBRARY)
 
 namespace foundry {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline Tensor unwrap(const OptionalTensor& t) { return t.has_value() ? *t : Tensor(); }
+inline OptionalTensor wrap(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 inline Dtype dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
@@ -39,6 +49,39 @@ inline void advise_huge_pages(const at::Tensor& t) {
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // advice: failing changes nothing
 #endif
 }
+
+// The dimensions of a tensor from the outermost to the innermost in memory, the last one always counted as innermost;
+// those without a place of their own (of size 1 or stride 0) keep the one that they have in the shape. The same as
+// foundry_kernels/_layout.py.
+inline std::vector<int64_t> storage_order(const Tensor& x) {
+  std::vector<int64_t> order(x.dim());
+  for (int64_t d = 0; d < x.dim(); ++d) order[d] = d;
+  if (x.is_contiguous()) return order;
+  std::vector<int64_t> placed, ranked;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d)
+    if (x.sym_size(d) > 1 && x.sym_stride(d) > 0) placed.push_back(d);
+  for (const int64_t d : placed) {
+    auto at = ranked.end();
+    while (at != ranked.begin() && x.sym_stride(*(at - 1)) < x.sym_stride(d)) --at;
+    ranked.insert(at, d);
+  }
+  for (size_t i = 0; i < placed.size(); ++i) order[placed[i]] = ranked[i];
+  return order;
+}
+
+// A new tensor of x's shape and dtype, dense with its dimensions in the given order in memory.
+inline Tensor empty_in_order(const Tensor& x, at::IntArrayRef order) {
+  const auto sizes = x.sym_sizes();
+  std::vector<c10::SymInt> strides(sizes.size());
+  c10::SymInt stride = 1;
+  for (size_t i = order.size(); i-- > 0;) {
+    strides[order[i]] = stride;
+    stride = stride * sizes[order[i]].max(1);
+  }
+  return at::empty_strided_symint(sizes, strides, x.options());
+}
+
+inline Tensor empty_in_storage_order(const Tensor& x) { return empty_in_order(x, storage_order(x)); }
 
 // How the rows of tensors of one shape are reached: undefined tensors get zero strides.
 // Returns false where they need more than kRowRank dimensions or a last stride other than 1.

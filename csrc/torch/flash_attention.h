@@ -6,14 +6,12 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "common.h"
-#include "storage_order.h"
 
 namespace foundry {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using OptionalInt = std::optional<c10::SymInt>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
@@ -54,17 +52,36 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
                       sinks->sym_sizes());
 }
 
+// [B, H, T, Dv] of q's dtype, dense in q's storage order; [total_q, H, Dv] contiguous.
+inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& width, bool packed) {
+  std::vector<c10::SymInt> sizes = q.sym_sizes().vec();
+  sizes.back() = width;
+  if (packed) return at::empty_symint(sizes, q.options());
+  if (q.sym_size(-1) == width) return empty_in_storage_order(q);
+  return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
+}
+
 // out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device.
 inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool packed, bool save_lse, bool save_stats) {
-  std::vector<c10::SymInt> sizes = q.sym_sizes().vec(), rows{q.sym_size(0), q.sym_size(1), q.sym_size(2)};
-  sizes.back() = v.sym_size(-1);
-  if (packed) rows = {q.sym_size(1), q.sym_size(0)};
+  std::vector<c10::SymInt> rows{q.sym_size(0), q.sym_size(1)};
+  if (packed) std::swap(rows[0], rows[1]);
+  else rows.push_back(q.sym_size(2));
   const auto numbers = q.options().dtype(at::kFloat);
   const auto row_tensor = [&](bool wanted) {
     return wanted ? at::empty_symint(rows, numbers) : at::empty({0}, numbers);
   };
-  return {packed ? at::empty_symint(sizes, q.options()) : empty_in_storage_order(q, sizes), row_tensor(save_lse),
-          row_tensor(save_stats), row_tensor(save_stats)};
+  return {empty_attention_out(q, v.sym_size(-1), packed), row_tensor(save_lse), row_tensor(save_stats),
+          row_tensor(save_stats)};
+}
+
+// dq, dk, dv and dsinks, each laid out as its tensor, empty where it is not needed.
+inline FourTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& sinks,
+                                       bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) {
+  TORCH_CHECK_VALUE(!need_dsinks || sinks.has_value(), "there are no sinks to give a gradient for");
+  const auto like = [&](const Tensor& t, bool wanted) {
+    return wanted ? empty_in_storage_order(t) : at::empty({0}, t.options());
+  };
+  return {like(q, need_dq), like(k, need_dk), like(v, need_dv), like(sinks.value_or(q), need_dsinks)};
 }
 
 }  // namespace foundry

@@ -60,8 +60,7 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
     const bool need_residual = has_residual && ctx->needs_input_grad(1);
     const bool need_dw = saved[1].defined() && ctx->needs_input_grad(has_residual ? 2 : 1);
     const OptionalTensor dh = has_residual ? OptionalTensor(grads[1]) : std::nullopt;
-    const OptionalTensor weight = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
-    auto [dx, dw] = op.call(grads[0], dh, saved[0], weight, saved[2], ctx->saved_data["weight_offset"].toDouble(),
+    auto [dx, dw] = op.call(grads[0], dh, saved[0], wrap(saved[1]), saved[2], ctx->saved_data["weight_offset"].toDouble(),
                             ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
     // The sum x + residual passes one gradient to both of its terms.
     return {need_x ? dx : Tensor(), need_residual ? dx : Tensor(), need_dw ? dw : Tensor(), Tensor(), Tensor(), Tensor()};

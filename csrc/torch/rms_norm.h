@@ -5,17 +5,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
-#include <optional>
 #include <tuple>
 
 #include "common.h"
 
 namespace foundry {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-inline Tensor unwrap(const OptionalTensor& t) { return t.has_value() ? *t : Tensor(); }
 
 inline at::ScalarType y_dtype(const Tensor& x, const Tensor& weight, bool round_before_weight) {
   return round_before_weight && weight.defined() ? c10::promoteTypes(x.scalar_type(), weight.scalar_type())

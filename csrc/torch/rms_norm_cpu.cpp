@@ -1,28 +1,14 @@
 // The CPU's launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
-#include "../cpu/rms_norm.h"
+#include "rms_norm.h"
 
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "rms_norm.h"
+#include "cpu_common.h"
 
 namespace foundry {
 namespace {
-
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth waking a thread for
-
-// The weight in float with its offset added; the tensor itself where that changes nothing.
-Tensor float_weight(const Tensor& weight, double offset) {
-  if (!weight.defined()) return weight;
-  const Tensor in = weight.contiguous();
-  if (in.scalar_type() == at::kFloat && offset == 0.0) return in;
-  Tensor out = at::empty({in.numel()}, in.options().dtype(at::kFloat));
-  FK_CHOOSE_ISA(widen_weight)
-  (WidenWeight{in.data_ptr(), dtype_of(in), static_cast<float>(offset), out.mutable_data_ptr<float>(), in.numel()});
-  return out;
-}
 
 std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
                                            const OptionalTensor& weight_, double eps, double weight_offset,
@@ -96,12 +82,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_,
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   if (!need_dw) return {dx, dw};
 
-  Tensor total = dw.scalar_type() == at::kFloat ? dw : at::empty({n_cols}, dw_chunks.options());
-  const SumChunks sum{dw_chunks.const_data_ptr<float>(), n_chunks, n_cols, total.mutable_data_ptr<float>()};
-  const auto sum_kernel = FK_CHOOSE_ISA(sum_chunks);
-  at::parallel_for(0, n_cols, std::max<int64_t>(64, kGrain / n_chunks),
-                   [&](int64_t begin, int64_t end) { sum_kernel(sum, begin, end); });
-  if (!total.is_same(dw)) dw.copy_(total);
+  sum_chunks_into(dw, dw_chunks);
   return {dx, dw};
 }
 

@@ -1,0 +1,38 @@
+// The CPU's side of the operators: the weights of norms, and how much work a thread is worth.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "../cpu/rms_norm.h"
+#include "common.h"
+
+namespace foundry {
+
+constexpr int64_t kGrain = 1 << 15;  // elements that are worth waking a thread for
+
+// The weight in float with its offset added; the tensor itself where that changes nothing.
+inline Tensor float_weight(const Tensor& weight, double offset) {
+  if (!weight.defined()) return weight;
+  const Tensor in = weight.contiguous();
+  if (in.scalar_type() == at::kFloat && offset == 0.0) return in;
+  Tensor out = at::empty({in.numel()}, in.options().dtype(at::kFloat));
+  FK_CHOOSE_ISA(widen_weight)
+  (WidenWeight{in.const_data_ptr(), dtype_of(in), static_cast<float>(offset), out.mutable_data_ptr<float>(),
+               in.numel()});
+  return out;
+}
+
+// The gradient of a weight from float chunks [n_chunks, n_cols], summed in their order and rounded once.
+inline void sum_chunks_into(const Tensor& dw, const Tensor& chunks) {
+  const int64_t n_chunks = chunks.size(0), n_cols = chunks.size(1);
+  const Tensor total = dw.scalar_type() == at::kFloat ? dw : at::empty({n_cols}, chunks.options());
+  const SumChunks sum{chunks.const_data_ptr<float>(), n_chunks, n_cols, total.mutable_data_ptr<float>()};
+  const auto kernel = FK_CHOOSE_ISA(sum_chunks);
+  at::parallel_for(0, n_cols, std::max<int64_t>(64, kGrain / n_chunks),
+                   [&](int64_t begin, int64_t end) { kernel(sum, begin, end); });
+  if (!total.is_same(dw)) dw.copy_(total);
+}
+
+}  // namespace foundry
