@@ -90,10 +90,10 @@ struct RowSums {
 // Writes a row's numbers; returns what its sum of values is to be multiplied by.
 inline float finish_row(const AttentionForward& a, const AttentionSequence& s, int64_t head, int64_t row, RowSums r) {
   const int64_t at = row_offset(a.lse_strides, s, head, a.group, row);
-  if (a.max_logit) a.max_logit[at] = r.max;
+  const bool empty = r.sum == 0.0f;  // of NaN there is no maximum, but a sum
+  if (a.max_logit) a.max_logit[at] = r.sum == r.sum ? r.max : r.sum;
   float factor = 1.0f, unused;
-  if (a.sinks && r.max != kNone) r.merge({a.sinks[head + row % a.group], 1.0f, 0.0f}, factor, unused);
-  const bool empty = r.max == kNone;
+  if (a.sinks && !empty) r.merge({a.sinks[head + row % a.group], 1.0f, 0.0f}, factor, unused);
   const double log_sum = empty ? 0.0 : std::log(double(r.sum));
   if (a.lse) a.lse[at] = empty ? kNone : float(r.max + log_sum);
   if (a.entropy) a.entropy[at] = empty ? 0.0f : float(log_sum - r.entropy / r.sum);
