@@ -155,7 +155,8 @@ inline Vec tanh(Vec v) {
   y = v == v ? y : v;
   const Vec shift = splat(12582912.0f);
   const Vec n = (y + shift) - shift, r = y - n;
-  Vec p = splat(0.0013399931f);  // (2^r - 1) / r
+  Vec p = splat(0.00015345812f);  // (2^r - 1) / r
+  p = p * r + 0.0013399931f;
   p = p * r + 0.0096184891f;
   p = p * r + 0.055503286f;
   p = p * r + 0.24022646f;
