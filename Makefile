@@ -16,7 +16,7 @@ demo: setup
 	$(PY) examples/train.py $(if $(TEXT),--text "$(TEXT)") $(ARGS)
 
 test: setup
-	$(PY) -m pytest tests $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .
@@ -36,7 +36,7 @@ $(VENV)/.dependencies: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "foundry_kernels needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch setuptools wheel ninja
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt numpy pytest pytest-benchmark expecttest hypothesis matplotlib tqdm ruff mypy $(if $(filter Linux,$(shell uname -s)),triton)
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt numpy pytest pytest-benchmark pytest-xdist expecttest hypothesis transformers matplotlib tqdm ruff mypy $(if $(filter Linux,$(shell uname -s)),triton)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.dependencies setup.py $(shell find csrc -type f)

@@ -78,6 +78,22 @@ def peak_bytes(prepare: Prepare, device: str) -> int:
     return most
 
 
+def saved_bytes(forward: Callable[[], object]) -> int:
+    """Bytes that autograd keeps for the backward pass of `forward`, inputs among them; memory shared by several saved
+    tensors counts once."""
+    storages: dict[int, int] = {}
+    kept = []  # or a freed one's address could be another's
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        forward()
+    return sum(storages.values())
+
+
 @contextlib.contextmanager
 def reused_memory() -> Iterator[None]:
     """Lets the C library keep freed memory, however large the block, instead of returning it to the system: a fresh

@@ -1,9 +1,9 @@
 """Every registered operation that has benchmark shapes: our backends, eager, torch.compile, torch's own, and a copy.
 
 `extra_info` of a row holds GB/s (or TFLOP/s), its speed-up over each peer and its time over that of a copy of the same
-bytes (medians of rounds in which all took turns), and the peak memory of one run. The copy writes into a tensor that
-exists; "fresh copy" into a new one, which on a CPU also pays for the system's page faults. `reused` rows are measured
-with freed memory kept by the process.
+bytes (medians of rounds in which all took turns), the peak memory of one run and, where there is a backward pass, the
+bytes saved for it. The copy writes into a tensor that exists; "fresh copy" into a new one, which on a CPU also pays for
+the system's page faults. `reused` rows are measured with freed memory kept by the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import foundry_kernels as fk
-from benchmarks.measure import Prepare, interleaved, median_ratio, peak_bytes, reused_memory, timer
+from benchmarks.measure import Prepare, interleaved, median_ratio, peak_bytes, reused_memory, saved_bytes, timer
 from foundry_kernels.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case, assert_parity, make_cotangents
 
@@ -48,7 +48,14 @@ class Group:
     @property
     def names(self) -> tuple[str, ...]:
         ours = tuple(b for b in self.op.backends(DEVICE, self.dtype) if b != "reference")
-        return (*ours, *self.op.cases.PEERS[self.op.name], "torch.compile", *COPIES)
+        peers = self.peers
+        return (*ours, *peers, *(("torch.compile",) if "eager" in peers else ()), *COPIES)
+
+    @property
+    def peers(self) -> dict[str, Callable[..., Any]]:
+        """The op's table; or, where the options matter to the peers, what it gives for the case."""
+        cases = self.op.cases
+        return cases.peers(self.op.name, self.case, DEVICE) if hasattr(cases, "peers") else cases.PEERS[self.op.name]
 
 
 def _memories(case: Case) -> tuple[str, ...]:
@@ -70,14 +77,21 @@ def _groups() -> list[Group]:
     return groups
 
 
-def _contenders(group: Group) -> dict[str, Prepare]:
-    args = group.case.make(group.dtype, DEVICE)
-    peers: dict[str, Callable[..., Any]] = dict(group.op.cases.PEERS[group.op.name])
-    peers["torch.compile"] = torch.compile(peers["eager"])
+def _functions(group: Group) -> dict[str, Callable[..., Any]]:
+    """What is compared, by name: called with the case's arguments."""
+    peers = dict(group.peers)
+    if "eager" in peers:
+        peers["torch.compile"] = torch.compile(peers["eager"])
     for backend in group.names:
         if backend in ("triton", "native"):
             peers[backend] = lambda backend=backend, **a: group.op.public(**a, **group.case.options, backend=backend)
-    contenders = {n: _prepare(peers[n], args, group.direction) for n in group.names if n not in COPIES}
+    return peers
+
+
+def _contenders(group: Group) -> dict[str, Prepare]:
+    args = group.case.make(group.dtype, DEVICE)
+    functions = _functions(group)
+    contenders = {n: _prepare(functions[n], args, group.direction) for n in group.names if n not in COPIES}
     half = torch.randn(group.op.cases.bytes_moved(args, group.direction) // 2 // 4, device=DEVICE)
     into = torch.empty_like(half)
     contenders["copy"] = lambda: lambda: into.copy_(half)
@@ -135,7 +149,11 @@ def test_op(benchmark: Any, group: Group, name: str) -> None:
         prepare = contenders[name]
         benchmark.group = group.id
         benchmark.pedantic(lambda run: run(), setup=lambda: ((prepare(),), {}), rounds=10, warmup_rounds=1)
-        mine, moved = times[name], group.op.cases.bytes_moved(group.case.make(group.dtype), group.direction)
+        args = group.case.make(group.dtype)
+        mine, moved = times[name], group.op.cases.bytes_moved(args, group.direction)
+        if hasattr(group.op.cases, "flops"):
+            done = group.op.cases.flops(args, group.case.options, group.direction)
+            benchmark.extra_info["TFLOP/s"] = round(done / statistics.median(mine) / 1e12, 3)
         benchmark.extra_info.update(
             {
                 "op": group.op.name,
@@ -154,3 +172,6 @@ def test_op(benchmark: Any, group: Group, name: str) -> None:
                 "bytes_moved": moved,
             }
         )
+        if group.direction != "forward" and name not in COPIES:
+            args = group.case.make(group.dtype, DEVICE)
+            benchmark.extra_info["saved_bytes"] = saved_bytes(lambda: _functions(group)[name](**args))

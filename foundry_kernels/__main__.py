@@ -88,6 +88,7 @@ def inspect(argv: list[str]) -> int:
         "--arch", type=int, nargs="+", default=[90], help="compute capabilities, 90 for 9.0", metavar="CC"
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--all", action="store_true", help="every shape, where an operation picks some by default")
     parser.add_argument("--ptx", action="store_true", help="print the PTX")
     parser.add_argument("--sass", action="store_true", help="print the machine code")
     options = parser.parse_args(argv)
@@ -98,9 +99,10 @@ def inspect(argv: list[str]) -> int:
         parser.error(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {unknown[0]}")
     if _triton.MISSING or _triton.INTERPRET:
         parser.error(_triton.MISSING or "kernels that are interpreted cannot be compiled: unset TRITON_INTERPRET")
-    launches = [launch for launch in _aot.record(OPS[options.op]) if options.kernel in launch.name]
     bad = 0
     for arch in options.arch:
+        recorded = _aot.record(OPS[options.op], arch, options.all)
+        launches = [launch for launch in recorded if options.kernel in launch.name]
         gpu = _aot.GPUS[arch]
         print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")
         for launch in launches:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foundry_kernels import _triton
 from foundry_kernels.registry import OPS, OpSpec, short_dtype
-from foundry_kernels.testing import Case
+from foundry_kernels.testing import Arg, Case
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ class Cost:
         return found
 
 
-def record(op: OpSpec) -> list[Launch]:
-    """The distinct launches, forward and backward, of the op's benchmark shapes and parity cases."""
+def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
+    """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
+    device of compute capability `arch` (80, 90, ...); of those, without `everything`, the ones that the op's
+    `compiled_cases` picks, if it does."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
@@ -130,12 +132,17 @@ def record(op: OpSpec) -> list[Launch]:
             object.__setattr__(impl, "devices", ("cpu", "cuda"))
     original, JITFunction.run = JITFunction.run, run
     _triton.serve_cpu_tensors()
+    _triton.record_for(arch)
     try:
-        for dtype in DTYPES:
-            for case in op.cases.bench_cases(op.name, "cuda"):
-                case_id = f"{case.id} {short_dtype(dtype)}"
-                _call(op, case, _unfilled(case, dtype))
-        for case in op.cases.CASES[op.name]:
+        if hasattr(op.cases, "compiled_cases") and not everything:
+            unfilled, made = op.cases.compiled_cases(op.name), ()
+        else:
+            unfilled = [(case, dtype) for dtype in DTYPES for case in op.cases.bench_cases(op.name, "cuda")]
+            made = op.cases.CASES[op.name]
+        for case, dtype in unfilled:
+            case_id = f"{case.id} {short_dtype(dtype)}"
+            _call(op, case, _unfilled(case, dtype))
+        for case in made:
             case_id = case.id
             _call(op, case, case.make(DTYPES[0]))
     finally:
@@ -150,8 +157,16 @@ def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
         if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked
             args[name] = None if arg is None else arg.make(torch.Generator(), dtype, "cpu")
         else:
-            args[name] = torch.empty(arg.shape, dtype=dtype, requires_grad=arg.grad)
+            args[name] = _empty(arg, dtype).requires_grad_(arg.grad)
     return args
+
+
+def _empty(arg: Arg, dtype: torch.dtype) -> Tensor:
+    if arg.layout == "swapped":
+        b, h, t, *rest = arg.shape
+        return torch.empty((b, t, h, *rest), dtype=dtype).transpose(1, 2)
+    assert arg.layout == "contiguous", f"a benchmark of layout {arg.layout!r}"
+    return torch.empty(arg.shape, dtype=dtype)
 
 
 def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
@@ -170,7 +185,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
     signature, constants, divisible = [], [], []
     for parameter in kernel.params:
         name, value = parameter.name, given[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
             signature.append((name, "constexpr"))
             constants.append((name, value))
         elif isinstance(value, Tensor):
@@ -178,7 +194,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
             divisible.append(name)  # PyTorch's allocator aligns to far more
         elif isinstance(value, int):
             signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
-            if value % 16 == 0:
+            if value % 16 == 0 and specialized:
                 divisible.append(name)
         else:
             signature.append((name, "fp32"))
@@ -202,8 +218,9 @@ def compile_for(launch: Launch, arch: int) -> Cost:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
     registers, stack = _resources(compiled.asm["cubin"])
     ptx, matrix = compiled.asm["ptx"], ""
-    if "tt.dot" in compiled.asm["ttir"]:
-        matrix = GPUS[arch].matrix if GPUS[arch].matrix in ptx else "missing"
+    if re.search(r"tt\.dot .*: tensor<\w+x(bf16|f16)>", compiled.asm["ttir"]):  # float32 is multiplied exactly, without
+        # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
+        matrix = next((name for name in (GPUS[arch].matrix, "mma.sync") if name in ptx), "missing")
     return Cost(
         registers=registers,
         stack=stack,

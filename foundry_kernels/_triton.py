@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,6 +68,36 @@ if MISSING is None:
         else:
             return (row // n2 // n1) * s0 + (row // n2 % n1) * s1 + (row % n2) * s2
 
+    @triton.jit
+    def reciprocal_rms(sum_of_squares, n_cols, eps):
+        """1 / sqrt(mean square + eps) of rows of n_cols values."""
+        mean = sum_of_squares / n_cols
+        if mean.dtype == tl.float32:  # correctly rounded: one value a row costs nothing
+            return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+        return 1.0 / tl.sqrt(mean + eps)
+
+    @triton.jit
+    def normalized(b_x, rstd, x_dtype: tl.constexpr, ROUND_FIRST: tl.constexpr, COMPUTE: tl.constexpr):
+        """x * rstd as a forward pass multiplies it by the weight."""
+        b_n = b_x * rstd
+        if ROUND_FIRST:
+            b_n = round_to(b_n, x_dtype).to(COMPUTE)
+        return b_n
+
+    @triton.jit
+    def sum_partials_kernel(
+        part_ptr, out_ptr, n_parts, n_cols,
+        COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ):  # fmt: skip
+        """out[c] = sum over p of part[p, c], rounded."""
+        cols = (tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS))[None, :]
+        b_sum = tl.zeros([BLOCK_ROWS, BLOCK_COLS], COMPUTE)
+        for start in range(0, n_parts, BLOCK_ROWS):
+            rows = start + tl.arange(0, BLOCK_ROWS)[:, None]
+            mask = (rows < n_parts) & (cols < n_cols)
+            b_sum += tl.load(part_ptr + rows.to(tl.int64) * n_cols + cols, mask=mask, other=0.0)
+        tl.store(out_ptr + cols, round_to(tl.sum(b_sum, 0)[None, :], out_ptr.dtype.element_ty), mask=cols < n_cols)
+
 
 def compute_dtype(dtype: torch.dtype) -> Any:
     """The dtype of a kernel's arithmetic."""
@@ -108,6 +139,43 @@ def programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter: few, but more than one, so that sums over programs are exercised
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
+    """out [N] = the sum over p of partial [p, N], rounded: what the programs of a grid kept for themselves."""
+    parts, width = partial.shape
+    sum_partials_kernel[(triton.cdiv(width, 64),)](
+        partial, out, parts, width, COMPUTE=compute_dtype(partial.dtype), BLOCK_ROWS=32, BLOCK_COLS=64
+    )
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability that a launch on `device` is chosen for, 90 for 9.0; 0 where kernels are interpreted."""
+    if _RECORDED is not None:
+        return _RECORDED
+    return 0 if device.type != "cuda" else _capability(device)
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+_RECORDED: int | None = None
+
+
+def record_for(arch: int) -> None:
+    """From now on launches are chosen as on a device of this compute capability (see `_aot`)."""
+    global _RECORDED
+    _RECORDED = arch
+
+
+def refuse_second_derivative(op: str) -> None:
+    """For the backward pass of an operation that autograd cannot differentiate again."""
+    # Under compile the backward pass is traced with gradients enabled; create_graph cannot be told from it there.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
 
 
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")

@@ -40,20 +40,30 @@ def test_peak_memory_counts_what_is_held_at_once() -> None:
     assert measure.peak_bytes(lambda: two_at_once, "cpu") == 2 << 20
 
 
+def test_saved_memory_counts_storages_once() -> None:
+    x = torch.randn(1 << 18, requires_grad=True)  # 1 MB
+    assert measure.saved_bytes(lambda: x.sin().cos()) == 2 << 20
+    assert measure.saved_bytes(lambda: x * x.detach()) == 1 << 20
+    assert measure.saved_bytes(lambda: x + 1) == 0
+
+
 def test_results_are_kept_and_become_a_table(tmp_path: Path) -> None:
     row = {
         "op": "rms_norm",
         "row": "native",
         "direction": "forward",
         "dtype": "float32",
-        "case": "2x4",
+        "case": "2x4-cached",
         "memory": "fresh",
         "median_us": 3.0,
         "time_over_copy": 1.5,
         "speedup_over": {"eager": 4.0},
+        "GB/s": 7.0,
+        "peak_bytes": 2_000_000,
     }
+    low = row | {"dtype": "bfloat16", "median_us": 2.0, "speedup_over": {"eager": 5.0}, "time_over_copy": 2.5}
     run = {
-        "benchmarks": [{"extra_info": row, "stats": {"data": [0.0]}}],
+        "benchmarks": [{"extra_info": r, "stats": {"data": [0.0]}} for r in (row, low)],
         "machine_info": {"cpu": {"brand_raw": "A processor", "count": 2}},
         "datetime": "2026-01-02T03:04:05",
         "environment": {"torch": "2.13.0"},
@@ -64,8 +74,12 @@ def test_results_are_kept_and_become_a_table(tmp_path: Path) -> None:
     report.keep(source, target)
     kept = json.loads(target.read_text())
     assert kept["device"] == "A processor, 2 cores"
-    text = report.table(kept, ROOT / "benchmarks" / "results" / "kept.json")
-    assert "| `rms_norm` | forward | float32 | 2x4 | native | 3 | 4.00 | 1.50 |" in text
+    results = ROOT / "benchmarks" / "results" / "kept.json"
+    text = report.table(kept, results)
+    assert "| `rms_norm` | forward | float32 | 2x4-cached | native | 3 | 4.00 | 1.50 | 7.0 | 2.0 | – |" in text
+    text = report.summary(kept, results)
+    assert "Each cell: float32 / bfloat16." in text
+    assert "| `rms_norm` | forward | 2x4-cached | native | 3 / 2 | 4.00 / 5.00 | 1.50 / 2.50 |" in text
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as results"), ("{}", "it is not a result of")])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_kernels import OPS, BackendUnavailable, RopeScaling
 from foundry_kernels.models import ModelConfig, Transformer
@@ -338,6 +339,33 @@ def test_backend_equals_reference(backend, device):
 
 
 @pytest.mark.filterwarnings("ignore:backend .* has no kernel yet")
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_rotation_gate_and_norm_are_one_launch_each_in_a_block(backend):
+    """No transposition, no chunk, no repetition around them: the kernels take the tensors as they lie."""
+    ops = {name: backend if OPS[name].why_not(backend, "cpu", torch.float32) is None else "auto" for name in OPERATIONS}
+    if ops["rope"] == "auto":
+        pytest.skip(str(OPS["rope"].why_not(backend, "cpu", torch.float32)))
+    model, launched, shuffled = make(backend=ops), [], []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name.split("::")[1]
+            if func.namespace == "foundry_kernels":
+                launched.append(name.removeprefix("triton_"))
+            elif name in ("cat", "chunk", "split", "clone", "copy_", "repeat_interleave"):
+                shuffled.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Count(), torch.no_grad():
+        model(draw())
+    per_block = [name for name in launched if "attention" not in name]
+    assert sum("rope" in name for name in per_block) == TINY.n_layers
+    assert sum("glu" in name for name in per_block) == TINY.n_layers
+    assert sum("norm" in name for name in per_block) == 2 * TINY.n_layers + 1
+    if ops["flash_attention"] == backend:
+        assert not shuffled
+
+
 def test_named_backend_that_cannot_serve_raises():
     model = make(TINY, "native").double()
     with pytest.raises(BackendUnavailable, match="backend 'native' cannot serve float64"):

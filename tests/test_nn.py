@@ -208,6 +208,109 @@ def test_swiglu_formula_and_names():
     torch.testing.assert_close(block(x), (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T)
     with pytest.raises(ValueError, match="hidden_dim must be at least 1"):
         nn.SwiGLU(6, 0)
+    with pytest.raises(ValueError, match="recompute must be one of none, product, projections; got 'all'"):
+        nn.SwiGLU(6, 10, recompute="all")
+
+
+def feed_forward(recompute, backend="native", frozen=(), **options):
+    torch.manual_seed(0)
+    block = nn.SwiGLU(16, 40, recompute=recompute, backend=backend, **options)
+    for name in set(frozen) - {"x"}:
+        getattr(block, name).requires_grad_(False)
+    return block, torch.randn(3, 5, 16, **options).requires_grad_("x" not in frozen)
+
+
+def kept_elements(block, x):
+    """Elements that a backward pass keeps alive, each storage counted once, without the weights."""
+    storages = {}
+
+    def pack(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = block(x)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    return y, sum(n for address, n in storages.items() if address not in weights)
+
+
+@pytest.mark.skipif("native" not in OPS["swiglu"].backends("cpu"), reason="the C++ extension is not built")
+@pytest.mark.parametrize(
+    ("recompute", "a_token"), [("none", 16 + 3 * 40), ("product", 16 + 2 * 40), ("projections", 16)]
+)
+def test_swiglu_keeps_what_it_says(recompute, a_token):
+    y, kept = kept_elements(*feed_forward(recompute))
+    assert kept == 15 * a_token
+    y, kept = kept_elements(*feed_forward(recompute, frozen=("w2",)))
+    assert kept == 15 * min(a_token, 16 + 2 * 40)
+    block, x = feed_forward(recompute)
+    with torch.autocast("cpu", torch.bfloat16):  # x is kept in bfloat16 besides float32 where it is cast
+        y, kept = kept_elements(block, x)
+    assert y.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert kept_elements(block, x)[1] == 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "native", "triton"])
+@pytest.mark.parametrize(
+    "frozen", [(), ("w1",), ("w2",), ("w3",), ("x",), ("w1", "w3", "x"), ("w1", "w2", "w3")], ids=str
+)
+def test_swiglu_recomputing_changes_no_bit(frozen, backend):
+    if (reason := OPS["swiglu"].why_not(backend, "cpu", torch.float32)) is not None:
+        pytest.skip(reason)
+    results = []
+    for recompute in ("none", "product", "projections"):
+        block, x = feed_forward(recompute, backend, frozen)
+        wanted = [t for t in (x, *block.parameters()) if t.requires_grad]
+        y = block(x)
+        first, second = (torch.autograd.grad(y.sum() * 3, wanted, retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, first, second))
+        results.append((y, *first))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("recompute", ["none", "product", "projections"])
+def test_swiglu_gradients_and_second_derivative(recompute):
+    block, x = feed_forward(recompute, "reference", dtype=torch.float64)
+    names = [name for name, _ in block.named_parameters()]
+
+    def function(x, *weights):
+        return torch.func.functional_call(block, dict(zip(names, weights, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(function, (x, *block.parameters()), fast_mode=True)
+    if OPS["swiglu"].why_not("native", "cpu", torch.float32) is None:
+        block, x = feed_forward(recompute)
+        with pytest.raises(RuntimeError, match=r"swiglu has no second derivative.*create_graph=True"):
+            torch.autograd.grad(block(x).sum(), [x, *block.parameters()], create_graph=True)
+
+
+@pytest.mark.parametrize("recompute", ["none", "product", "projections"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_swiglu_compiles_whole(recompute, backend):
+    block, x = feed_forward(recompute, backend)
+    wanted = [x, *block.parameters()]
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    y, expected = compiled(x), block(x)
+    torch.testing.assert_close(y, expected)
+    for a, e in zip(*(torch.autograd.grad(t.square().sum(), wanted) for t in (y, expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_swiglu_layers_that_were_replaced():
+    """They are called as they are: a random part draws its numbers once, and hooks run once."""
+    results = []
+    for recompute in ("none", "product", "projections"):
+        block, x = feed_forward(recompute, "reference")
+        block.w2 = torch.nn.Sequential(torch.nn.Dropout(0.5), block.w2)
+        called = []
+        block.w1.register_forward_hook(lambda *_, called=called: called.append(1))
+        torch.manual_seed(1)
+        y = block(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])))
+        assert called == [1]
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 def attend(block, x, embedding):
@@ -235,6 +338,38 @@ def test_attention_is_attention(kv_heads, with_rope, causal):
     torch.testing.assert_close(block(x), attend(block, x, embedding))
 
 
+@pytest.mark.parametrize("with_rope", [True, False], ids=["rope", "no rope"])
+@pytest.mark.parametrize("max_seqlen", [None, 4], ids=["no maximum", "maximum"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_packed_sequences_are_attended_one_by_one(with_rope, max_seqlen, index):
+    """Positions start at 0 in each; the gradient of each is its own."""
+    block = nn.Attention(20, 4, 2, 6, rope=nn.RotaryEmbedding(6, 16) if with_rope else None)
+    lengths = (3, 0, 4, 1)
+    x = torch.randn(1, sum(lengths), 20, requires_grad=True)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(index)
+    packed = block(x, cu_seqlens=starts, max_seqlen=max_seqlen, return_lse=True, return_stats=True)
+    alone = [block(part, return_lse=True, return_stats=True) for part in x.split(lengths, 1)]
+    for i, (whole, parts) in enumerate(zip(packed, zip(*alone, strict=True), strict=True)):
+        assert whole.shape[0] == 1
+        torch.testing.assert_close(whole, torch.cat(parts, 1 if i == 0 else 2))
+    expected = torch.cat([parts[0] for parts in alone], 1)
+    cotangent = torch.randn_like(expected)
+    for a, e in zip(*(torch.autograd.grad(y, x, cotangent) for y in (packed[0], expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_attention_returns_what_the_operation_does():
+    block, x = nn.Attention(16, 4, 2), torch.randn(2, 5, 16)
+    y, lse, entropy, max_logit = block(x, return_lse=True, return_stats=True)
+    torch.testing.assert_close(y, block(x))
+    assert [t.shape for t in (lse, entropy, max_logit)] == [(2, 4, 5)] * 3
+    torch.testing.assert_close(block(x, return_lse=True)[1], lse)
+    for a, e in zip(block(x, return_stats=True)[1:], (entropy, max_logit), strict=True):
+        torch.testing.assert_close(a, e)
+    assert (entropy[:, :, 0] == 0).all()  # the first token sees itself alone
+    torch.testing.assert_close(max_logit[:, :, 0], lse[:, :, 0])
+
+
 def test_attention_passes_views(monkeypatch):
     from foundry_kernels.nn import attention
 
@@ -251,6 +386,9 @@ def test_attention_passes_views(monkeypatch):
         assert tensor.transpose(1, 2).is_contiguous()
 
 
+STARTS = torch.tensor([0, 2, 3])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -260,8 +398,12 @@ def test_attention_passes_views(monkeypatch):
         (lambda: nn.Attention(16, 4, rope=nn.RotaryEmbedding(8)), "rope must rotate at most head_dim=4"),
         (lambda: nn.Attention(16, 4)(torch.zeros(2, 16)), "x must be"),
         (lambda: nn.Attention(16, 4)(torch.zeros(2, 3, 12)), "x must have dim=16"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(2, 3, 16), cu_seqlens=STARTS), "x must be .1, total, 16. with cu_seq"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(1, 3, 16), cu_seqlens=STARTS, cache=object()), "exclude each other"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(1, 3, 16), max_seqlen=3), "max_seqlen needs cu_seqlens"),
+        (lambda: nn.Attention(16, 4)(torch.zeros(1, 4, 16), cu_seqlens=STARTS), "cu_seqlens_q must start at 0"),
     ],
-    ids=["groups", "dim", "zero", "rope", "rank", "width"],
+    ids=["groups", "dim", "zero", "rope", "rank", "width", "rows", "cache", "maximum", "total"],
 )
 def test_attention_refuses(make, message):
     with pytest.raises(ValueError, match=message):

@@ -106,7 +106,7 @@ def test_opcheck(row: Row, dtype: torch.dtype, requires_grad: bool) -> None:
     thorough: set[Any] = set()
     seen: set[Any] = set()
     for func, given in calls:
-        key = (func, tuple((a.requires_grad, a.is_contiguous()) if isinstance(a, Tensor) else a for a in given))
+        key = (func, str([(a.requires_grad, a.is_contiguous()) if isinstance(a, Tensor) else a for a in given]))
         if key not in seen:
             light = ("test_schema", "test_faketensor", "test_autograd_registration")
             torch.library.opcheck(

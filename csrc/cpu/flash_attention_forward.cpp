@@ -58,12 +58,12 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
     const auto row = [&](float* of) { return of + v * kLanes; };
     const Vec before = Whole::load(row(b.max)), now = larger(larger(top[0], top[1]) * unit, before);
     const Vec at = now == splat(kNone) ? Vec{} : now;  // a row that has seen no key yet
-    const Vec moved = (before - at) * kLog2e, factor = exp2(moved);
+    const Vec moved = (before - at) * kLog2E, factor = exp2(moved);
     Vec sum = Whole::load(row(b.sum)), entropy{};
     if constexpr (kEntropy) entropy = factor > Vec{} ? factor * (Whole::load(row(b.entropy)) + moved * sum) : Vec{};
     sum *= factor;
     for (int64_t j = 0; j < n; ++j) {
-      const Vec t = (Whole::load(column + j * kAttentionRows) * unit - at) * kLog2e, p = exp2(t);
+      const Vec t = (Whole::load(column + j * kAttentionRows) * unit - at) * kLog2E, p = exp2(t);
       sum += p;
       if constexpr (kEntropy) entropy += p > Vec{} ? p * t : Vec{};
       Whole::store(column + j * kAttentionRows, p);

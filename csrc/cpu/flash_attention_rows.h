@@ -9,7 +9,7 @@
 namespace foundry {
 namespace FK_ISA {
 
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+constexpr float kLn2 = 0.693147181f;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // Up to kAttentionRows consecutive rows. Keys are counted from `base`, so that 32 bits hold them.

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "flash_attention.h"
+#include "math.h"
 #include "vec.h"
 
 namespace foundry {
@@ -121,37 +122,10 @@ inline Vec larger(Vec a, Vec b) {
 #endif
 }
 
-// 2^v for v <= 127, within 2 units in the last place; 0 below -126, where the result would be subnormal, NaN for NaN.
-//
-// 2^v = 2^n 2^r, n = v rounded, r = v - n exactly, |r| <= 1/2; the polynomial is within 9.2e-8 of 2^r, and 1 at 0.
-inline Vec exp2(Vec v) {
-#if defined(__AVX512F__)
-  const Vec n = (Vec)_mm512_maskz_roundscale_ps(0xFFFF, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec n = (v + shift) - shift;
-#endif
-  const Vec r = v - n;
-  Vec p = splat(0x1.5bba14p-10f);
-  p = p * r + 0x1.3cea88p-7f;
-  p = p * r + 0x1.c6b752p-5f;
-  p = p * r + 0x1.ebf9bcp-3f;
-  p = p * r + 0x1.62e42ap-1f;
-  p = p * r + 1.0f;
-#if defined(__AVX512F__)
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
-#else
-  const Vec power = bit_cast<Vec>((__builtin_convertvector(n, VecI) + 127) << 23);
-  return v < splat(-126.0f) ? Vec{} : p * power;
-#endif
-}
-
-// tanh, within 4 units in the last place: with e = 2^y - 1 formed without cancellation, y = -2 |v| / ln 2, it is
-// -e / (e + 2).
+// tanh, within 3e-7 of itself: with e = 2^y - 1 formed without cancellation, y = -2 |v| / ln 2, it is -e / (e + 2).
 inline Vec tanh(Vec v) {
   const Vec magnitude = v < Vec{} ? -v : v;
-  Vec y = larger(magnitude * -2.8853901f, splat(-60.0f));
+  Vec y = larger(magnitude * (-2.0f * kLog2E), splat(-60.0f));
   y = v == v ? y : v;
   const Vec shift = splat(12582912.0f);
   const Vec n = (y + shift) - shift, r = y - n;

@@ -99,14 +99,6 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
   }
 }
 
-// Whether an output is larger than the caches, and every row of it aligned as streaming needs.
-template <class T>
-bool worth_streaming(const T* out, const Rows& rows, int64_t n_cols) {
-  constexpr uintptr_t kAlign = kLanes * sizeof(T);
-  return out && rows.count() * n_cols * int64_t(sizeof(T)) > kStreamBytes &&
-         reinterpret_cast<uintptr_t>(out) % kAlign == 0 && n_cols % kLanes == 0;
-}
-
 template <class X, class Y>
 void forward_typed(const RmsNormForward& a, int64_t begin, int64_t end) {
   const auto run = [&](auto residual, auto weight, auto round_first, auto streamed) {

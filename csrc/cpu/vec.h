@@ -8,7 +8,12 @@
 #include <cstring>
 #include <type_traits>
 
+#include "../common/rows.h"
+
 #if defined(__SSE2__)
+#if defined(__GNUC__) && !defined(__clang__)  // GCC 12 takes what its own header leaves undefined for a mistake
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #endif
 
@@ -151,6 +156,14 @@ inline void stream_fence() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
+}
+
+// Whether an output is larger than the caches, and every row of it aligned as streaming needs.
+template <class T>
+bool worth_streaming(const T* out, const Rows& rows, int64_t n_cols) {
+  constexpr uintptr_t kAlign = kLanes * sizeof(T);
+  return out && rows.count() * n_cols * int64_t(sizeof(T)) > kStreamBytes &&
+         reinterpret_cast<uintptr_t>(out) % kAlign == 0 && n_cols % kLanes == 0;
 }
 
 // Access to kLanes elements, or to the first `count` of them (the rest read as zero and are not written).

@@ -78,4 +78,29 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
+// out[c] = sum over blocks of partial[., c], rounded. A block does 32 columns with kSumRows threads for each.
+constexpr int kSumRows = 8;
+
+template <class W>
+__global__ void __launch_bounds__(32 * kSumRows) sum_partials_kernel(const float* partial, int n_blocks, int64_t n_cols,
+                                                                     W* out) {
+  FK_SHARED(float, sums, 32 * kSumRows);
+  const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  float total = 0.f;
+  if (col < n_cols)
+    for (int b = part; b < n_blocks; b += kSumRows) total += partial[b * n_cols + col];
+  sums[threadIdx.x] = total;
+  __syncthreads();
+  if (part != 0 || col >= n_cols) return;
+  for (int p = 1; p < kSumRows; ++p) total += sums[p * 32 + lane];
+  out[col] = from_float<W>(total);
+}
+
+template <class W>
+cudaError_t sum_partials(const float* partial, int n_blocks, int64_t n_cols, W* out, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((n_cols + 31) / 32));
+  return launch(sum_partials_kernel<W>, grid, dim3(32 * kSumRows), 0, stream, partial, n_blocks, n_cols, out);
+}
+
 }  // namespace foundry

@@ -208,24 +208,6 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) back
   }
 }
 
-// dw[c] = sum over blocks of partial[., c], rounded. A block does 32 columns with kRows threads for each.
-constexpr int kSumRows = 8;
-
-template <class W>
-__global__ void __launch_bounds__(32 * kSumRows) sum_partials_kernel(const RmsNormBackward a) {
-  FK_SHARED(float, sums, 32 * kSumRows);
-  const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;
-  float total = 0.f;
-  if (col < a.n_cols)
-    for (int b = part; b < a.n_blocks; b += kSumRows) total += a.dw_partial[b * a.n_cols + col];
-  sums[threadIdx.x] = total;
-  __syncthreads();
-  if (part != 0 || col >= a.n_cols) return;
-  for (int p = 1; p < kSumRows; ++p) total += sums[p * 32 + lane];
-  static_cast<W*>(a.dw)[col] = from_float<W>(total);
-}
-
 bool aligned(const void* p, const RowStrides& strides, int bytes) {
   if (p == nullptr) return true;
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) return false;
@@ -309,7 +291,7 @@ cudaError_t rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
       return launch(backward_kernel<X, W, Y, kVec, kThreads>, grid, block, 0, stream, a);
     });
     if (error != cudaSuccess || !a.dw) return error;
-    return launch(sum_partials_kernel<W>, dim3((a.n_cols + 31) / 32), dim3(32 * kSumRows), 0, stream, a);
+    return sum_partials(a.dw_partial, a.n_blocks, a.n_cols, static_cast<W*>(a.dw), stream);
   });
 }
 

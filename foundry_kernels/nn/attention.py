@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_rank, check_tensor
+from foundry_kernels._checks import check_integer, check_rank, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn.rotary import RotaryEmbedding
-from foundry_kernels.ops.flash_attention import flash_attention
+from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 
 
 class KeyValueStore(Protocol):
@@ -72,7 +72,7 @@ class Attention(torch.nn.Module):
             raise ValueError(f"head_dim must be at least 1; got {head_dim}")
         if rope is not None and rope.dim > head_dim:
             raise ValueError(f"rope must rotate at most head_dim={head_dim} dimensions; got {rope.dim}")
-        self.backends = plan(backend, ("flash_attention",))
+        self.backends = plan(backend, ("flash_attention",))  # packed or not
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
         self.causal = causal
         self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=False, device=device, dtype=dtype)
@@ -82,23 +82,50 @@ class Attention(torch.nn.Module):
         self.rope = rope
 
     def forward(
-        self, x: Tensor, positions: Tensor | int | None = None, *, cache: KeyValueStore | None = None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        positions: Tensor | int | None = None,
+        *,
+        cache: KeyValueStore | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        return_lse: bool = False,
+        return_stats: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
         """x ``[B, T, dim]`` to ``[B, T, dim]``.
 
         Args:
-            positions: of the tokens, as :class:`RotaryEmbedding` takes them; None continues the cache or starts at 0.
+            positions: of the tokens, as :class:`RotaryEmbedding` takes them; None continues the cache or starts at 0,
+                in a packed batch at 0 in each sequence.
             cache: this layer's stored keys and values, which the new ones are appended to. Query t then sees all that
                 was stored before, and the new keys up to its own.
+            cu_seqlens: ``[N + 1]`` int32 or int64 of a packed batch: x is ``[1, total, dim]`` and holds N sequences one
+                after the other, sequence n at the tokens ``cu_seqlens[n] .. cu_seqlens[n + 1] - 1``, which see no
+                other's. Not together with a cache.
+            max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU costs
+                empty programs where sequences are many.
+            return_lse, return_stats: also return what :func:`flash_attention` returns for them, ``[B, H, T]`` each.
+
+        Returns:
+            y, or ``(y, lse)``, ``(y, entropy, max_logit)``, ``(y, lse, entropy, max_logit)``.
 
         Raises:
-            ValueError: x has another rank or width, or the rotary embedding's, the cache's or the operations' own
-                conditions.
+            TypeError: cu_seqlens is no integer tensor.
+            ValueError: x has another rank or width, a packed batch comes with more than one row or with a cache, or the
+                rotary embedding's, the cache's or the operations' own conditions.
         """
         check_tensor("x", x)
         check_rank("x", x, 3, f"[B, T, {self.dim}]")
         if x.shape[-1] != self.dim:
             raise ValueError(f"x must have dim={self.dim} as its last dimension; got shape {tuple(x.shape)}")
+        if cu_seqlens is not None:
+            check_integer("cu_seqlens", cu_seqlens)
+            if x.shape[0] != 1:
+                raise ValueError(f"x must be [1, total, {self.dim}] with cu_seqlens; got shape {tuple(x.shape)}")
+            if cache is not None:
+                raise ValueError("cu_seqlens and cache exclude each other; got both")
+        elif max_seqlen is not None:
+            raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
         batch, length, _ = x.shape
         q = self.wq(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
         k = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
@@ -106,16 +133,35 @@ class Attention(torch.nn.Module):
         if self.rope is not None:
             if positions is None and cache is not None:
                 positions = cache.length
+            elif positions is None and cu_seqlens is not None:
+                positions = _places(cu_seqlens, length)
             q, k = self.rope(q, k, positions)
         if cache is not None:
             k, v = cache.append(k, v)
-        out = flash_attention(q, k, v, causal=self.causal, backend=self.backends["flash_attention"])
-        assert isinstance(out, Tensor)  # and not (out, lse)
+        options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
+        options["backend"] = self.backends["flash_attention"]
+        if cu_seqlens is None:
+            result = flash_attention(q, k, v, **options)
+        else:
+            q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
+            longest = length if max_seqlen is None else max_seqlen
+            result = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        out, *rows = result if isinstance(result, tuple) else (result,)
+        if cu_seqlens is not None:
+            out, rows = out.transpose(0, 1).unsqueeze(0), [t.unsqueeze(0) for t in rows]
         # A view where the operation kept q's storage order, as it promises.
-        return self.wo(out.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+        y = self.wo(out.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+        return (y, *rows) if rows else y
 
     def extra_repr(self) -> str:
         return (
             f"{self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, backend={describe(self.backends)}"
         )
+
+
+def _places(cu_seqlens: Tensor, total: int) -> Tensor:
+    """The place of each packed token in its own sequence, without reading a length back from a GPU."""
+    token = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    return token - cu_seqlens[sequence]

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.ops.swiglu import swiglu
+
+RECOMPUTE = ("none", "product", "projections")
 
 
 class SwiGLU(torch.nn.Module):
     """``w2(silu(w1 x) * w3 x)``, without biases; the names are those of Meta's Llama.
 
     Args:
-        dim: width of the input and the output.
-        hidden_dim: width between.
+        dim: width D of the input and the output.
+        hidden_dim: width N between.
+        recompute: what a backward pass computes again instead of keeping it from the forward pass. In elements a token,
+            with all weights trained, "none" keeps x, w1 x, w3 x and their gated product: ``D + 3N``. "product" keeps
+            ``D + 2N`` and forms the product again, which costs one pass over memory. "projections" keeps ``D``, and
+            costs the products with w1 and w3 again. The results are the same bits. Layers that were replaced or carry
+            hooks are called as they are, and what they keep is kept.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
-        ValueError: a width below 1 or an unknown backend.
+        ValueError: a width below 1, an unknown `recompute` or backend.
 
     Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
     """
@@ -30,6 +40,7 @@ class SwiGLU(torch.nn.Module):
         dim: int,
         hidden_dim: int,
         *,
+        recompute: str = "product",
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
@@ -38,6 +49,9 @@ class SwiGLU(torch.nn.Module):
         for name, value in (("dim", dim), ("hidden_dim", hidden_dim)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}; got {recompute!r}")
+        self.recompute = recompute
         self.backends = plan(backend, ("swiglu",))
         self.w1 = torch.nn.Linear(dim, hidden_dim, bias=False, device=device, dtype=dtype)  # gate
         self.w2 = torch.nn.Linear(hidden_dim, dim, bias=False, device=device, dtype=dtype)  # down
@@ -45,7 +59,34 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
-        return self.w2(swiglu(self.w1(x), self.w3(x), backend=self.backends["swiglu"]))
+        w1, w2, w3 = self.w1, self.w2, self.w3
+        again = self.recompute if torch.is_grad_enabled() else "none"
+        if again == "projections" and all(map(_is_plain, (w1, w2, w3))):
+            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
+        gate, up = w1(x), w3(x)
+        # A frozen w2 would not keep the product in any case.
+        if again == "product" and _is_plain(w2) and w2.weight.requires_grad:
+            return _recomputed(self._down, gate, up, w2.weight)
+        return w2(swiglu(gate, up, backend=self.backends["swiglu"]))
+
+    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        return self._down(F.linear(x, w1), F.linear(x, w3), w2)
+
+    def _down(self, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
+        return F.linear(swiglu(gate, up, backend=self.backends["swiglu"]), w2)
 
     def extra_repr(self) -> str:
-        return f"backend={describe(self.backends)}"
+        return f"recompute={self.recompute!r}, backend={describe(self.backends)}"
+
+
+def _is_plain(layer: torch.nn.Module) -> bool:
+    """Whether calling `layer` is `F.linear` with its weight and nothing more."""
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+    return type(layer) is torch.nn.Linear and layer.bias is None and not hooks
+
+
+def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), of which only the inputs are kept. The backward pass runs it again up to its last matrix
+    product, whose result nothing needs. The weights are inputs too: the layers may hold others by then, as they do
+    after `torch.func.functional_call`."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

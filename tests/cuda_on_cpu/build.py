@@ -49,10 +49,11 @@ def link(name: str, objects: list[Path], flags: list[str] = []) -> Path:  # noqa
     key = hashlib.sha256("".join(map(str, objects)).encode()).hexdigest()[:16]
     target = CACHE / f"{name}.{key}.so"
     if not target.exists():
-        done = subprocess.run(
-            [*_compiler(), "-shared", *map(str, objects), "-o", str(target), *flags], capture_output=True, text=True
-        )
+        partial = target.with_suffix(f".{os.getpid()}.tmp")  # other processes may be building it too
+        command = [*_compiler(), "-shared", *map(str, objects), "-o", str(partial), *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        partial.rename(target)
     return target
 
 

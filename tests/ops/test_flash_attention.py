@@ -372,6 +372,12 @@ DENSE: Bad = [
     (ValueError, "k must have q's head dimension 6; got 8", {"k": zeros(B, HK, S, 8)}),
     (ValueError, "head dimension of at least 1", {"q": zeros(B, H, T, 0), "k": zeros(B, HK, S, 0)}),
     (ValueError, "head dimension of at least 1", {"v": zeros(B, HK, S, 0)}),
+    (
+        ValueError,
+        "q must have a head dimension of at most 256; got 257",
+        {"q": zeros(B, H, T, 257), "k": zeros(B, HK, S, 257)},
+    ),
+    (ValueError, "v must have a head dimension of at most 256; got 300", {"v": zeros(B, HK, S, 300)}),
 ]
 
 
@@ -406,6 +412,11 @@ VARLEN: Bad = [
     (ValueError, "max_seqlen_q must be at least the longest sequence, 5; got 4", {"max_seqlen_q": 4}),
     (ValueError, "max_seqlen_k must be >= 0; got -1", {"max_seqlen_k": -1}),
     (TypeError, "max_seqlen_k must be an int; got Tensor", {"max_seqlen_k": torch.tensor(5)}),
+    (ValueError, "q must have a head dimension of at most 256", {"q": zeros(9, H, 264), "k": zeros(9, HK, 264)}),
+    (ValueError, "v must have a head dimension of at most 256; got 257", {"v": zeros(9, HK, 257)}),
+    (ValueError, "k must have q's dtype", {"k": zeros(9, HK, D, dtype=torch.float16)}),
+    (ValueError, "multiple of k's 3 heads; got 4", {"k": zeros(9, 3, D), "v": zeros(9, 3, DV)}),
+    (ValueError, "cu_seqlens_q must start at 0, .*got .0, 4, 12.", {"cu_seqlens_q": starts(0, 4, 12)}),
 ]
 
 

@@ -1,4 +1,5 @@
-"""RoPE: the reference against complex multiplication, the tables against closed forms, and what is refused."""
+"""RoPE: the reference against complex multiplication, the tables against closed forms and transformers, norms in front,
+what a gradient keeps, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from table import saved_tensors
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import foundry_kernels as fk
+from foundry_kernels import _triton
 from foundry_kernels._layout import inverse, storage_order
-from foundry_kernels.ops.rope import RopeScaling, rope, rope_table
+from foundry_kernels.ops.rms_norm import rms_norm
+from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.testing import lay_out
 
 B, H, HK, T, D = 2, 4, 3, 5, 12
+
+BACKENDS = fk.OPS["rope"].backends("cpu")
+over_backends = pytest.mark.parametrize("backend", BACKENDS)
+interpreted = pytest.mark.skipif(not _triton.INTERPRET, reason="runs Triton's kernels on the CPU")
 
 
 def inputs(dtype: torch.dtype = torch.float64, layout: str = "contiguous", tokens: int = T) -> tuple[Tensor, Tensor]:
@@ -106,12 +116,14 @@ def order_of(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
+@over_backends
+@pytest.mark.parametrize("op", ["rope", "qk_norm_rope"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("rotary", [8, D])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)])
 @pytest.mark.parametrize("sliced", [False, True], ids=["dense", "sliced"])
 def test_outputs_and_gradients_keep_the_storage_order(
-    interleaved: bool, rotary: int, order: tuple[int, ...], sliced: bool
+    backend: str, op: str, interleaved: bool, rotary: int, order: tuple[int, ...], sliced: bool
 ) -> None:
     cos, sin = rope_table(rotary, T)
     made = []
@@ -120,7 +132,8 @@ def test_outputs_and_gradients_keep_the_storage_order(
         if sliced:
             x = torch.cat([x.permute(order)] * 2, -1).permute(inverse(list(order)))[..., :D]
         made.append(x.requires_grad_())
-    outputs = rope(*made, cos, sin, interleaved=interleaved, backend="reference")
+    weights = () if op == "rope" else (None, None)
+    outputs = fk.OPS[op].public(*made, *weights, cos, sin, interleaved=interleaved, backend=backend)
     for cotangents in ([o.detach().contiguous() for o in outputs], [o.detach() for o in outputs]):
         grads = torch.autograd.grad(outputs, made, cotangents, retain_graph=True)
         for tensor in (*outputs, *grads):
@@ -147,12 +160,143 @@ def test_inputs_are_untouched_and_outputs_are_new() -> None:
     assert torch.equal(k, before[1])
 
 
-def test_a_position_outside_of_the_table_is_an_error() -> None:
+@over_backends
+def test_a_position_outside_of_the_table_is_an_error(backend: str) -> None:
     q, k = inputs(torch.float32)
+    weight = torch.ones(D)
     for outside in (9, -1):
         positions = torch.tensor([0, 1, 2, 3, outside])
         with pytest.raises(IndexError):
-            rope(q, k, *rope_table(D, 9), positions=positions, backend="reference")
+            rope(q, k, *rope_table(D, 9), positions=positions, backend=backend)
+        with pytest.raises(IndexError):
+            qk_norm_rope(q, k, weight, weight, *rope_table(D, 9), positions=positions, backend=backend)
+
+
+@interpreted
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_the_kernel_gives_nan_for_a_position_outside_of_the_table(
+    interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU, which nobody waits for, does instead of the error: no other token or dimension is touched."""
+    q, k = inputs(torch.float32)
+    cos, sin = rope_table(8, 9)
+    options: dict[str, Any] = {"interleaved": interleaved, "backend": "triton"}
+    good = rope(q, k, cos, sin, positions=torch.tensor([0, 8, 2, 3, 5]), **options)
+    monkeypatch.setattr(torch.Tensor, "aminmax", lambda x: (torch.tensor(0), torch.tensor(0)))
+    bad = rope(q, k, cos, sin, positions=torch.tensor([0, 9, 2, -1, 5]), **options)
+    for g, b in zip(good, bad, strict=True):
+        assert b[:, :, [1, 3], :8].isnan().all()
+        assert torch.equal(b[:, :, [0, 2, 4]], g[:, :, [0, 2, 4]])
+        assert torch.equal(b[..., 8:], g[..., 8:])
+
+
+@over_backends
+def test_what_does_not_turn_is_copied_beside_infinities(backend: str) -> None:
+    """0 * inf is NaN: a dimension that is only copied must not be multiplied by anything."""
+    q, k = inputs(torch.float32)
+    q[..., 9], q[..., 10], k[..., 8] = torch.inf, torch.nan, -torch.inf
+    for interleaved in (False, True):
+        for x, y in zip((q, k), rope(q, k, *rope_table(8, T), interleaved=interleaved, backend=backend), strict=True):
+            assert y[..., :8].isfinite().all()
+            assert torch.equal(y[..., 8:].nan_to_num(7e7), x[..., 8:].nan_to_num(7e7))
+
+
+NORMS: list[dict[str, Any]] = [{}, {"eps": 0.1}, {"weight_offset": 1.0}, {"round_before_weight": True}]
+
+
+@pytest.mark.parametrize("options", NORMS, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if torch.float64 in fk.OPS["rope"].impl(b).dtypes])
+def test_norms_in_front_are_rms_norm(options: dict[str, Any], interleaved: bool, backend: str) -> None:
+    """In float64, where nothing is rounded: outputs and all gradients are those of rms_norm and then rope."""
+    q, k = (x.requires_grad_() for x in inputs(layout="swapped"))
+    weights = [torch.linspace(0.5, 2.0, D, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    cos, sin = (x.double() for x in rope_table(8, 20))
+    turning: dict[str, Any] = {"interleaved": interleaved, "positions": torch.tensor([3, 0, 19, 7, 7])}
+    fused = qk_norm_rope(q, k, *weights, cos, sin, **options, **turning, backend=backend)
+    apart = (rms_norm(x, w, backend="reference", **options) for x, w in zip((q, k), weights, strict=True))
+    expected = rope(*apart, cos, sin, **turning, backend="reference")
+    cotangents = [torch.randn_like(y) for y in expected]
+    wanted = [q, k, *weights]
+    for a, e in zip(
+        (*fused, *torch.autograd.grad(fused, wanted, cotangents)),
+        (*expected, *torch.autograd.grad(expected, wanted, cotangents)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+KERNELS = [b for b in BACKENDS if b != "reference"]
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_rotation_keeps_its_tables_only(backend: str) -> None:
+    q, k = (x.requires_grad_() for x in inputs(torch.float32))
+    cos, sin = rope_table(D, 9)
+    positions = torch.arange(T)
+    with saved_tensors() as saved:
+        rope(q, k, cos, sin, positions=positions, backend=backend)
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (cos, sin, positions)}
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("frozen", ["", "q", "q_weight", "q q_weight", "k k_weight", "q k"])
+def test_norms_keep_their_input_and_one_number_a_row(backend: str, frozen: str) -> None:
+    """And nothing of a side that takes no gradient."""
+    q, k = inputs(torch.bfloat16)
+    given = {"q": q, "k": k, "q_weight": torch.ones(D), "k_weight": torch.ones(D)}
+    for name, tensor in given.items():
+        tensor.requires_grad_(name not in frozen.split())
+    tables = rope_table(D, T)
+    with saved_tensors() as saved:
+        outputs = qk_norm_rope(**given, cos=tables[0], sin=tables[1], backend=backend)
+    known = {t.data_ptr(): name for name, t in (*given.items(), ("cos", tables[0]), ("sin", tables[1]))}
+    found = sorted(known.get(t.data_ptr(), f"rstd {tuple(t.shape)} {t.dtype}") for t in saved)
+    expected = ["cos", "sin"]
+    for x, y in (("q", outputs[0]), ("k", outputs[1])):
+        wanted = given[x].requires_grad or given[x + "_weight"].requires_grad
+        assert y.requires_grad == wanted
+        if wanted:
+            expected += [x, x + "_weight", f"rstd {tuple(given[x].shape[:3])} torch.float32"]
+    assert found == sorted(expected)
+
+
+@interpreted
+def test_nothing_is_launched_for_what_takes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen side is not in the backward launch, and the sums of weights are made for wanted gradients only."""
+    from foundry_kernels.ops.rope import triton as launches
+
+    seen: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                seen.append(
+                    tuple(None if a is None else tuple(a.shape) for a in args if not isinstance(a, (int, float)))
+                )
+                self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    q, k = inputs(torch.float32)
+    cos, sin = rope_table(D, T)
+    monkeypatch.setattr(launches, "rope_kernel", Recorder(launches.rope_kernel))
+    out = rope(q, k.requires_grad_(), cos, sin, backend="triton")
+    torch.autograd.grad(out[1].sum(), k)
+    assert len(seen) == 2
+    assert seen[1][0] is None  # q
+    assert seen[1][1] == tuple(k.shape)
+    seen.clear()
+    monkeypatch.setattr(launches, "qk_norm_rope_bwd_kernel", Recorder(launches.qk_norm_rope_bwd_kernel))
+    weight = torch.ones(D).requires_grad_()
+    out = qk_norm_rope(q, k.detach(), weight, torch.ones(D), cos, sin, backend="triton")
+    torch.autograd.grad(out[0].sum(), weight)
+    dyq, dyk, q_, k_, *_, dq, dk, dqw, dkw = seen[1]
+    assert [x is not None for x in (dyq, q_, dqw)] == [True] * 3
+    assert [x is None for x in (dyk, k_, dq, dk, dkw)] == [True] * 5
 
 
 def test_compiles_with_dynamic_shapes() -> None:
@@ -247,6 +391,108 @@ def test_yarn_multiplies_cos_and_sin(parameters: dict[str, float], expected: flo
     cos, sin = rope_table(8, 3, scaling=RopeScaling("yarn", 4.0, 1000, **parameters))
     torch.testing.assert_close(torch.hypot(cos, sin), torch.full((3, 4), expected), rtol=1e-6, atol=0)
     assert cos[0, 0].item() == pytest.approx(expected, rel=1e-6)
+
+
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+#: Name, base, head dimension, share of it that turns, length of the table (below 100 rows: the trained length matters
+#: only to dynamic scaling), and Hugging Face's parameters.
+PUBLISHED: list[tuple[str, float, int, float, int, dict[str, Any]]] = [
+    ("linear", 10000.0, 128, 1.0, 2, {"rope_type": "linear", "factor": 4.0}),
+    ("linear-partial", 10000.0, 80, 0.4, 2, {"rope_type": "linear", "factor": 2.5}),
+    ("llama-3.1-8b", 500000.0, 128, 1.0, 2, LLAMA_3_1),
+    ("llama-3.2-1b", 500000.0, 64, 1.0, 2, LLAMA_3_1 | {"factor": 32.0}),
+    ("llama3-partial", 10000.0, 96, 0.5, 2, LLAMA_3_1 | {"low_freq_factor": 2.0, "high_freq_factor": 32.0}),
+    *(
+        (f"dynamic-{length}", 10000.0, 128, share, length, {"rope_type": "dynamic", "factor": factor})
+        for length, share, factor in (
+            (2, 1.0, 2.0),
+            (100, 1.0, 2.0),
+            (101, 1.0, 2.0),
+            (300, 0.25, 4.0),
+            (1000, 1.0, 8.0),
+        )
+    ),
+    ("qwen3-yarn", 1e6, 128, 1.0, 2, {"factor": 4.0, "original_max_position_embeddings": 32768}),
+    (
+        "gpt-oss",
+        150000.0,
+        64,
+        1.0,
+        2,
+        {
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+    (
+        "deepseek-v3",
+        10000.0,
+        64,
+        1.0,
+        2,
+        {
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    (
+        "deepseek-v2-lite-mscales",
+        10000.0,
+        64,
+        1.0,
+        2,
+        {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096},
+    ),
+    (
+        "yarn-partial-given-factor",
+        10000.0,
+        128,
+        0.5,
+        2,
+        {"factor": 16.0, "attention_factor": 1.25, "beta_fast": 20.0, "original_max_position_embeddings": 2048},
+    ),
+    ("yarn-short", 10000.0, 64, 1.0, 2, {"factor": 2.0, "original_max_position_embeddings": 4}),
+    ("yarn-factor-1", 10000.0, 64, 1.0, 2, {"factor": 1.0, "original_max_position_embeddings": 4096}),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "width", "share", "length", "parameters"), [p[1:] for p in PUBLISHED], ids=[p[0] for p in PUBLISHED]
+)
+def test_scalings_are_those_of_transformers(
+    base: float, width: int, share: float, length: int, parameters: dict[str, Any]
+) -> None:
+    """The frequencies and the attention factor of transformers' own functions."""
+    parameters = {"rope_type": "yarn"} | parameters
+    trained = 100 if parameters["rope_type"] == "dynamic" else parameters.get("original_max_position_embeddings", 4096)
+    config = transformers.LlamaConfig(
+        hidden_size=4 * width,
+        num_attention_heads=4,
+        head_dim=width,
+        max_position_embeddings=trained,
+        rope_parameters={**parameters, "rope_theta": base, "partial_rotary_factor": share},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length)
+    if parameters["rope_type"] == "dynamic":
+        parameters = {**parameters, "original_max_position_embeddings": trained}
+    rotary = int(width * share)
+    assert expected.shape == (rotary // 2,)
+    cos, sin = rope_table(rotary, max(length, 2), base=base, scaling=RopeScaling(**parameters))
+    torch.testing.assert_close(torch.atan2(sin[1], cos[1]), expected, rtol=2e-5, atol=1e-9)  # theirs are float32
+    torch.testing.assert_close(torch.hypot(cos, sin), torch.full_like(cos, factor), rtol=1e-6, atol=0)
 
 
 def test_table_follows_the_device() -> None:
@@ -360,6 +606,27 @@ def test_bad_input_is_refused(error: type[Exception], message: str, arguments: d
     good = {"q": zeros(B, H, T, D), "k": zeros(B, HK, T, D), **both()}
     with pytest.raises(error, match=message):
         rope(**{**good, **arguments})
+
+
+BAD_NORMS: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "q_weight must be a torch.Tensor; got float", {"q_weight": 1.0}),
+    (TypeError, "k_weight must be float32.*int64", {"k_weight": zeros(D, dtype=torch.int64)}),
+    (ValueError, r"q_weight must have shape \(12,\)", {"q_weight": zeros(D + 1)}),
+    (ValueError, r"k_weight must have shape \(12,\)", {"k_weight": zeros(1, D)}),
+    (ValueError, "k_weight must be on q's device", {"k_weight": zeros(D, device="meta")}),
+    (TypeError, "q_weight may be float64 only where q is", {"q_weight": zeros(D, dtype=torch.float64)}),
+    (ValueError, "weight_offset needs weights.*q_weight=None", {"q_weight": None, "weight_offset": 1.0}),
+    (ValueError, "weight_offset needs weights.*k_weight=None", {"k_weight": None, "weight_offset": 1.0}),
+    (ValueError, "eps must be finite and >= 0", {"eps": -1e-6}),
+    (TypeError, "eps must be a float", {"eps": "1e-6"}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), BAD + BAD_NORMS, ids=range(len(BAD + BAD_NORMS)))
+def test_bad_input_of_norms_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    good = {"q": zeros(B, H, T, D), "k": zeros(B, HK, T, D), "q_weight": zeros(D), "k_weight": zeros(D), **both()}
+    with pytest.raises(error, match=message):
+        qk_norm_rope(**{**good, **arguments})
 
 
 def test_tables_that_require_a_gradient_serve_where_none_is_taken() -> None:

@@ -1,17 +1,29 @@
-"""SwiGLU and GEGLU: the references against torch's activations, and what is refused."""
+"""SwiGLU and GEGLU: the references against torch's activations, what the table of cases cannot say of the kernels, and
+what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from table import rows, saved_tensors
 from torch import Tensor
 
+import foundry_kernels as fk
+from foundry_kernels import _native
 from foundry_kernels.ops.swiglu import geglu, swiglu
-from foundry_kernels.testing import lay_out
+from foundry_kernels.testing import assert_parity, lay_out
+
+OPS = ("swiglu", "geglu")
+KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
+kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
+needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+INSTRUCTION_SETS = _native.build_info().get("usable_instruction_sets", [])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -101,8 +113,8 @@ def test_output_is_contiguous_and_inputs_are_untouched(function: Activation, lay
 @functions
 def test_compiles_with_dynamic_shapes(function: Activation) -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (3, 5, 8):
-        gate, up = normal(rows, 6).requires_grad_(), normal(rows, 6).flip(0).requires_grad_()
+    for n in (3, 5, 8):
+        gate, up = normal(n, 6).requires_grad_(), normal(n, 6).flip(0).requires_grad_()
         for inputs in ((gate, up), (gate,)):
             actual, expected = compiled(*inputs), function(*inputs)
             assert torch.equal(actual, expected)
@@ -116,6 +128,191 @@ def test_autocast_changes_nothing(function: Activation) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = function(gate, up)
     assert torch.equal(out, function(gate, up))
+
+
+# --- the kernels -----------------------------------------------------------------------------------------------------
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "tanh"})]
+activations = pytest.mark.parametrize(("op", "options"), OPTIONS, ids=["swiglu", "geglu", "geglu-tanh"])
+
+
+def every_exponent(dtype: torch.dtype) -> Tensor:
+    """Both signs of every exponent with a few mantissas: zeros, subnormals, infinities and NaN among them."""
+    if dtype == torch.float32:
+        bits = torch.arange(512, dtype=torch.int64)[:, None] << 23 | torch.tensor([0, 1, 0x2AAAAA, 0x7FFFFF])
+        around = torch.cat([torch.arange(s, s + 8, 0.125) for s in (-104.0, -92.0, 84.0, 100.0)])
+        return torch.cat([bits.flatten().to(torch.int32).view(torch.float32), around])
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@activations
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extremes_are_those_of_the_reference(
+    op: str, options: dict[str, Any], backend: str, device: str, dtype: torch.dtype
+) -> None:
+    """NaN and infinity where the reference has them, in the output and both gradients; else equal to rounding."""
+    values = every_exponent(dtype).to(device)
+    if op == "geglu" and not options:  # torch's gelu doubles before it halves: infinite too early, and NaN at infinity
+        values = values[~(values.float().abs() > torch.finfo(torch.float32).max / 2)]
+        infinite = torch.full((64,), math.inf, dtype=dtype, device=device)
+        assert torch.equal(geglu(infinite, torch.ones_like(infinite), backend=backend), infinite)
+    results = []
+    for each in ("reference", backend):
+        gate, up = values.clone().requires_grad_(), torch.ones_like(values).requires_grad_()
+        y = fk.OPS[op].public(gate, up, **options, backend=each)
+        results.append((y, *torch.autograd.grad(y, (gate, up), torch.ones_like(y))))
+    ulp = torch.finfo(dtype).eps
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2 * ulp, atol=max(ulp, 1e-6), equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_nothing_is_computed_for_what_needs_no_gradient(backend: str, device: str, packed: bool) -> None:
+    """The backward operator returns empty tensors in place of gradients that were not asked for."""
+    backward = getattr(torch.ops.foundry_kernels, "triton_glu_bwd" if backend == "triton" else "glu_bwd")
+    g = torch.randn(4, 8, device=device)
+    if packed:
+        dgate, dup = backward(g[:, :4], g, None, "silu", True, False)
+        assert dgate.shape == (4, 8)
+        assert dup.numel() == 0
+        return
+    for need_dgate, need_dup in ((True, False), (False, True), (False, False)):
+        dgate, dup = backward(g, g, g, "gelu", need_dgate, need_dup)
+        assert (dgate.numel(), dup.numel()) == (32 * need_dgate, 32 * need_dup)
+
+
+@kernels
+def test_only_the_inputs_are_kept(backend: str, device: str) -> None:
+    gate, up, packed = (torch.randn(16, n, device=device, requires_grad=True) for n in (32, 32, 64))
+    with saved_tensors() as saved:
+        swiglu(gate, up, backend=backend)
+        geglu(packed, backend=backend)
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (gate, up, packed)}
+    assert sum(t.numel() for t in saved) == 2 * 16 * 64
+
+
+@kernels
+def test_a_packed_gradient_is_that_of_its_halves(backend: str, device: str) -> None:
+    """The same bits, in one contiguous tensor."""
+    packed = torch.randn(5, 3, 34, device=device).bfloat16().requires_grad_()
+    gate, up = (half.detach().clone().requires_grad_() for half in packed.chunk(2, -1))
+    dy = torch.randn(5, 3, 17, device=device).bfloat16()
+    (dpacked,) = torch.autograd.grad(swiglu(packed, backend=backend), packed, dy)
+    dgate, dup = torch.autograd.grad(swiglu(gate, up, backend=backend), (gate, up), dy)
+    assert dpacked.is_contiguous()
+    assert torch.equal(dpacked, torch.cat([dgate, dup], -1))
+
+
+@kernels
+def test_offsets_beyond_32_bits(backend: str, device: str) -> None:
+    """Rows 2^31 elements apart. The memory is reserved and, but for the rows, never touched."""
+    stride = 2**31
+    far = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (stride, 1))
+    near = torch.randn(3, 64, device=device).bfloat16()
+    far.copy_(near)
+    results = []
+    for a in (near, far):
+        gate, up = a.detach().requires_grad_(), a.detach().requires_grad_()
+        y = swiglu(gate, up, backend=backend)
+        results.append((y, *torch.autograd.grad(y, (gate, up), a.detach())))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_native
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", [(1, 70002), (37, 4096), (3001, 66)], ids=str)
+def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> None:
+    results = []
+    for n in (1, 2, 5):
+        torch.set_num_threads(n)
+        packed = normal(*shape, dtype=torch.float32).requires_grad_()
+        y = swiglu(packed, backend="native")
+        results.append((y, *torch.autograd.grad(y, packed, y.detach())))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[Callable[[str], None]]:
+    chosen = _native.build_info()["instruction_set"]
+    yield _native._C.force_instruction_set
+    _native._C.force_instruction_set(chosen)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
+    instruction_set(name)
+    for op in OPS:
+        for case in fk.OPS[op].cases.CASES[op]:
+            assert_parity(fk.OPS[op], case, backend="native", dtype=dtype)
+    for op, options in OPTIONS:
+        test_extremes_are_those_of_the_reference(op, options, "native", "cpu", dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_the_exponential_keeps_its_relative_error(instruction_set: Callable[[str], None], name: str) -> None:
+    """For g far below 0, silu(g) is g e^g: within 2 units in the last place and 8e-8 |g| of it, down to -87."""
+    instruction_set(name)
+    g = -torch.linspace(18.0, 87.0, 200_001)
+    exact = (g.double() * torch.sigmoid(g.double())).float()
+    error = ((swiglu(g, torch.ones_like(g), backend="native") - exact) / exact).abs()
+    assert (error <= 4 * 6e-8 + 8e-8 * g.abs()).all()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_outputs_larger_than_the_caches(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
+    """Above 16 MB outputs are streamed: the same bits as from small calls, which are not."""
+    instruction_set(name)
+    n_rows, width = (17 << 20) // (2048 * dtype.itemsize), 2048
+    packed = normal(n_rows, 2 * width, dtype=dtype)
+    gate, up = (half.contiguous() for half in packed.chunk(2, -1))
+
+    def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+        inputs = tuple(t.detach().requires_grad_() for t in inputs)
+        y = swiglu(*inputs, backend="native")
+        return y, *torch.autograd.grad(y, inputs, y.detach())
+
+    for inputs in ((gate, up), (packed,)):
+        pieces = [step(*part) for part in zip(*(t.split(700) for t in inputs), strict=True)]
+        for whole, *parts in zip(step(*inputs), *pieces, strict=True):
+            assert whole.nbytes > 16 << 20
+            assert torch.equal(whole, torch.cat(parts))
+
+
+@needs_native
+def test_the_bare_operators_check_too() -> None:
+    """torch.ops.foundry_kernels.* are reachable without the public functions."""
+    a, ops = torch.ones(2, 4), torch.ops.foundry_kernels
+    with pytest.raises(ValueError, match="up must have gate's shape"):
+        ops.swiglu(a, a[:1])
+    with pytest.raises(TypeError, match="up must have gate's dtype"):
+        ops.swiglu(a, a.bfloat16())
+    with pytest.raises(ValueError, match="2N"):
+        ops.swiglu(torch.ones(2, 3), None)
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        ops.swiglu(a.double(), a.double())
+    with pytest.raises(ValueError, match="approximate must be one of none, tanh; got sigmoid"):
+        ops.geglu(a, a, "sigmoid")
+    with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh; got relu"):
+        ops.glu_fwd(a, a, "relu")
+    assert ops.swiglu(torch.empty(2, 8, device="meta"), None).shape == (2, 4)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.ops.flash_attention.bench import bench_case, bench_cases, bytes_moved, flops, peers
 from foundry_kernels.ops.flash_attention.checks import sides
 from foundry_kernels.testing import Arg, Case, Values, normal
+
+__all__ = ["CASES", "bench_cases", "bytes_moved", "compiled_cases", "field_cases", "flops", "peers", "scales"]
 
 
 def _slopes(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
@@ -47,6 +50,7 @@ def _case(
     slopes: tuple[int, ...] | None = None,
     sinks: Values | None = None,
     frozen: str = "",
+    interpreted: bool = True,
     **options: Any,
 ) -> Case:
     """heads: (H, Hk); tokens: (T, S); `slopes` is the shape of the ALiBi slopes; `frozen` the letters of the inputs
@@ -62,7 +66,7 @@ def _case(
         args["alibi_slopes"] = Arg(slopes, values=_slopes, dtype=torch.float32, grad=False)
     if sinks is not None:
         args["sinks"] = Arg((h,), values=sinks, grad="s" not in frozen)
-    return Case(f"{b}x{h}.{hk}x{t}.{s}x{width}" + ("-" + note if note else ""), args, options, cotangent)
+    return Case(f"{b}x{h}.{hk}x{t}.{s}x{width}" + ("-" + note if note else ""), args, options, cotangent, interpreted)
 
 
 def _varlen(
@@ -195,7 +199,57 @@ _PACKED = (
     _varlen((), (), (2, 1), 32, "no-sequences", return_lse=True),
 )
 
-CASES: dict[str, tuple[Case, ...]] = {"flash_attention": _DENSE, "flash_attention_varlen": _PACKED}
+# --- every length with every kind of head, mask and width -------------------------------------------------------------
+
+_TOKENS = (
+    *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211)),
+    *((108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1023, 1024), (1024, 1023)),
+)
+_HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
+_MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (64, 16)}}
+_CAPS: dict[str, dict[str, Any]] = {"": {}, "-softcap": {"softcap": 15.0}}
+_WIDTHS = (32, 40, 59, 64, 96, 111, 128, 192, 256)
+
+
+def _field(tokens: tuple[int, int], heads: str, mask: str, cap: str, width: int) -> Case:
+    small = tokens[0] * tokens[1] <= 16_000 and width <= 64 and heads != "gqa"
+    options = {**_MASKS[mask], **_CAPS[cap]}
+    return _case(1, _HEADS[heads], tokens, width, f"field-{mask}{cap}", interpreted=small, **options)
+
+
+def _paired() -> Iterator[Case]:
+    """Every length with every kind of head and mask, every width with every one of them, capped and not, in turn."""
+    for i, tokens in enumerate(_TOKENS):
+        for j, heads in enumerate(_HEADS):
+            mask = list(_MASKS)[(i + j) % 3]
+            yield _field(tokens, heads, mask, list(_CAPS)[(i // 2 + j) % 2], _WIDTHS[(i + 3 * j + i // 9) % 9])
+
+
+def field_cases() -> Iterator[Case]:
+    """The whole product, for a GPU."""
+    return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, _WIDTHS))
+
+
+CASES: dict[str, tuple[Case, ...]] = {"flash_attention": (*_DENSE, *_paired()), "flash_attention_varlen": _PACKED}
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """What is compiled ahead of time unless everything is asked for: each row of the table of configurations, and the
+    options that need most registers. (All cases take an hour.)"""
+    half, single = torch.bfloat16, torch.float32
+    everything = {**_ALL_OPTIONS, "slopes": (8,), "sinks": normal(), "return_stats": True}
+    if op == "flash_attention":
+        return (
+            *((bench_case(2, 8, 2, 512, d, True), half) for d in (64, 128, 256)),
+            (bench_case(2, 8, 2, 512, 128, False), half),
+            *((_case(2, (8, 2), (512, 512), d, "all-options", **everything), half) for d in (64, 256)),
+        )
+    both = ((256, 256), (256, 256), (8, 2))
+    return (
+        *((_varlen(*both, d, "causal", causal=True), single) for d in (64, 128, 256)),
+        (_varlen(*both, 128, "all-options", **everything), half),
+        (_varlen(*both, 111, "causal", causal=True), half),
+    )
 
 
 def scales(

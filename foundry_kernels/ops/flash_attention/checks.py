@@ -19,6 +19,7 @@ from foundry_kernels._checks import (
 )
 
 ALIGNMENTS = ("bottom_right", "top_left")
+MAX_WIDTH = 256
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -99,6 +100,10 @@ def _check_heads(heads: int, kv_heads: int, width: int, width_k: int, width_v: i
         raise ValueError(f"q must have a multiple of k's {kv_heads} heads; got {heads}")
     if width == 0 or width_v == 0:
         raise ValueError(f"q and v must have a head dimension of at least 1; got {width} and {width_v}")
+    if width > MAX_WIDTH:
+        raise ValueError(f"q must have a head dimension of at most {MAX_WIDTH}; got {width}")
+    if width_v > MAX_WIDTH:
+        raise ValueError(f"v must have a head dimension of at most {MAX_WIDTH}; got {width_v}")
     if width_k != width:
         raise ValueError(f"k must have q's head dimension {width}; got {width_k}")
 

@@ -17,17 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_kernels._triton import compute_dtype, define, programs, round_to, row_offset, row_strides
+from foundry_kernels._triton import (
+    compute_dtype,
+    define,
+    normalized,
+    programs,
+    reciprocal_rms,
+    refuse_second_derivative,
+    round_to,
+    row_offset,
+    row_strides,
+    sum_partials,
+)
 
 _WIDE_BLOCK = 4096
-
-
-@triton.jit
-def _rstd(sum_of_squares, n_cols, eps):
-    mean = sum_of_squares / n_cols
-    if mean.dtype == tl.float32:  # correctly rounded: one value a row costs nothing
-        return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    return 1.0 / tl.sqrt(mean + eps)
 
 
 @triton.jit
@@ -39,9 +42,7 @@ def _residual_sum(b_x, b_r, dtype: tl.constexpr, COMPUTE: tl.constexpr):
 def _scaled(b_h, rstd, w_ptr, o_cols, m_cols, offset, x_dtype: tl.constexpr, y_dtype: tl.constexpr,
             HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
     """y for a block of h: [R, C] values, [R, 1] rstd, [1, C] columns."""
-    b_y = b_h * rstd
-    if ROUND_FIRST:
-        b_y = round_to(b_y, x_dtype).to(COMPUTE)
+    b_y = normalized(b_h, rstd, x_dtype, ROUND_FIRST, COMPUTE)
     if HAS_WEIGHT:
         b_y = b_y * (tl.load(w_ptr + o_cols, mask=m_cols, other=0.0).to(COMPUTE) + offset)
     return round_to(b_y, y_dtype)
@@ -68,7 +69,7 @@ def rms_norm_fwd_kernel(
         b_r = tl.load(r_ptr + o_r, mask=mask, other=0.0).to(COMPUTE)
         b_h = _residual_sum(b_h, b_r, x_ptr.dtype.element_ty, COMPUTE)
         tl.store(h_ptr + o_y, round_to(b_h, h_ptr.dtype.element_ty), mask=mask)
-    rstd = _rstd(tl.sum(b_h * b_h, 1), n_cols, eps)  # [R]
+    rstd = reciprocal_rms(tl.sum(b_h * b_h, 1), n_cols, eps)  # [R]
     if SAVE_RSTD:
         tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
     b_y = _scaled(b_h, rstd[:, None], w_ptr, cols, m_cols, offset, x_ptr.dtype.element_ty, y_ptr.dtype.element_ty,
@@ -97,7 +98,7 @@ def rms_norm_fwd_wide_kernel(
             b_r = tl.load(r_ptr + o_r + cols, mask=mask, other=0.0).to(COMPUTE)
             b_h = _residual_sum(b_h, b_r, x_ptr.dtype.element_ty, COMPUTE)
         b_sum += b_h * b_h
-    rstd = _rstd(tl.sum(b_sum, 1), n_cols, eps)  # [1]
+    rstd = reciprocal_rms(tl.sum(b_sum, 1), n_cols, eps)  # [1]
     if SAVE_RSTD:
         tl.store(rstd_ptr + row + tl.arange(0, 1), rstd)
     for start in range(0, n_cols, BLOCK_COLS):
@@ -111,15 +112,6 @@ def rms_norm_fwd_wide_kernel(
         b_y = _scaled(b_h, rstd[:, None], w_ptr, cols, mask, offset, x_ptr.dtype.element_ty, y_ptr.dtype.element_ty,
                       HAS_WEIGHT, ROUND_FIRST, COMPUTE)  # fmt: skip
         tl.store(y_ptr + row * n_cols + cols, b_y, mask=mask)
-
-
-@triton.jit
-def _normalized(b_x, rstd, x_dtype: tl.constexpr, ROUND_FIRST: tl.constexpr, COMPUTE: tl.constexpr):
-    """x * rstd as the forward pass multiplied it by the weight."""
-    b_n = b_x * rstd
-    if ROUND_FIRST:
-        b_n = round_to(b_n, x_dtype).to(COMPUTE)
-    return b_n
 
 
 @triton.jit
@@ -146,7 +138,7 @@ def rms_norm_bwd_kernel(
         b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         if NEED_DW:
-            b_dw += b_dy * _normalized(b_x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
+            b_dw += b_dy * normalized(b_x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
         if NEED_DX:
             b_v = b_dy * b_w if HAS_WEIGHT else b_dy
             b_n = b_x * rstd
@@ -193,7 +185,7 @@ def rms_norm_bwd_wide_kernel(
             b_dy = tl.load(dy_ptr + o_dy + cols, mask=mask, other=0.0).to(COMPUTE)
             if NEED_DW:
                 p_dw = dw_ptr + program * n_cols + cols
-                b_dw = b_dy * _normalized(b_x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
+                b_dw = b_dy * normalized(b_x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
                 tl.store(p_dw, tl.load(p_dw, mask=mask, other=0.0) + b_dw, mask=mask)
             if NEED_DX:
                 if HAS_WEIGHT:
@@ -202,21 +194,6 @@ def rms_norm_bwd_wide_kernel(
                 if HAS_DH:
                     b_dx += tl.load(dh_ptr + o_dh + cols, mask=mask, other=0.0).to(COMPUTE)
                 tl.store(dx_ptr + row * n_cols + cols, round_to(b_dx, dx_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def sum_partials_kernel(
-    part_ptr, out_ptr, n_parts, n_cols,
-    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """out[c] = sum over p of part[p, c], rounded."""
-    cols = (tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS))[None, :]
-    b_sum = tl.zeros([BLOCK_ROWS, BLOCK_COLS], COMPUTE)
-    for start in range(0, n_parts, BLOCK_ROWS):
-        rows = start + tl.arange(0, BLOCK_ROWS)[:, None]
-        mask = (rows < n_parts) & (cols < n_cols)
-        b_sum += tl.load(part_ptr + rows.to(tl.int64) * n_cols + cols, mask=mask, other=0.0)
-    tl.store(out_ptr + cols, round_to(tl.sum(b_sum, 0)[None, :], out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 def config(n_cols: int, *, backward: bool, roomy: bool = False) -> dict[str, Any]:
@@ -324,10 +301,8 @@ def _bwd(
         RANK=rank, HAS_DH=dh is not None, HAS_WEIGHT=weight is not None, ROUND_FIRST=round_before_weight,
         NEED_DX=need_dx, NEED_DW=need_dw, COMPUTE=compute_dtype(x.dtype), **launch,
     )  # fmt: skip
-    if need_dw:
-        sum_partials_kernel[(triton.cdiv(n_cols, 64),)](
-            partial, dw, grid, n_cols, COMPUTE=compute_dtype(x.dtype), BLOCK_ROWS=32, BLOCK_COLS=64
-        )
+    if partial is not None:
+        sum_partials(partial, dw)
     return dx, dw
 
 
@@ -365,9 +340,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dh: Tensor | None = None) -> Any:
-        # Under compile the backward pass is traced with gradients enabled; create_graph cannot be told from it there.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("rms_norm has no second derivative: backward was called with create_graph=True")
+        refuse_second_derivative("rms_norm")
         x, weight, rstd = ctx.saved_tensors
         need_x, need_residual, need_dw = ctx.needs_input_grad[:3]
         need_dx = need_x or need_residual

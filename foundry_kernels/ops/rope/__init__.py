@@ -18,9 +18,13 @@ keys: Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from foundry_kernels import _native, _triton
 from foundry_kernels._checks import (
     check_device,
     check_dtype,
@@ -60,8 +64,9 @@ def rope(
         interleaved: False turns the pairs ``(i, i + R/2)`` ("rotate half": GPT-NeoX, Llama in Hugging Face's layout);
             True the pairs ``(2i, 2i + 1)`` (the complex form: GPT-J, Meta's Llama).
         positions: ``[T]`` or ``[B, T]`` int32 or int64 on q's device, the row of a ``[P, R/2]`` table for each token;
-            every entry must lie in 0 .. P - 1, which is not checked on a GPU. None takes rows 0 .. T - 1, so that
-            P >= T. A leading dimension of 1 serves every sequence.
+            every entry must lie in 0 .. P - 1. That is checked on the CPU; on a GPU, where it would mean to wait, a
+            kernel reads nothing outside of the table and gives NaN for the dimensions that turn. None takes rows
+            0 .. T - 1, so that P >= T. A leading dimension of 1 serves every sequence.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -75,7 +80,7 @@ def rope(
         IndexError: on the CPU, a position outside of the table.
         BackendUnavailable: the named backend cannot serve this device or dtype.
 
-    Autocast does not change the computation, which is in float32 in any case.
+    Autocast does not change the computation, which is in float32 in any case. Kernels have no second derivative.
     """
     cos, sin, positions = _check(q, k, cos, sin, positions)
     return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
@@ -195,5 +200,11 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
         raise ValueError("cos and sin take no gradient; got one that requires it (pass cos.detach(), sin.detach())")
 
 
-ROPE = register(OpSpec("rope", rope, (Impl("reference", reference.rope),), __name__))
-QK_NORM_ROPE = register(OpSpec("qk_norm_rope", qk_norm_rope, (Impl("reference", reference.qk_norm_rope),), __name__))
+def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
+    name = public.__name__
+    impls = (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name))
+    return OpSpec(name, public, impls, __name__)
+
+
+ROPE = register(_spec(rope, reference.rope))
+QK_NORM_ROPE = register(_spec(qk_norm_rope, reference.qk_norm_rope))

@@ -15,8 +15,12 @@ Units", 2016, arXiv:1606.08415.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
+from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_shape
 from foundry_kernels.ops.swiglu import reference
 from foundry_kernels.registry import Impl, OpSpec, register, resolve
@@ -42,7 +46,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> 
             name is unknown.
         BackendUnavailable: the named backend cannot serve this device or dtype.
 
-    Autocast does not change the computation, which is in float32 in any case.
+    Autocast does not change the computation, which is in float32 in any case. Only the inputs are kept for a backward
+    pass, which computes nothing for an input that needs no gradient and writes a packed gradient in place. There is no
+    second derivative.
     """
     _check(gate, up)
     return resolve(SWIGLU, backend, gate)(gate, up)
@@ -82,5 +88,15 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
     check_device("up", up, "gate", gate)
 
 
-SWIGLU = register(OpSpec("swiglu", swiglu, (Impl("reference", reference.swiglu),), __name__))
-GEGLU = register(OpSpec("geglu", geglu, (Impl("reference", reference.geglu),), __name__))
+def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
+    name = public.__name__
+    return OpSpec(
+        name,
+        public,
+        (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name)),
+        __name__,
+    )
+
+
+SWIGLU = register(_spec(swiglu, reference.swiglu))
+GEGLU = register(_spec(geglu, reference.geglu))

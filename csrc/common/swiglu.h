@@ -1,0 +1,36 @@
+// Gated linear units over raw pointers: what the CPU's and the GPU's kernels are given.
+#pragma once
+
+#include "rows.h"
+
+namespace foundry {
+
+enum class Activation { silu, gelu, gelu_tanh };
+
+// y = activation(gate) * up
+struct GluForward {
+  const void* gate;
+  const void* up;
+  void* y;  // [rows, n_cols]
+  Rows rows;
+  RowStrides gate_strides, up_strides;
+  int64_t n_cols;
+  Activation activation;
+  Dtype type;
+};
+
+struct GluBackward {
+  const void* dy;
+  const void* gate;
+  const void* up;
+  void* dgate;         // or null
+  void* dup;           // or null
+  int64_t out_stride;  // from a row of dgate, or of dup, to the next: more than n_cols where both share one tensor
+  Rows rows;
+  RowStrides dy_strides, gate_strides, up_strides;
+  int64_t n_cols;
+  Activation activation;
+  Dtype type;
+};
+
+}  // namespace foundry

@@ -1,0 +1,73 @@
+// Functions of a register of floats that the processor has no instruction for. Compiled once per instruction set.
+//
+// The coefficients are least-maximum fits of relative error, made for these forms in double precision.
+#pragma once
+
+#include "vec.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+// 2^t. At most 1.5 units in the last place from the truth where that is a normal number, at most one subnormal step below;
+// 0 below -150, infinity from 128 on, NaN for NaN.
+//
+// e^v is exp2(v * kLog2E): the product's rounding makes that the exact power of a v which differs by half a unit in its
+// last place, so that the relative error grows by up to 8e-8 |v|.
+//
+// 2^t = 2^n 2^f, n = t rounded, |f| <= 1/2.
+inline Vec exp2(Vec t) {
+#if defined(__AVX512F__)
+  const Vec n = (Vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec f = (Vec)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for an infinity
+#else
+  constexpr float kLowest = -151.0f, kHighest = 128.0f;  // beyond them nothing changes
+  t = t < splat(kLowest) ? splat(kLowest) : t;            // a NaN compares false and stays
+  t = t > splat(kHighest) ? splat(kHighest) : t;
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec n = (t + shift) - shift, f = t - n;
+#endif
+  Vec p = splat(0x1.41fb2ep-13f);
+  p = p * f + 0x1.5f3f3p-10f;
+  p = p * f + 0x1.3b2d5p-7f;
+  p = p * f + 0x1.c6aee6p-5f;
+  p = p * f + 0x1.ebfbdcp-3f;
+  p = p * f + 0x1.62e43p-1f;
+  p = p * f + 1.0f;
+#if defined(__AVX512F__)
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else  // in two factors, which are normal numbers where 2^n itself may not be
+  const VecI whole = __builtin_convertvector(n, VecI), half = whole >> 1;
+  return p * bit_cast<Vec>((half + 127) << 23) * bit_cast<Vec>((whole - half + 127) << 23);
+#endif
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// 1 + e^-v, whose inverse is the logistic function; infinity where e^-v is.
+inline Vec logistic_denominator(Vec v) { return 1.0f + exp2(v * -kLog2E); }
+
+// The normal distribution: its density times sqrt(2 pi), and the share of it below v. The tail is
+// e^(-z^2/2) f(z), z = |v|, with f a polynomial in 1 / (1 + 0.35 z), so that it keeps its relative exactness however
+// small it gets: within 1e-5 of itself, and within 2e-7 in absolute terms everywhere.
+struct Normal {
+  Vec density, below;
+};
+inline Normal normal(Vec v) {
+  const Vec z = v < splat(0.0f) ? -v : v;
+  const Vec density = exp2(z * z * (-0.5f * kLog2E));
+  const Vec t = 1.0f / (1.0f + 0.35f * z);
+  Vec p = splat(-0.0291595846f);
+  p = p * t + 0.144039312f;
+  p = p * t - 0.255856633f;
+  p = p * t + 0.159340197f;
+  p = p * t - 0.0232267455f;
+  p = p * t + 0.105558725f;
+  p = p * t + 0.119819675f;
+  p = p * t + 0.139863744f;
+  p = p * t + 0.139621293f;
+  const Vec tail = density * (p * t);
+  return {density, v < splat(0.0f) ? tail : 1.0f - tail};
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

@@ -1,0 +1,194 @@
+// Gated linear units, forward and backward.
+//
+// A block takes a tile of one row; tensors without gaps come as one long row. A thread does kReads reads of kVec
+// neighbouring values (16 bytes where rows are aligned to that, else one value) of each tensor, at a stride of the
+// block, and issues them all before it uses any. The fewer than kVec values that may be left at the end of a row are done
+// one by one.
+#include "swiglu.h"
+
+#include "launch.cuh"
+
+namespace foundry {
+namespace cuda {
+namespace {
+
+constexpr int kReads = 2;
+constexpr int kMaxThreads = 128;
+
+// activation(g), and its derivative.
+struct Activated {
+  float value, slope;
+};
+
+// 1 / (1 + e^-v).
+__device__ __forceinline__ float logistic(float v) { return 1.f / (1.f + expf(-v)); }
+
+template <Activation kActivation>
+__device__ __forceinline__ Activated activate(float g) {
+  if constexpr (kActivation == Activation::silu) {
+    const float s = logistic(g);
+    return {g * s, s * (1.f + g * (1.f - s))};
+  } else if constexpr (kActivation == Activation::gelu) {
+    constexpr float kRoot = 0.707106781f, kPeak = 0.398942280f;  // sqrt(1 / 2), 1 / sqrt(2 pi)
+    const float below = 0.5f + 0.5f * erff(g * kRoot);
+    return {g * below, below + g * (expf(-0.5f * g * g) * kPeak)};
+  } else {  // (1 + tanh(u)) / 2 is the logistic function of 2u
+    constexpr float kScale = 1.59576912f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
+    const float squared = g * g, s = logistic(g * (squared * kCubic + 1.f) * kScale);
+    return {g * s, s + g * (s * (1.f - s)) * ((squared * (3.f * kCubic) + 1.f) * kScale)};
+  }
+}
+
+// The columns of a row that a block does, and which of them the thread does.
+template <int kVec>
+struct Tile {
+  int64_t row, begin, n_cols;
+
+  __device__ Tile(int64_t n_cols, unsigned tiles) : row(blockIdx.x / tiles), n_cols(n_cols) {
+    begin = static_cast<int64_t>(blockIdx.x % tiles) * width(blockDim.x);
+  }
+  static __host__ __device__ int64_t width(int threads) { return static_cast<int64_t>(threads) * kReads * kVec; }
+  __device__ int64_t column(int read) const {
+    return begin + (static_cast<int64_t>(read) * blockDim.x + threadIdx.x) * kVec;
+  }
+  __device__ bool whole(int read) const { return column(read) + kVec <= n_cols; }
+  // The column, of the last ones that no read covers, that is this thread's; n_cols if none is.
+  __device__ int64_t left_over() const {
+    const int64_t col = n_cols - n_cols % kVec + threadIdx.x;
+    return kVec > 1 && begin + width(blockDim.x) >= n_cols && col < n_cols ? col : n_cols;
+  }
+};
+
+template <class X, Activation kActivation, int kVec>
+__global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a, unsigned tiles) {
+  const Tile<kVec> tile(a.n_cols, tiles);
+  const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
+  const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, tile.row);
+  X* y = static_cast<X*>(a.y) + tile.row * a.n_cols;
+
+  const auto write = [&](int64_t col, const auto& g, const auto& u) {
+    auto out = g;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(out) / sizeof(X)); ++i)
+      out.values[i] = from_float<X>(activate<kActivation>(to_float(g.values[i])).value * to_float(u.values[i]));
+    store(y + col, out);
+  };
+  Pack<X, kVec> g[kReads], u[kReads];
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) {
+      g[j] = load<X, kVec>(gate + tile.column(j));
+      u[j] = load<X, kVec>(up + tile.column(j));
+    }
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) write(tile.column(j), g[j], u[j]);
+  if (const int64_t col = tile.left_over(); col < a.n_cols) write(col, load<X, 1>(gate + col), load<X, 1>(up + col));
+}
+
+template <class X, Activation kActivation, int kVec>
+__global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward a, unsigned tiles) {
+  const Tile<kVec> tile(a.n_cols, tiles);
+  const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, tile.row);
+  const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
+  const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, tile.row);
+  X* dgate = a.dgate ? static_cast<X*>(a.dgate) + tile.row * a.out_stride : nullptr;
+  X* dup = a.dup ? static_cast<X*>(a.dup) + tile.row * a.out_stride : nullptr;
+
+  const auto write = [&](int64_t col, const auto& d, const auto& g, const auto& u) {
+    auto into_gate = d, into_up = d;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(X)); ++i) {
+      const float flowing = to_float(d.values[i]);
+      const Activated gated = activate<kActivation>(to_float(g.values[i]));
+      into_gate.values[i] = from_float<X>(flowing * to_float(u.values[i]) * gated.slope);
+      into_up.values[i] = from_float<X>(flowing * gated.value);
+    }
+    if (dgate) store(dgate + col, into_gate);
+    if (dup) store(dup + col, into_up);
+  };
+  Pack<X, kVec> d[kReads], g[kReads], u[kReads] = {};
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) {
+      d[j] = load<X, kVec>(dy + tile.column(j));
+      g[j] = load<X, kVec>(gate + tile.column(j));
+      if (dgate) u[j] = load<X, kVec>(up + tile.column(j));
+    }
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) write(tile.column(j), d[j], g[j], u[j]);
+  if (const int64_t col = tile.left_over(); col < a.n_cols)
+    write(col, load<X, 1>(dy + col), load<X, 1>(gate + col), load<X, 1>(up + col));
+}
+
+int size_of(Dtype type) { return type == Dtype::f32 ? 4 : 2; }
+
+// Whether every row starts where 16 bytes can be moved at once.
+bool aligned(const void* p, const Rows& rows, const RowStrides& strides, Dtype type) {
+  bool all = reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  for (int d = 0; d < kRowRank; ++d) all &= rows.size[d] == 1 || strides.stride[d] * size_of(type) % 16 == 0;
+  return all;
+}
+
+bool aligned(const void* p, const Rows& rows, int64_t stride, Dtype type) {
+  return aligned(p, rows, RowStrides{{stride, stride, stride}}, type);
+}
+
+template <class T> struct Tag { using type = T; };
+template <Activation kValue> struct Kind { static constexpr Activation value = kValue; };
+template <int kValue> struct Int { static constexpr int value = kValue; };
+
+// Calls f(Tag<X>, Kind, values a read) for the memory type, the activation and the alignment.
+template <class F>
+cudaError_t with_kinds(Dtype type, Activation activation, bool vectors, F&& f) {
+  const auto sized = [&](auto x, auto kind) {
+    constexpr int kVec = 16 / sizeof(typename decltype(x)::type);
+    return vectors ? f(x, kind, Int<kVec>{}) : f(x, kind, Int<1>{});
+  };
+  const auto typed = [&](auto x) {
+    if (activation == Activation::silu) return sized(x, Kind<Activation::silu>{});
+    if (activation == Activation::gelu) return sized(x, Kind<Activation::gelu>{});
+    return sized(x, Kind<Activation::gelu_tanh>{});
+  };
+  if (type == Dtype::f32) return typed(Tag<float>{});
+  return type == Dtype::bf16 ? typed(Tag<__nv_bfloat16>{}) : typed(Tag<__half>{});
+}
+
+// Launches one block a tile: of as many threads as a narrow row needs, at most kMaxThreads.
+template <int kVec, class Args>
+cudaError_t launch_tiles(void (*kernel)(Args, unsigned), const Args& a, cudaStream_t stream) {
+  const int64_t a_warp = Tile<kVec>::width(32), warps = (a.n_cols + a_warp - 1) / a_warp;
+  const int threads = static_cast<int>(warps * 32 < kMaxThreads ? warps * 32 : kMaxThreads);
+  const int64_t width = Tile<kVec>::width(threads), tiles = (a.n_cols + width - 1) / width;
+  const int64_t blocks = a.rows.count() * tiles;
+  if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  const dim3 grid(static_cast<unsigned>(blocks));
+  return launch(kernel, grid, dim3(threads), 0, stream, a, static_cast<unsigned>(tiles));
+}
+
+}  // namespace
+
+cudaError_t glu_forward(const GluForward& a, cudaStream_t stream) {
+  const bool vectors = aligned(a.gate, a.rows, a.gate_strides, a.type) &&
+                       aligned(a.up, a.rows, a.up_strides, a.type) && aligned(a.y, a.rows, a.n_cols, a.type);
+  return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
+    constexpr int kVec = decltype(vec)::value;
+    return launch_tiles<kVec>(forward_kernel<typename decltype(x)::type, decltype(kind)::value, kVec>, a, stream);
+  });
+}
+
+cudaError_t glu_backward(const GluBackward& a, cudaStream_t stream) {
+  const bool vectors = aligned(a.dy, a.rows, a.dy_strides, a.type) &&
+                       aligned(a.gate, a.rows, a.gate_strides, a.type) &&
+                       aligned(a.up, a.rows, a.up_strides, a.type) &&
+                       aligned(a.dgate, a.rows, a.out_stride, a.type) &&
+                       aligned(a.dup, a.rows, a.out_stride, a.type);
+  return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
+    constexpr int kVec = decltype(vec)::value;
+    return launch_tiles<kVec>(backward_kernel<typename decltype(x)::type, decltype(kind)::value, kVec>, a, stream);
+  });
+}
+
+}  // namespace cuda
+}  // namespace foundry

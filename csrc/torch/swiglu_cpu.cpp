@@ -1,0 +1,54 @@
+// The CPU's launches of foundry_kernels::glu_fwd and glu_bwd; see swiglu.cpp for the operators.
+#include "../cpu/swiglu.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "swiglu.h"
+
+namespace foundry {
+namespace {
+
+constexpr int64_t kGrain = 1 << 14;  // elements that are worth waking a thread for
+
+template <class Args>
+void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
+  const int64_t tiles = args.rows.count() * glu_tiles_a_row(args.n_cols);
+  at::parallel_for(0, tiles, std::max<int64_t>(1, kGrain / std::min(args.n_cols, kGluTile)),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+Tensor fwd_cpu(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation) {
+  const Activation kind = activation_of(activation);
+  const Tensor y = empty_glu_fwd(gate_, up_);
+  if (y.numel() == 0) return y;
+  advise_huge_pages(y);
+  auto [gate, up] = glu_halves(gate_, up_);
+  run(FK_CHOOSE_ISA(glu_forward), glu_forward_args(gate, up, y, kind));
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& gate_, const OptionalTensor& up_,
+                                   c10::string_view activation, bool need_dgate, bool need_dup) {
+  const Activation kind = activation_of(activation);
+  const auto [dgate, dup] = empty_glu_bwd(gate_, up_, need_dgate, need_dup);
+  if (dgate.numel() == 0 && dup.numel() == 0) return {dgate, dup};
+  advise_huge_pages(dgate);
+  advise_huge_pages(dup);
+  Tensor dy = dy_;
+  auto [gate, up] = glu_halves(gate_, up_);
+  const auto [into_gate, into_up] = glu_halves(dgate, up_.has_value() ? OptionalTensor(dup) : std::nullopt);
+  run(FK_CHOOSE_ISA(glu_backward), glu_backward_args(dy, gate, up, into_gate, into_up, kind, !up_.has_value()));
+  return {dgate, dup};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("glu_fwd", &fwd_cpu);
+  m.impl("glu_bwd", &bwd_cpu);
+}
+
+}  // namespace foundry

@@ -1,0 +1,43 @@
+// The GPU's launches of foundry_kernels::glu_fwd and glu_bwd; see swiglu.cpp for the operators.
+#include "../cuda/swiglu.h"
+
+#include <torch/library.h>
+
+#include "cuda_common.h"
+#include "swiglu.h"
+
+namespace foundry {
+namespace {
+
+Tensor fwd_cuda(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation) {
+  const Activation kind = activation_of(activation);
+  const Tensor y = empty_glu_fwd(gate_, up_);
+  if (y.numel() == 0) return y;
+  const OnDevice device(gate_);
+  auto [gate, up] = glu_halves(gate_, up_);
+  check_cuda(cuda::glu_forward(glu_forward_args(gate, up, y, kind), device.stream()), "gated linear unit forward");
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const Tensor& gate_, const OptionalTensor& up_,
+                                    c10::string_view activation, bool need_dgate, bool need_dup) {
+  const Activation kind = activation_of(activation);
+  const auto [dgate, dup] = empty_glu_bwd(gate_, up_, need_dgate, need_dup);
+  if (dgate.numel() == 0 && dup.numel() == 0) return {dgate, dup};
+  const OnDevice device(gate_);
+  Tensor dy = dy_;
+  auto [gate, up] = glu_halves(gate_, up_);
+  const auto [into_gate, into_up] = glu_halves(dgate, up_.has_value() ? OptionalTensor(dup) : std::nullopt);
+  const GluBackward args = glu_backward_args(dy, gate, up, into_gate, into_up, kind, !up_.has_value());
+  check_cuda(cuda::glu_backward(args, device.stream()), "gated linear unit backward");
+  return {dgate, dup};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
+  m.impl("glu_fwd", &fwd_cuda);
+  m.impl("glu_bwd", &bwd_cuda);
+}
+
+}  // namespace foundry

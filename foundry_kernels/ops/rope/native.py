@@ -1,0 +1,6 @@
+"""RoPE of the compiled extension: `csrc/torch/rope.cpp` over `csrc/cpu/rope.cpp` and `csrc/cuda/rope.cu`."""
+
+import torch
+
+rope = torch.ops.foundry_kernels.rope.default
+qk_norm_rope = torch.ops.foundry_kernels.qk_norm_rope.default

@@ -1,0 +1,6 @@
+"""SwiGLU and GEGLU of the compiled extension: `csrc/torch/swiglu.cpp` over `csrc/cpu/swiglu.cpp`."""
+
+import torch
+
+swiglu = torch.ops.foundry_kernels.swiglu.default
+geglu = torch.ops.foundry_kernels.geglu.default

@@ -1,0 +1,174 @@
+"""Attention's Triton kernels, beside the parity suite: what is launched, read and allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.measure import peak_bytes
+from foundry_kernels import _triton
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.cases import field_cases
+from foundry_kernels.testing import assert_parity
+
+DEVICE = "cpu" if _triton.INTERPRET else "cuda"
+pytestmark = pytest.mark.skipif(
+    FLASH_ATTENTION.why_not("triton", DEVICE) is not None, reason=str(FLASH_ATTENTION.why_not("triton", DEVICE))
+)
+KERNELS = ("fwd", "delta", "dkdv", "dq")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+
+
+def inputs(t: int, s: int, *, b: int = 1, heads: tuple[int, int] = (4, 2), d: int = 16) -> tuple[Tensor, ...]:
+    return draw(b, heads[0], t, d), draw(b, heads[1], s, d, seed=1), draw(b, heads[1], s, d, seed=2)
+
+
+class Launches:
+    """Stands in for a kernel: notes its name and launches nothing."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **constants: self.seen.append(self.name)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that calls would launch."""
+    from foundry_kernels.ops.flash_attention import triton
+
+    seen: list[str] = []
+    for name in KERNELS:
+        monkeypatch.setattr(triton, f"flash_attention_{name}_kernel", Launches(name, seen))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("q", ["fwd", "delta", "dq"]),
+        ("k", ["fwd", "delta", "dkdv"]),
+        ("v", ["fwd", "dkdv"]),
+        ("s", ["fwd", "delta"]),
+        ("qkvs", list(KERNELS)),
+        ("", ["fwd"]),
+    ],
+    ids=["q", "k", "v", "sinks", "all", "none"],
+)
+def test_only_what_is_needed_is_launched(wanted: str, expected: list[str], launched: list[str]) -> None:
+    tensors = dict(zip("qkvs", (*inputs(40, 40), draw(4)), strict=True))
+    for name, x in tensors.items():
+        x.requires_grad_(name in wanted)
+    out = flash_attention(*(tensors[n] for n in "qkv"), sinks=tensors["s"], backend="triton")
+    if wanted:
+        torch.autograd.grad(out, [tensors[n] for n in wanted], torch.ones_like(out))
+    assert launched == expected
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.usefixtures("launched")
+def test_memory_grows_with_the_length_and_not_with_its_square(packed: bool) -> None:
+    """Everything is allocated before a launch, so nothing need run. Output, lse, delta and three gradients: exactly."""
+    heads, kv_heads, d = 4, 2, 16
+
+    def step(t: int) -> Callable[[], Callable[[], object]]:
+        q, k, v = inputs(t, t, heads=(heads, kv_heads), d=d)
+        if packed:
+            q, k, v = (x[0].detach().transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v))
+        starts = torch.tensor([0, t // 2, t], dtype=torch.int32, device=DEVICE)
+        cotangent = torch.ones_like(q)
+
+        def run() -> object:
+            if packed:
+                out = flash_attention_varlen(q, k, v, starts, starts, t, t, causal=True, backend="triton")
+            else:
+                out = flash_attention(q, k, v, causal=True, backend="triton")
+            return out, torch.autograd.grad(out, (q, k, v), cotangent)
+
+        return lambda: run
+
+    for t in (256, 1024, 4096):
+        rows, width = 2 * heads * t, (2 * heads + 2 * kv_heads) * t * d
+        assert peak_bytes(step(t), DEVICE) == pytest.approx(4 * (rows + width), abs=2048)
+
+
+def test_tiles_outside_of_the_window_are_not_read() -> None:
+    """NaN where no query of a tile looks: had it been read, 0 * NaN would show."""
+    q, k, v = inputs(160, 160, heads=(1, 1))
+    expected = flash_attention(q, k, v, window=(16, 0), backend="triton")
+    cotangent = torch.randn_like(expected)
+    cotangent[:, :, :128] = 0.0
+    grads = torch.autograd.grad(expected, (q, k, v), cotangent)
+    with torch.no_grad():
+        for x in (k, v):
+            x[:, :, :96] = math.nan
+    out = flash_attention(q, k, v, window=(16, 0), backend="triton")
+    assert torch.equal(out[:, :, 128:], expected[:, :, 128:])
+    (dq,) = torch.autograd.grad(out, q, cotangent)
+    assert torch.equal(dq[:, :, 128:], grads[0][:, :, 128:])
+    with torch.no_grad():
+        q[:, :, :96] = math.nan
+    _, dk, dv = torch.autograd.grad(flash_attention(q, k, v, window=(16, 0), backend="triton"), (q, k, v), cotangent)
+    assert torch.equal(dk[:, :, 128:], grads[1][:, :, 128:])
+    assert torch.equal(dv[:, :, 128:], grads[2][:, :, 128:])
+
+
+def test_starts_that_overrun_touch_nothing_outside() -> None:
+    """On a GPU they are not checked: what they say is cut to the tensors. Beyond these lies NaN."""
+    from foundry_kernels.ops.flash_attention import triton
+
+    def view(x: Tensor) -> Tensor:
+        around = torch.full((x.shape[0] + 96, *x.shape[1:]), math.nan, device=DEVICE)
+        around[:40] = x.detach()
+        return around[:40]
+
+    q, k, v = (view(x[0].transpose(0, 1)) for x in inputs(40, 40))
+    bad = torch.tensor([0, 33, 90], dtype=torch.int32, device=DEVICE)
+    good = torch.tensor([0, 33, 40], dtype=torch.int32, device=DEVICE)
+    options = (0.25, None, 0, None, None, None, True, False, False)
+    for x in (q, k, v):
+        x.requires_grad_()
+    results = []
+    for starts in (bad, good):
+        out = triton.flash_attention_varlen(q, k, v, starts, starts, 60, 60, *options)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+    assert all(torch.equal(a, e) and a.isfinite().all() for a, e in zip(*results, strict=True))
+
+
+def test_bits_are_the_same_in_every_run() -> None:
+    q, k, v = inputs(70, 90, heads=(4, 2))
+    sinks = draw(4)
+    runs = []
+    for _ in range(3):
+        out, lse = flash_attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend="triton")
+        grads = torch.autograd.grad((out, lse), (q, k, v, sinks), (torch.ones_like(out), torch.ones_like(lse)))
+        runs.append((out, lse, *grads))
+    for run in runs[1:]:
+        assert all(map(torch.equal, runs[0], run))
+
+
+def test_gradients_lie_as_their_tensors_do() -> None:
+    """A model's q is a view of [B, T, H, D] memory: its gradient is one too, and nothing is copied to transpose."""
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs(33, 33))
+    out = flash_attention(q, k, v, backend="triton")
+    for x, g in zip((q, k, v), torch.autograd.grad(out, (q, k, v), torch.ones_like(out)), strict=True):
+        assert g.stride() == x.stride()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_whole_field(dtype: torch.dtype) -> None:
+    """Every length x heads x mask x cap x width."""
+    for case in field_cases():
+        assert_parity(FLASH_ATTENTION, case, backend="triton", dtype=dtype, device="cuda")

@@ -1,0 +1,253 @@
+"""What the table of cases cannot say of the native rope and qk_norm_rope: instruction sets, threads, streamed outputs,
+storage order, positions outside of the table, what is computed and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from table import Row, checked_rows, saved_tensors
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels._layout import inverse
+from foundry_kernels.ops.rope import qk_norm_rope, rope, rope_table
+from foundry_kernels.testing import assert_parity, call
+
+OPS = ("rope", "qk_norm_rope")
+SETS = _native.build_info().get("usable_instruction_sets", [])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = [r for r in checked_rows() if r.op.name in OPS and r.backend == "native"]
+over_rows = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS])
+pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+
+
+def inputs(
+    heads: tuple[int, int], tokens: int, width: int, dtype: torch.dtype = torch.float32, batch: int = 2
+) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(batch, h, tokens, width, generator=g).to(dtype) for h in heads)
+    return q, k
+
+
+def arguments(op: str, q: Tensor, k: Tensor, **options: Any) -> dict[str, Any]:
+    """Of the public function: full tables, and weights of their own where there are norms."""
+    cos, sin = (t.to(q.device) for t in rope_table(q.shape[-1], q.shape[2]))
+    made = {"q": q, "k": k, "cos": cos, "sin": sin, **options}
+    if op == "qk_norm_rope":
+        weight = torch.linspace(0.5, 1.5, q.shape[-1], device=q.device)
+        made |= {"q_weight": weight, "k_weight": weight.flip(0)}
+    return made
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[Callable[[str], None]]:
+    chosen = _native.build_info()["instruction_set"]
+    yield _native._C.force_instruction_set
+    _native._C.force_instruction_set(chosen)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_instruction_set(instruction_set: Callable[[str], None], op: str, name: str, dtype: torch.dtype) -> None:
+    instruction_set(name)
+    assert _native.build_info()["instruction_set"] == name
+    for case in fk.OPS[op].cases.CASES[op]:
+        assert_parity(fk.OPS[op], case, backend="native", dtype=dtype)
+
+
+def outputs_and_gradients(op: str, q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """With q and k themselves as cotangents."""
+    made = arguments(op, q, k, **options)
+    wanted = {n: t.detach().requires_grad_() for n, t in made.items() if n in ("q", "k") or n.endswith("weight")}
+    outputs = fk.OPS[op].public(**made | wanted, backend="native")
+    return (*outputs, *torch.autograd.grad(outputs, list(wanted.values()), (q, k)))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", [((3, 1), 1031, 96), ((16, 4), 257, 128), ((1, 1), 3, 64)], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_the_number_of_threads_does_not_change_a_bit(op: str, shape: tuple[Any, int, int]) -> None:
+    results = []
+    for n in (1, 2, 5):
+        torch.set_num_threads(n)
+        results.append(outputs_and_gradients(op, *inputs(*shape)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("op", OPS)
+def test_outputs_larger_than_the_caches(
+    instruction_set: Callable[[str], None], op: str, name: str, dtype: torch.dtype, interleaved: bool
+) -> None:
+    """Above 16 MB outputs are streamed: the same bits as from calls for a few heads, whose outputs are not."""
+    instruction_set(name)
+    heads, width = 8, 128
+    q, k = inputs((heads, 1), (17 << 20) // (heads * width * dtype.itemsize), width, dtype, batch=1)
+    whole = outputs_and_gradients(op, q, k, interleaved=interleaved)
+    assert whole[0].nbytes > 16 << 20
+    for h in range(0, heads, 4):
+        part = outputs_and_gradients(op, q[:, h : h + 4], k, interleaved=interleaved)
+        assert torch.equal(part[0], whole[0][:, h : h + 4])
+        assert torch.equal(part[2], whole[2][:, h : h + 4])
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["dense", "sliced"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3)], ids=str)
+@over_rows
+def test_outputs_and_gradients_keep_the_storage_order(row: Row, order: tuple[int, ...], sliced: bool) -> None:
+    """Whatever the order of the incoming gradients; the shapes that a compiler is told agree."""
+    made = []
+    for x in inputs((4, 3), 5, 12):
+        x = x.permute(order).contiguous()
+        x = (torch.cat([x, x], -1)[..., :12] if sliced else x).permute(inverse(list(order)))
+        made.append(x.requires_grad_())
+    given = arguments(row.op.name, *made, interleaved=True)
+    outputs = call(row.op, given, {}, backend="native")
+    assert [o.stride() for o in outputs] == [o.stride() for o in call(row.op, given, {}, backend="reference")]
+    for cotangents in ([o.detach().contiguous() for o in outputs], [o.detach() for o in outputs]):
+        grads = torch.autograd.grad(outputs, made, cotangents, retain_graph=True)
+        for tensor in (*outputs, *grads):
+            assert tensor.permute(order).is_contiguous()
+    meta = {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in given.items()}
+    for name in "qk":  # .to("meta") has made it dense
+        meta[name] = torch.empty_strided(given[name].shape, given[name].stride(), device="meta")
+    options = () if row.op.name == "rope" else (meta["q_weight"], meta["k_weight"])
+    tail = (True, None) if row.op.name == "rope" else (1e-6, 0.0, False, True, None)
+    impl = getattr(torch.ops.foundry_kernels, row.op.name)
+    for fake, real in zip(impl(meta["q"], meta["k"], *options, meta["cos"], meta["sin"], *tail), outputs, strict=True):
+        assert fake.stride() == real.stride()
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("outside", [9, -1, 2**31 - 1])
+@over_rows
+def test_a_position_outside_of_the_table(row: Row, outside: int, index: torch.dtype) -> None:
+    """On the CPU an error. A GPU cannot raise without waiting: it reads no memory and the token becomes NaN."""
+    q, k = (x.requires_grad_() for x in inputs((4, 3), 5, 16))
+    positions = torch.tensor([[0, 1, 2, 3, outside], [4, 3, 2, 1, 0]], dtype=index)
+    cos, sin = rope_table(12, 9)
+    given = arguments(row.op.name, q, k) | {"cos": cos, "sin": sin, "positions": positions}
+    if row.device == "cpu" and not row.cuda_on_cpu:
+        with pytest.raises(IndexError, match=rf"positions must lie in 0 .. 8, .*; got {outside}"):
+            call(row.op, given, {}, backend="native")
+        return
+    outputs = call(row.op, given, {}, backend="native")
+    grads = torch.autograd.grad(outputs, (q, k), [torch.ones_like(o) for o in outputs])
+    expected = call(row.op, given | {"positions": positions.clamp(0, 8)}, {}, backend="native")
+    for tensor in (*outputs, *grads):
+        assert tensor[0, :, 4].isnan().all()
+        assert tensor[0, :, :4].isfinite().all()
+        assert tensor[1].isfinite().all()
+    for actual, right in zip(outputs, expected, strict=True):
+        assert torch.equal(actual[0, :, :4], right[0, :, :4])
+        assert torch.equal(actual[1], right[1])
+
+
+def test_the_backward_operators_check_positions_too() -> None:
+    q, k = inputs((2, 1), 3, 8)
+    cos, sin = rope_table(8, 3)
+    outside, rstd = torch.tensor([0, 1, 3]), torch.ones(2, 2, 3)
+    with pytest.raises(IndexError, match=r"positions must lie in 0 .. 2"):
+        torch.ops.foundry_kernels.rope_apply(q, None, cos, sin, False, outside, True)
+    with pytest.raises(IndexError, match=r"positions must lie in 0 .. 2"):
+        torch.ops.foundry_kernels.qk_norm_rope_bwd(
+            q, k, q, k, None, None, cos, sin, rstd, rstd[:, :1], 0.0, False, False, outside, True, True, False, False
+        )
+
+
+@over_rows
+def test_nothing_is_computed_for_what_needs_no_gradient(row: Row) -> None:
+    """A frozen input or weight gets nothing: the backward operators return empty tensors in its place."""
+    library = getattr(torch.ops, row.op.impl("native").fn._schema.name.split("::")[0])  # type: ignore[union-attr]
+    q, k = inputs((4, 3), 5, 8)
+    cos, sin = rope_table(8, 5)
+    if row.op.name == "rope":
+        for has_q, has_k in ((True, False), (False, True)):
+            dq, dk = library.rope_apply(q if has_q else None, k if has_k else None, cos, sin, False, None, True)
+            assert (dq.numel(), dk.numel()) == (q.numel() * has_q, k.numel() * has_k)
+        return
+    weight = torch.ones(8)
+    for needs in torch.cartesian_prod(*[torch.tensor([False, True])] * 4).tolist():
+        found = library.qk_norm_rope_bwd(
+            *(q, k, q, k, weight, weight, cos, sin, torch.ones(2, 4, 5), torch.ones(2, 3, 5), 0.0, False, False, None),
+            *needs,
+        )
+        sizes = (q.numel(), k.numel(), 8, 8)
+        assert [t.numel() for t in found] == [n * need for n, need in zip(sizes, needs, strict=True)]
+
+
+def test_only_what_the_backward_pass_needs_is_kept() -> None:
+    q, k = (x.requires_grad_() for x in inputs((4, 3), 5, 8))
+    cos, sin = rope_table(8, 5)
+    weight = torch.ones(8)
+    with saved_tensors() as saved:
+        rope(q, k, cos, sin, backend="native")
+    assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
+    with saved_tensors() as saved:
+        qk_norm_rope(q, k, weight, weight, cos, sin, backend="native")
+    given = {t.data_ptr() for t in (q, k, cos, sin, weight)}
+    assert sum(t.numel() for t in saved if t.data_ptr() not in given) == 2 * (4 + 3) * 5
+
+
+@over_rows
+def test_one_output_alone_can_be_differentiated(row: Row) -> None:
+    q, k = (x.requires_grad_() for x in inputs((4, 3), 5, 8))
+    given = arguments(row.op.name, q, k)
+    for i in range(2):
+        grads = []
+        for backend in ("native", "reference"):
+            out = call(row.op, given, {}, backend=backend)[i]
+            (g,) = torch.autograd.grad(out, (q, k)[i], torch.ones_like(out))
+            grads.append(g)
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_offsets_beyond_32_bits(op: str) -> None:
+    """Heads 2^31 elements apart. The memory is reserved and, but for the heads, never touched."""
+    stride = 2**31
+    near, k = inputs((2, 1), 3, 64, torch.bfloat16, batch=1)
+    storage = torch.empty(stride + 3 * 64, dtype=torch.bfloat16)
+    far = storage.as_strided(near.shape, (1, stride, 64, 1))
+    far.copy_(near)
+    for a, b in zip(outputs_and_gradients(op, near, k), outputs_and_gradients(op, far, k), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_bare_operators_check_too() -> None:
+    """torch.ops.foundry_kernels.* are reachable without the public functions."""
+    q, k = inputs((2, 1), 3, 8)
+    cos, sin = rope_table(8, 3)
+    op, normed = torch.ops.foundry_kernels.rope, torch.ops.foundry_kernels.qk_norm_rope
+    for message, given in (
+        ("k must be", (q, k[:, :, :2], cos, sin, False, None)),
+        ("q and k must be", (q[0], k, cos, sin, False, None)),
+        ("sin must have cos's shape", (q, k, cos, sin[:2], False, None)),
+        ("R/2 of 1 to D/2", (q[..., :6], k[..., :6], cos, sin, False, None)),
+        ("a row for each position", (q, k, cos[:2], sin[:2], False, None)),
+        ("positions must be .T.", (q, k, cos, sin, False, torch.arange(4))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op(*given)
+    with pytest.raises(TypeError, match="positions must be int32 or int64"):
+        op(q, k, cos, sin, False, torch.zeros(3))
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        op(q.double(), k.double(), cos, sin, False, None)
+    with pytest.raises(ValueError, match="q_weight must have shape"):
+        normed(q, k, torch.ones(7), None, cos, sin, 1e-6, 0.0, False, False, None)
