@@ -223,7 +223,6 @@ def test_cache_gives_what_one_pass_gives(pieces, device, model):
 
 
 @torch.no_grad()
-@torch.no_grad()
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_step_appends_in_place_and_copies_no_cache(backend):
     """Keys and values stay where they are, and no operator of a step makes a tensor as large as one layer's."""
@@ -242,6 +241,7 @@ def test_a_step_appends_in_place_and_copies_no_cache(backend):
     assert all(torch.equal(x[:, :, :490], y) for x, y in zip((*cache.k, *cache.v), stored, strict=True))
 
 
+@torch.no_grad()
 def test_cache_refuses_what_does_not_fit(model):
     tokens = batch(3, 7)
     cache = model.make_cache(3, 8)
