@@ -37,13 +37,16 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     if compiler_has("-mavx512bf16"):
         ISA_FLAGS["avx512_bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
-DEFINES = [f"-DFK_HAVE_{isa.upper()}" for isa in ISA_FLAGS if isa != "baseline"]
 #: No -ffast-math: NaN and infinity are handled, sums keep their order. Contraction to fma is wanted.
 FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=fast", "-fno-math-errno"]
 #: AddressSanitizer and UndefinedBehaviorSanitizer, as a library that must be loaded before all others. Without vptr,
-#: which wants type information that torch hides. The first finding ends the process. Not optimised, which would remove
-#: some invalid accesses, and checked by calls: inline checks take four times as long to compile.
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all", "-O0", "-g1"]
+#: which wants type information that torch hides, and without null and pointer-overflow, which take most of the time to
+#: compile: AddressSanitizer sees an access through such a pointer. The first finding ends the process. Not optimised,
+#: which would remove some invalid accesses, and checked by calls: inline checks take four times as long to compile.
+SANITIZE = [
+    *("-fsanitize=address,undefined", "-fno-sanitize=vptr,null,pointer-overflow", "-fno-sanitize-recover=all"),
+    *("-O0", "-g1"),
+]
 for wanted in ("--param=asan-instrumentation-with-call-threshold=0", "-shared-libasan"):
     if compiler_has(wanted):  # GCC has the first; Clang the second, which is GCC's only way
         SANITIZE.append(wanted)
@@ -61,13 +64,13 @@ def extension() -> CppExtension:
     files = ["csrc/module.cpp", *sources("torch")]
     if not WITH_CUDA:
         files = [f for f in files if not f.endswith("_cuda.cpp")]
-        flags = [*FLAGS, *DEFINES, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']
+        flags = [*FLAGS, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']
         if torch.version.cuda is not None:
             print(f"foundry_kernels: no CUDA kernels: nvcc {torch.version.cuda} is needed, in CUDA_HOME or on the PATH")
         return CppExtension("foundry_kernels._C", files, extra_compile_args=flags)
     # Without a GPU and without this variable torch finds no architecture to compile for and fails.
     named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
-    flags = [*FLAGS, *DEFINES, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"']
+    flags = [*FLAGS, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"']
     return CUDAExtension(
         "foundry_kernels._C",
         [*files, *sources("cuda", ".cu")],
@@ -78,14 +81,24 @@ def extension() -> CppExtension:
 class Build(BuildExtension):
     """Compiles csrc/cpu per instruction set beside what BuildExtension does, which has no flags per file."""
 
-    user_options: ClassVar = [*BuildExtension.user_options, ("sanitize", None, "build/sanitized, with sanitizers")]
+    user_options: ClassVar = [
+        *BuildExtension.user_options,
+        ("sanitize", None, "build/sanitized, with sanitizers"),
+        ("instruction-sets=", None, f"comma-separated, baseline among them (default: {','.join(ISA_FLAGS)})"),
+    ]
     boolean_options: ClassVar = [*BuildExtension.boolean_options, "sanitize"]
 
     def initialize_options(self) -> None:
         super().initialize_options()
         self.sanitize = False
+        self.instruction_sets: str | None = None
 
     def finalize_options(self) -> None:
+        wanted = set(ISA_FLAGS) if self.instruction_sets is None else set(self.instruction_sets.split(","))
+        if not {"baseline"} <= wanted <= set(ISA_FLAGS):
+            raise ValueError(f"--instruction-sets must be baseline and any of {', '.join(ISA_FLAGS)}; got {wanted}")
+        self.isas = [isa for isa in ISA_FLAGS if isa in wanted]
+        self.defines = [f"-DFK_HAVE_{isa.upper()}" for isa in self.isas if isa != "baseline"]
         if self.sanitize:
             if self.inplace:
                 raise ValueError("--sanitize does not go with --inplace: it would replace the extension in use")
@@ -94,9 +107,11 @@ class Build(BuildExtension):
 
     def build_extension(self, ext) -> None:  # type: ignore[no-untyped-def]
         try:
+            given = ext.extra_compile_args
+            flags = given["cxx"] if isinstance(given, dict) else given
+            flags += self.defines
             if self.sanitize:
-                given = ext.extra_compile_args
-                (given["cxx"] if isinstance(given, dict) else given).extend(SANITIZE)
+                flags += SANITIZE
                 ext.extra_link_args += SANITIZE
             ext.extra_objects = self.compile_cpu_kernels()
             super().build_extension(ext)
@@ -112,7 +127,7 @@ class Build(BuildExtension):
         jobs = []
         for source in sources("cpu"):
             shared = Path(source).name == "isa.cpp"
-            for isa in ["baseline"] if shared else ISA_FLAGS:
+            for isa in ["baseline"] if shared else self.isas:
                 target = folder / f"{Path(source).stem}.{isa}.o"
                 command = [
                     *COMPILER.split(),
@@ -120,7 +135,7 @@ class Build(BuildExtension):
                     "-fPIC",
                     *FLAGS,
                     *(SANITIZE if self.sanitize else []),
-                    *DEFINES,
+                    *self.defines,
                     f"-DFK_ISA={isa}",
                     *ISA_FLAGS[isa],
                 ]

@@ -53,11 +53,12 @@ def runtime() -> Path | None:
     return None
 
 
-def build() -> Path:
-    """The extension with sanitizers."""
-    done = subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--sanitize"], cwd=ROOT, capture_output=True, text=True
-    )
+def build(*instruction_sets: str) -> Path:
+    """The extension with sanitizers and the kernels of these instruction sets (default: all that the compiler has)."""
+    command = [sys.executable, "setup.py", "build_ext", "--sanitize"]
+    if instruction_sets:
+        command.append(f"--instruction-sets={','.join(instruction_sets)}")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [library] = (ROOT / "build" / "sanitized" / "foundry_kernels").glob("_C*.so")
     return library
@@ -67,9 +68,8 @@ def sanitized(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[
     """Run Python with the sanitizers loaded. Their reports go to stderr."""
     library = runtime()
     assert library is not None
-    cxx = ctypes.util.find_library(
-        "stdc++"
-    )  # before torch brings it: the sanitizer looks for __cxa_throw when it starts
+    # Loaded before torch brings it: the sanitizer looks for __cxa_throw when it starts.
+    cxx = ctypes.util.find_library("stdc++")
     env = os.environ | {
         "LD_PRELOAD": " ".join([str(library), *([cxx] if cxx else [])]),
         "ASAN_OPTIONS": OPTIONS,
@@ -88,7 +88,8 @@ def run_suite(extension: Path, *arguments: str) -> tuple[int, str]:
 
 
 class Plugin:
-    """For pytest: the parity suite once for each instruction set that this machine has; random cases are printed."""
+    """For pytest: the parity suite once for each instruction set that was built and that this machine has; random cases
+    are printed."""
 
     def pytest_configure(self) -> None:
         from hypothesis import Verbosity, settings

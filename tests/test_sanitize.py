@@ -50,8 +50,9 @@ for name in sys.argv[2:]:
 
 
 def instruction_sets() -> list[str]:
+    """The first and the last that this machine has, for a build that is quick enough; `make sanitize` does all."""
     usable = _native.build_info()["usable_instruction_sets"]
-    return sorted({usable[0], usable[-1]})
+    return list(dict.fromkeys((usable[0], usable[-1])))
 
 
 @pytest.mark.parametrize("name", instruction_sets())
@@ -71,7 +72,7 @@ def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
 
 
 def test_the_kernels_are_clean() -> None:
-    """All cases of the parity suite under every instruction set, and the random cases."""
-    code, end = sanitize.run_suite(sanitize.build())
+    """All cases of the parity suite under two instruction sets, and the random cases."""
+    code, end = sanitize.run_suite(sanitize.build(*instruction_sets()))
     assert code == 0, end
     assert re.search(r"\d{3} passed", end), end

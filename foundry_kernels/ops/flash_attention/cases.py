@@ -257,6 +257,10 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     )
 
 
+#: Gradients that a kernel makes from delta, one number a row, and that from the output as it was rounded: whatever their
+#: own dtype and size, they are judged as so many roundings as there are rows.
+FROM_OUTPUT = ("q", "k", "sinks")
+
 #: Two float32 roundings, as a part of what tiny() forgives a sum.
 _ROUNDING = 1 / 16
 

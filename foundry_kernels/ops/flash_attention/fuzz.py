@@ -56,8 +56,11 @@ def _dense(
 ) -> tuple[int, dict[str, Arg | None], dict[str, Any]]:
     batch = draw(st.integers(0, 3))
     rows = max(batch, 1) * heads
-    queries = draw(sizes(max(draw(ELEMENTS) // (rows * width), 3)))
-    keys = draw(sizes(max(min(_SCORES // (rows * max(queries, 1)), draw(ELEMENTS) // (rows * width)), 3)))
+    if draw(st.integers(0, 3)) == 3:  # decoding: a few queries, so many keys that they are split
+        queries, keys = draw(st.integers(1, 4)), draw(sizes(max(300_000 // (rows * (width + value_width)), 3)))
+    else:
+        queries = draw(sizes(max(draw(ELEMENTS) // (rows * width), 3)))
+        keys = draw(sizes(max(min(_SCORES // (rows * max(queries, 1)), draw(ELEMENTS) // (rows * width)), 3)))
     args: dict[str, Arg | None] = {
         "q": draw(tensors((batch, heads, queries, width), spreads(1e-2, 5.0, 60.0))),
         "k": draw(tensors((batch, kv_heads, keys, width), spreads(1e-2, 5.0))),
