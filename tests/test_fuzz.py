@@ -55,12 +55,13 @@ def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, thre
 @pytest.mark.parametrize("row", NATIVE)
 @pytest.mark.usefixtures("poisoned")
 def test_random_cases(row: Row, fuzz_seconds: float | None) -> None:
-    @given(row.op.fuzz.random_case(row.op.name), *map(st.sampled_from, (row.dtypes, ISAS, THREADS)))
+    drawn = [row.op.fuzz.random_case(row.op.name), *map(st.sampled_from, (row.dtypes, ISAS, THREADS))]
+
     def attempt(case: Case, dtype: torch.dtype, instruction_set: str, threads: int) -> None:
         check(row.op, case, dtype, instruction_set, threads)
 
     if fuzz_seconds is None:
-        BOUNDED(attempt)()
+        BOUNDED(given(*drawn)(attempt))()
         return
     database = DirectoryBasedExampleDatabase(f".hypothesis/fuzz/{row.op.name}")
     end = time.monotonic() + fuzz_seconds / len(NATIVE)
@@ -68,7 +69,7 @@ def test_random_cases(row: Row, fuzz_seconds: float | None) -> None:
     while time.monotonic() < end:
         number = secrets.randbits(64)
         print(f"{row.id}: seed {number}")
-        seed(number)(settings(BOUNDED, derandomize=False, database=database)(attempt))()
+        seed(number)(settings(BOUNDED, derandomize=False, database=database)(given(*drawn)(attempt)))()
         rounds += 1
     print(f"{row.id}: {rounds} x {BOUNDED.max_examples} cases")
 

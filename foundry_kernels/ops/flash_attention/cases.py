@@ -257,8 +257,8 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     )
 
 
-#: Gradients that a kernel makes from delta, one number a row, and that from the output as it was rounded: whatever their
-#: own dtype and size, they are judged as so many roundings as there are rows.
+#: Gradients that a kernel makes from delta, one number a row, and that from the output as it was rounded: whatever
+#: their own dtype and size, they are judged as so many roundings as there are rows.
 FROM_OUTPUT = ("q", "k", "sinks")
 
 #: Two float32 roundings, as a part of what tiny() forgives a sum.
@@ -331,15 +331,16 @@ def _scales(
     error2 = torch.cat([error2, torch.zeros_like(sink)], -1)
     error2 = error2 + (_ROUNDING * (every.abs() + lse.abs())).square().nan_to_num(0.0, posinf=0.0)
     p, p_sink = every_p[..., :-1], every_p[..., -1:]
-    weighted2 = every_p.square() * error2  # of a term of the row's sum, as errors of scores make it
     out = p @ v
-    found = _output_scales(options, every, every_p, error2, out, v)
+    kept = _output_scales(options, every, every_p, error2, out, v)
+    found = {f"output {i}": float(x.max().sqrt()) for i, x in enumerate(kept)}
+    error2 = error2 + (every_p.square() * error2).sum(-1, keepdim=True)  # of a weight's logarithm: score - lse
 
     g2 = cotangents[0].square()
-    delta2 = (g2 * out.square()).sum(-1, keepdim=True)
+    delta2 = (g2 * (out.square() + kept[0])).sum(-1, keepdim=True)
     if len(cotangents) > 1:
         delta2 = delta2 + cotangents[1].square()[..., None]
-    p2 = p.square() + weighted2[..., :-1]
+    p2 = p.square() * (1 + error2[..., :-1])
     ds2 = p2 * (g2 @ v.square().transpose(-1, -2) + delta2)
 
     def over_group(squares: Tensor) -> float:
@@ -351,14 +352,14 @@ def _scales(
         "v": over_group(p2.transpose(-1, -2) @ g2),
     }
     if sinks is not None:
-        found["sinks"] = float(((p_sink.square() + weighted2[..., -1:]) * delta2).sum((0, 2, 3)).max().sqrt())
+        found["sinks"] = float((p_sink.square() * (1 + error2[..., -1:]) * delta2).sum((0, 2, 3)).max().sqrt())
     return found
 
 
 def _output_scales(
     options: Mapping[str, Any], scores: Tensor, p: Tensor, error2: Tensor, out: Tensor, v: Tensor
-) -> dict[str, float]:
-    """What errors of the scores (the sink's last) leave in each output: ``p_j (v_j - y)``, ``p_j`` and
+) -> list[Tensor]:
+    """The squares of what errors of the scores (the sink's last) leave in each output: ``p_j (v_j - y)``, ``p_j`` and
     ``p_j (log p_j + H)`` times that of score j, and that of the largest score itself."""
     weighted2 = p.square() * error2
     keys2 = weighted2[..., :-1]
@@ -372,4 +373,4 @@ def _output_scales(
         # and a rounding of the sum of exponentials, which is at least 1, under the logarithm
         kept.append((weighted2 * (log_p + entropy).square()).sum(-1) + _ROUNDING**2)
         kept.append(error2.gather(-1, scores[..., :-1].argmax(-1, keepdim=True)))
-    return {f"output {i}": float(x.max().sqrt()) for i, x in enumerate(kept)}
+    return kept
