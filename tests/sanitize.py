@@ -88,8 +88,18 @@ def run_suite(extension: Path, *arguments: str) -> tuple[int, str]:
 
 
 class Plugin:
-    """For pytest: the parity suite once for each instruction set that was built and that this machine has; random cases
-    are printed."""
+    """For pytest: the parity suite once for each instruction set that was built and that this machine has, without its
+    larger cases where `--most-elements` is given; random cases are printed."""
+
+    def pytest_addoption(self, parser: pytest.Parser) -> None:
+        parser.addoption("--most-elements", type=int, help="leave out cases of more elements of their arguments")
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        from table import numel
+
+        if (most := config.getoption("--most-elements")) is not None:
+            cases = [(item, item.callspec.params.get("case")) for item in items]  # type: ignore[attr-defined]
+            items[:] = [item for item, case in cases if case is None or numel(case) <= most]
 
     def pytest_configure(self) -> None:
         from hypothesis import Verbosity, settings

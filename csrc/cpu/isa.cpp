@@ -2,6 +2,10 @@
 
 #include <atomic>
 
+#define FK_CPU_HAS_AVX512                                                     \
+  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && \
+   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+
 namespace foundry {
 
 bool isa_usable(Isa isa) {
@@ -10,11 +14,8 @@ bool isa_usable(Isa isa) {
     FK_IF_AVX2(case Isa::avx2
                : return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");)
-    FK_IF_AVX512(case Isa::avx512
-                 : return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");)
-    FK_IF_AVX512_BF16(case Isa::avx512_bf16
-                      : return isa_usable(Isa::avx512) && __builtin_cpu_supports("avx512bf16");)
+    FK_IF_AVX512(case Isa::avx512 : return FK_CPU_HAS_AVX512;)
+    FK_IF_AVX512_BF16(case Isa::avx512_bf16 : return FK_CPU_HAS_AVX512 && __builtin_cpu_supports("avx512bf16");)
     default: return false;
   }
 }
