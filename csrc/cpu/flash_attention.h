@@ -70,7 +70,7 @@ struct AttentionTask {
 inline int64_t attention_forward_scratch(int64_t width, int64_t value_width) {
   const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
-                        kAttentionKeys * (kAttentionRows + d + dv);
+                        kAttentionKeys * (kAttentionRows + d + dv + dv / 2);
   const int64_t few = kAttentionFewRows * (d + dv + kAttentionFewKeys + kAttentionPad);
   return tiles > few ? tiles : few;
 }
