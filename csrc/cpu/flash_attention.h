@@ -101,7 +101,8 @@ struct AttentionDelta {
 // As attention_forward_scratch, besides the sums for dk and dv.
 inline int64_t attention_backward_scratch(int64_t width, int64_t value_width) {
   const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
-  return kAttentionRows * (3 * d + 2 * dv) + kAttentionKeys * (2 * kAttentionRows + d + dv);
+  return kAttentionRows * (3 * d + d / 2 + 2 * dv + dv / 2) +
+         kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv);
 }
 
 // Floats of one row in AttentionForward::parts.
