@@ -14,7 +14,7 @@ constexpr int kAttentionRows = 64;      // rows of a block, which share one tile
 constexpr int kAttentionBlocks = 2;     // blocks of a task, which share one reading of the keys
 constexpr int kAttentionKeys = 64;      // keys of a tile
 constexpr int kAttentionFewRows = 8;    // a task of no more than these is done by attention_few_rows
-constexpr int kAttentionFewKeys = 128;  // keys of its tiles
+constexpr int kAttentionFewKeys = 64;  // keys of its tiles
 constexpr int kAttentionPad = 16;       // widths in scratch are padded to whole registers of any instruction set
 constexpr int64_t kUnbounded = int64_t(1) << 40;  // a side of the window
 

@@ -279,6 +279,13 @@ inline Tile<E> read_tile(Dtype type, const void* data, int64_t offset, int64_t s
 
 #if defined(__AVX512BF16__)
 constexpr VecI kColumn = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Of two rows of 32 numbers, a lane for each column of the first 16 (kHalf 0) or the last: the first row's number and
+// the second's.
+template <int kHalf>
+inline Vec columns_paired(Vec a, Vec b) {
+  return (Vec)_mm512_permutex2var_epi16((__m512i)a, (__m512i)(kColumn * 0x10001 + 0x200000 + kHalf * 0x100010), (__m512i)b);
+}
 #endif
 
 // The tile for a product along its rows: itself, or with pairs a lane for each column of two rows, [n / 2, width] in
@@ -288,17 +295,15 @@ inline Tile<E> across(Tile<E> tile, int64_t n, int64_t width, float* scratch) {
 #if defined(__AVX512BF16__)
   if constexpr (kPer<E> == 2) {
     const int64_t ld = round_up(width, kAttentionPad);
-    const __m512i first = (__m512i)(kColumn * 0x10001 + 0x200000);  // a column of the first row, that of the second
-    const __m512i second = (__m512i)(kColumn * 0x10001 + 0x300010);
     for (int64_t i = 0; i < n; i += 2) {
       const E *a = tile.data + i * tile.ld, *b = i + 1 < n ? a + tile.ld : nullptr;
       float* out = scratch + i / 2 * ld;
       for (int64_t c = 0; c < width; c += 32) {
         const __mmask32 mask = width - c >= 32 ? ~__mmask32(0) : (__mmask32(1) << (width - c)) - 1;
-        const __m512i x = _mm512_maskz_loadu_epi16(mask, a + c);
-        const __m512i y = b ? _mm512_maskz_loadu_epi16(mask, b + c) : _mm512_setzero_si512();
-        _mm512_storeu_si512(out + c, _mm512_permutex2var_epi16(x, first, y));
-        if (width - c > 16) _mm512_storeu_si512(out + c + 16, _mm512_permutex2var_epi16(x, second, y));
+        const Vec x = (Vec)_mm512_maskz_loadu_epi16(mask, a + c);
+        const Vec y = b ? (Vec)_mm512_maskz_loadu_epi16(mask, b + c) : Vec{};
+        Whole::store(out + c, columns_paired<0>(x, y));
+        if (width - c > 16) Whole::store(out + c + 16, columns_paired<1>(x, y));
       }
     }
     return {reinterpret_cast<const E*>(scratch), 2 * ld};
