@@ -14,7 +14,7 @@ constexpr int kAttentionRows = 64;      // rows of a block, which share one tile
 constexpr int kAttentionBlocks = 2;     // blocks of a task, which share one reading of the keys
 constexpr int kAttentionKeys = 64;      // keys of a tile
 constexpr int kAttentionFewRows = 8;    // a task of no more than these is done by attention_few_rows
-constexpr int kAttentionFewKeys = 128;  // keys of its tiles
+constexpr int kAttentionFewKeys = 64;  // keys of its tiles
 constexpr int kAttentionPad = 16;       // widths in scratch are padded to whole registers of any instruction set
 constexpr int64_t kUnbounded = int64_t(1) << 40;  // a side of the window
 
@@ -70,7 +70,7 @@ struct AttentionTask {
 inline int64_t attention_forward_scratch(int64_t width, int64_t value_width) {
   const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
-                        kAttentionKeys * (kAttentionRows + d + dv);
+                        kAttentionKeys * (kAttentionRows + d + dv + dv / 2);
   const int64_t few = kAttentionFewRows * (d + dv + kAttentionFewKeys + kAttentionPad);
   return tiles > few ? tiles : few;
 }
@@ -101,7 +101,8 @@ struct AttentionDelta {
 // As attention_forward_scratch, besides the sums for dk and dv.
 inline int64_t attention_backward_scratch(int64_t width, int64_t value_width) {
   const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
-  return kAttentionRows * (3 * d + 2 * dv) + kAttentionKeys * (2 * kAttentionRows + d + dv);
+  return kAttentionRows * (3 * d + d / 2 + 2 * dv + dv / 2) +
+         kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv);
 }
 
 // Floats of one row in AttentionForward::parts.

@@ -8,7 +8,6 @@ namespace FK_ISA {
 namespace {
 
 constexpr int kSums = kLanes > 8 ? 16 : 8;  // registers that sums are formed in
-constexpr int64_t kAhead = 8;               // keys that are fetched before they are needed
 
 // Lane i is the sum of v[i]'s lanes.
 template <int kStep = 1>
@@ -24,33 +23,61 @@ inline FK_INLINE Vec sums_of(Vec* v) {
   }
 }
 
+// What products of T's factors are made of, see flash_attention_tiles.h.
+template <class T> using Product = std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, BFloat16, float>;
+
+// A register of E's lanes from memory.
+template <class E, class Access, class T>
+inline Vec load_lanes(Access at, const T* p) {
+  if constexpr (kPer<E> == 1) {
+    return at.load(p);
+  } else {
+    Vec bits{};
+    if constexpr (std::is_same_v<Access, Whole>) std::memcpy(&bits, p, sizeof(bits));
+    else std::memcpy(&bits, p, at.count * sizeof(T));
+    return bits;
+  }
+}
+
+// Rows of memory that are read, and those that come after them. The processor's own prefetching knows nothing of the
+// change between keys and values; without this it reads memory at half its rate.
+template <class T> struct Stream {
+  const T* data;
+  int64_t stride;
+  const T* next;
+  int64_t next_stride;
+
+  void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next + key * next_stride + i, 0, 2); }
+};
+
 // scores[row][key] = query . key for kRows rows, `n` keys; `scores` has room for kSums more.
 template <int kRows, class T>
-void multiply_keys(const float* queries, int64_t width, const T* keys, int64_t stride, int64_t n, float* scores,
-                   int64_t ld) {
+void multiply_keys(const float* queries, int64_t width, Stream<T> keys, int64_t n, float* scores, int64_t ld) {
+  typedef Product<T> E;
   constexpr int kKeys = kSums / kRows;
-  const int64_t padded = round_up(width, kAttentionPad);
+  constexpr int64_t kStep = kLanes * kPer<E>;
+  const int64_t lanes = lanes_of<E>(width);
   for (int64_t key = 0; key < n; key += kKeys) {
     const T* rows[kKeys];
 #pragma GCC unroll 16
-    for (int j = 0; j < kKeys; ++j) rows[j] = keys + std::min(key + j, n - 1) * stride;
+    for (int j = 0; j < kKeys; ++j) rows[j] = keys.data + std::min(key + j, n - 1) * keys.stride;
     Vec acc[kSums] = {};
     const auto step = [&](int64_t i, auto at) FK_INLINE {
       Vec k[kKeys];
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j) {
-        k[j] = at.load(rows[j] + i);
-        __builtin_prefetch(rows[j] + i + kAhead * stride);
+        k[j] = load_lanes<E>(at, rows[j] + i);
+        keys.prefetch(key + j, i);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Vec q = Whole::load(queries + r * padded + i);
+        const Vec q = Whole::load(queries + r * lanes + i / kPer<E>);
 #pragma GCC unroll 16
-        for (int j = 0; j < kKeys; ++j) acc[r * kKeys + j] += q * k[j];
+        for (int j = 0; j < kKeys; ++j) accumulate<E>(acc[r * kKeys + j], q, k[j]);
       }
     };
     int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) step(i, Whole{});
+    for (; i + kStep <= width; i += kStep) step(i, Whole{});
     if (i < width) step(i, Part{int(width - i)});
     float found[kSums];
 #pragma GCC unroll 16
@@ -60,45 +87,71 @@ void multiply_keys(const float* queries, int64_t width, const T* keys, int64_t s
   }
 }
 
+// kVecs registers of columns of `steps_of` keys: with pairs, of this key and the next, or zero for a next that is not.
+template <class E, int kVecs, class Access, class T>
+inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, Access at, Vec (&out)[kVecs]) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPer<E> == 2) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v += 2) {
+      Vec a, b{};
+      if constexpr (kVecs > 1) {
+        a = load_lanes<E>(Whole{}, row + v * kLanes);
+        if (has_next) b = load_lanes<E>(Whole{}, row + stride + v * kLanes);
+        out[v + 1] = columns_paired<1>(a, b);
+      } else {
+        Part part{kLanes};
+        if constexpr (std::is_same_v<Access, Part>) part = at;
+        a = load_lanes<E>(part, row);
+        if (has_next) b = load_lanes<E>(part, row + stride);
+      }
+      out[v] = columns_paired<0>(a, b);
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 16
+  for (int v = 0; v < kVecs; ++v) out[v] = at.load(row + v * kLanes);
+}
+
 // out[row] = out[row] * scale[row] + sum over keys of weights[row][key] values[key], for kVecs registers.
-template <int kRows, int kVecs, class Access, class T>
-inline void add_values(const float* weights, int64_t ld, const T* values, int64_t stride, int64_t n, const float* scale,
-                       float* out, int64_t ld_out, Access at) {
+template <int kRows, int kVecs, class E, class Access, class T>
+inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, const float* scale, float* out,
+                       int64_t ld_out, int64_t column, Access at) {
   Vec acc[kRows][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = Whole::load(out + r * ld_out + v * kLanes) * scale[r];
-  for (int64_t key = 0; key < n; ++key) {
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = Whole::load(out + r * ld_out + column + v * kLanes) * scale[r];
+  for (int64_t key = 0; key < n; key += kPer<E>) {
     Vec right[kVecs];
+    load_values<E>(values.data + key * values.stride + column, values.stride, key + 1 < n, at, right);
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) {
-      right[v] = at.load(values + key * stride + v * kLanes);
-      __builtin_prefetch(values + (key + kAhead) * stride + v * kLanes);
-    }
+    for (int j = 0; j < kPer<E>; ++j)
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; v += kPer<E>) values.prefetch(key + j, column + v * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec left = splat(weights[r * ld + key]);
+      const Vec left = spread(weights + r * ld + key);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVecs; ++v) acc[r][v] += left * right[v];
+      for (int v = 0; v < kVecs; ++v) accumulate<E>(acc[r][v], left, right[v]);
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) Whole::store(out + r * ld_out + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVecs; ++v) Whole::store(out + r * ld_out + column + v * kLanes, acc[r][v]);
 }
 
 // The same for columns [first, width), kVecs registers at a time while there are so many.
-template <int kRows, int kVecs, class T>
-void add_all_values(const float* weights, int64_t ld, const T* values, int64_t stride, int64_t n, const float* scale,
-                    float* out, int64_t ld_out, int64_t first, int64_t width) {
+template <int kRows, int kVecs, class E, class T>
+void add_all_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, const float* scale, float* out,
+                    int64_t ld_out, int64_t first, int64_t width) {
   int64_t i = first;
   for (; i + kVecs * kLanes <= width; i += kVecs * kLanes)
-    add_values<kRows, kVecs>(weights, ld, values + i, stride, n, scale, out + i, ld_out, Whole{});
-  if constexpr (kVecs > 1) add_all_values<kRows, kVecs / 2>(weights, ld, values, stride, n, scale, out, ld_out, i, width);
-  else if (i < width)
-    add_values<kRows, 1>(weights, ld, values + i, stride, n, scale, out + i, ld_out, Part{int(width - i)});
+    add_values<kRows, kVecs>(weights, ld, values, n, scale, out, ld_out, i, Whole{});
+  if constexpr (kVecs > 1) add_all_values<kRows, kVecs / 2>(weights, ld, values, n, scale, out, ld_out, i, width);
+  else if (i < width) add_values<kRows, 1>(weights, ld, values, n, scale, out, ld_out, i, Part{int(width - i)});
 }
 
 struct FewRows : BlockRows {
@@ -142,6 +195,7 @@ void softmax_row(const AttentionForward& a, FewRows& b, int row, float* scores, 
 template <int kRows, class T>
 void attend(const AttentionForward& a, const AttentionTask& task, FewRows& b, const float* queries, float* out,
             float* scores) {
+  typedef Product<T> E;
   constexpr int kVecs = std::min(8, kSums / kRows);
   constexpr int64_t ld = kAttentionFewKeys + kSums;
   const AttentionSequence& s = a.sequences[task.sequence];
@@ -150,11 +204,18 @@ void attend(const AttentionForward& a, const AttentionTask& task, FewRows& b, co
   const T* v = static_cast<const T*>(a.v) + key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionFewKeys) {
     const int64_t n = std::min<int64_t>(kAttentionFewKeys, b.key_end - tile);
-    multiply_keys<kRows>(queries, a.width, k + tile * a.k_strides.token, a.k_strides.token, n, scores, ld);
+    const T *keys = k + tile * a.k_strides.token, *values = v + tile * a.v_strides.token;
+    multiply_keys<kRows>(queries, a.width, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores, ld);
     for (int r = 0; r < b.count; ++r) softmax_row(a, b, r, scores + r * ld, n, int32_t(tile - task.key_begin));
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
-    add_all_values<kRows, kVecs>(scores, ld, v + tile * a.v_strides.token, a.v_strides.token, n, b.scale, out,
-                                 value_width, 0, a.value_width);
+    E* weights = reinterpret_cast<E*>(scores);
+    if constexpr (kPer<E> == 2) {
+      for (int r = 0; r < kRows; ++r)  // in place, each before what it is written over
+        for (int64_t j = 0; j < n; j += kLanes) Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
+    }
+    const T* next = tile + kAttentionFewKeys < b.key_end ? keys + kAttentionFewKeys * a.k_strides.token : keys;
+    const Stream<T> stream{values, a.v_strides.token, next, a.k_strides.token};
+    add_all_values<kRows, kVecs>(weights, ld * kPer<E>, stream, n, b.scale, out, value_width, 0, a.value_width);
   }
 }
 
@@ -173,8 +234,8 @@ void attention_few_rows(const AttentionForward& a, const AttentionTask& task, fl
   with_type(a.type, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     for (int64_t i = 0; i < b.count; ++i)
-      widen(static_cast<const T*>(a.q) + row_offset(a.q_strides, s, head, a.group, b.row + i), a.width,
-            queries + i * width, width);
+      read_row<Product<T>>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.width,
+                           queries + i * lanes_of<Product<T>>(a.width), lanes_of<Product<T>>(a.width));
     if (b.count > 4) attend<8, T>(a, task, b, queries, out, scores);
     else if (b.count > 2) attend<4, T>(a, task, b, queries, out, scores);
     else if (b.count > 1) attend<2, T>(a, task, b, queries, out, scores);

@@ -12,7 +12,7 @@ struct Block : BlockRows {
 };
 
 struct Scratch {
-  float *queries, *out, *turned, *scores, *keys, *values;
+  float *queries, *out, *turned, *scores, *keys, *values, *values_across;
 
   Scratch(const AttentionForward& a, float* p) {
     const int64_t d = round_up(a.width, kAttentionPad), dv = round_up(a.value_width, kAttentionPad);
@@ -23,23 +23,23 @@ struct Scratch {
     scores = take(kAttentionKeys * kAttentionRows);
     keys = take(kAttentionKeys * d);
     values = take(kAttentionKeys * dv);
+    values_across = take(kAttentionKeys * dv / 2);
   }
 };
 
+template <class E>
 void read_queries(const AttentionForward& a, const AttentionSequence& s, int64_t head, Block& b, float* turned) {
-  const int64_t width = round_up(a.width, kAttentionPad), rows = b.vecs * kLanes;
-  with_type(a.type, [&](auto* type) {
-    const auto* q = static_cast<decltype(type)>(const_cast<void*>(a.q));
-    for (int64_t i = 0; i < b.count; ++i)
-      widen(q + row_offset(a.q_strides, s, head, a.group, b.row + i), a.width, turned + i * width, width);
-  });
-  std::fill(turned + b.count * width, turned + rows * width, 0.0f);
-  transpose(turned, width, rows, width, b.queries, kAttentionRows);
+  const int64_t lanes = lanes_of<E>(a.width), rows = b.vecs * kLanes;
+  for (int64_t i = 0; i < b.count; ++i)
+    read_row<E>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.width, turned + i * lanes, lanes);
+  std::fill(turned + b.count * lanes, turned + rows * lanes, 0.0f);
+  transpose(turned, lanes, rows, lanes, b.queries, kAttentionRows);
 }
 
 // One tile of scores [n, rows] becomes weights, relative to the largest logit so far; `scale` is left the factor by
-// which that changes what was summed before. The first key is `key`, counted as in BlockRows.
-template <bool kEdge, bool kBias, bool kEntropy>
+// which that changes what was summed before. The first key is `key`, counted as in BlockRows. Of E bfloat16 the weights
+// of two keys share a row.
+template <class E, bool kEdge, bool kBias, bool kEntropy>
 void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n, int32_t key, float* scale) {
   const Vec unit = splat(kBias ? 1.0f : a.scale);  // of the scores in `scores`
   for (int v = 0; v < b.vecs; ++v) {
@@ -62,11 +62,19 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
     Vec sum = Whole::load(row(b.sum)), entropy{};
     if constexpr (kEntropy) entropy = factor > Vec{} ? factor * (Whole::load(row(b.entropy)) + moved * sum) : Vec{};
     sum *= factor;
-    for (int64_t j = 0; j < n; ++j) {
+    const auto weight = [&](int64_t j) FK_INLINE {
       const Vec t = (Whole::load(column + j * kAttentionRows) * unit - at) * kLog2E, p = exp2(t);
       sum += p;
       if constexpr (kEntropy) entropy += p > Vec{} ? p * t : Vec{};
-      Whole::store(column + j * kAttentionRows, p);
+      return p;
+    };
+    if constexpr (kPer<E> == 1) {
+      for (int64_t j = 0; j < n; ++j) Whole::store(column + j * kAttentionRows, weight(j));
+    } else {
+      for (int64_t j = 0; j < n; j += 2) {
+        const Vec p = weight(j);
+        store_pairs(column + j / 2 * kAttentionRows, p, j + 1 < n ? weight(j + 1) : Vec{});
+      }
     }
     Whole::store(row(b.max), now);
     Whole::store(row(b.sum), sum);
@@ -82,14 +90,12 @@ void write_block(const AttentionForward& a, const AttentionTask& task, const Blo
     write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i] * kLn2}, turned + i * width);
 }
 
-}  // namespace
-
-void attention_forward(const AttentionForward& a, const AttentionTask& task, float* scratch_memory) {
-  if (task.row_end - task.row_begin <= kAttentionFewRows) return attention_few_rows(a, task, scratch_memory);
+template <class E>
+void forward(const AttentionForward& a, const AttentionTask& task, float* scratch_memory) {
   const Scratch scratch(a, scratch_memory);
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t head = task.kv_head * a.group;
-  const int64_t width = round_up(a.width, kAttentionPad), value_width = round_up(a.value_width, kAttentionPad);
+  const int64_t lanes = lanes_of<E>(a.width), value_width = round_up(a.value_width, kAttentionPad);
   alignas(64) float scale[kAttentionRows];
   Block blocks[kAttentionBlocks];
   int n_blocks = 0;
@@ -97,13 +103,13 @@ void attention_forward(const AttentionForward& a, const AttentionTask& task, flo
   for (int64_t row = task.row_begin; row < task.row_end; row += kAttentionRows, ++n_blocks) {
     Block& b = blocks[n_blocks];
     b.set(a, s, task.sequence, head, row, task.row_end, task.key_begin, task.key_end);
-    b.queries = scratch.queries + n_blocks * kAttentionRows * width;
+    b.queries = scratch.queries + n_blocks * kAttentionRows * lanes;
     b.out = scratch.out + n_blocks * kAttentionRows * value_width;
     std::fill(b.max, b.max + kAttentionRows, kNone);
     std::fill(b.sum, b.sum + kAttentionRows, 0.0f);
     std::fill(b.entropy, b.entropy + kAttentionRows, 0.0f);
     std::fill(b.out, b.out + value_width * kAttentionRows, 0.0f);
-    if (b.key_begin < b.key_end) read_queries(a, s, head, b, scratch.turned);
+    if (b.key_begin < b.key_end) read_queries<E>(a, s, head, b, scratch.turned);
     key_begin = std::min(key_begin, b.key_begin);
     key_end = std::max(key_end, b.key_end);
   }
@@ -112,29 +118,40 @@ void attention_forward(const AttentionForward& a, const AttentionTask& task, flo
   const int64_t v_base = key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = key_begin; tile < key_end; tile += kAttentionKeys) {
     const int64_t n_tile = std::min<int64_t>(kAttentionKeys, key_end - tile);
-    const Tile keys = read_tile(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile, a.width,
-                                scratch.keys);
-    const Tile values = read_tile(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token, n_tile,
-                                  a.value_width, scratch.values);
+    const auto keys = read_tile<E>(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile, a.width,
+                                   scratch.keys);
+    const auto values = across(read_tile<E>(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token, n_tile,
+                                            a.value_width, scratch.values),
+                               n_tile, a.value_width, scratch.values_across);
     for (int i = 0; i < n_blocks; ++i) {
       Block& b = blocks[i];
-      const int64_t begin = std::max(tile, b.key_begin), end = std::min(tile + n_tile, b.key_end), n = end - begin;
+      int64_t skipped = std::max<int64_t>(0, b.key_begin - tile);
+      skipped -= skipped % kPer<E>;  // pairs stay together
+      const int64_t begin = tile + skipped, end = std::min(tile + n_tile, b.key_end), n = end - begin;
       if (n <= 0) continue;
-      multiply(n, b.vecs, {keys.data + (begin - tile) * keys.ld, keys.ld, 1}, b.queries, kAttentionRows, a.width,
-               scratch.scores, kAttentionRows, Start::zero);
-      const bool edge = begin < b.full_begin || end > b.full_end;
-      const bool entropy = a.entropy != nullptr;
+      multiply<E>(n, b.vecs, {keys.data + skipped * keys.ld, keys.ld, kPer<E>}, b.queries, kAttentionRows,
+                  steps_of<E>(a.width), scratch.scores, kAttentionRows, Start::zero);
       with_bools(
-          [&](auto at_edge, auto bias, auto with_entropy) {
-            softmax_tile<at_edge.value, bias.value, with_entropy.value>(a, b, scratch.scores, n,
-                                                                        int32_t(begin - task.key_begin), scale);
+          [&](auto edge, auto bias, auto entropy) {
+            softmax_tile<E, edge.value, bias.value, entropy.value>(a, b, scratch.scores, n,
+                                                                   int32_t(begin - task.key_begin), scale);
           },
-          edge, has_bias(a), entropy);
-      multiply(a.value_width, b.vecs, {values.data + (begin - tile) * values.ld, 1, values.ld}, scratch.scores,
-               kAttentionRows, n, b.out, kAttentionRows, Start::scaled, scale);
+          begin < b.full_begin || end > b.full_end, has_bias(a), a.entropy != nullptr);
+      multiply<E>(a.value_width, b.vecs, {values.data + skipped / kPer<E> * values.ld, kPer<E>, values.ld},
+                  scratch.scores, kAttentionRows, steps_of<E>(n), b.out, kAttentionRows, Start::scaled, scale);
     }
   }
   for (int i = 0; i < n_blocks; ++i) write_block(a, task, blocks[i], scratch.turned);
+}
+
+}  // namespace
+
+void attention_forward(const AttentionForward& a, const AttentionTask& task, float* scratch) {
+  if (task.row_end - task.row_begin <= kAttentionFewRows) return attention_few_rows(a, task, scratch);
+  if constexpr (kPairs) {
+    if (a.type == Dtype::bf16) return forward<BFloat16>(a, task, scratch);
+  }
+  forward<float>(a, task, scratch);
 }
 
 void attention_merge(const AttentionForward& a, const AttentionTask& task, int64_t n_parts) {
