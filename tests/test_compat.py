@@ -1,105 +1,18 @@
-"""flash-attn's and PyTorch's signatures: against plain loops over sequences and heads, and against torch itself."""
+"""The signatures of PyTorch and flash-attn for training: against plain loops over sequences and heads, and torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_loops import BACKENDS, EXACT, attend, close, draw, for_loop, over_backends, over_options
 from table import Allocations
 from torch import Tensor
 
-import foundry_kernels as fk
-from foundry_kernels.compat import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    kvcache,
-    scaled_dot_product_attention,
-)
-
-BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
-#: The references take float64, in which they must agree with the loops but for rounding; kernels take float32.
-EXACT = {"reference": (torch.float64, 1e-12), "native": (torch.float32, 2e-5)}
-over_backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One sequence, q [T, H, D], k [S, Hk, D], v [S, Hk, Dv], query by query: (out [T, H, Dv], lse [H, T])."""
-    (t, h, d), (s, hk, _) = q.shape, k.shape
-    q, k, v = q.double(), k.double(), v.double()
-    out, lse = torch.zeros(t, h, v.shape[2], dtype=torch.float64), torch.full((h, t), -math.inf, dtype=torch.float64)
-    left, right = window
-    for head in range(h):
-        for i in range(t):
-            place = i + s - t
-            first = 0 if left < 0 else max(0, place - left)
-            last = s - 1 if right < 0 else min(s - 1, place + right)
-            last = min(last, place) if causal else last
-            if first > last:
-                continue
-            scores = k[first : last + 1, head // (h // hk)] @ q[i, head] * (d**-0.5 if scale is None else scale)
-            scores = softcap * (scores / softcap).tanh() if softcap else scores
-            if slopes is not None:
-                scores = scores - slopes[head].double() * (torch.arange(first, last + 1) - place).abs()
-            lse[head, i] = scores.logsumexp(0)
-            out[i, head] = scores.softmax(0) @ v[first : last + 1, head // (h // hk)]
-    return out, lse
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleaved: bool) -> Tensor:
-    """x [T, H, D] with token i turned by the angles of row positions[i], pair by pair."""
-    out, half = x.clone(), cos.shape[1]
-    for token, position in enumerate(positions):
-        for pair in range(half):
-            a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
-            c, s = cos[position, pair], sin[position, pair]
-            out[token, :, a] = x[token, :, a] * c - x[token, :, b] * s
-            out[token, :, b] = x[token, :, b] * c + x[token, :, a] * s
-    return out
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "scale": {"softmax_scale": 0.3},
-    "window": {"window_size": (3, 1)},
-    "left-window-causal": {"window_size": (4, -1), "causal": True},
-    "window-0": {"window_size": (0, 0)},
-    "softcap": {"softcap": 2.0, "causal": True},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]), "causal": True},
-    "alibi-per-sequence": {"alibi_slopes": torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, 0.1, 0.05], [0.1] * 4])},
-}
-over_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-def for_loop(options: dict[str, Any], sequence: int) -> dict[str, Any]:
-    names = {"softmax_scale": "scale", "window_size": "window", "alibi_slopes": "slopes"}
-    found = {names.get(name, name): value for name, value in options.items()}
-    if "slopes" in found and found["slopes"].dim() == 2:
-        found["slopes"] = found["slopes"][sequence]
-    return found
+from foundry_kernels.compat import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
 
 
 @over_backends
@@ -145,156 +58,7 @@ def test_gradients_flow_in_flash_attn_layout() -> None:
     assert torch.autograd.gradcheck(lambda *a: flash_attn_func(*a, causal=True, window_size=(3, -1)), (q, k, v))
 
 
-# --- the cache ---
-
-ROWS, SIZE = 5, 16
-
-
-def caches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return draw(ROWS, SIZE, 2, 8, seed=10, dtype=dtype), draw(ROWS, SIZE, 2, 5, seed=11, dtype=dtype)
-
-
-def table(dtype: torch.dtype, width: int = 6) -> tuple[Tensor, Tensor]:
-    cos, sin = fk.rope_table(width, SIZE)
-    return cos.to(dtype), sin.to(dtype)
-
-
-CACHE_CALLS: dict[str, dict[str, Any]] = {
-    "read-only": {"lengths": [3, 16, 9]},
-    "whole": {"lengths": None},
-    "int": {"lengths": 7, "new": 2},
-    "one-length": {"lengths": [7, 7, 7], "new": 2},
-    "ragged": {"lengths": [3, 14, 0], "new": 2},
-    "ragged-int64": {"lengths": [3, 14, 0], "new": 2, "index": torch.int64},
-    "decode": {"lengths": [3, 15, 0], "new": 1, "tokens": 1},
-    "fills-it": {"lengths": 14, "new": 2},
-    "empty-without-new": {"lengths": [0, 4, 0]},
-    "batch-idx": {"lengths": [3, 14, 0], "new": 2, "rows": [4, 0, 2]},
-    "batch-idx-in-order": {"lengths": 4, "new": 2, "rows": [0, 1, 2]},
-    "batch-idx-twice-read-only": {"lengths": [3, 14, 6], "rows": [4, 4, 2]},
-    "leftpad": {"lengths": [5, 14, 2], "new": 2, "leftpad": [2, 13, 2]},
-    "leftpad-alike": {"lengths": 6, "new": 2, "leftpad": [3, 3, 3]},
-    "rotary": {"lengths": [3, 13, 0], "new": 2, "rotary": True},
-    "rotary-int": {"lengths": 6, "new": 2, "rotary": True},
-    "rotary-halves": {"lengths": [3, 13, 0], "new": 2, "rotary": False},
-    "more-queries-than-keys": {"lengths": [3, 12, 0], "new": 1, "tokens": 3, "rotary": True},
-    "more-keys-than-queries": {"lengths": [3, 12, 0], "new": 4, "tokens": 2, "rotary": True},
-    "all": {"lengths": [5, 13, 3], "new": 2, "rows": [1, 4, 0], "leftpad": [0, 9, 3], "rotary": True},
-}
-
-
-@over_backends
-@over_options
-@pytest.mark.parametrize("call", CACHE_CALLS.values(), ids=CACHE_CALLS)
-def test_kvcache(backend: str, options: dict[str, Any], call: dict[str, Any]) -> None:
-    """Outputs, lse, what is in the cache afterwards, and that everything else in it is as it was."""
-    dtype, tolerance = EXACT[backend]
-    new, lengths, rotary = call.get("new", 0), call["lengths"], call.get("rotary")
-    tokens, rows = call.get("tokens", max(new, 2)), call.get("rows")
-    k_cache, v_cache = caches(dtype)
-    if rows is None:
-        k_cache, v_cache = k_cache[:3], v_cache[:3]
-    q = draw(3, tokens, 4, 8, dtype=dtype)
-    k, v = draw(3, new, 2, 8, seed=1, dtype=dtype), draw(3, new, 2, 5, seed=2, dtype=dtype)
-    cos, sin = table(torch.float64 if dtype == torch.float64 else torch.float32)
-    index = call.get("index", torch.int32)
-
-    def integers(x: list[int] | None) -> Tensor | None:
-        return None if x is None else torch.tensor(x, dtype=index)
-
-    # What is expected, before anything is written.
-    each = [SIZE] * 3 if lengths is None else [lengths] * 3 if isinstance(lengths, int) else lengths
-    per_token = options.get("causal", False) or options.get("window_size", (-1, -1)) != (-1, -1)
-    k_after, v_after, expected = k_cache.clone(), v_cache.clone(), []
-    for n in range(3):
-        row, begin, length = (rows or range(3))[n], (call.get("leftpad") or [0] * 3)[n], each[n]
-        qn, kn = q[n], k[n]
-        if rotary is not None:
-            qn = turn(qn, cos, sin, [length + (i if per_token else 0) for i in range(tokens)], rotary)
-            kn = turn(kn, cos, sin, [length + i for i in range(new)], rotary)
-        k_after[row, length : length + new], v_after[row, length : length + new] = kn, v[n]
-        keys, values = k_after[row, begin : length + new], v_after[row, begin : length + new]
-        expected.append(attend(qn, keys, values, **for_loop(options, n)))
-
-    inputs = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
-    out, lse = flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        *((k, v) if new else (None, None)),
-        *((cos, sin) if rotary is not None else (None, None)),
-        cache_seqlens=lengths if lengths is None or isinstance(lengths, int) else integers(lengths),
-        cache_batch_idx=integers(rows),
-        cache_leftpad=integers(call.get("leftpad")),
-        rotary_interleaved=bool(rotary),
-        return_softmax_lse=True,
-        backend=backend,
-        **options,
-    )
-    assert out.shape == (3, tokens, 4, 5)
-    assert out.is_contiguous()
-    for n, (e, e_lse) in enumerate(expected):
-        close(out[n], e, tolerance)
-        close(lse[n], e_lse, tolerance)
-    if rotary is None:
-        assert torch.equal(k_cache, k_after)
-    close(k_cache, k_after, tolerance)
-    assert torch.equal(v_cache, v_after)
-    assert all(torch.equal(a, inputs[name]) for name, a in (("q", q), ("k", k), ("v", v)))
-    alone = flash_attn_with_kvcache(q, k_cache[:3], v_cache[:3], backend=backend)
-    assert isinstance(alone, Tensor)
-
-
-def test_kvcache_without_sequences() -> None:
-    k_cache, v_cache = caches(torch.float32)
-    q = torch.zeros(0, 2, 4, 8)
-    out, lse = flash_attn_with_kvcache(q, k_cache[:0], v_cache[:0], cache_seqlens=3, return_softmax_lse=True)
-    assert out.shape == (0, 2, 4, 5)
-    assert lse.shape == (0, 4, 2)
-    assert lse.dtype == torch.float32
-
-
-@over_backends
-@pytest.mark.parametrize("ragged", [False, True], ids=["one-length", "ragged"])
-def test_the_cache_is_used_where_it_lies(backend: str, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In flash-attn's layout and in [B, Hk, S, D] memory: attention is given views of it, and a kernel makes no tensor
-    as large as one sequence's part of it."""
-    seen: list[Tensor] = []
-
-    def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        seen.extend((k, v))
-        return fk.flash_attention(q, k, v, **options)
-
-    monkeypatch.setattr(kvcache, "flash_attention", record)
-    size = 4096
-    for memory in ((2, size, 2, 64), (2, 2, size, 64)):
-        k_cache, v_cache = (torch.randn(memory) for _ in range(2))
-        storages = {x.untyped_storage().data_ptr() for x in (k_cache, v_cache)}
-        if memory[1] == 2:
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        q, k, v = torch.randn(2, 1, 4, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
-        lengths = torch.tensor([4000, 3900 if ragged else 4000])
-        seen.clear()
-        with torch.no_grad(), Allocations() as made:
-            flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, backend=backend)
-        assert {x.untyped_storage().data_ptr() for x in seen} == storages
-        assert sum(x.shape[0] * x.shape[2] for x in seen) == 2 * int((lengths + 1).sum())
-        assert torch.equal(k_cache[0, 4000], k[0, 0])
-        if backend != "reference":  # whose matmul copies what it cannot batch
-            assert made.largest < 3900 * 2 * 64
-
-
-q, k_cache, v_cache = torch.ones(2, 3, 4, 8), torch.ones(2, 16, 2, 8), torch.ones(2, 16, 2, 8)
-k = torch.ones(2, 3, 2, 8)
-cos = torch.ones(16, 4)
-lengths = torch.tensor([4, 5])
-
-
-def kv(**changed: Any) -> Callable[[], object]:
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": k, "cache_seqlens": lengths} | changed
-    return lambda: flash_attn_with_kvcache(**given)
-
-
+q, k = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8)
 packed = torch.ones(6, 2, 8)
 starts = torch.tensor([0, 6])
 
@@ -315,76 +79,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: flash_attn_varlen_func(packed, packed, packed, starts, starts, 6, 6, 0.5),
         ValueError,
         r"dropout_p must be 0",
-    ),
-    "pages": (kv(block_table=starts), ValueError, r"block_table must be None: paged"),
-    "full": (
-        kv(cache_seqlens=torch.tensor([4, 14])),
-        ValueError,
-        r"k_cache is full: sequence 1 has 14 of 16 positions \(cache_seqlens\), 3 more do not fit",
-    ),
-    "full int": (kv(cache_seqlens=14), ValueError, r"k_cache is full: sequence 0"),
-    "negative length": (kv(cache_seqlens=torch.tensor([4, -1])), ValueError, r"cache_seqlens must be in 0 .. 16.*-1"),
-    "long": (kv(k=None, v=None, cache_seqlens=17), ValueError, r"cache_seqlens must be in 0 .. 16.*got 17"),
-    "length shape": (kv(cache_seqlens=torch.tensor([4])), ValueError, r"cache_seqlens must have shape \(2,\)"),
-    "length dtype": (kv(cache_seqlens=torch.tensor([4.0, 5.0])), TypeError, r"cache_seqlens must be int32 or int64"),
-    "no length": (kv(cache_seqlens=None), ValueError, r"cache_seqlens must be given with k and v"),
-    "row": (kv(cache_batch_idx=torch.tensor([0, 2])), ValueError, r"cache_batch_idx must be in 0 .. 1.*got 2"),
-    "negative row": (kv(cache_batch_idx=torch.tensor([0, -1])), ValueError, r"cache_batch_idx must be in 0 .. 1"),
-    "row twice": (kv(cache_batch_idx=torch.tensor([1, 1])), ValueError, r"cache_batch_idx must name no row twice"),
-    "leftpad": (kv(cache_leftpad=torch.tensor([0, 6])), ValueError, r"cache_leftpad must be in 0 .. cache_seqlens=5"),
-    "batch": (kv(k_cache=k_cache[:1], v_cache=v_cache[:1]), ValueError, r"k_cache must have q's batch size 2"),
-    "cache dtype": (kv(k_cache=k_cache.double()), ValueError, r"k_cache must have q's dtype"),
-    "cache device": (kv(v_cache=v_cache.to("meta")), ValueError, r"v_cache must be on q's device cpu; got meta"),
-    "cache width": (kv(k_cache=k_cache[..., :4]), ValueError, r"k_cache must have shape \(2, 16, 2, 8\)"),
-    "cache sizes": (kv(v_cache=v_cache[:, :9]), ValueError, r"v_cache must have shape \(2, 16, 2, 8\)"),
-    "heads": (kv(q=q[:, :, :3]), ValueError, r"q must have a multiple of k_cache's 2 heads; got 3"),
-    "k alone": (kv(v=None), ValueError, r"k and v must be given together"),
-    "k heads": (kv(k=k[:, :, :1]), ValueError, r"k must have shape \(2, 3, 2, 8\)"),
-    "v tokens": (kv(v=k[:, :2]), ValueError, r"v must have shape \(2, 3, 2, 8\)"),
-    "k dtype": (kv(k=k.bfloat16()), ValueError, r"k must have q's dtype"),
-    "k in the cache": (kv(k=k_cache[:, :3]), ValueError, r"k must not share memory with k_cache"),
-    "q in the cache": (
-        kv(q=v_cache.view(2, 8, 4, 8)[:, :3]),
-        ValueError,
-        r"q must not share memory with v_cache",
-    ),
-    "one cache": (kv(v_cache=k_cache), ValueError, r"v_cache must not share memory with k_cache"),
-    "expanded cache": (
-        kv(k_cache=k_cache[:1].expand(2, -1, -1, -1)),
-        ValueError,
-        r"k_cache must have a place of its own for each element",
-    ),
-    "gradient": (kv(q=q.clone().requires_grad_()), ValueError, r"no gradient flows through it"),
-    "rotary alone": (kv(rotary_cos=cos), ValueError, r"rotary_cos and rotary_sin must be given together"),
-    "rotary without keys": (
-        kv(k=None, v=None, rotary_cos=cos, rotary_sin=cos),
-        ValueError,
-        r"with new keys k to be turned",
-    ),
-    "rotary short": (
-        kv(rotary_cos=cos[:7], rotary_sin=cos[:7], causal=True),
-        ValueError,
-        r"rotary_cos must have a row for each of 8 positions",
-    ),
-    "rotary wide": (
-        kv(rotary_cos=torch.ones(16, 5), rotary_sin=torch.ones(16, 5)),
-        ValueError,
-        r"cos must have a last dimension R/2 of 1 to D/2",
-    ),
-    "rotary shapes": (kv(rotary_cos=cos, rotary_sin=cos[:9]), ValueError, r"rotary_sin must have shape \(16, 4\)"),
-    "splits": (kv(num_splits=-1), ValueError, r"num_splits must be an int >= 0"),
-    "slopes": (kv(alibi_slopes=torch.ones(3)), ValueError, r"alibi_slopes must be \[H\]"),
-    "backend": (kv(backend="fast"), ValueError, r"backend must be one of"),
-    "unserved": (
-        kv(
-            backend="native",
-            **{
-                n: x.double()
-                for n, x in (("q", q), ("k_cache", k_cache), ("v_cache", k_cache.clone()), ("k", k), ("v", k))
-            },
-        ),
-        fk.BackendUnavailable,
-        r"backend 'native' cannot serve float64",
     ),
     "mask": (
         lambda: scaled_dot_product_attention(q, q, q, torch.ones(4, 4, dtype=torch.bool)),
@@ -413,11 +107,9 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input(what: str) -> None:
-    """Refused before anything is written."""
     function, error, message = BAD[what]
     with pytest.raises(error, match=message):
         function()
-    assert bool((k_cache == 1).all() and (v_cache == 1).all())
 
 
 @over_backends

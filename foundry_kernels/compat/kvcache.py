@@ -11,7 +11,7 @@ from torch import Tensor
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.compat.flash_attn import check_no_pages, translate
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options, flash_attention
-from foundry_kernels.ops.flash_attention.checks import check_options
+from foundry_kernels.ops.flash_attention.checks import MAX_WIDTH, check_options
 from foundry_kernels.ops.rope import ROPE, rope
 from foundry_kernels.registry import resolve
 
@@ -53,7 +53,7 @@ def flash_attn_with_kvcache(
     those, in place; the queries then attend to all of them. Nothing is written where an argument does not fit.
 
     Args:
-        q: ``[B, T, H, D]`` float32, bfloat16, float16 or float64, any strides.
+        q: ``[B, T, H, D]`` float32, bfloat16, float16 or float64, any strides, D and Dv <= 256.
         k_cache: ``[B, S, Hk, D]`` of q's dtype, any strides; ``[rows, S, Hk, D]`` with `cache_batch_idx`. Read in
             place, never copied.
         v_cache: ``[B, S, Hk, Dv]``, likewise.
@@ -144,8 +144,9 @@ def _check_tensors(
         raise ValueError(f"q must have a multiple of k_cache's {kv_heads} heads; got {heads}")
     check_shape("k_cache", k_cache, (rows, size, kv_heads, width), "q's head dimension")
     check_shape("v_cache", v_cache, (rows, size, kv_heads, v_cache.shape[3]), "that of k_cache but for the last")
-    if width == 0 or v_cache.shape[3] == 0:
-        raise ValueError(f"q and v_cache must have a head dimension of at least 1; got {width} and {v_cache.shape[3]}")
+    for name, n in (("q", width), ("v_cache", v_cache.shape[3])):
+        if not 1 <= n <= MAX_WIDTH:
+            raise ValueError(f"{name} must have a head dimension of 1 to {MAX_WIDTH}; got {n}")
     if k is None or v is None:
         return 0
     new = k.shape[1]
