@@ -30,7 +30,7 @@ REPORTED = {
     "one_before": rf"{HEAP}(?s:.*)READ of size 2(?s:.*){BEFORE}",
     "past_a_buffer": r"index 8 out of bounds for type 'float \[8\]'|stack-buffer-overflow",
     "misaligned": r"load of misaligned address",
-    "overflow": r"signed integer overflow: 1073741824 \* 19",
+    "overflow": r"signed integer overflow: (1073741824 \* 19|19 \* 1073741824)",
 }
 
 #: Every kernel in a process of its own, for a report ends it.

@@ -54,13 +54,21 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
 def _dense(
     draw: st.DrawFn, heads: int, kv_heads: int, width: int, value_width: int
 ) -> tuple[int, dict[str, Arg | None], dict[str, Any]]:
-    batch = draw(st.integers(0, 3))
-    rows = max(batch, 1) * heads
-    if draw(st.integers(0, 3)) == 3:  # decoding: a few queries, so many keys that they are split
-        queries, keys = draw(st.integers(1, 4)), draw(sizes(max(300_000 // (rows * (width + value_width)), 3)))
+    kind = draw(st.sampled_from(["decoding", "decoding", "few", "many", "many", "many", "long", "empty"]))
+    if kind == "decoding":  # a few queries, so many keys that they are split over tasks
+        batch, queries = draw(st.integers(1, 2)), draw(st.integers(1, 4))
+        keys = draw(st.integers(1024, max(1100, 600_000 // (batch * kv_heads * (width + value_width)))))
+    elif kind == "long":  # so many queries that they are split over tasks of the backward pass
+        batch, queries = 1, draw(st.integers(1024, 1200)) * kv_heads // heads + 1
+        keys = draw(sizes(60, 1))
     else:
-        queries = draw(sizes(max(draw(ELEMENTS) // (rows * width), 3)))
-        keys = draw(sizes(max(min(_SCORES // (rows * max(queries, 1)), draw(ELEMENTS) // (rows * width)), 3)))
+        least = int(kind != "empty")
+        batch = draw(st.integers(least, 3))
+        rows = max(batch, 1) * heads
+        most = 4 if kind == "few" else max(draw(ELEMENTS) // (rows * width), 3)
+        queries = draw(sizes(most, least))
+        most = max(min(_SCORES // (rows * max(queries, 1)), draw(ELEMENTS) // (rows * width)), 3)
+        keys = draw(sizes(most, least))
     args: dict[str, Arg | None] = {
         "q": draw(tensors((batch, heads, queries, width), spreads(1e-2, 5.0, 60.0))),
         "k": draw(tensors((batch, kv_heads, keys, width), spreads(1e-2, 5.0))),
@@ -74,7 +82,8 @@ def _packed(
     draw: st.DrawFn, heads: int, kv_heads: int, width: int, value_width: int
 ) -> tuple[int, dict[str, Arg | None], dict[str, Any]]:
     most = max(draw(ELEMENTS) // (heads * width), 3)
-    lengths = draw(st.lists(st.tuples(sizes(min(most, 140)), sizes(min(most, 140))), max_size=5))
+    tokens = sizes(min(most, 140))
+    lengths = draw(st.lists(st.tuples(tokens, tokens), max_size=5))
     index = draw(st.sampled_from([torch.int32, torch.int64]))
     queries, keys = (tuple(n[i] for n in lengths) for i in (0, 1))
     starts = (len(lengths) + 1,)
