@@ -32,7 +32,8 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         slopes = draw(st.sampled_from([(heads,), (batch, heads)]))
         args["alibi_slopes"] = Arg(slopes, draw(layouts(len(slopes))), _slopes, torch.float32, grad=False)
     if draw(st.integers(0, 2)) == 0:
-        sinks = st.sampled_from([normal(), normal(3.0), normal(1.0, 40.0)])
+        # No larger: outputs would be subnormal float16, of which the sinks' gradient is the sum.
+        sinks = st.sampled_from([normal(), normal(3.0), normal(1.0, 8.0)])
         args["sinks"] = draw(tensors((heads,), sinks, (None, torch.float32)))
     ranks = [3 if op == "flash_attention" else 2] if options.get("return_lse") or options.get("return_stats") else []
     return Case("random", args, options, draw(layouts(min([*ranks, len(args["q"].shape)]))))  # type: ignore[union-attr]
