@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -330,9 +329,14 @@ def _fusable(q_norm: Any, k_norm: Any) -> bool:
 # What is patched, and how it is undone -----------------------------------------------------------------------------
 
 
-@cache
+_CLASSES: dict[tuple[type, Adapter], type] = {}
+
+
 def patched_class(original: type, adapter: Adapter) -> type:
-    """The subclass that instances of `original` are given."""
+    """The subclass that instances of `original` are given; always the same one."""
+    known = _CLASSES.get((original, adapter))
+    if known is not None:
+        return known
     members = {
         "__module__": __name__,
         "__doc__": f"{original.__name__} served by foundry_kernels.",
@@ -344,6 +348,7 @@ def patched_class(original: type, adapter: Adapter) -> type:
     }
     made: Any = type(f"Foundry{original.__name__}", adapter.bases(original), members)
     made._foundry_class = made  # a subclass that somebody else makes of it has another
+    _CLASSES[original, adapter] = made
     return made
 
 
@@ -354,8 +359,9 @@ def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _restore(original: type, adapter: Adapter) -> nn.Module:
-    made = patched_class(original, adapter)
-    return made.__new__(made)
+    made: Any = patched_class(original, adapter)
+    module: nn.Module = made.__new__(made)
+    return module
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -193,8 +193,12 @@ def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
     """The norms of queries and keys that are done together with the rotation."""
     if "qk_norm_rope" not in wanted:
         return set()
-    layers: list[Any] = [m for m in model.modules() if isinstance(adapter_for(m), Attention)]
-    return {norm for m in layers if "qk_norm_rope" in adapter_for(m).ops(m) for norm in (m.q_norm, m.k_norm)}
+    norms: set[nn.Module] = set()
+    for module in model.modules():
+        adapter: Any = adapter_for(module)
+        if isinstance(adapter, Attention) and "qk_norm_rope" in adapter.ops(module):
+            norms |= {child for name, child in module.named_children() if name in ("q_norm", "k_norm")}
+    return norms
 
 
 def _find(
@@ -202,15 +206,14 @@ def _find(
 ) -> tuple[Adapter | None, Entry | None]:
     """How `module` is served, None for one of ours; and the line of the report, None where there is none."""
     cls = type(module).__name__
-    found: Adapter | str | None = None
+    found = None if isinstance(module, OURS) else adapter_for(module)
+    if isinstance(found, str):
+        return None, Entry(name, cls, reason=found)
     if isinstance(module, OURS):
         ops: tuple[str, ...] = tuple(op for op in module.backends if op in PATCHABLE)
+    elif found is None:
+        return None, None
     else:
-        found = adapter_for(module)
-        if found is None:
-            return None, None
-        if isinstance(found, str):
-            return None, Entry(name, cls, reason=found)
         ops = ("qk_norm_rope",) if module in fused else found.ops(module)
     chosen = tuple(op for op in ops if op in wanted)
     if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:

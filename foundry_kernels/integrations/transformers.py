@@ -82,10 +82,10 @@ def attention(
         out = flash_attention(query, key, value, **options, backend=backends.get("flash_attention", "auto"))
         return out.transpose(1, 2), None
     batch, heads, queries, _ = query.shape
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    longest_q, longest_k = kwargs.get("max_length_q") or queries, kwargs.get("max_length_k") or key.shape[2]
     backend = backends.get("flash_attention_varlen", "auto")
-    longest = (kwargs.get("max_length_q") or queries, kwargs.get("max_length_k") or key.shape[2])
-    out = flash_attention_varlen(*packed, *layout, *longest, **options, backend=backend)
+    out = flash_attention_varlen(q, k, v, *layout, longest_q, longest_k, **options, backend=backend)
     return out.view(batch, queries, heads, value.shape[-1]), None
 
 
