@@ -65,6 +65,17 @@ class Report:
         return "\n".join(lines)
 
 
+def parts(report: Report) -> tuple[str, str, str, str]:
+    """The report in four words for a row of a table: norms, MLPs and experts, attention, what was left."""
+
+    def of(*kinds: str) -> str:
+        entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
+        return ", ".join(f"{n} {op}" for op, n in Counter(op for e in entries for op in e.ops).items())
+
+    left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
+    return of("Norm"), of("MLP", "Experts"), of("Attention"), ", ".join(f"{n} {text}" for text, n in left.items())
+
+
 class PatchHandle:
     """What :func:`patch` returns. As a context manager it undoes the patch at the end of the block."""
 
