@@ -4,6 +4,6 @@
 model of that package is patched, or by whoever wants ``attn_implementation="foundry"`` without a patch.
 """
 
-from foundry_kernels.integrations.patch import Entry, PatchHandle, Report, patch
+from foundry_kernels.integrations.patch import Entry, PatchHandle, Report, patch, unpatch
 
-__all__ = ["Entry", "PatchHandle", "Report", "patch"]
+__all__ = ["Entry", "PatchHandle", "Report", "patch", "unpatch"]

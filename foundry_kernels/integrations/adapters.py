@@ -35,7 +35,7 @@ class State:
     """What a patched module carries: the backend of each operation, and what undoing needs."""
 
     backends: dict[str, str]
-    previous: dict[str, str] | None = None  # the backends of a module that is ours
+    previous: dict[str, Any] = field(default_factory=dict)  # "backends" of a module of ours, "attention" of a config
     gelu: str = "none"  # the approximation that a geglu has
 
 
@@ -236,6 +236,11 @@ class Attention(Adapter):
         packed = ("qkv_proj", "num_attention_heads", "num_key_value_heads") if self.packed else ()
         return self.names | {*self.uses, *norms, *packed} | ({"use_rope"} if self.optional_rope else set())
 
+    def why_not(self, module: nn.Module) -> str | None:
+        if getattr(module.config, "output_attentions", False):
+            return "its config has output_attentions=True, and weights that are never formed cannot be returned"
+        return None
+
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         if self.optional_rope and not module.use_rope:
             return ("flash_attention",)
@@ -371,7 +376,7 @@ def is_patched(module: nn.Module) -> bool:
 def apply(module: Any, adapter: Adapter | None, state: State) -> None:
     """Patch `module`; `adapter` is None for one of this package's own modules, whose `backends` are set."""
     if adapter is None:
-        state.previous = module.backends
+        state.previous["backends"] = module.backends
         module.backends = state.backends
     else:
         module.__class__ = patched_class(type(module), adapter)
@@ -380,11 +385,13 @@ def apply(module: Any, adapter: Adapter | None, state: State) -> None:
 
 def revert(module: Any) -> None:
     """Undo `apply`."""
-    state: State = module._foundry
-    if state.previous is not None:
-        module.backends = state.previous
+    previous = module._foundry.previous
+    if "backends" in previous:
+        module.backends = previous["backends"]
     else:
         module.__class__ = module._foundry_original
+    if "attention" in previous:
+        module.config._attn_implementation = previous["attention"]
     del module._foundry
 
 
@@ -392,7 +399,7 @@ def why_not_revertible(module: Any) -> str | None:
     """The reason why `revert` would not give back what was there, or None."""
     if not is_patched(module):
         return "is not patched any more"
-    if module._foundry.previous is None and getattr(type(module), "_foundry_class", None) is not type(module):
+    if "backends" not in module._foundry.previous and getattr(type(module), "_foundry_class", None) is not type(module):
         return f"has got the class {type(module).__name__} since (fully_shard does that); undo it first"
     return None
 

@@ -79,8 +79,8 @@ def parts(report: Report) -> tuple[str, str, str, str]:
 class PatchHandle:
     """What :func:`patch` returns. As a context manager it undoes the patch at the end of the block."""
 
-    def __init__(self, modules: list[nn.Module], configs: list[tuple[Any, str | None]], report: Report) -> None:
-        self._modules, self._configs, self._report = modules, configs, report
+    def __init__(self, modules: list[nn.Module], report: Report) -> None:
+        self._modules, self._report = modules, report
         self._undone = False
 
     def report(self) -> Report:
@@ -96,14 +96,7 @@ class PatchHandle:
         """
         if self._undone:
             raise RuntimeError("this patch has been undone already")
-        for module in self._modules:
-            reason = adapters.why_not_revertible(module)
-            if reason is not None:
-                raise RuntimeError(f"cannot undo: a {type(module).__name__} {reason}")
-        for module in self._modules:
-            adapters.revert(module)
-        for config, attention in self._configs:
-            config._attn_implementation = attention
+        _revert(self._modules)
         self._undone = True
 
     def __enter__(self) -> PatchHandle:
@@ -112,6 +105,27 @@ class PatchHandle:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self._undone:
             self.undo()
+
+
+def _revert(modules: list[nn.Module]) -> None:
+    for module in modules:
+        reason = adapters.why_not_revertible(module)
+        if reason is not None:
+            raise RuntimeError(f"cannot undo: a {type(module).__name__} {reason}")
+    for module in modules:
+        adapters.revert(module)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo the patch of a model whose handle is not at hand: a deep copy of a patched model, or one that was loaded.
+
+    Raises:
+        ValueError: no module of it is patched. RuntimeError: as :meth:`PatchHandle.undo`.
+    """
+    modules = [module for module in model.modules() if adapters.is_patched(module)]
+    if not modules:
+        raise ValueError("model is not patched")
+    _revert(modules)
 
 
 def patch(
@@ -164,20 +178,25 @@ def patch(
     backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
     states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
     report = _report(model, entries, backends)
-    undo_list: list[nn.Module] = []
+    attending = [
+        (module, state)
+        for (module, adapter, entry), state in zip(changes, states, strict=True)
+        if isinstance(adapter, Attention) and "flash_attention" in entry.ops
+    ]
+    done: list[nn.Module] = []
     configs = _Configs(model)
     try:
-        if any(isinstance(adapter, Attention) and "flash_attention" in entry.ops for _, adapter, entry in changes):
-            configs.switch([m for m, a, _ in changes if isinstance(a, Attention)], DENSE_MASKS[dense_masks])
+        if attending:
+            configs.switch(attending, DENSE_MASKS[dense_masks])
         for (module, adapter, _), state in zip(changes, states, strict=True):
             adapters.apply(module, adapter, state)
-            undo_list.append(module)
+            done.append(module)
     except BaseException:
-        for module in undo_list:
+        for module in done:
             adapters.revert(module)
         configs.restore()
         raise
-    return PatchHandle(undo_list, configs.switched, report)
+    return PatchHandle(done, report)
 
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
@@ -261,16 +280,16 @@ class _Configs:
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [(m, m.config) for m in model.modules() if hasattr(vars(m).get("config"), ATTENTION)]
-        self.switched: list[tuple[Any, str | None]] = []
 
-    def switch(self, layers: list[Any], attention: str) -> None:
+    def switch(self, layers: list[tuple[Any, State]], attention: str) -> None:
         importlib.import_module("foundry_kernels.integrations.transformers")  # registers the name
         copies: dict[int, Any] = {}  # one for each object, however often and deep it is held
         for module, config in self._held:
             module.config = copy.deepcopy(config, copies)
-        for config in {id(m.config): m.config for m in layers}.values():
-            self.switched.append((config, config._attn_implementation))
-            config._attn_implementation = attention
+        for module, state in layers:
+            state.previous["attention"] = module.config._attn_implementation
+        for module, _ in layers:
+            module.config._attn_implementation = attention
 
     def restore(self) -> None:
         for module, config in self._held:
