@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from transformers import CompileConfig
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.tiny import tiny_model
@@ -23,11 +24,11 @@ def compiled(model: Any, backend: str = "aot_eager", **options: Any) -> Any:
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
-    return float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    return float((actual - expected).detach().abs().max()) <= 1e-5 * float(expected.detach().abs().max())
 
 
 def test_one_graph_forward_and_backward_for_every_length() -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     fk.patch(model)
     run = compiled(model, dynamic=True)
     for length in (12, 7, 9):
@@ -46,7 +47,7 @@ def test_one_graph_forward_and_backward_for_every_length() -> None:
 
 
 def test_padding_without_reading_it() -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     expected = model(IDS, attention_mask=LEFT).logits
     fk.patch(model)
     run = compiled(model)
@@ -59,7 +60,7 @@ def test_padding_without_reading_it() -> None:
 
 
 def test_packed_sequences_must_be_given_by_their_lengths() -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     ids, positions = IDS.view(1, 36), torch.tensor([[*range(20), *range(16)]])
     expected = model(ids, position_ids=positions, use_cache=False).logits
     fk.patch(model)
@@ -72,7 +73,7 @@ def test_packed_sequences_must_be_given_by_their_lengths() -> None:
 
 
 def test_what_inductor_compiles() -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     fk.patch(model)
     ids = IDS[:1]
     expected = model(ids, use_cache=False).logits
@@ -81,25 +82,38 @@ def test_what_inductor_compiles() -> None:
     assert not counters["graph_break"]
 
 
-def test_static_cache_decoding_in_one_graph() -> None:
-    """What generate() compiles on a GPU: the mask is made outside, the step inside is one graph for all positions."""
-    model = tiny_model("llama")
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "attention_mask": LEFT}
-    expected = model.generate(IDS, **options)
-    fk.patch(model)
-    from transformers import CompileConfig
-
+def test_static_cache_decoding() -> None:
+    """What generate() compiles on a GPU: the mask is made outside, and the step has as many graphs as without patch."""
+    model = tiny_model("llama", num_hidden_layers=1)
     compile_config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     compile_config._compile_all_devices = True
-    counters.clear()
-    tokens = model.generate(IDS, cache_implementation="static", compile_config=compile_config, **options)
-    assert torch.equal(tokens, expected)
-    assert counters["stats"]["unique_graphs"] >= 1
-    assert not counters["graph_break"]
+
+    def generate() -> tuple[Tensor, int]:
+        torch.compiler.reset()
+        counters.clear()
+        tokens = model.generate(
+            IDS,
+            attention_mask=LEFT,
+            max_new_tokens=5,
+            do_sample=False,
+            eos_token_id=None,
+            cache_implementation="static",
+            compile_config=compile_config,
+        )
+        assert not counters["graph_break"]
+        return tokens, counters["stats"]["unique_graphs"]
+
+    tokens, graphs = generate()
+    assert graphs >= 1
+    model._compiled_call = None
+    fk.patch(model)
+    ours, ours_graphs = generate()
+    assert torch.equal(ours, tokens)
+    assert ours_graphs == graphs
 
 
 def test_export() -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     fk.patch(model)
 
     class Logits(torch.nn.Module):
