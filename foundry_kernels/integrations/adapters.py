@@ -390,7 +390,7 @@ def revert(module: Any) -> None:
         module.backends = previous["backends"]
     else:
         module.__class__ = module._foundry_original
-    if "attention" in previous:
+    if "attention" in previous and str(module.config._attn_implementation).startswith("foundry"):  # and not set since
         module.config._attn_implementation = previous["attention"]
     del module._foundry
 

@@ -144,7 +144,8 @@ def patch(
     of its own, which stays after `undo` with the attention that it had.
 
     Args:
-        model: any module; those inside of it are found wherever they are.
+        model: any module; those inside of it are found wherever they are. Of a model of transformers, the whole: masks
+            are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to bring in, of rms_norm, swiglu, geglu, rope, qk_norm_rope and flash_attention; None
             for all. qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are

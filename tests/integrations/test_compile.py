@@ -30,7 +30,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 def test_one_graph_forward_and_backward_for_every_length() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     fk.patch(model)
-    run = compiled(model, dynamic=True)
+    run = compiled(model)
     for length in (12, 7, 9):
         ids = IDS[:, :length]
         expected = model(ids, labels=ids)
@@ -43,7 +43,7 @@ def test_one_graph_forward_and_backward_for_every_length() -> None:
         assert close(model.model.embed_tokens.weight.grad, gradient)
         model.zero_grad()
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert counters["stats"]["unique_graphs"] == 2  # the first length, and all others
 
 
 def test_padding_without_reading_it() -> None:
@@ -84,11 +84,10 @@ def test_what_inductor_compiles() -> None:
 
 def test_static_cache_decoding() -> None:
     """What generate() compiles on a GPU: the mask is made outside, and the step has as many graphs as without patch."""
-    model = tiny_model("llama", num_hidden_layers=1)
     compile_config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     compile_config._compile_all_devices = True
 
-    def generate() -> tuple[Tensor, int]:
+    def generate(model: Any) -> tuple[Tensor, int]:
         torch.compiler.reset()
         counters.clear()
         tokens = model.generate(
@@ -103,13 +102,12 @@ def test_static_cache_decoding() -> None:
         assert not counters["graph_break"]
         return tokens, counters["stats"]["unique_graphs"]
 
-    tokens, graphs = generate()
-    assert graphs >= 1
-    model._compiled_call = None
+    plain, model = (tiny_model("llama", num_hidden_layers=1) for _ in range(2))
     fk.patch(model)
-    ours, ours_graphs = generate()
+    tokens, graphs = generate(plain)
+    ours, ours_graphs = generate(model)
     assert torch.equal(ours, tokens)
-    assert ours_graphs == graphs
+    assert ours_graphs == graphs >= 1
 
 
 def test_export() -> None:

@@ -19,7 +19,7 @@ def test_example(script: str) -> None:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]

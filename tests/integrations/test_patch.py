@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import foundry_kernels as fk
@@ -248,8 +248,8 @@ def test_hooks_and_wrapped_projections_keep_working() -> None:
 
 def test_models_do_not_influence_each_other() -> None:
     """Three models of one config object: the modules of transformers and the config are shared, the patch is not."""
-    config = tiny_config("qwen3")
-    plain, native, reference = (LlamaLike(config) for _ in range(3))
+    config = tiny_config("qwen3", attn_implementation="sdpa")
+    plain, native, reference = (Qwen3ForCausalLM(config).eval() for _ in range(3))
     before, expected = snapshot(plain), logits(plain)
     first = fk.patch(native, dense_masks="sdpa")
     second = fk.patch(reference, backend="reference", ops=["rms_norm", "flash_attention"])
@@ -264,11 +264,6 @@ def test_models_do_not_influence_each_other() -> None:
     assert reference.model.norm._foundry.backends == {"rms_norm": "reference", "add_rms_norm": "reference"}
     second.undo()
     assert snapshot(plain) == before
-
-
-def LlamaLike(config: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)._from_config(config).eval()
 
 
 def test_models_that_share_a_config_object() -> None:
@@ -320,6 +315,24 @@ def test_undo_is_refused_where_a_class_has_changed() -> None:
     assert snapshot(model) == before
     norm.__class__ = own
     handle.undo()
+
+
+def test_an_attention_that_was_set_meanwhile_stays() -> None:
+    model = tiny_model("llama")
+    with fk.patch(model):
+        model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_layer_by_itself() -> None:
+    """It gets the masks that the model makes: none where there is no padding, else a dense one."""
+    model = tiny_model("llama")
+    expected = logits(model)
+    with fk.patch(model.model.layers[0]) as handle:
+        assert len(handle.report().replaced) == 4
+        assert close(logits(model), expected)
+        with pytest.raises(ValueError, match="attention_mask is dense"):
+            logits(model, attention_mask=torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0))
 
 
 def test_an_error_inside_of_the_block_undoes_the_patch() -> None:
@@ -464,6 +477,29 @@ def test_saved_tensor_hooks_and_functional_call() -> None:
         moved = torch.func.functional_call(model, values, (IDS,)).logits
         model.load_state_dict(values, strict=False)
         assert torch.equal(moved, model(IDS).logits)
+
+
+def test_torch_func_grad_and_second_derivatives() -> None:
+    """The reference has both; kernels have neither, and say so."""
+    model = tiny_model("llama")
+    values = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, values, (IDS,), {"labels": IDS}).loss
+
+    expected = torch.func.grad(loss)(values)
+    with fk.patch(model, backend="reference"):
+        for name, gradient in torch.func.grad(loss)(values).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    if fk.OPS["rms_norm"].why_not("native", "cpu"):
+        return
+    with fk.patch(model):
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            torch.func.grad(loss)(values)
+        once = torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters()), create_graph=False)
+        assert once
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters()), create_graph=True)
 
 
 # Without transformers ----------------------------------------------------------------------------------------------
