@@ -8,6 +8,7 @@ device and a dtype, so the choice can be traced by `torch.compile(fullgraph=True
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 BACKENDS = ("reference", "triton", "native")
 
@@ -100,6 +102,8 @@ def register(spec: OpSpec) -> OpSpec:
 
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     """The function that serves `x`: for "auto" the first usable row, for a named backend that one or an error."""
+    if type(x) is not Tensor and type(x) is not Parameter:
+        _know_dtensor()
     device, dtype = x.device.type, x.dtype
     if backend == "auto":
         for name in AUTO_ORDER.get(device, ("reference",)):
@@ -113,6 +117,13 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     else:
         check_backend(backend)
     raise BackendUnavailable(_refusal(spec, backend, device, dtype))
+
+
+@torch.compiler.assume_constant_result
+def _know_dtensor() -> None:
+    """Where DTensor is in use, see that it has a rule for each operator; importing it here would cost half a second."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("foundry_kernels.distributed.sharding")
 
 
 def check_backend(backend: str) -> None:

@@ -99,10 +99,8 @@ class Attention(torch.nn.Module):
         check_rank("x", x, 3, f"[B, T, {self.dim}]")
         if x.shape[-1] != self.dim:
             raise ValueError(f"x must have dim={self.dim} as its last dimension; got shape {tuple(x.shape)}")
-        batch, length, _ = x.shape
-        q = self.wq(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        # The heads are counted from what the projections give: under tensor parallelism a device has a part of them.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         if self.rope is not None:
             if positions is None and cache is not None:
                 positions = cache.length
@@ -112,7 +110,7 @@ class Attention(torch.nn.Module):
         out = flash_attention(q, k, v, causal=self.causal, backend=self.backends["flash_attention"])
         assert isinstance(out, Tensor)  # and not (out, lse)
         # A view where the operation kept q's storage order, as it promises.
-        return self.wo(out.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+        return self.wo(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
         return (
