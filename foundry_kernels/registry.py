@@ -119,11 +119,15 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     raise BackendUnavailable(_refusal(spec, backend, device, dtype))
 
 
-@torch.compiler.assume_constant_result
 def _know_dtensor() -> None:
     """Where DTensor is in use, see that it has a rule for each operator; importing it here would cost half a second."""
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("foundry_kernels.distributed.sharding")
+
+
+# What torch.compiler.assume_constant_result sets: while a call is traced, the function is run. To call that here would
+# import the compiler, which takes seconds.
+_know_dtensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_backend(backend: str) -> None:
