@@ -135,8 +135,8 @@ def _transformed() -> bool:
 
 # What torch.compiler.assume_constant_result sets: where a call is traced, these run, and their answers count. (Calling
 # it would import the compiler, which takes seconds. The compiler itself watches for a change of transforms.)
-for _function in (_know_dtensor, _transformed):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_know_dtensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _transformable(spec: OpSpec, backend: str) -> str:
