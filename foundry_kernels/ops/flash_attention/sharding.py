@@ -14,14 +14,17 @@ OPERATORS = (
     "flash_attention_varlen_bwd",
 )
 
-_DENSE = {"q": "bhtd", "k": "bhsd", "v": "bhse", "out": "bhte", "sinks": "h"}
-_PACKED = {"q": "thd", "k": "shd", "v": "she", "out": "the", "sinks": "h", "cu_seqlens_q": "c", "cu_seqlens_k": "c"}
+_DENSE = {"q": "bhtd", "k": "bhsd", "v": "bhse", "out": "bhte", "g": "bhte", "sinks": "h"}
+_PACKED = {"q": "thd", "k": "shd", "v": "she", "out": "the", "g": "the", "sinks": "h"}
+_STARTS = ("cu_seqlens_q", "cu_seqlens_k", "starts_q", "starts_k")
 _ROWS = ("lse", "entropy", "max_logit", "delta")
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    slopes = args.get("alibi_slopes")
-    alibi = {"alibi_slopes": "bh" if slopes is not None and slopes.ndim == 2 else "h"}
-    if args.get("cu_seqlens_q") is not None:
-        return _PACKED | alibi | dict.fromkeys(_ROWS, "ht"), "h"
-    return _DENSE | alibi | dict.fromkeys(_ROWS, "bht"), "bh"
+    dims = {}
+    for name in ("alibi_slopes", "slopes"):
+        given = args.get(name)
+        dims[name] = "bh" if given is not None and given.ndim == 2 else "h"
+    if any(args.get(name) is not None for name in _STARTS):
+        return _PACKED | dims | dict.fromkeys(_ROWS, "ht") | dict.fromkeys(_STARTS, "c"), "h"
+    return _DENSE | dims | dict.fromkeys(_ROWS, "bht"), "bh"

@@ -17,7 +17,7 @@ _DIMS = (
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    cos, positions = args["cos"], args["positions"]
+    cos, positions = args["cos"], args.get("positions")
     tables = "btr" if cos.ndim == 3 else "pr"
     place = "bt" if positions is not None and positions.ndim == 2 else "t"
     own_positions = cos.ndim == 3 or positions is not None

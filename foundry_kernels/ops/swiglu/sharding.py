@@ -10,6 +10,6 @@ OPERATORS = ("glu_fwd", "glu_bwd")
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    if args["up"] is None:
+    if args.get("up") is None:
         return {"gate": "...p", "y": "...n"}, "..."
     return dict.fromkeys(("gate", "up", "y"), "...n"), "...n"
