@@ -226,3 +226,25 @@ def test_compile_with_inductor(row: Row) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, e * 2)
+
+
+@over_rows()
+def test_gradient_of_each_output_alone(row: Row) -> None:
+    """The other outputs have no gradient then: none, and not a tensor of zeros."""
+    for case in row.small_cases:
+        args = case.make(torch.float32, row.device)
+        wanted = [t for t in args.values() if t is not None and t.requires_grad]
+        outputs = [call(row.op, args, case.options, backend=b) for b in (row.backend, "reference")]
+        for index, (actual, expected) in enumerate(zip(*outputs, strict=True)):
+            if len(outputs[0]) == 1 or not expected.requires_grad:
+                continue
+            cotangent = make_cotangents((expected.detach(),), "contiguous")
+            found = [
+                torch.autograd.grad(output, wanted, cotangent, allow_unused=True, retain_graph=True)
+                for output in (actual, expected)
+            ]
+            for a, e in zip(*found, strict=True):
+                missing = torch.zeros(()) if e is None else torch.zeros_like(e)
+                torch.testing.assert_close(
+                    missing if a is None else a, missing if e is None else e, msg=f"{case.id} {index}"
+                )

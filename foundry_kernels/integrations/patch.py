@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
-from foundry_kernels.integrations import adapters
+from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State, activation
 from foundry_kernels.integrations.table import adapter_for
 from foundry_kernels.models import Transformer
@@ -109,11 +110,11 @@ class PatchHandle:
 
 def _revert(modules: list[nn.Module]) -> None:
     for module in modules:
-        reason = adapters.why_not_revertible(module)
+        reason = swap.why_not_revertible(module)
         if reason is not None:
             raise RuntimeError(f"cannot undo: a {type(module).__name__} {reason}")
     for module in modules:
-        adapters.revert(module)
+        swap.revert(module)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -122,7 +123,7 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         ValueError: no module of it is patched. RuntimeError: as :meth:`PatchHandle.undo`.
     """
-    modules = [module for module in model.modules() if adapters.is_patched(module)]
+    modules = [module for module in model.modules() if swap.is_patched(module)]
     if not modules:
         raise ValueError("model is not patched")
     _revert(modules)
@@ -168,7 +169,7 @@ def patch(
     wanted = _wanted(ops)
     if dense_masks not in DENSE_MASKS:
         raise ValueError(f"dense_masks must be one of {', '.join(DENSE_MASKS)}; got {dense_masks!r}")
-    taken = [name for name, module in model.named_modules() if adapters.is_patched(module)]
+    taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
     fused = _fused_norms(model, wanted)
@@ -190,11 +191,11 @@ def patch(
         if attending:
             configs.switch(attending, DENSE_MASKS[dense_masks])
         for (module, adapter, _), state in zip(changes, states, strict=True):
-            adapters.apply(module, adapter, state)
+            swap.apply(module, adapter, state)
             done.append(module)
     except BaseException:
         for module in done:
-            adapters.revert(module)
+            swap.revert(module)
         configs.restore()
         raise
     return PatchHandle(done, report)
@@ -271,9 +272,17 @@ def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[st
 
 
 def _report(model: nn.Module, entries: list[Entry], backends: dict[str, str]) -> Report:
-    device, dtype = adapters.device_and_dtype(model)
+    device, dtype = _device_and_dtype(model)
     replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
     return Report(type(model).__name__, replaced, left, serving(backends, device, dtype), device, short_dtype(dtype))
+
+
+def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
+    """Those of the first floating-point parameter."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.device.type, parameter.dtype
+    return "cpu", torch.float32
 
 
 class _Configs:

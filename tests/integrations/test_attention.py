@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patching import IDS, close, logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_chunked_causal_mask
@@ -16,17 +17,7 @@ from foundry_kernels.integrations.masks import DenseMask, padding_layout
 from foundry_kernels.integrations.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.transformers import attention, attention_or_sdpa
 
-IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
 TRIANGLE = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
-
-
-def logits(model: Any, **options: Any) -> Tensor:
-    with torch.no_grad():
-        return model(IDS, **options).logits
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    return float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
 def causal_mask(model: Any, make: Any = create_causal_mask, **options: Any) -> Tensor | None:

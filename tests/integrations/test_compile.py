@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from patching import close
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
@@ -21,10 +22,6 @@ LEFT[0, :4] = LEFT[1, :1] = 0
 def compiled(model: Any, backend: str = "aot_eager", **options: Any) -> Any:
     counters.clear()
     return torch.compile(model, fullgraph=True, backend=backend, **options)
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    return float((actual - expected).detach().abs().max()) <= 1e-5 * float(expected.detach().abs().max())
 
 
 def test_one_graph_forward_and_backward_for_every_length() -> None:
