@@ -216,7 +216,7 @@ def test_gradient_scaling() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 1024.0
-        assert float(model(IDS, labels=IDS).loss) < float(loss)
+        assert model(IDS, labels=IDS).loss < loss
 
 
 def test_saved_tensor_hooks_and_functional_call() -> None:
