@@ -25,7 +25,8 @@ def _load() -> tuple[Any, str | None]:
 
 _C, MISSING = _load()
 
-#: Added to the refusal of a CUDA tensor.
+#: Added to the refusal of a CUDA tensor: by an operation for the CPU alone, and where CUDA kernels were not compiled.
+CPU_ONLY = "; it has no CUDA kernels"
 NO_CUDA = (
     "; this extension was compiled without CUDA (rebuild it with a CUDA build of torch, and nvcc on the PATH or in "
     "CUDA_HOME)"
@@ -37,14 +38,18 @@ def build_info() -> dict[str, Any]:
     return {} if _C is None else dict(_C.build_info())
 
 
-def impl(package: str, function: str) -> Impl:
-    """The native row of an operation: `function` of the op's `native` module, or the reason why there is none."""
+def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")) -> Impl:
+    """The native row of an operation: `function` of the op's `native` module, or the reason why there is none.
+
+    `devices` are those that csrc has kernels of the operation for; "cuda" is served if the extension has its CUDA half.
+    """
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if MISSING is not None:
-        return Impl("native", _absent, dtypes=dtypes, missing=MISSING)
+        return Impl("native", _absent, dtypes=dtypes, missing=MISSING, sources=devices)
     module = importlib.import_module(package + ".native")
-    devices = ("cpu", "cuda") if build_info()["cuda_architectures"] else ("cpu",)
-    return Impl("native", getattr(module, function), devices, dtypes, elsewhere="" if len(devices) > 1 else NO_CUDA)
+    compiled = devices if build_info()["cuda_architectures"] else ("cpu",)
+    elsewhere = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
+    return Impl("native", getattr(module, function), compiled, dtypes, elsewhere=elsewhere, sources=devices)
 
 
 def _absent(*_: Any) -> Any:

@@ -49,6 +49,7 @@ class Impl:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     missing: str | None = None
     elsewhere: str = ""  # what to do about a device that is not among `devices`
+    sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
         """The reason why a tensor of `dtype` on `device` cannot be served, or None if it can."""

@@ -49,6 +49,11 @@ class Row:
         library.guard(False)
 
     @property
+    def has_cuda(self) -> bool:
+        impl = self.op.impl(self.backend)
+        return impl is not None and "cuda" in impl.sources
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         impl = self.op.impl(self.backend)
         assert impl is not None
@@ -83,8 +88,8 @@ def rows(*backends: str) -> tuple[Row, ...]:
 
 
 def checked_rows() -> tuple[Row, ...]:
-    """All of `rows()`, and the native rows once more with their CUDA kernels on the CPU."""
-    return rows() + tuple(replace(r, cuda_on_cpu=True) for r in rows("native") if r.device == "cpu")
+    """All of `rows()`, and the native rows that have CUDA kernels once more with those on the CPU."""
+    return rows() + tuple(replace(r, cuda_on_cpu=True) for r in rows("native") if r.device == "cpu" and r.has_cuda)
 
 
 def over_rows(*backends: str) -> pytest.MarkDecorator:

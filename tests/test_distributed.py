@@ -42,6 +42,7 @@ OTHERS = {
     "mixtures": operators.mixtures,
     "norm": operators.norm_collectives,
     "step": training.step_collectives,
+    "low precision": training.low_precision,
     "refusals": example.refusals,
 }
 
@@ -107,6 +108,14 @@ def test_a_patched_llama_trains_as_an_unpatched_one_in_one_process(name, results
         assert result["collectives"], "nothing was divided"
         near("logits without the patch", *result["logits"])
         assert not any("Foundry" in name for name in result["classes"])
+
+
+def test_fully_sharded_mixed_precision(results):
+    """Gradients are float32, and those of bfloat16 parameters in one process."""
+    for result in outcome(results, "low precision"):
+        assert {grad.dtype for grad in result["grads"].values()} == {torch.float32}
+        for name, grad in result["expected"].items():
+            near(name, result["grads"][name], grad)
 
 
 def test_accumulation_exchanges_gradients_once_a_step(results):

@@ -243,8 +243,6 @@ def test_gradient_of_each_output_alone(row: Row) -> None:
                 torch.autograd.grad(output, wanted, cotangent, allow_unused=True, retain_graph=True)
                 for output in (actual, expected)
             ]
-            for a, e in zip(*found, strict=True):
-                missing = torch.zeros(()) if e is None else torch.zeros_like(e)
-                torch.testing.assert_close(
-                    missing if a is None else a, missing if e is None else e, msg=f"{case.id} {index}"
-                )
+            for a, e, t in zip(*found, wanted, strict=True):
+                a, e = (torch.zeros_like(t) if x is None else x for x in (a, e))
+                torch.testing.assert_close(a, e, msg=lambda text, at=(case.id, index): f"{at}: {text}")

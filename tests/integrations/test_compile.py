@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import foundry_kernels as fk
+from foundry_kernels.integrations.table import FAMILIES
 from foundry_kernels.integrations.tiny import tiny_model
 
 IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -121,3 +122,15 @@ def test_export() -> None:
 
     exported = torch.export.export(Logits(), (IDS,), strict=False)
     assert close(exported.module()(IDS), model(IDS).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_one_graph(family: str) -> None:
+    """Tracing only: what differs between families is Python."""
+    model = tiny_model(family, num_hidden_layers=1)
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=LEFT, use_cache=False).logits
+        fk.patch(model)
+        logits = compiled(model, "eager")(IDS, attention_mask=LEFT, use_cache=False).logits
+    assert close(logits[LEFT.bool()], expected[LEFT.bool()])
+    assert not counters["graph_break"]

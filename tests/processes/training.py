@@ -114,3 +114,26 @@ def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, int
     with Collectives() as collectives:
         model(tokens[:, :-1], tokens[:, 1:])[1].backward()
     return dict(collectives.counts)
+
+
+def low_precision(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """One step under FSDP2 with bfloat16 parameters and float32 sums, and the same step without FSDP2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = make_model()
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy)
+    halves = next(batches()).chunk(SIZE)
+    loss_of_ours(model, halves[rank]).backward()
+    whole = make_model()
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.bfloat16()
+    expected = {name: torch.zeros(p.shape) for name, p in whole.named_parameters()}
+    for half in halves:
+        whole.zero_grad()
+        loss_of_ours(whole, half).backward()
+        for name, parameter in whole.named_parameters():
+            assert parameter.grad is not None
+            expected[name] += parameter.grad.float() / SIZE
+    return {"grads": {name: full(p.grad) for name, p in model.named_parameters()}, "expected": expected}

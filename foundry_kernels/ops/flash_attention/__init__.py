@@ -36,7 +36,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from foundry_kernels import _triton
+from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_tensor
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.checks import check_dense, check_options, check_varlen, sides
@@ -270,7 +270,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
     name = public.__name__
-    return OpSpec(name, public, (Impl("reference", plain), _triton.impl(__name__, name)), __name__)
+    native = _native.impl(__name__, name, devices=("cpu",))
+    return OpSpec(name, public, (Impl("reference", plain), _triton.impl(__name__, name), native), __name__)
 
 
 FLASH_ATTENTION = register(_spec(flash_attention, reference.flash_attention))

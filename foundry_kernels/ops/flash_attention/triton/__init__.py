@@ -313,9 +313,10 @@ class _FlashAttention(torch.autograd.Function):
         dlse = second if ctx.has_lse else None  # a statistic has no gradient
         if g is None and dlse is None:
             return (None,) * 16
-        g = torch.zeros_like(out) if g is None else g
         longest_q, longest_k, *options = ctx.options
-        needed = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[8])
+        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+        needed = (need_dq, need_dk, need_dv and g is not None, ctx.needs_input_grad[8])  # of lse alone v is no part
+        g = torch.zeros_like(out) if g is None else g
         grads = _flash_attention_bwd(
             g, dlse, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, slopes, sinks, *options, *needed
         )

@@ -1,0 +1,123 @@
+// Attention on the CPU over raw pointers. Threads and memory are the caller's: each call does one task with the scratch
+// of its thread.
+//
+// A query head's rows and those of the other heads of its group are numbered together, row = token * group + head in
+// group: all of them read the same keys and values.
+#pragma once
+
+#include "../common/rows.h"
+#include "isa.h"
+
+namespace foundry {
+
+constexpr int kAttentionRows = 64;      // rows of a block, which share one tile of scores
+constexpr int kAttentionBlocks = 2;     // blocks of a task, which share one reading of the keys
+constexpr int kAttentionKeys = 64;      // keys of a tile
+constexpr int kAttentionFewRows = 8;    // a task of no more than these is done by attention_few_rows
+constexpr int kAttentionFewKeys = 64;  // keys of its tiles
+constexpr int kAttentionPad = 16;       // widths in scratch are padded to whole registers of any instruction set
+constexpr int64_t kUnbounded = int64_t(1) << 40;  // a side of the window
+
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Element strides; the last dimension has stride 1.
+struct HeadStrides {
+  int64_t batch, head, token;
+};
+
+// Sequence n of a batch: its tokens in the tensors.
+struct AttentionSequence {
+  int64_t batch;  // index of the dense batch dimension
+  int64_t q_start, q_len, k_start, k_len;
+};
+
+struct AttentionInputs {
+  const void *q, *k, *v;
+  HeadStrides q_strides, k_strides, v_strides;
+  const AttentionSequence* sequences;
+  int64_t group;                // query heads a key-value head
+  int64_t width, value_width;   // D, Dv
+  float scale;
+  float softcap;                // 0 for none
+  const float* slopes;          // [H] or [B, H], or null
+  int64_t slopes_batch_stride;  // 0 or H
+  int64_t left, right;          // sides of the window, kUnbounded for none
+  bool bottom_right;
+  Dtype type;                   // of q, k, v and outputs
+  HeadStrides lse_strides;      // also of the other numbers a row
+
+  // The position that query 0 of a sequence has among its keys.
+  int64_t offset(const AttentionSequence& s) const { return bottom_right ? s.k_len - s.q_len : 0; }
+};
+
+struct AttentionForward : AttentionInputs {
+  const float* sinks;  // [H] or null
+  void* out;
+  HeadStrides out_strides;
+  float *lse, *entropy, *max_logit;  // each or null
+  // Where keys are split over several tasks: their unfinished rows, [part][row of the task][3 + Dv]; else null.
+  float* parts;
+};
+
+struct AttentionTask {
+  int64_t sequence, kv_head;
+  int64_t row_begin, row_end;  // at most kAttentionBlocks * kAttentionRows
+  int64_t key_begin, key_end;  // the keys that it may look at
+  int64_t part;                // of AttentionForward::parts
+};
+
+// Floats of scratch that a thread needs.
+inline int64_t attention_forward_scratch(int64_t width, int64_t value_width) {
+  const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
+  const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
+                        kAttentionKeys * (kAttentionRows + d + dv + dv / 2);
+  const int64_t few = kAttentionFewRows * (d + dv + kAttentionFewKeys + kAttentionPad);
+  return tiles > few ? tiles : few;
+}
+
+struct AttentionBackward : AttentionInputs {
+  const void* dout;
+  HeadStrides dout_strides;
+  const float *lse, *delta;  // delta: see AttentionDelta
+  void *dq, *dk, *dv;        // each null where no gradient is wanted
+  HeadStrides dq_strides, dk_strides, dv_strides;
+  // The sums that make dk and dv, of the keys of one sequence and head: [k_len, D] and, dk_size floats later, [k_len, Dv].
+  // Where rows are split over several tasks each has a part here of part_size floats; else null.
+  float* parts;
+  int64_t part_size, dk_size;
+};
+
+// delta = sum(dout * out) - dlse of each row, 0 for a row without keys.
+struct AttentionDelta {
+  const void *out, *dout;
+  HeadStrides out_strides, dout_strides, lse_strides;
+  const AttentionSequence* sequences;
+  int64_t heads, value_width;
+  const float *lse, *dlse;  // dlse may be null
+  Dtype type;
+  float* delta;
+};
+
+// As attention_forward_scratch, besides the sums for dk and dv.
+inline int64_t attention_backward_scratch(int64_t width, int64_t value_width) {
+  const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
+  return kAttentionRows * (3 * d + d / 2 + 2 * dv + dv / 2) +
+         kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv);
+}
+
+// Floats of one row in AttentionForward::parts.
+inline int64_t attention_part_size(int64_t value_width) { return round_up(value_width, kAttentionPad) + kAttentionPad; }
+
+}  // namespace foundry
+
+FK_DECLARE_PER_ISA(void, attention_forward, const AttentionForward& args, const AttentionTask& task, float* scratch)
+FK_DECLARE_PER_ISA(void, attention_few_rows, const AttentionForward& args, const AttentionTask& task, float* scratch)
+// Merges parts [part, part + n_parts) of the rows of `task` and finishes them.
+FK_DECLARE_PER_ISA(void, attention_merge, const AttentionForward& args, const AttentionTask& task, int64_t n_parts)
+FK_DECLARE_PER_ISA(void, attention_backward, const AttentionBackward& args, const AttentionTask& task, float* scratch)
+// Writes dk and dv of keys [key_begin, key_end) from the sums of consecutive tasks, which begin at `sums`.
+FK_DECLARE_PER_ISA(void, attention_backward_keys, const AttentionBackward& args, const AttentionTask* tasks,
+                   int64_t n_tasks, int64_t key_begin, int64_t key_end, float* sums)
+FK_DECLARE_PER_ISA(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
+                   int64_t token_end)
+FK_DECLARE_PER_ISA(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head, float sink)

@@ -1,0 +1,253 @@
+"""What the table of cases cannot say of attention on the CPU: instruction sets, threads, tasks that share a row's keys
+or a head's rows, the exponential, memory, what is computed and kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from table import saved_tensors
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
+from foundry_kernels.ops.flash_attention.cases import _case, _varlen
+from foundry_kernels.testing import Case, assert_parity, normal
+
+pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+
+ISAS = _native.build_info().get("usable_instruction_sets", [])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+#: Long enough for several tasks to share a row's keys, or a head's rows.
+SPLIT = (
+    _case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
+    _case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
+    _case(1, (3, 1), (2, 1300), 59, "decode-uneven", slopes=(3,), causal=True, value_width=72, return_stats=True),
+    _case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
+    _case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
+    _case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
+    _case(1, (2, 1), (20, 1100), 32, "top-left", causal=True, align="top_left", return_lse=True),
+    _case(1, (4, 1), (300, 300), 32, "rows", causal=True, return_lse=True),
+    _case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), value_width=24),
+    _case(1, (1, 1), (1100, 1100), 16, "rows-top-left", align="top_left", window=(30, 30), frozen="q"),
+)
+PACKED = (
+    _varlen((1, 3, 1), (1100, 5, 2048), (4, 2), 32, "decode", causal=True, return_lse=True, return_stats=True),
+    _varlen((900, 0, 7), (900, 40, 3), (2, 1), 32, "rows", causal=True, sinks=normal(), return_lse=True),
+)
+
+
+def inputs(
+    shape: tuple[int, int, int, int] = (1, 4, 70, 32), hk: int = 2, s: int | None = None, dtype: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, t, d = shape
+    g = torch.Generator().manual_seed(0)
+    shapes = ((b, h, t, d), (b, hk, s or t, d), (b, hk, s or t, d))
+    q, k, v = (torch.randn(x, generator=g).to(dtype or torch.float32).requires_grad_() for x in shapes)
+    return q, k, v
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[Callable[[str], None]]:
+    chosen = _native.build_info()["instruction_set"]
+    yield _native._C.force_instruction_set
+    _native._C.force_instruction_set(chosen)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.usefixtures("poisoned")
+def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
+    """All cases in float32. The dtypes differ in how memory is read and written: a case of each width and layout."""
+    instruction_set(name)
+    for op in (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN):
+        for case in op.cases.CASES[op.name]:
+            plain = not case.options.keys() - {"causal", "max_seqlen_q", "max_seqlen_k"}
+            if dtype == torch.float32 or plain:
+                assert_parity(op, case, backend="native", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*SPLIT, *PACKED], ids=lambda c: c.id)
+@pytest.mark.usefixtures("poisoned")
+def test_tasks_that_share_keys_or_rows(case: Case, dtype: torch.dtype) -> None:
+    op = FLASH_ATTENTION_VARLEN if case in PACKED else FLASH_ATTENTION
+    assert_parity(op, case, backend="native", dtype=dtype)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", [*SPLIT, _case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id)
+def test_the_number_of_threads_does_not_change_a_bit(case: Case) -> None:
+    results = []
+    for n in (1, 2, 5):
+        torch.set_num_threads(n)
+        args = case.make(torch.float32)
+        out = fk.flash_attention(**args, **case.options, backend="native")
+        out = out if isinstance(out, tuple) else (out,)
+        wanted = [t for t in args.values() if t is not None and t.requires_grad]
+        taken = [o for o in out if o.requires_grad]
+        results.append((*out, *torch.autograd.grad(taken, wanted, [torch.ones_like(o) for o in taken])))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_error_of_the_exponential(instruction_set: Callable[[str], None], name: str) -> None:
+    """Two keys with the logits 0 and x <= 0 and the values 0 and 1: the output is e^x / (1 + e^x), and the gradient of
+    the second value too. The error is some roundings, and that of x itself as a product with log2(e)."""
+    instruction_set(name)
+    x = -torch.linspace(0, 87, 4096, dtype=torch.float64).float()
+    for rows in (1, 64):  # the kernel for a few rows, and that for tiles
+        q = x.reshape(-1, 1, rows, 1)
+        k = torch.tensor([0.0, 1.0])[:, None].expand(len(q), 1, 2, 1)
+        v = k.clone().requires_grad_()
+        out = fk.flash_attention(q, k, v, scale=1.0, backend="native")
+        expected = x.double().sigmoid()
+        allowed = (4 - 2 * x.double()) * 2.0**-23 * expected
+        assert ((out.flatten() - expected).abs() <= allowed).all()
+        (dv,) = torch.autograd.grad(out.sum(), v)
+        expected, allowed = (y.reshape(-1, rows).sum(1) for y in (expected, allowed))
+        assert ((dv[:, 0, 1, 0] - expected).abs() <= allowed).all()
+        assert torch.equal(out[0, 0, 0, 0], torch.tensor(0.5))  # e^0 is 1 exactly
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_soft_cap_is_tanh(instruction_set: Callable[[str], None], name: str) -> None:
+    """lse of a single key is its logit: cap * tanh(x / cap), to a few units in the last place at every size."""
+    instruction_set(name)
+    for rows in (1, 64):
+        size = 10.0 ** torch.linspace(-6, 3, 4096, dtype=torch.float64)
+        x = (size * (-1.0) ** torch.arange(4096)).float().reshape(-1, rows)[:, None, :, None]
+        one = torch.ones(len(x), 1, 1, 1)
+        _, lse = fk.flash_attention(x, one, one, scale=1.0, softcap=2.0, return_lse=True, backend="native")
+        expected = 2.0 * (x[..., 0].double() / 2.0).tanh()
+        error = ((lse.double() - expected) / expected).abs().max()
+        assert error < 6e-7, float(error)
+
+
+def test_what_is_kept_for_the_backward_pass() -> None:
+    q, k, v = inputs((2, 4, 70, 32))
+    with saved_tensors() as saved:
+        fk.flash_attention(q, k, v, causal=True, backend="native")
+    assert sum(t.numel() for t in saved) == 2 * q.numel() + k.numel() + v.numel() + q.numel() // 32
+    assert all(any(t.data_ptr() == x.data_ptr() for t in saved) for x in (q, k, v))
+
+
+def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    sinks = torch.zeros(4)
+    options = (None, None, 0.1, None, None, None, None, sinks, True)
+    out, lse, _, _ = torch.ops.foundry_kernels.flash_attention_fwd(q, k, v, *options, True, False)
+    for mask in range(16):
+        needed = [bool(mask >> i & 1) for i in range(4)]
+        grads = torch.ops.foundry_kernels.flash_attention_bwd(
+            torch.ones_like(out), None, q, k, v, out, lse, *options, *needed
+        )
+        for grad, like, wanted in zip(grads, (q, k, v, sinks), needed, strict=True):
+            assert grad.shape == (like.shape if wanted else (0,))
+
+
+def test_gradients_lie_in_memory_as_their_tensors() -> None:
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs())
+    grads = torch.autograd.grad(fk.flash_attention(q, k, v, backend="native").sum(), (q, k, v))
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert grad.stride() == x.stride()
+
+
+def test_memory_grows_with_the_tokens_only() -> None:
+    """Neither pass allocates anything like the T x S matrix of scores."""
+    q, k, v = inputs((1, 2, 3000, 16), hk=1)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        out = fk.flash_attention(q, k, v, causal=True, backend="native")
+        torch.autograd.grad(out.sum(), (q, k, v))
+    largest = max(e.cpu_memory_usage for e in profile.events())
+    assert 0 < largest < 8 << 20  # the scores of one head are 36 MB where T = S
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """Tokens 2^31 elements apart. The memory is reserved and, but for the tokens, never touched."""
+    stride = 2**31
+    storage = torch.empty(2 * stride + 64, dtype=torch.bfloat16)
+    far = storage.as_strided((1, 1, 3, 64), (0, 0, stride, 1))
+    near = torch.randn(1, 1, 3, 64).bfloat16()
+    far.copy_(near)
+    results = []
+    for x in (near, far):
+        q, k, v = (x.detach().requires_grad_() for _ in range(3))
+        out = fk.flash_attention(q, k, v, causal=True, backend="native")
+        results.append((out, *torch.autograd.grad(out, (q, k, v), x.detach())))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("t", [2, 70])
+def test_a_row_that_is_not_finite_stays_by_itself(t: int) -> None:
+    q, k, v = (x.detach() for x in inputs((1, 2, t, 16), hk=1))
+    clean = fk.flash_attention(q, k, v, causal=True, backend="native")
+    q[0, 0, 1, 3] = math.nan
+    options = {"causal": True, "return_lse": True, "return_stats": True}
+    out, lse, _, max_logit = fk.flash_attention(q, k, v, **options, backend="native")
+    assert out[0, 0, 1].isnan().all()
+    assert lse[0, 0, 1].isnan()
+    assert max_logit[0, 0, 1].isnan()
+    out[0, 0, 1] = clean[0, 0, 1]
+    assert torch.equal(out, clean)
+
+
+def test_the_bare_operator_checks_too() -> None:
+    """torch.ops.foundry_kernels.flash_attention is reachable without the public function."""
+    q, k, v = (x.detach() for x in inputs())
+    attend = torch.ops.foundry_kernels.flash_attention
+    varlen = torch.ops.foundry_kernels.flash_attention_varlen
+    rest = (0.1, None, None, None, None, None, True, False, False)
+    with pytest.raises(ValueError, match="k must have q's head dimension"):
+        attend(q, k[..., :5], v, *rest)
+    with pytest.raises(ValueError, match="v must have k's heads and tokens"):
+        attend(q, k, v[:, :1], *rest)
+    with pytest.raises(ValueError, match="multiple of k's 3 heads"):
+        attend(q, k[:, :1].expand(1, 3, 70, 32), v[:, :1].expand(1, 3, 70, 32), *rest)
+    with pytest.raises(TypeError, match="k must have q's dtype"):
+        attend(q, k.half(), v, *rest)
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        attend(q.double(), k.double(), v.double(), *rest)
+    with pytest.raises(ValueError, match=r"sinks must be \[H\]"):
+        attend(q, k, v, 0.1, None, None, None, None, torch.zeros(3), True, False, False)
+    with pytest.raises(ValueError, match=r"alibi_slopes must be \[H\] or \[B, H\]"):
+        attend(q, k, v, 0.1, None, None, None, torch.zeros(3), None, True, False, False)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    for bad in ([0, 50, 40, 70], [0, 71], [1, 70], [0, -5, 70]):
+        starts, good = torch.tensor(bad), torch.tensor([0] + [70] * (len(bad) - 1))
+        with pytest.raises(ValueError, match="cu_seqlens_k must start at 0, never decrease and end at the 70"):
+            varlen(*packed, good, starts, *rest)
+
+
+def test_meta_tensors() -> None:
+    q, k, v = (torch.empty(2, h, 5, 8, device="meta") for h in (4, 2, 2))
+    out, lse, entropy, _ = torch.ops.foundry_kernels.flash_attention(
+        q.transpose(1, 2).contiguous().transpose(1, 2), k, v[..., :3], 0.1, None, 0, None, None, None, True, True, False
+    )
+    assert out.is_meta
+    assert out.shape == (2, 4, 5, 3)
+    assert out.stride() == (60, 3, 12, 1)
+    assert lse.shape == (2, 4, 5)
+    assert entropy.numel() == 0
+
+
+def test_there_is_no_cuda_kernel_and_the_refusal_says_so() -> None:
+    for op in (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN):
+        assert "no CUDA kernels" in str(op.why_not("native", "cuda"))
+        impl = op.impl("native")
+        assert impl is not None
+        assert impl.sources == ("cpu",)
