@@ -231,7 +231,7 @@ def test_compile_with_inductor(row: Row) -> None:
 @over_rows()
 def test_gradient_of_each_output_alone(row: Row) -> None:
     """The other outputs have no gradient then: none, and not a tensor of zeros."""
-    for case in row.small_cases:
+    for case in row.small_cases[::4]:
         args = case.make(torch.float32, row.device)
         wanted = [t for t in args.values() if t is not None and t.requires_grad]
         outputs = [call(row.op, args, case.options, backend=b) for b in (row.backend, "reference")]

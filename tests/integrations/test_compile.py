@@ -127,7 +127,7 @@ def test_export() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_in_one_graph(family: str) -> None:
     """Tracing only: what differs between families is Python."""
-    model = tiny_model(family, num_hidden_layers=1)
+    model = tiny_model(family)
     with torch.no_grad():
         expected = model(IDS, attention_mask=LEFT, use_cache=False).logits
         fk.patch(model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import multiprocessing
 import os
 import socket
@@ -24,12 +25,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 2
-SECONDS = 30  # a collective that waits longer has been left by the other process
+SECONDS = 120  # a collective that waits longer has been left by the other process
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float = 150.0) -> dict[str, list[Any]]:
-    """What each scenario returned in each process, or the traceback where it failed; hanging processes are killed."""
+def run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float = 600.0) -> dict[str, list[Any]]:
+    """What each scenario returned in each process, or the traceback where it failed; hanging processes are killed.
+
+    Another worker of the test run that comes with the same folder waits for the first one and takes its results.
+    """
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            _run(scenarios, folder, seconds)
+            (folder / "done").touch()
+    found = [torch.load(folder / f"{rank}.pt") if (folder / f"{rank}.pt").exists() else {} for rank in range(SIZE)]
+    return {name: [results.get(name, "the process did not come this far") for results in found] for name in scenarios}
+
+
+def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float) -> None:
     context = multiprocessing.get_context("spawn")
     ports = _free_ports(4 * len(scenarios))
     started = [context.Process(target=_work, args=(rank, scenarios, folder, ports)) for rank in range(SIZE)]
@@ -40,8 +55,6 @@ def run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: floa
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
-    found = [torch.load(folder / f"{rank}.pt") if (folder / f"{rank}.pt").exists() else {} for rank in range(SIZE)]
-    return {name: [results.get(name, "the process did not come this far") for results in found] for name in scenarios}
 
 
 def _free_ports(count: int) -> list[int]:

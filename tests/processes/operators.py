@@ -20,9 +20,10 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
 
     from foundry_kernels.distributed.sharding import letters
 
+    largest = 17_000 if row.backend == "triton" else 40_000  # the interpreter is slow
     kinds: dict[str, dict[object, tuple[Any, dict[str, int], str]]] = {}
     for case in row.cases:
-        if not 16 <= numel(case) <= 26_000:
+        if not 16 <= numel(case) <= largest:
             continue
         args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
         dims, over = rule(args)
