@@ -108,7 +108,7 @@ def test_static_cache_decoding() -> None:
     assert ours_graphs == graphs >= 1
 
 
-def test_export() -> None:
+def test_export_for_any_length() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     fk.patch(model)
 
@@ -120,8 +120,10 @@ def test_export() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.model(ids, use_cache=False).logits
 
-    exported = torch.export.export(Logits(), (IDS,), strict=False)
-    assert close(exported.module()(IDS), model(IDS).logits)
+    lengths = {"ids": {1: torch.export.Dim.AUTO}}
+    exported = torch.export.export(Logits(), (IDS,), dynamic_shapes=lengths, strict=False)
+    for ids in (IDS, IDS[:, :7]):
+        assert close(exported.module()(ids), model(ids).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
