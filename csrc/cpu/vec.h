@@ -13,6 +13,7 @@
 #if defined(__SSE2__)
 #if defined(__GNUC__) && !defined(__clang__)  // GCC 12 takes what its own header leaves undefined for a mistake
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 #endif
