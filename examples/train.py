@@ -3,6 +3,7 @@
     python examples/train.py                            # the standard library's source, reference and fastest backend
     python examples/train.py --text shakespeare.txt --steps 1000 --backend native
     python examples/train.py --out runs/a --resume      # go on where runs/a was interrupted
+    torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
 
 Each backend starts from the same weights and sees the same batches, so their losses must agree but for rounding.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -21,8 +23,9 @@ from types import FrameType
 import torch
 
 try:
-    from train_checkpoint import CheckpointError, load
+    from train_checkpoint import CheckpointError
     from train_loop import Recipe, Run, autocast, train
+    from train_parallel import KINDS, Parallel, ParallelError, Single
     from train_report import header, kernels, plot, sample, table
     from train_text import Text, TextError, read_text
 except ModuleNotFoundError as error:
@@ -73,6 +76,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast, with parameters in float32")
     add("--steps", type=int, default=300)
     add("--batch", type=int, default=8)
+    add("--accumulate", type=int, default=1, metavar="PARTS", help="run each batch in so many parts, one by one")
+    add(
+        "--parallel", choices=KINDS, help="train on the processes that torchrun started; --batch is that of all of them"
+    )
     add("--seq-len", type=int, default=128)
     add("--dim", type=int, default=256)
     add("--layers", type=int, default=4)
@@ -92,9 +99,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def make_recipe(options: argparse.Namespace, prompt: int) -> Recipe:
     """Check the options; `prompt` is the prompt's length in bytes."""
-    for name in ("steps", "batch", "seq_len", "checkpoint_every"):
+    for name in ("steps", "batch", "accumulate", "seq_len", "checkpoint_every"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
+    if options.batch % options.accumulate:
+        raise UsageError(f"--batch must be a multiple of --accumulate {options.accumulate}; got {options.batch}")
     if options.sample_tokens < 0:
         raise UsageError(f"--sample-tokens must be at least 0; got {options.sample_tokens}")
     for name in ("lr", "temperature"):
@@ -128,6 +137,7 @@ def make_recipe(options: argparse.Namespace, prompt: int) -> Recipe:
         DTYPES[options.dtype],
         device,
         options.checkpoint_every,
+        options.accumulate,
     )
 
 
@@ -150,12 +160,12 @@ def choose_backends(asked: list[str] | None, recipe: Recipe) -> tuple[dict[str, 
     return rows, parameters
 
 
-def prepare_folder(options: argparse.Namespace, backends: list[str]) -> tuple[Path, dict[str, Path]]:
+def prepare_folder(options: argparse.Namespace, backends: list[str], suffix: str) -> tuple[Path, dict[str, Path]]:
     """The folder to write to, not yet made, and each backend's checkpoint in it."""
     if options.resume and options.out is None:
         raise UsageError("--resume needs --out, the folder of the run to continue")
     folder = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    checkpoints = {name: folder / f"checkpoint-{name}.pt" for name in backends}
+    checkpoints = {name: folder / f"checkpoint-{name}{suffix}" for name in backends}
     present = [path for path in checkpoints.values() if path.exists()]
     if options.resume and not present:
         raise UsageError(f"nothing to resume: no {' or '.join(path.name for path in checkpoints.values())} in {folder}")
@@ -170,11 +180,31 @@ def run_all(options: argparse.Namespace) -> int:
     if not prompt:
         raise UsageError("--prompt must not be empty")
     recipe = make_recipe(options, len(prompt))
+    with processes_of(options, recipe) as processes:
+        return run_on(processes, options, recipe, text, prompt)
+
+
+@contextlib.contextmanager
+def processes_of(options: argparse.Namespace, recipe: Recipe) -> Iterator[Single]:
+    """This process and those that train with it, of which only the first one prints."""
+    if not options.parallel:
+        yield Single()
+        return
+    processes = Parallel(options.parallel, recipe.device.type)
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if processes.first else nowhere):
+            yield processes
+    finally:
+        processes.end()
+
+
+def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text: Text, prompt: bytes) -> int:
+    processes.check(recipe.model, recipe.batch // recipe.accumulate)
     rows, parameters = choose_backends(options.backend, recipe)
-    folder, checkpoints = prepare_folder(options, list(rows))
+    folder, checkpoints = processes.same(lambda: prepare_folder(options, list(rows), processes.suffix))
     resumed = {name for name, path in checkpoints.items() if options.resume and path.exists()}
     for name in resumed:  # all of them, before the first hour of training
-        load(checkpoints[name], recipe.settings(name, text))
+        processes.load(checkpoints[name], recipe.settings(name, text))
     picture = options.plot or folder / "loss.png"
     for place in (folder, picture.parent):
         try:
@@ -188,14 +218,20 @@ def run_all(options: argparse.Namespace) -> int:
     runs: list[Run] = []
     with Interrupt().listening() as interrupt:
         for name in rows:
-            run = train(recipe, name, text, checkpoints[name], resume=name in resumed, stop=interrupt)
-            if interrupt.raised:
+            run = train(
+                recipe, name, text, checkpoints[name],
+                resume=name in resumed, stop=interrupt, progress=processes.first, processes=processes,
+            )  # fmt: skip
+            if run.step < recipe.steps:
                 again = f"--resume --out {folder}, and the other options as they were"
-                print(f"\nInterrupted at step {run.step} of {name}; to continue: {again}", file=sys.stderr)
+                if processes.first:
+                    print(f"\nInterrupted at step {run.step} of {name}; to continue: {again}", file=sys.stderr)
                 return 130
             runs.append(run)
             if len(runs) < len(rows):
                 run.model = None  # the next run's peak memory is to be its own
+    if not processes.first:
+        return 0
     print()
     print(table(runs, recipe))
     model = runs[-1].model
@@ -241,7 +277,7 @@ def shorten(line: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     try:
         return run_all(parse(argv))
-    except (UsageError, TextError, CheckpointError, BackendUnavailable) as error:
+    except (UsageError, ParallelError, TextError, CheckpointError, BackendUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

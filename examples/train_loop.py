@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
-from train_checkpoint import CheckpointError, load, save
+from train_checkpoint import CheckpointError
 from train_memory import PeakMemory
+from train_parallel import Single
 from train_text import Text
 
 from foundry_kernels.models import ModelConfig, Transformer
@@ -35,6 +36,7 @@ class Recipe:
     dtype: torch.dtype
     device: torch.device
     checkpoint_every: int
+    accumulate: int = 1  # parts that a batch is run in
 
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, by the names of the options."""
@@ -77,7 +79,7 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.lr * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: Transformer) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only; the loop sets the learning rate."""
     parameters = list(model.parameters())
     groups = [
@@ -102,6 +104,7 @@ def train(
     resume: bool = False,
     stop: Callable[[int], bool] = lambda step: False,
     progress: bool = True,
+    processes: Single | None = None,
 ) -> Run:
     """Train from the seed, or go on from `checkpoint`.
 
@@ -109,27 +112,29 @@ def train(
         checkpoint: written every `recipe.checkpoint_every` steps, at the end and where `stop` ends the run; or None.
         resume: continue from `checkpoint`, which must exist.
         stop: asked after every step, with the number of steps done.
+        processes: those that train together, of which this is one; None for this one alone.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, continued from or written.
     """
     settings = recipe.settings(backend, text)
-    state = load(checkpoint, settings) if resume and checkpoint is not None else None
+    processes = processes or Single()
+    state = processes.load(checkpoint, settings) if resume and checkpoint is not None else None
     memory = PeakMemory(recipe.device)
     torch.manual_seed(recipe.seed)
     with recipe.device:
-        model = Transformer(recipe.model, backend)
+        model = processes.divide(Transformer(recipe.model, backend))
     optimizer = make_optimizer(model)
     order = torch.Generator().manual_seed(recipe.seed)  # on the CPU everywhere: the same batches on every device
-    run = Run(backend, model)
-    if state is not None:
-        _restore(run, model, optimizer, order, state, checkpoint)
+    run = Run(backend, None)
+    if state is not None and checkpoint is not None:
+        _restore(run, processes, model, optimizer, order, state, checkpoint)
     model.train()
 
     def write() -> None:
         if checkpoint is not None:
             run.peak_bytes = max(run.peak_bytes, memory.bytes())
-            save(checkpoint, settings, _state(run, model, optimizer, order))
+            processes.save(checkpoint, settings, model, optimizer, _progress(run, order))
 
     bar = tqdm(
         total=recipe.steps, initial=run.step, desc=backend, unit="step", disable=not progress, mininterval=0.2, ncols=88
@@ -137,12 +142,13 @@ def train(
     with bar:
         while run.step < recipe.steps:
             start = time.perf_counter()
-            loss = _step(model, optimizer, recipe, text.batch(recipe.batch, recipe.seq_len, order), run.step)
+            batch = text.batch(recipe.batch, recipe.seq_len, order)
+            part = _step(processes, model, optimizer, recipe, batch, run.step)
+            loss, stopped = processes.agree(part, stop(run.step + 1))
             run.losses.append(loss)  # reading it has waited for the device
             run.seconds.append(time.perf_counter() - start)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
-            stopped = stop(run.step)
             if stopped or run.step % recipe.checkpoint_every == 0 or run.step == recipe.steps:
                 write()
             if stopped:
@@ -151,26 +157,37 @@ def train(
     run.peak_meaning = memory.meaning
     if run.step == recipe.steps:
         run.held_out = held_out_loss(model, recipe, text)
+    run.model = processes.whole(model)
     return run
 
 
 def _step(
-    model: Transformer, optimizer: torch.optim.Optimizer, recipe: Recipe, batch: tuple[Tensor, Tensor], step: int
-) -> float:
-    tokens, targets = (part.to(recipe.device) for part in batch)
+    processes: Single,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    batch: tuple[Tensor, Tensor],
+    step: int,
+) -> Tensor:
+    """Train on this process's part of the batch; returns its mean loss."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, recipe)
-    with autocast(recipe):
-        _, loss = model(tokens, targets)
-    loss.backward()
+    parts = [processes.share(part).to(recipe.device) for whole in batch for part in whole.chunk(recipe.accumulate)]
+    losses = []
+    for index, (tokens, targets) in enumerate(zip(parts[: recipe.accumulate], parts[recipe.accumulate :], strict=True)):
+        with processes.accumulating(model, index == recipe.accumulate - 1):
+            with autocast(recipe):
+                _, loss = model(tokens, targets)
+            (loss / recipe.accumulate).backward()
+        losses.append(loss.detach())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    return torch.stack(losses).mean()
 
 
 @torch.no_grad()
-def held_out_loss(model: Transformer, recipe: Recipe, text: Text) -> float:
+def held_out_loss(model: nn.Module, recipe: Recipe, text: Text) -> float:
     """Mean loss over windows of the held-out tail."""
     model.eval()
     tokens, targets = text.held_out_batch(HELD_OUT_WINDOWS, recipe.seq_len)
@@ -183,10 +200,9 @@ def held_out_loss(model: Transformer, recipe: Recipe, text: Text) -> float:
     return sum(losses) / len(losses)
 
 
-def _state(run: Run, model: Transformer, optimizer: torch.optim.Optimizer, order: torch.Generator) -> dict[str, Any]:
+def _progress(run: Run, order: torch.Generator) -> dict[str, Any]:
+    """What a checkpoint holds besides the model and the optimizer."""
     return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
         "order": order.get_state(),
         "losses": run.losses,
         "seconds": run.seconds,
@@ -196,15 +212,15 @@ def _state(run: Run, model: Transformer, optimizer: torch.optim.Optimizer, order
 
 def _restore(
     run: Run,
-    model: Transformer,
+    processes: Single,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     order: torch.Generator,
     state: dict[str, Any],
-    path: Path | None,
+    path: Path,
 ) -> None:
     try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        processes.restore(path, state, model, optimizer)
         order.set_state(state["order"])
         run.losses, run.seconds = list(map(float, state["losses"])), list(map(float, state["seconds"]))
         run.peak_bytes = int(state["peak_bytes"])

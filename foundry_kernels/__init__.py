@@ -1,6 +1,7 @@
 """Fused kernels for training and running Llama-style models, each with a plain PyTorch reference that it equals."""
 
 from foundry_kernels import compat, models, nn
+from foundry_kernels.integrations import patch
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
@@ -20,6 +21,7 @@ __all__ = [
     "geglu",
     "models",
     "nn",
+    "patch",
     "qk_norm_rope",
     "rms_norm",
     "rope",

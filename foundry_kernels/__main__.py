@@ -1,6 +1,7 @@
 """`python -m foundry_kernels`: which backend of which operation works here, and why the others do not.
 
 `python -m foundry_kernels inspect rms_norm --arch 90`: what its Triton kernels cost on a GPU that need not be there.
+`python -m foundry_kernels patch-report`: what `foundry_kernels.patch` replaces in each family of transformers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from foundry_kernels.registry import BACKENDS, OpSpec
 def main(argv: list[str]) -> int:
     if argv[:1] == ["inspect"]:
         return inspect(argv[1:])
+    if argv[:1] == ["patch-report"]:
+        return patch_report(argv[1:])
     if argv:
-        print(f"usage: python -m foundry_kernels [inspect ...]; got {' '.join(argv)}", file=sys.stderr)
+        print(f"usage: python -m foundry_kernels [inspect ... | patch-report]; got {' '.join(argv)}", file=sys.stderr)
         return 2
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     print("\n".join(["foundry_kernels " + __version__, "", *versions(), "", *table(devices)]))
@@ -122,6 +125,34 @@ def inspect(argv: list[str]) -> int:
             if options.sass:
                 print(_aot.run_on_cubin([_aot.tool("cuobjdump"), "--dump-sass"], cost.cubin))
     return 1 if bad else 0
+
+
+def patch_report(argv: list[str]) -> int:
+    """Patch a small model of each family and print what was replaced: modules, of how many, by which operations."""
+    parser = argparse.ArgumentParser(prog="python -m foundry_kernels patch-report", description=patch_report.__doc__)
+    parser.add_argument("family", nargs="*", help="families, by their model type in transformers; all if none")
+    options = parser.parse_args(argv)
+    from foundry_kernels import patch
+    from foundry_kernels.integrations.patch import parts
+    from foundry_kernels.integrations.table import FAMILIES
+
+    unknown = [family for family in options.family if family not in FAMILIES]
+    if unknown:
+        parser.error(f"family must be one of {', '.join(FAMILIES)}; got {unknown[0]}")
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ImportError as e:
+        parser.error(f"transformers cannot be imported ({e}); pip install transformers")
+    from foundry_kernels.integrations.tiny import tiny_model
+
+    rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "left as it was")]
+    rows.append(tuple("-" * len(title) for title in rows[0]))
+    for family in options.family or FAMILIES:
+        rows.append((family, *parts(patch(tiny_model(family)).report())))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    print(f"transformers {version}: modules of a model of two layers, and the operations that serve them")
+    print("\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in rows))
+    return 0
 
 
 if __name__ == "__main__":

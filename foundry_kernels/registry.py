@@ -8,6 +8,7 @@ device and a dtype, so the choice can be traced by `torch.compile(fullgraph=True
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 BACKENDS = ("reference", "triton", "native")
 
@@ -106,6 +109,10 @@ def register(spec: OpSpec) -> OpSpec:
 
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     """The function that serves `x`: for "auto" the first usable row, for a named backend that one or an error."""
+    if type(x) is not Tensor and type(x) is not Parameter:
+        _know_dtensor()
+    if _transformed() and backend != "reference":
+        backend = _transformable(spec, backend)
     device, dtype = x.device.type, x.dtype
     if backend == "auto":
         for name in AUTO_ORDER.get(device, ("reference",)):
@@ -119,6 +126,34 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     else:
         check_backend(backend)
     raise BackendUnavailable(_refusal(spec, backend, device, dtype))
+
+
+def _know_dtensor() -> None:
+    """Where DTensor is in use, see that it has a rule for each operator; importing it here would cost half a second."""
+    if "torch.distributed.tensor" in sys.modules:
+        importlib.import_module("foundry_kernels.distributed.sharding")
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) or forward-mode differentiation is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+# What torch.compiler.assume_constant_result sets: where a call is traced, these run, and their answers count. (Calling
+# it would import the compiler, which takes seconds. The compiler itself watches for a change of transforms.)
+_know_dtensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _transformable(spec: OpSpec, backend: str) -> str:
+    """The backend under a transform: kernels have no rule for any, and torch takes that for a derivative of zero."""
+    check_backend(backend)
+    if backend == "auto":
+        return "reference"
+    raise BackendUnavailable(
+        f"{spec.name}: backend {backend!r} supports neither torch.func transforms (grad, vmap, jvp, ...) nor "
+        "forward-mode differentiation; backend 'reference' does, and 'auto' takes it there"
+    )
 
 
 def check_backend(backend: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from attention_loops import BACKENDS, EXACT, attend, close, draw, for_loop, over
 from table import Allocations
 from torch import Tensor
 
-import foundry_kernels as fk
 from foundry_kernels.compat import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
 
 
@@ -175,18 +172,3 @@ def test_flash_attn_func_compiles(backend: str) -> None:
         sdpa(*args, enable_gqa=True, backend=backend),
         scaled_dot_product_attention(*args, enable_gqa=True, backend=backend),
     )
-
-
-def test_the_readmes_lines() -> None:
-    """They run as they are, and the cache holds the new keys afterwards."""
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
-    [block] = [b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "foundry_kernels.compat" in b]
-    q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8)
-    caches = [torch.zeros(2, 16, 2, 8) for _ in range(2)]
-    cos, sin = fk.rope_table(8, 16)
-    given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "lengths": torch.tensor([3, 15])}
-    given |= dict(zip(("query", "key", "value"), (x.transpose(1, 2) for x in (q, k, v)), strict=True))
-    exec(block, given | {"k_cache": caches[0], "v_cache": caches[1]})
-    for cache in caches:
-        assert cache.count_nonzero() == 2 * 2 * 8
-    assert torch.equal(caches[1][1, 15], v[1, 0])

@@ -220,3 +220,23 @@ def test_compile_with_inductor(row: Row) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, e * 2)
+
+
+@over_rows()
+def test_gradient_of_each_output_alone(row: Row) -> None:
+    """The other outputs have no gradient then: none, and not a tensor of zeros."""
+    for case in row.small_cases[::4]:
+        args = case.make(torch.float32, row.device)
+        wanted = [t for t in args.values() if t is not None and t.requires_grad]
+        outputs = [call(row.op, args, case.options, backend=b) for b in (row.backend, "reference")]
+        for index, (actual, expected) in enumerate(zip(*outputs, strict=True)):
+            if len(outputs[0]) == 1 or not expected.requires_grad:
+                continue
+            cotangent = make_cotangents((expected.detach(),), "contiguous")
+            found = [
+                torch.autograd.grad(output, wanted, cotangent, allow_unused=True, retain_graph=True)
+                for output in (actual, expected)
+            ]
+            for a, e, t in zip(*found, wanted, strict=True):
+                a, e = (torch.zeros_like(t) if x is None else x for x in (a, e))
+                torch.testing.assert_close(a, e, msg=lambda text, at=(case.id, index): f"{at}: {text}")

@@ -6,6 +6,7 @@
 // empty tensors in place of what was not asked for.
 #include "flash_attention.h"
 
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -58,6 +59,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   // The sinks are passed by themselves: autograd looks for tensors that require gradients among the arguments.
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& q, const Tensor& k,
                                                 const Tensor& v, const OptionalTensor& sinks, const Call& c) {
+    ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, entropy, max_logit] = call_fwd(q, k, v, c, true);
     ctx->save_for_backward({q, k, v, out, lse, unwrap(c.cu_seqlens_q), unwrap(c.cu_seqlens_k), unwrap(c.slopes),
@@ -91,10 +93,14 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     auto& data = ctx->saved_data;
     const auto softcap = data["softcap"];
     const bool need_dsinks = saved[8].defined() && ctx->needs_input_grad(3);
-    const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1), need_dv = ctx->needs_input_grad(2);
     const OptionalTensor dlse = data["return_lse"].toBool() ? wrap(grads[1]) : std::nullopt;
+    const bool has_dout = grads[0].defined();
+    if (!has_dout && !dlse.has_value()) return torch::autograd::variable_list(5);
+    const Tensor dout = has_dout ? grads[0] : at::zeros_like(saved[3]);
+    const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1);
+    const bool need_dv = has_dout && ctx->needs_input_grad(2);  // of lse alone v is no part
     auto [dq, dk, dv, dsinks] =
-        op.call(grads[0], dlse, saved[0], saved[1], saved[2], saved[3], saved[4], wrap(saved[5]), wrap(saved[6]),
+        op.call(dout, dlse, saved[0], saved[1], saved[2], saved[3], saved[4], wrap(saved[5]), wrap(saved[6]),
                 data["scale"].toDouble(), unpack_int(data["left"]), unpack_int(data["right"]),
                 softcap.isNone() ? std::nullopt : std::optional<double>(softcap.toDouble()), wrap(saved[7]),
                 wrap(saved[8]), data["bottom_right"].toBool(), need_dq, need_dk, need_dv, need_dsinks);

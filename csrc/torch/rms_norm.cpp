@@ -37,6 +37,7 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& x,
                                                 const OptionalTensor& residual, const OptionalTensor& weight, double eps,
                                                 double weight_offset, bool round_before_weight) {
+    ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, true);
     ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), rstd});
@@ -59,8 +60,11 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
     const bool has_residual = grads.size() > 1;
     const bool need_residual = has_residual && ctx->needs_input_grad(1);
     const bool need_dw = saved[1].defined() && ctx->needs_input_grad(has_residual ? 2 : 1);
-    const OptionalTensor dh = has_residual ? OptionalTensor(grads[1]) : std::nullopt;
-    auto [dx, dw] = op.call(grads[0], dh, saved[0], wrap(saved[1]), saved[2], ctx->saved_data["weight_offset"].toDouble(),
+    const Tensor dh = has_residual ? grads[1] : Tensor();
+    // With no gradient of y, that of h passes the sum and nothing reaches the weight.
+    if (!grads[0].defined()) return {need_x ? dh : Tensor(), need_residual ? dh : Tensor(), {}, {}, {}, {}};
+    auto [dx, dw] = op.call(grads[0], wrap(dh), saved[0], wrap(saved[1]), saved[2],
+                            ctx->saved_data["weight_offset"].toDouble(),
                             ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
     // The sum x + residual passes one gradient to both of its terms.
     return {need_x ? dx : Tensor(), need_residual ? dx : Tensor(), need_dw ? dw : Tensor(), Tensor(), Tensor(), Tensor()};

@@ -68,6 +68,7 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,
                                const Tensor& sin, bool interleaved, const OptionalTensor& positions) {
+    ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [q_out, k_out] = call_apply(q, k, cos, sin, interleaved, positions, false, std::nullopt, std::nullopt);
     ctx->save_for_backward({cos, sin, unwrap(positions)});
@@ -85,7 +86,9 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "rope has no second derivative: backward was called with create_graph=True");
     const auto saved = ctx->get_saved_variables();
-    const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1);
+    const bool need_dq = ctx->needs_input_grad(0) && grads[0].defined();
+    const bool need_dk = ctx->needs_input_grad(1) && grads[1].defined();
+    if (!need_dq && !need_dk) return variable_list(6);
     const auto q_order = ctx->saved_data["q_order"].toIntVector(), k_order = ctx->saved_data["k_order"].toIntVector();
     auto [dq, dk] = call_apply(need_dq ? OptionalTensor(grads[0]) : std::nullopt,
                                need_dk ? OptionalTensor(grads[1]) : std::nullopt, saved[0], saved[1],
@@ -109,6 +112,7 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
                                const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin, double eps,
                                double weight_offset, bool round_before_weight, bool interleaved,
                                const OptionalTensor& positions) {
+    ctx->set_materialize_grads(false);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [q_out, k_out, q_rstd, k_rstd] = call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_offset,
                                                    round_before_weight, interleaved, positions, true);
@@ -136,15 +140,18 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
                                .findSchemaOrThrow(FK_LIBRARY_NAME "::qk_norm_rope_bwd", "")
                                .typed<decltype(bwd_meta)>();
     auto saved = ctx->get_saved_variables();
-    for (int side = 0; side < 2; ++side) {  // one that is absent has no heads
-      if (saved[side].defined()) continue;
+    const bool has_q = saved[0].defined() && grads[0].defined(), has_k = saved[1].defined() && grads[1].defined();
+    if (!has_q && !has_k) return variable_list(11);
+    for (int side = 0; side < 2; ++side) {  // one that is absent, or whose result was not used, has no heads
+      if (side == 0 ? has_q : has_k) continue;
       const Tensor& other = saved[1 - side];
-      saved[side] = at::empty_symint({other.sym_size(0), 0, other.sym_size(2), other.sym_size(3)}, other.options());
-      saved[6 + side] = at::empty({0}, other.options().dtype(at::kFloat));
+      saved[side] = other.new_empty_symint({other.sym_size(0), 0, other.sym_size(2), other.sym_size(3)});
+      saved[2 + side] = Tensor();
+      saved[6 + side] = other.new_empty({0}, other.options().dtype(at::kFloat));
       grads[side] = saved[side];
     }
     // needs_input_grad counts the tensors that were given, so an absent weight moves the next one forward.
-    const bool need_dq = ctx->needs_input_grad(0), need_dk = ctx->needs_input_grad(1);
+    const bool need_dq = has_q && ctx->needs_input_grad(0), need_dk = has_k && ctx->needs_input_grad(1);
     const bool need_dq_weight = saved[2].defined() && ctx->needs_input_grad(2);
     const int k_weight_index = ctx->saved_data["has_q_weight"].toBool() ? 3 : 2;
     const bool need_dk_weight = saved[3].defined() && ctx->needs_input_grad(k_weight_index);

@@ -126,10 +126,9 @@ class Attention(torch.nn.Module):
                 raise ValueError("cu_seqlens and cache exclude each other; got both")
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
-        batch, length, _ = x.shape
-        q = self.wq(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        length = x.shape[1]
+        # The heads are counted from what the projections give: under tensor parallelism a device has a part of them.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         if self.rope is not None:
             if positions is None and cache is not None:
                 positions = cache.length
@@ -150,7 +149,7 @@ class Attention(torch.nn.Module):
         if cu_seqlens is not None:
             out, rows = out.transpose(0, 1).unsqueeze(0), [t.unsqueeze(0) for t in rows]
         # A view where the operation kept q's storage order, as it promises.
-        y = self.wo(out.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+        y = self.wo(out.transpose(1, 2).flatten(2))
         return (y, *rows) if rows else y
 
     def extra_repr(self) -> str:

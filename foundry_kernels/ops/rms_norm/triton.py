@@ -331,6 +331,7 @@ class _RMSNorm(torch.autograd.Function):
         weight_offset: float,
         round_before_weight: bool,
     ) -> Any:
+        ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensor where the outputs are
         y, h, rstd = _rms_norm_fwd(x, residual, weight, eps, weight_offset, round_before_weight, True)
         ctx.save_for_backward(x if residual is None else h, weight, rstd)
         ctx.options = (weight_offset, round_before_weight)
@@ -339,11 +340,13 @@ class _RMSNorm(torch.autograd.Function):
         return y if residual is None else (y, h)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dh: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> Any:
         refuse_second_derivative("rms_norm")
         x, weight, rstd = ctx.saved_tensors
         need_x, need_residual, need_dw = ctx.needs_input_grad[:3]
         need_dx = need_x or need_residual
+        if dy is None:  # the gradient of h passes the sum, and nothing reaches the weight
+            return dh if need_x else None, dh if need_residual else None, None, None, None, None
         dx, dw = _rms_norm_bwd(dy, dh, x, weight, rstd, *ctx.options, need_dx, need_dw)
         # The sum passes one gradient to both of its terms.
         return dx if need_x else None, dx if need_residual else None, dw if need_dw else None, None, None, None

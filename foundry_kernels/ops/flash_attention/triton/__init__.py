@@ -292,12 +292,14 @@ class _FlashAttention(torch.autograd.Function):
         return_lse: bool,
         return_stats: bool,
     ) -> Any:
+        ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensor where the outputs are
         options = (scale, left, right, softcap, bottom_right)
         out, lse, *stats = _flash_attention_fwd(
             q, k, v, starts_q, starts_k, longest_q, longest_k, slopes, sinks, *options, True, return_stats
         )
         ctx.save_for_backward(q, k, v, out, lse, starts_q, starts_k, slopes, sinks)
         ctx.options = (longest_q, longest_k, *options)
+        ctx.has_lse = return_lse
         constant = list(stats)
         if not (q.requires_grad or k.requires_grad or (sinks is not None and sinks.requires_grad)):
             constant.append(lse)  # which does not depend on v
@@ -305,11 +307,16 @@ class _FlashAttention(torch.autograd.Function):
         return (out, *((lse,) if return_lse else ()), *(stats if return_stats else ()))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, dlse: Tensor | None = None, *_: Any) -> Any:
+    def backward(ctx: Any, g: Tensor | None, second: Tensor | None = None, *_: Any) -> Any:
         refuse_second_derivative("flash_attention")
         q, k, v, out, lse, starts_q, starts_k, slopes, sinks = ctx.saved_tensors
+        dlse = second if ctx.has_lse else None  # a statistic has no gradient
+        if g is None and dlse is None:
+            return (None,) * 16
         longest_q, longest_k, *options = ctx.options
-        needed = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[8])
+        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+        needed = (need_dq, need_dk, need_dv and g is not None, ctx.needs_input_grad[8])  # of lse alone v is no part
+        g = torch.zeros_like(out) if g is None else g
         grads = _flash_attention_bwd(
             g, dlse, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, slopes, sinks, *options, *needed
         )

@@ -302,6 +302,7 @@ class _Rope(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor | None
     ) -> Any:
+        ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensor where the outputs are
         ctx.orders, ctx.interleaved = (storage_order(q), storage_order(k)), interleaved
         ctx.save_for_backward(cos, sin, positions)
         y = _turn(q, k, *ctx.orders, cos, sin, positions, interleaved, False)
@@ -309,9 +310,11 @@ class _Rope(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dyq: Tensor, dyk: Tensor) -> Any:
+    def backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> Any:
         refuse_second_derivative("rope")
-        need_q, need_k = ctx.needs_input_grad[:2]
+        need_q, need_k = (ctx.needs_input_grad[i] and dy is not None for i, dy in enumerate((dyq, dyk)))
+        if not (need_q or need_k):
+            return (None,) * 6
         dq, dk = _turn(
             dyq if need_q else None, dyk if need_k else None, *ctx.orders, *ctx.saved_tensors, ctx.interleaved, True
         )
@@ -334,6 +337,7 @@ class _QKNormRope(torch.autograd.Function):
         interleaved: bool,
         positions: Tensor | None,
     ) -> Any:
+        ctx.set_materialize_grads(False)
         need_q, need_k, need_qw, need_kw = ctx.needs_input_grad[:4]
         save_q, save_k = need_q or need_qw, need_k or need_kw
         ctx.orders = storage_order(q), storage_order(k)
@@ -351,12 +355,19 @@ class _QKNormRope(torch.autograd.Function):
         return yq, yk
 
     @staticmethod
-    def backward(ctx: Any, dyq: Tensor, dyk: Tensor) -> Any:
+    def backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> Any:
         refuse_second_derivative("qk_norm_rope")
-        q, q_weight, q_rstd, k, k_weight, k_rstd, cos, sin, positions = ctx.saved_tensors
+        *sides, cos, sin, positions = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:4])
+        if dyq is None or sides[0] is None:  # a side without gradient takes no part
+            dyq, needs[0], needs[2], sides[:3] = None, False, False, (None,) * 3
+        if dyk is None or sides[3] is None:
+            dyk, needs[1], needs[3], sides[3:] = None, False, False, (None,) * 3
+        if not any(needs):
+            return (None,) * 11
+        q, q_weight, q_rstd, k, k_weight, k_rstd = sides
         grads = _norm_and_turn_bwd(
-            None if q is None else dyq, None if k is None else dyk, q, k, *ctx.orders, q_weight, k_weight,
+            dyq, dyk, q, k, *ctx.orders, q_weight, k_weight,
             q_rstd, k_rstd, cos, sin, positions, *ctx.options, needs,
         )  # fmt: skip
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *(None,) * 7

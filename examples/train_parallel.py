@@ -1,0 +1,225 @@
+"""Several processes for `train.py`, started by torchrun, on torch's own engine: `--parallel ddp`, `fsdp` or `tp`.
+
+    torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
+
+Whatever their number, they train the model that one process would: `--batch` is the batch of all of them together. A
+checkpoint holds no trace of how the model was divided, so any number of processes, divided in any way, can continue it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from train_checkpoint import CheckpointError, load, save
+
+from foundry_kernels.models import ModelConfig, Transformer
+
+T = TypeVar("T")
+KINDS = ("ddp", "fsdp", "tp")
+PROGRESS = "progress.pt"
+
+
+class ParallelError(Exception):
+    """Processes that cannot train together, in words for the user."""
+
+
+class Single:
+    """One process, which has the whole model, the whole batch and a checkpoint in one file."""
+
+    rank, size = 0, 1
+    suffix = ".pt"
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def same(self, make: Callable[[], T]) -> T:
+        """What `make` returns in the first process."""
+        return make()
+
+    def check(self, model: ModelConfig, batch: int) -> None:
+        """Raise ParallelError where the model or the batch cannot be divided."""
+
+    def divide(self, model: Transformer) -> nn.Module:
+        """The module to train."""
+        return model
+
+    def share(self, batch: Tensor) -> Tensor:
+        """This process's part of a batch."""
+        return batch
+
+    def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Around the backward pass of a part of a batch: gradients need not be exchanged before the last one."""
+        return nullcontext()
+
+    def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
+        """The batch's loss, and whether any process is to stop."""
+        return loss.item(), stop
+
+    def whole(self, model: nn.Module) -> Transformer:
+        """The undivided model."""
+        assert isinstance(model, Transformer)
+        return model
+
+    def save(
+        self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, progress: Any
+    ) -> None:
+        """Write a checkpoint to `path`, whole or not at all."""
+        save(path, settings, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **progress})
+
+    def load(self, path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """What `save` was given as `progress`, and whatever `restore` needs."""
+        return load(path, settings)
+
+    def restore(self, path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
+class Parallel(Single):
+    """One of the processes that torchrun started, with the checkpoint in a folder that all of them write to."""
+
+    suffix = ""
+
+    def __init__(self, kind: str, device: str) -> None:
+        if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise ParallelError(
+                f"--parallel {kind} needs processes that torchrun starts: "
+                f"torchrun --nproc-per-node 2 examples/train.py --parallel {kind} ..."
+            )
+        self.kind = kind
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.mesh = dist.device_mesh.init_device_mesh(device, (self.size,))
+
+    def end(self) -> None:
+        dist.destroy_process_group()
+
+    def same(self, make: Callable[[], T]) -> T:
+        answer: list[Any] = [None]
+        if self.first:
+            try:
+                answer = [make()]
+            except Exception as error:  # all of them raise it, or the others would wait for ever
+                answer = [error]
+        dist.broadcast_object_list(answer)
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        return answer[0]
+
+    def check(self, model: ModelConfig, batch: int) -> None:
+        if self.kind == "tp":
+            from foundry_kernels.distributed import tensor_parallel_plan
+
+            with torch.device("meta"):
+                skeleton = Transformer(model, "reference")
+            try:
+                tensor_parallel_plan(skeleton, self.mesh)
+            except ValueError as error:
+                raise ParallelError(f"--parallel tp with {self.size} processes: {error}") from None
+        elif batch % self.size:
+            raise ParallelError(f"--batch / --accumulate must be a multiple of the {self.size} processes; got {batch}")
+
+    def divide(self, model: Transformer) -> nn.Module:
+        if self.kind == "ddp":
+            return nn.parallel.DistributedDataParallel(model)
+        if self.kind == "tp":
+            from torch.distributed.tensor.parallel import parallelize_module
+
+            from foundry_kernels.distributed import tensor_parallel_plan
+
+            return parallelize_module(model, self.mesh, tensor_parallel_plan(model, self.mesh))
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.layers:
+            fully_shard(layer, mesh=self.mesh)
+        fully_shard(model, mesh=self.mesh)
+        return model
+
+    def share(self, batch: Tensor) -> Tensor:
+        return batch if self.kind == "tp" else batch[self.rank :: self.size]
+
+    def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+            return model.no_sync()
+        if self.kind == "fsdp":
+            model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()
+
+    def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
+        both = torch.stack([loss.detach(), torch.full_like(loss, float(stop), requires_grad=False)])
+        dist.all_reduce(both)
+        return both[0].item() / self.size, both[1].item() > 0
+
+    def whole(self, model: nn.Module) -> Transformer:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        divided = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        assert isinstance(divided, Transformer)
+        device = next(model.parameters()).device
+        undivided = Transformer(divided.config, divided.backends, device=device)
+        undivided.load_state_dict(state)
+        return undivided
+
+    def save(
+        self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, progress: Any
+    ) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save as save_divided
+
+        written, old = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
+        if self.first:
+            shutil.rmtree(written, ignore_errors=True)
+        dist.barrier()
+        try:
+            save_divided(_state(model, optimizer), checkpoint_id=written)
+        except CheckpointException as error:
+            raise CheckpointError(f"cannot write the checkpoint {path}: {_first_line(error)}") from None
+        if self.first:
+            save(written / PROGRESS, settings, progress)
+            shutil.rmtree(old, ignore_errors=True)
+            if path.exists():
+                path.rename(old)
+            written.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+        dist.barrier()
+
+    def load(self, path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        return load(path / PROGRESS, settings)
+
+    def restore(self, path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load as load_divided
+
+        found = _state(model, optimizer)
+        try:
+            load_divided(found, checkpoint_id=path)
+        except (CheckpointException, OSError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} is damaged: {_first_line(error)}") from None
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimizer by the names of the parameters, whichever way they are divided."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    parameters, moments = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": moments}
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"

@@ -1,0 +1,14 @@
+"""The model and the operations on several devices, on torch's own engine.
+
+Data parallelism needs nothing from here: ``fully_shard`` and ``DistributedDataParallel`` take the model as it is. What
+is here is the plan for tensor parallelism and, registered by importing this module or by the first call with a DTensor,
+the rules by which DTensor runs the kernels' operators (`foundry_kernels.distributed.sharding`).
+
+    mesh = init_device_mesh("cuda", (8,))
+    parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))
+"""
+
+from foundry_kernels.distributed import sharding as sharding
+from foundry_kernels.distributed.plan import SequenceParallelNorm, tensor_parallel_plan
+
+__all__ = ["SequenceParallelNorm", "tensor_parallel_plan"]

@@ -1,0 +1,100 @@
+"""How `foundry_kernels.models.Transformer` is divided for tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from foundry_kernels.models import Transformer
+
+
+class SequenceParallelNorm(SequenceParallel):
+    """torch's `SequenceParallel` for a norm that also takes a residual: both inputs are split along the sequence."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        sequence_sharding: tuple[Placement, ...], mod: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh
+    ) -> tuple[Any, ...]:
+        prepare = SequenceParallel._prepare_input_fn
+        return tuple(prepare(sequence_sharding, mod, (x,), device_mesh) for x in inputs)
+
+
+def tensor_parallel_plan(
+    model: Transformer, mesh: DeviceMesh, *, loss_parallel: bool = False
+) -> dict[str, ParallelStyle]:
+    """The plan by which ``parallelize_module(model, mesh, plan)`` divides a model over the devices of `mesh`.
+
+    Heads, the feed-forward width and the vocabulary are divided; the residual stream and its norms are divided along
+    the sequence (Korthikanti et al., 2022, arXiv:2205.05198). A block gathers the sequence before attention and before
+    the feed-forward part and scatters the sums behind them: four collectives forward, and four backward. Rotary
+    embedding, SwiGLU and attention run on plain tensors, each device on its own heads.
+
+    Inputs are the same on every device, and so are logits and loss. Parameters come from the first device of the mesh.
+
+    Args:
+        model: with an output matrix of its own.
+        mesh: of one dimension (of a larger mesh, the slice for tensor parallelism).
+        loss_parallel: leave the logits divided along the vocabulary, as DTensors. The loss, forward and backward, must
+            then be computed inside ``torch.distributed.tensor.parallel.loss_parallel()``.
+
+    Raises:
+        TypeError: `model` is no Transformer.
+        ValueError: the mesh has several dimensions, its size divides not both numbers of heads, or the embeddings are
+            tied.
+    """
+    if not isinstance(model, Transformer):
+        raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, that of tensor parallelism; got {mesh.ndim}: {mesh}")
+    config, devices = model.config, mesh.size()
+    for name, heads in (("n_heads", config.n_heads), ("n_kv_heads", config.kv_heads)):
+        if heads % devices:
+            raise ValueError(f"{name} must be a multiple of the {devices} devices that share the heads; got {heads}")
+    if config.tie_embeddings:
+        raise ValueError("tensor parallelism needs tie_embeddings=False: a shared matrix cannot be divided both ways")
+
+    def gathered() -> ParallelStyle:
+        return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+
+    def scattering() -> ParallelStyle:
+        return RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        ),
+        "norm": SequenceParallelNorm(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+    }  # fmt: skip
+    for index in range(config.n_layers):
+        plan |= {
+            f"layers.{index}.{name}": style
+            for name, style in {
+                "attention_norm": SequenceParallelNorm(),
+                "attention": gathered(),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": scattering(),
+                "ffn_norm": SequenceParallelNorm(),
+                "feed_forward": gathered(),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w3": ColwiseParallel(),
+                "feed_forward.w2": scattering(),
+            }.items()
+        }
+    return plan

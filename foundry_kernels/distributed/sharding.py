@@ -1,0 +1,147 @@
+"""DTensor: how the operators of the kernels run on tensors that are split over devices.
+
+Each operation says in its `sharding` module which dimensions its tensors have, by letters, and along which of them the
+work may be divided. From that follows a rule a letter: every tensor that has the letter is split along it, every input
+that lacks it is whole on each device, and a gradient that lacks it is a partial sum. So no activation is ever gathered
+for being split along such a dimension, and a weight's gradient stays unreduced until somebody reads it.
+
+The rules are registered when this module is imported, and that is when an operation first meets a tensor that may be a
+DTensor (`foundry_kernels.registry.resolve`): torch.distributed.tensor takes half a second to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+
+from foundry_kernels.registry import OPS
+
+#: `sharding(args)` of an operation's `sharding` module, for the arguments of one call by name.
+Rule = Callable[[Mapping[str, Any]], tuple[dict[str, str], str]]
+
+#: One way to run an operator on one dimension of a mesh: placements of its outputs, and of its arguments (None where an
+#: argument is no tensor).
+Strategy = tuple[list[Placement], list[Placement | None]]
+
+
+def expand(dims: str, rank: int) -> tuple[str, ...]:
+    """Letters of a tensor's dimensions, "..." standing for as many as the rank leaves: "...n", 3 -> ("0", "1", "n")."""
+    before, dots, after = dims.partition("...")
+    named = len(before) + len(after)
+    if rank < named or (rank > named and not dots):
+        raise ValueError(f"a tensor of dimensions {dims!r} cannot have rank {rank}")
+    return (*before, *map(str, range(rank - named)), *after)
+
+
+def letters(dims: Mapping[str, str], name: str, rank: int) -> tuple[str, ...]:
+    """The letters of the tensor `name`; a gradient "dx" has those of "x"."""
+    known = dims.get(name) or dims.get(name.removeprefix("d"))
+    if known is None:
+        raise KeyError(f"no dimensions are known of {name!r}")
+    return expand(known, rank)
+
+
+def strategies(op: torch._ops.OpOverload, rule: Rule, given: Sequence[Any]) -> list[Strategy]:
+    """All ways to run `op` on arguments of which the tensors are DTensor specs: whole on every device, or split.
+
+    A tensor of shape ``[0]`` stands for one that is absent, and is whole everywhere.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    given = [*given, *(argument.default_value for argument in op._schema.arguments[len(given) :])]
+    args = dict(zip(names, given, strict=True))
+    tensors = {name: value for name, value in args.items() if _is_spec(value)}
+    dims, over = rule(args)
+    inputs = {n: letters(dims, n, t.ndim) if tuple(t.shape) != (0,) else () for n, t in tensors.items()}
+    outputs = _outputs(op, dims, given)
+    longest = max((len(found) for found in inputs.values()), default=0)
+    divisible = [*over.replace("...", ""), *(map(str, range(longest)) if "..." in over else ())]
+
+    def place(found: tuple[str, ...] | None, letter: str, otherwise: Placement) -> Placement:
+        if found is None or not letter:
+            return Replicate()
+        return Shard(found.index(letter)) if letter in found else otherwise
+
+    ways: list[Strategy] = []
+    for letter in ("", *divisible):
+        if letter and not (_splits(letter, tensors, inputs) and _sums(letter, op, outputs)):
+            continue
+        ways.append(
+            (
+                [place(found, letter, Partial()) for found in outputs],
+                [place(inputs[n], letter, Replicate()) if n in inputs else None for n in names],
+            )
+        )
+    return ways
+
+
+def _is_spec(value: Any) -> bool:
+    return hasattr(value, "placements") and hasattr(value, "tensor_meta")
+
+
+def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence[Any]) -> list[tuple[str, ...] | None]:
+    """The letters of each output; None for an output that was not asked for, which is an empty tensor."""
+    fakes = op(*(torch.empty(v.shape, dtype=v.tensor_meta.dtype, device="meta") if _is_spec(v) else v for v in given))
+    fakes = fakes if isinstance(fakes, tuple) else (fakes,)
+    found: list[tuple[str, ...] | None] = []
+    for fake, output in zip(fakes, op._schema.returns, strict=True):
+        found.append(None if tuple(fake.shape) == (0,) else letters(dims, output.name or "y", fake.dim()))
+    return found
+
+
+def _splits(letter: str, tensors: Mapping[str, Any], inputs: Mapping[str, tuple[str, ...]]) -> bool:
+    """Whether devices get matching parts along `letter`. Where sizes differ (a group of query heads a key-value head)
+    the parts match only if every size divides evenly over the devices that split it."""
+    sizes, split_by = set(), set()
+    for name, spec in tensors.items():
+        if letter in inputs[name]:
+            axis = inputs[name].index(letter)
+            sizes.add(spec.shape[axis])
+            split_by |= {i for i, placement in enumerate(spec.placements) if placement.is_shard(axis)}
+            mesh = spec.mesh
+    if not sizes:
+        return False
+    devices = math.prod(mesh.size(i) for i in split_by)
+    return len(sizes) == 1 or all(size % devices == 0 for size in sizes)
+
+
+def _sums(letter: str, op: torch._ops.OpOverload, outputs: Sequence[tuple[str, ...] | None]) -> bool:
+    """Whether every output that lacks `letter` is a sum over it, as a gradient is and nothing else."""
+    named = zip(op._schema.returns, outputs, strict=True)
+    return all(found is None or letter in found or (out.name or "y").startswith("d") for out, found in named)
+
+
+def _register(op: torch._ops.OpOverload, rule: Rule) -> None:
+    register_sharding(op)(lambda *given: strategies(op, rule, given))
+    # What is not a tensor decides too: which tensors are absent, which outputs are wanted. `register_sharding` counts
+    # integers only, and would answer a later call with the outputs of an earlier one.
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0)
+
+
+def composed(name: str) -> bool:
+    """Whether the operator of this package called `name` is composed of other operators."""
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"foundry_kernels::{name}", key))
+
+
+def operators() -> dict[torch._ops.OpOverload, Rule]:
+    """Every operator of a kernel that exists in this process, with the rule of its operation."""
+    found: dict[torch._ops.OpOverload, Rule] = {}
+    for package in dict.fromkeys(spec.package for spec in OPS.values()):
+        module = importlib.import_module(package + ".sharding")
+        for name in module.OPERATORS:
+            for prefix in ("", "triton_"):
+                # An operator that is composed of others is taken apart before DTensor sees it.
+                if hasattr(torch.ops.foundry_kernels, prefix + name) and not composed(prefix + name):
+                    found[getattr(torch.ops.foundry_kernels, prefix + name).default] = module.sharding
+    return found
+
+
+for _op, _rule in operators().items():
+    _register(_op, _rule)

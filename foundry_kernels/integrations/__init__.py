@@ -1,0 +1,9 @@
+"""Other people's models on the operations of this package. `foundry_kernels.patch` is the way in.
+
+`foundry_kernels.integrations.transformers` registers the attention of Hugging Face transformers; it is imported when a
+model of that package is patched, or by whoever wants ``attn_implementation="foundry"`` without a patch.
+"""
+
+from foundry_kernels.integrations.patch import Entry, PatchHandle, Report, patch, unpatch
+
+__all__ = ["Entry", "PatchHandle", "Report", "patch", "unpatch"]

@@ -1,0 +1,327 @@
+"""How modules of other packages are served by the operations here.
+
+A module is patched by giving the instance another class (`swap.py`), whose methods are here. All that differs between
+classes of modules stands in rows (`table.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from foundry_kernels.nn import RMSNorm
+from foundry_kernels.ops.rms_norm import rms_norm
+from foundry_kernels.ops.rope import qk_norm_rope, rope
+from foundry_kernels.ops.swiglu import geglu, swiglu
+
+#: What `ops` of `patch` may name. "flash_attention" stands for the packed form of it as well.
+PATCHABLE = ("rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention")
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+@dataclass
+class State:
+    """What a patched module carries: the backend of each operation, and what undoing needs."""
+
+    backends: dict[str, str]
+    previous: dict[str, Any] = field(default_factory=dict)  # "backends" of a module of ours, "attention" of a config
+    gelu: str = "none"  # the approximation that a geglu has
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One class of modules: which operations serve it, and with what method.
+
+    names: all names that the method which is overridden may use; one that uses another is of a version that the row was
+    not written for, and is left alone.
+    """
+
+    method: ClassVar[str] = "forward"
+    names: ClassVar[frozenset[str]] = frozenset()
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        """The operations that can serve `module`."""
+        raise NotImplementedError
+
+    def why_not(self, module: nn.Module) -> str | None:
+        """The reason why this one module cannot be served, or None."""
+        return None
+
+    def members(self) -> dict[str, Any]:
+        """What the subclass defines."""
+        raise NotImplementedError
+
+    def bases(self, original: type) -> tuple[type, ...]:
+        return (original,)
+
+    def known(self) -> frozenset[str]:
+        return self.names
+
+    def why_changed(self, original: type) -> str | None:
+        """The reason why `original` is not the class that the row describes, or None."""
+        code = getattr(inspect.unwrap(getattr(original, self.method)), "__code__", None)
+        unknown = sorted(set(code.co_names) - self.known()) if code else ["something that is not Python"]
+        if self.known() and unknown:
+            return f"its {self.method} uses {', '.join(unknown)}: another version of it than this package knows"
+        return None
+
+
+@dataclass(frozen=True)
+class Norm(Adapter):
+    """A root-mean-square norm over the last dimension; the arguments are those of `rms_norm`."""
+
+    eps: str = "variance_epsilon"
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+
+    names = words("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("rms_norm",)
+
+    def members(self) -> dict[str, Any]:
+        return {"forward": _norm_forward}
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    row: Norm = self._foundry_row
+    backend = self._foundry.backends.get("rms_norm")
+    if backend is None:  # only qk_norm_rope was asked for, and this call is outside of it
+        return self._foundry_original.forward(self, hidden_states)
+    return rms_norm(
+        hidden_states,
+        self.weight,
+        getattr(self, row.eps),
+        weight_offset=row.weight_offset,
+        round_before_weight=row.round_before_weight,
+        backend=backend,
+    )
+
+
+@dataclass(frozen=True)
+class TorchNorm(Adapter):
+    """`torch.nn.RMSNorm`, which becomes `foundry_kernels.nn.RMSNorm`."""
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("rms_norm",)
+
+    def bases(self, original: type) -> tuple[type, ...]:
+        return (RMSNorm, original)
+
+    def members(self) -> dict[str, Any]:
+        return {"round_before_weight": False, "backends": property(_backends)}
+
+
+def _backends(self: Any) -> Mapping[str, str]:
+    return {"add_rms_norm": "auto", **self._foundry.backends}
+
+
+#: Classes of activations that a gated kernel has, by module and name: the operation and the approximation of GELU.
+ACTIVATIONS = {
+    ("torch.nn.modules.activation", "SiLU"): ("swiglu", ""),
+    ("transformers.activations", "SiLUActivation"): ("swiglu", ""),
+    ("transformers.activations", "GELUActivation"): ("geglu", "none"),
+    ("transformers.activations", "GELUTanh"): ("geglu", "tanh"),
+}
+
+
+def activation(act: object) -> tuple[str, str] | None:
+    """(operation, approximation of GELU) of an activation module, or None where no kernel has it."""
+    if isinstance(act, nn.GELU):
+        return "geglu", act.approximate
+    found = ACTIVATIONS.get((type(act).__module__, type(act).__qualname__))
+    return None if found == ("geglu", "none") and getattr(act, "act", None) is not nn.functional.gelu else found
+
+
+@dataclass(frozen=True)
+class Gated(Adapter):
+    """What a gated MLP and a mixture of experts share: an activation, in `act`, that must be one we have."""
+
+    act: str = "act_fn"
+
+    def why_not(self, module: nn.Module) -> str | None:
+        act = getattr(module, self.act, None)
+        return None if activation(act) else f"its activation is {type(act).__name__}, which no gated kernel has"
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        found = activation(getattr(module, self.act, None))
+        return () if found is None else (found[0],)
+
+
+@dataclass(frozen=True)
+class MLP(Gated):
+    """``down_proj(act(gate_proj(x)) * up_proj(x))``; `packed` where one projection gives both, the gate first."""
+
+    packed: bool = False
+
+    names = words("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
+
+    def members(self) -> dict[str, Any]:
+        return {"forward": _mlp_forward}
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    if self._foundry_row.packed:
+        return self.down_proj(_gated(self._foundry, self.gate_up_proj(x), None))
+    return self.down_proj(_gated(self._foundry, self.gate_proj(x), self.up_proj(x)))
+
+
+def _gated(state: State, gate: Tensor, up: Tensor | None) -> Tensor:
+    backends = state.backends
+    if "swiglu" in backends:
+        return swiglu(gate, up, backend=backends["swiglu"])
+    return geglu(gate, up, approximate=state.gelu, backend=backends["geglu"])
+
+
+@dataclass(frozen=True)
+class Experts(Gated):
+    """A mixture of experts: the step between its grouped products, which `_apply_gate` is."""
+
+    method = "_apply_gate"
+    names = words("chunk act_fn")
+
+    def why_not(self, module: nn.Module) -> str | None:
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) == "eager":
+            return (
+                "experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and 'batched_mm' do not"
+            )
+        return super().why_not(module)
+
+    def members(self) -> dict[str, Any]:
+        return {"_apply_gate": lambda self, gate_up: _gated(self._foundry, gate_up, None)}
+
+
+def _nothing(module: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Attention(Adapter):
+    """Projections, norms of queries and keys, rotation, cache, and the attention function of the model's config.
+
+    norms: "" for none, "heads" before the rotation and over a head, "projection" over all heads at once.
+    packed: one `qkv_proj`. interleaved: pairs (2i, 2i + 1). half_tables: cos and sin come without their equal second
+    half. optional_rope: `use_rope` says whether the layer turns at all. passes: what the attention function gets
+    besides mask, scaling and dropout. uses: names that only this row's forward uses.
+    """
+
+    norms: str = ""
+    packed: bool = False
+    interleaved: bool = False
+    half_tables: bool = False
+    optional_rope: bool = False
+    passes: Callable[[Any], dict[str, Any]] = _nothing
+    uses: tuple[str, ...] = field(default=())
+
+    names = words(
+        "shape head_dim q_proj k_proj v_proj o_proj view transpose apply_rotary_pos_emb update layer_idx "
+        "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward training "
+        "attention_dropout scaling reshape contiguous"
+    )
+
+    def known(self) -> frozenset[str]:
+        norms = ("q_norm", "k_norm") if self.norms else ()
+        packed = ("qkv_proj", "num_attention_heads", "num_key_value_heads") if self.packed else ()
+        return self.names | {*self.uses, *norms, *packed} | ({"use_rope"} if self.optional_rope else set())
+
+    def why_not(self, module: nn.Module) -> str | None:
+        if getattr(module.config, "output_attentions", False):
+            return "its config has output_attentions=True, and weights that are never formed cannot be returned"
+        return None
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        if self.optional_rope and not module.use_rope:
+            return ("flash_attention",)
+        return ("qk_norm_rope" if self.norms == "heads" else "rope", "flash_attention")
+
+    def members(self) -> dict[str, Any]:
+        return {"forward": _attention_forward}
+
+
+def _attention_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    row: Attention = self._foundry_row
+    home = self._foundry_home
+    tokens = hidden_states.shape[:-1]
+    q, k, v = _project(self, row, hidden_states)
+    if row.norms == "projection":
+        q, k = self.q_norm(q), self.k_norm(k)
+    heads = (*tokens, -1, self.head_dim)
+    q, k, v = q.view(heads), k.view(heads), v.view(heads)
+    turns = not row.optional_rope or self.use_rope
+    fused = turns and "qk_norm_rope" in self._foundry.backends and _fusable(self.q_norm, self.k_norm)
+    if row.norms == "heads" and not fused:
+        q, k = self.q_norm(q), self.k_norm(k)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if turns:
+        assert position_embeddings is not None
+        q, k = _turn(self, row, q, k, *position_embeddings, fused)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, home.eager_attention_forward)
+    dropout = self.attention_dropout if self.training else 0.0
+    options = {"dropout": dropout, "scaling": self.scaling, **row.passes(self), **kwargs}
+    out, weights = attend(self, q, k, v, attention_mask, **options)
+    return self.o_proj(out.reshape(*tokens, -1)), weights
+
+
+def _project(self: Any, row: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not row.packed:
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    shared = self.num_key_value_heads * self.head_dim
+    qkv = self.qkv_proj(x)
+    q, k, v = qkv.split((qkv.shape[-1] - 2 * shared, shared, shared), dim=-1)
+    return q, k, v
+
+
+def _turn(
+    self: Any, row: Attention, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, fused: bool
+) -> tuple[Tensor, Tensor]:
+    backends = self._foundry.backends
+    backend = backends.get("qk_norm_rope" if fused else "rope")
+    if backend is None:
+        return self._foundry_home.apply_rotary_pos_emb(q, k, cos, sin)
+    if not row.half_tables:
+        half = cos.shape[-1] // 2
+        cos, sin = cos[..., :half], sin[..., :half]
+    if not fused:
+        return rope(q, k, cos, sin, interleaved=row.interleaved, backend=backend)
+    norm: Norm = self.q_norm._foundry_row
+    return qk_norm_rope(
+        q,
+        k,
+        self.q_norm.weight,
+        self.k_norm.weight,
+        cos,
+        sin,
+        eps=getattr(self.q_norm, norm.eps),
+        weight_offset=norm.weight_offset,
+        round_before_weight=norm.round_before_weight,
+        interleaved=row.interleaved,
+        backend=backend,
+    )
+
+
+def _fusable(q_norm: Any, k_norm: Any) -> bool:
+    """Whether nothing but one and the same norm happens when these are called: no hook, and no wrapper around them."""
+    for norm in (q_norm, k_norm):
+        if getattr(type(norm), "_foundry_class", None) is not type(norm):
+            return False
+        if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+            return False
+    eps = q_norm._foundry_row.eps
+    return type(q_norm) is type(k_norm) and getattr(q_norm, eps) == getattr(k_norm, eps)

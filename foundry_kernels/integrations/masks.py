@@ -1,0 +1,98 @@
+"""Masks of transformers turned into what a kernel can skip.
+
+transformers describes a mask by a function of (batch, head, query, key) and a padding mask. What the kernels know is
+causal, a window, and packed sequences; so a batch with padding becomes one of packed sequences, without moving
+anything: the tokens of all rows, one row after the other, are cut into those before, inside and after the row's real
+tokens. Those outside are sequences too, of queries without keys or of keys without queries, so that a padded query
+gives 0 and a padded key is never read.
+
+The layout is an int32 tensor ``[1, 1, 2, n + 1]``: the running totals of the sequences' lengths, of queries and of
+keys. It has four dimensions because transformers passes such a mask on as it is. Its size depends on shapes only
+(but for packed sequences, which torch.compile must be told of otherwise), so that it can be traced and captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ADVICE = "use attn_implementation='foundry_or_sdpa', or patch(..., dense_masks='sdpa'), to have such calls run on SDPA"
+
+
+class DenseMask(ValueError):
+    """A mask that the kernels cannot skip by."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"attention_mask {reason}; {ADVICE}")
+
+
+def padding_layout(
+    padding: Tensor | None, batch: int, queries: int, keys: int, first: int | Tensor, device: Any, traced: bool
+) -> Tensor | None:
+    """The layout of a batch with padding, or of keys that are not there yet; None where there is neither.
+
+    Args:
+        padding: ``[B, S]`` bool, True for a token, or None.
+        first: the key that the first query stands on. Keys after the last query are not valid yet (a static cache).
+        traced: whether values cannot be read. A padding mask with holes then fails when the graph runs.
+
+    Raises:
+        DenseMask: a row has padding between its tokens.
+    """
+    exact = not isinstance(first, Tensor) and first + queries == keys
+    if padding is None:
+        if exact:
+            return None
+        padding = torch.ones(batch, keys, dtype=torch.bool, device=device)
+    present = padding & (torch.arange(keys, device=device) < first + queries)
+    count = present.sum(1)
+    start = present.int().argmax(1)
+    last = keys - 1 - present.flip(1).int().argmax(1)
+    whole = ((last - start + 1 == count) | (count == 0)).all()
+    if traced:
+        torch._assert_async(whole, "attention_mask has padding between the tokens of a row")
+    else:
+        full, unbroken = torch.stack([(count == keys).all(), whole]).tolist()
+        if exact and full:
+            return None
+        if not unbroken:
+            raise DenseMask("has padding between the tokens of a row")
+    end = start + count
+    from_, to = ((x - first).clamp(0, queries) for x in (start, end))
+    zero = torch.zeros_like(start)
+    of_queries = torch.stack([from_, zero, to - from_, queries - to, zero], 1)
+    of_keys = torch.stack([zero, start, count, zero, keys - end], 1)
+    totals = torch.stack([of_queries.flatten(), of_keys.flatten()]).cumsum(1)
+    return torch.nn.functional.pad(totals, (1, 0)).to(torch.int32)[None, None]
+
+
+def packed_layout(follows: Tensor) -> Tensor | None:
+    """The layout of sequences packed in a row: `follows` ``[B, T - 1]`` says whether token t + 1 continues token t's.
+
+    None where every row is one sequence. Reads values.
+    """
+    if follows.all():
+        return None
+    begins = torch.nn.functional.pad(~follows, (1, 0), value=True).flatten()
+    totals = torch.cat([begins.nonzero().squeeze(1), begins.new_tensor([begins.numel()], dtype=torch.long)])
+    return totals.to(torch.int32).expand(2, -1)[None, None]
+
+
+def neighbours(
+    function: MaskFunction, batch: int, queries: int, first: int | Tensor, device: Any
+) -> tuple[Tensor, Tensor]:
+    """What a mask function says of each query and the key before it, and of each query and the key after it.
+
+    Two ``[B, T - 1]``: enough to tell packed sequences, and masks that let a token see later ones, from a causal mask.
+    """
+    rows = torch.arange(batch, device=device)[:, None, None, None]
+    head = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
+    later = (torch.arange(1, queries, device=device) + first)[None, None, :, None]
+    shape = (batch, queries - 1)
+    back = function(rows, head, later, later - 1).expand(batch, 1, queries - 1, 1).reshape(shape)
+    ahead = function(rows, head, later - 1, later).expand(batch, 1, queries - 1, 1).reshape(shape)
+    return back, ahead

@@ -1,0 +1,306 @@
+"""`patch`: an existing model, made to run on the operations here and back again."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from foundry_kernels.integrations import swap
+from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State, activation
+from foundry_kernels.integrations.table import adapter_for
+from foundry_kernels.models import Transformer
+from foundry_kernels.nn import Attention as OurAttention
+from foundry_kernels.nn import RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn._backend import Backend, plan, serving
+from foundry_kernels.registry import short_dtype
+
+OURS = (RMSNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
+ATTENTION = "_attn_implementation"
+
+#: What `dense_masks` may be, and the attention of transformers that it stands for.
+DENSE_MASKS = {"refuse": "foundry", "sdpa": "foundry_or_sdpa"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one module: the operations that serve it now, or the reason why it was left."""
+
+    name: str
+    module_class: str
+    ops: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `patch` replaced and what it left; `str` of it is a table."""
+
+    model_class: str
+    replaced: tuple[Entry, ...]
+    left: tuple[Entry, ...]
+    backends: dict[str, str]
+    device: str
+    dtype: str
+
+    def __str__(self) -> str:
+        found = len(self.replaced) + len(self.left)
+        lines = [
+            f"{self.model_class}: {len(self.replaced)} of {found} modules replaced ({self.dtype} on {self.device})"
+        ]
+        if not found:
+            lines[0] = f"{self.model_class}: nothing to patch, it has no norm, gated MLP or attention"
+        done = Counter((e.module_class, ", ".join(f"{op}: {self.backends[op]}" for op in e.ops)) for e in self.replaced)
+        left = Counter((e.module_class, e.reason or "") for e in self.left)
+        width = max((len(name) for name, _ in (*done, *left)), default=0)
+        for title, rows in (("replaced", done), ("left as it was", left)):
+            if rows:
+                lines += [title, *(f"  {n:>4}  {name:<{width}}  {text}" for (name, text), n in rows.items())]
+        return "\n".join(lines)
+
+
+def parts(report: Report) -> tuple[str, str, str, str]:
+    """The report in four words for a row of a table: norms, MLPs and experts, attention, what was left."""
+
+    def of(*kinds: str) -> str:
+        entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
+        return ", ".join(f"{n} {op}" for op, n in Counter(op for e in entries for op in e.ops).items())
+
+    left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
+    return of("Norm"), of("MLP", "Experts"), of("Attention"), ", ".join(f"{n} {text}" for text, n in left.items())
+
+
+class PatchHandle:
+    """What :func:`patch` returns. As a context manager it undoes the patch at the end of the block."""
+
+    def __init__(self, modules: list[nn.Module], report: Report) -> None:
+        self._modules, self._report = modules, report
+        self._undone = False
+
+    def report(self) -> Report:
+        """What was replaced, and what was left and why: ``print(handle.report())``."""
+        return self._report
+
+    def undo(self) -> None:
+        """Give every module its own class, and the model's config its attention, back.
+
+        Raises:
+            RuntimeError: it was undone before, or a module has been changed since in a way that stands in between.
+                Nothing is undone then.
+        """
+        if self._undone:
+            raise RuntimeError("this patch has been undone already")
+        _revert(self._modules)
+        self._undone = True
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._undone:
+            self.undo()
+
+
+def _revert(modules: list[nn.Module]) -> None:
+    for module in modules:
+        reason = swap.why_not_revertible(module)
+        if reason is not None:
+            raise RuntimeError(f"cannot undo: a {type(module).__name__} {reason}")
+    for module in modules:
+        swap.revert(module)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo the patch of a model whose handle is not at hand: a deep copy of a patched model, or one that was loaded.
+
+    Raises:
+        ValueError: no module of it is patched. RuntimeError: as :meth:`PatchHandle.undo`.
+    """
+    modules = [module for module in model.modules() if swap.is_patched(module)]
+    if not modules:
+        raise ValueError("model is not patched")
+    _revert(modules)
+
+
+def patch(
+    model: nn.Module, *, backend: Backend = "auto", ops: Iterable[str] | None = None, dense_masks: str = "refuse"
+) -> PatchHandle:
+    """Replace the norms, gated activations, rotations and attention of `model` in place, where it has ones we know.
+
+    Known are the families of `foundry_kernels.integrations.table.FAMILIES` in Hugging Face transformers,
+    ``torch.nn.RMSNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
+    same object with its parameters, buffers, names and hooks; the state dict, optimizers and wrappers (PEFT, FSDP)
+    notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is changed: other models
+    of the process are not touched.
+
+    Attention goes through the model's config: it is set to "foundry" there (see
+    :mod:`foundry_kernels.integrations.transformers`). Because models may share a config object, the model gets a copy
+    of its own, which stays after `undo` with the attention that it had.
+
+    Args:
+        model: any module; those inside of it are found wherever they are. Of a model of transformers, the whole: masks
+            are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
+        backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
+        ops: the operations to bring in, of rms_norm, swiglu, geglu, rope, qk_norm_rope and flash_attention; None
+            for all. qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are
+            done one after the other.
+        dense_masks: what happens where a mask is not causal, a window or padding: "refuse" raises ValueError with
+            the reason in the forward pass, "sdpa" computes that call by torch's scaled_dot_product_attention.
+
+    Returns:
+        A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it.
+
+    Raises:
+        TypeError: `model` is no module, `ops` is a string or no iterable of strings.
+        ValueError: an unknown name in `ops`, `backend` or `dense_masks`; the model is patched already.
+        BackendUnavailable: a mapping names a backend of which the operation has no kernel.
+
+    A model in which nothing is known is no error; the report says so. Where something raises, the model is as before.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    wanted = _wanted(ops)
+    if dense_masks not in DENSE_MASKS:
+        raise ValueError(f"dense_masks must be one of {', '.join(DENSE_MASKS)}; got {dense_masks!r}")
+    taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
+    if taken:
+        raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
+    fused = _fused_norms(model, wanted)
+    found = [(module, *_find(name, module, wanted, fused)) for name, module in model.named_modules()]
+    entries = _without_containers([entry for _, _, entry in found if entry is not None])
+    changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
+    used = {op for _, _, entry in changes for op in entry.ops}
+    backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
+    states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
+    report = _report(model, entries, backends)
+    attending = [
+        (module, state)
+        for (module, adapter, entry), state in zip(changes, states, strict=True)
+        if isinstance(adapter, Attention) and "flash_attention" in entry.ops
+    ]
+    done: list[nn.Module] = []
+    configs = _Configs(model)
+    try:
+        if attending:
+            configs.switch(attending, DENSE_MASKS[dense_masks])
+        for (module, adapter, _), state in zip(changes, states, strict=True):
+            swap.apply(module, adapter, state)
+            done.append(module)
+    except BaseException:
+        for module in done:
+            swap.revert(module)
+        configs.restore()
+        raise
+    return PatchHandle(done, report)
+
+
+def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
+    if ops is None:
+        return PATCHABLE
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
+        raise TypeError(f"ops must be a list of names or None; got {ops!r}")
+    wanted = tuple(ops)
+    for op in wanted:
+        if op not in PATCHABLE:
+            raise ValueError(f"ops names an unknown operation {op!r}; there are {', '.join(PATCHABLE)}")
+    return wanted
+
+
+#: Operations that go with another one and are not named by themselves.
+COMPANIONS = {"rms_norm": ("add_rms_norm",), "flash_attention": ("flash_attention_varlen",), "qk_norm_rope": ("rope",)}
+
+
+def _with_companions(ops: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name for op in ops for name in (op, *COMPANIONS.get(op, ()))))
+
+
+def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
+    """The norms of queries and keys that are done together with the rotation."""
+    if "qk_norm_rope" not in wanted:
+        return set()
+    norms: set[nn.Module] = set()
+    for module in model.modules():
+        adapter: Any = adapter_for(module)
+        if isinstance(adapter, Attention) and "qk_norm_rope" in adapter.ops(module):
+            norms |= {child for name, child in module.named_children() if name in ("q_norm", "k_norm")}
+    return norms
+
+
+def _find(
+    name: str, module: nn.Module, wanted: tuple[str, ...], fused: set[nn.Module]
+) -> tuple[Adapter | None, Entry | None]:
+    """How `module` is served, None for one of ours; and the line of the report, None where there is none."""
+    cls = type(module).__name__
+    found = None if isinstance(module, OURS) else adapter_for(module)
+    if isinstance(found, str):
+        return None, Entry(name, cls, reason=found)
+    if isinstance(module, OURS):
+        ops: tuple[str, ...] = tuple(op for op in module.backends if op in PATCHABLE)
+    elif found is None:
+        return None, None
+    else:
+        ops = ("qk_norm_rope",) if module in fused else found.ops(module)
+    chosen = tuple(op for op in ops if op in wanted)
+    if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
+        chosen = ("rope", *chosen)
+    if not chosen:
+        return None, Entry(name, cls, reason=f"ops does not name {' or '.join(ops)}")
+    return found, Entry(name, cls, chosen)
+
+
+def _without_containers(entries: list[Entry]) -> list[Entry]:
+    """Without the modules that were left but hold others of the list: those tell what there is to know."""
+    names = [e.name for e in entries]
+    return [e for e in entries if e.ops or not any(n.startswith(e.name + ".") for n in names)]
+
+
+def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[str, str]) -> State:
+    mine = {op: backends[op] for op in _with_companions(entry.ops)}
+    if adapter is None:
+        return State({**module.backends, **{op: b for op, b in mine.items() if op in module.backends}})
+    if isinstance(adapter, Norm) and "qk_norm_rope" in entry.ops:
+        mine = {op: b for op, b in backends.items() if op == "rms_norm"}  # where it is called by itself after all
+    gelu = activation(getattr(module, adapter.act)) if isinstance(adapter, Gated) else None
+    return State(mine, gelu=gelu[1] if gelu else "none")
+
+
+def _report(model: nn.Module, entries: list[Entry], backends: dict[str, str]) -> Report:
+    device, dtype = _device_and_dtype(model)
+    replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
+    return Report(type(model).__name__, replaced, left, serving(backends, device, dtype), device, short_dtype(dtype))
+
+
+def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
+    """Those of the first floating-point parameter."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return parameter.device.type, parameter.dtype
+    return "cpu", torch.float32
+
+
+class _Configs:
+    """The configs in a model: copied, because another model may hold the same ones, and set to our attention."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [(m, m.config) for m in model.modules() if hasattr(vars(m).get("config"), ATTENTION)]
+
+    def switch(self, layers: list[tuple[Any, State]], attention: str) -> None:
+        importlib.import_module("foundry_kernels.integrations.transformers")  # registers the name
+        copies: dict[int, Any] = {}  # one for each object, however often and deep it is held
+        for module, config in self._held:
+            module.config = copy.deepcopy(config, copies)
+        for module, state in layers:
+            state.previous["attention"] = module.config._attn_implementation
+        for module, _ in layers:
+            module.config._attn_implementation = attention
+
+    def restore(self) -> None:
+        for module, config in self._held:
+            module.config = config

@@ -1,0 +1,85 @@
+"""An instance given another class, and its own class back.
+
+The class is a subclass of the module's own, made once for each class and adapter, which overrides one method. So the
+module stays the same object with the same parameters, buffers, names, hooks and `isinstance` answers, wrappers around
+it notice nothing, and a patched model can be copied and pickled (the subclass is looked up again from the original
+class).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from foundry_kernels.integrations.adapters import Adapter, State
+
+_CLASSES: dict[tuple[type, Adapter], type] = {}
+
+
+def patched_class(original: type, adapter: Adapter) -> type:
+    """The subclass that instances of `original` are given; always the same one."""
+    known = _CLASSES.get((original, adapter))
+    if known is not None:
+        return known
+    members = {
+        "__module__": __name__,
+        "__doc__": f"{original.__name__} served by foundry_kernels.",
+        "__reduce_ex__": _reduce,
+        "_foundry_row": adapter,
+        "_foundry_original": original,
+        "_foundry_home": sys.modules[next(c for c in original.__mro__ if adapter.method in vars(c)).__module__],
+        **adapter.members(),
+    }
+    made: Any = type(f"Foundry{original.__name__}", adapter.bases(original), members)
+    made._foundry_class = made  # a subclass that somebody else makes of it has another
+    _CLASSES[original, adapter] = made
+    return made
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """The subclass has no name that pickle and copy could find: they go by the original class."""
+    _, _, *state = super(self._foundry_class, self).__reduce_ex__(protocol)
+    return (_restore, (self._foundry_original, self._foundry_row), *state)
+
+
+def _restore(original: type, adapter: Adapter) -> nn.Module:
+    made: Any = patched_class(original, adapter)
+    module: nn.Module = made.__new__(made)
+    return module
+
+
+def is_patched(module: nn.Module) -> bool:
+    return "_foundry" in vars(module)
+
+
+def apply(module: Any, adapter: Adapter | None, state: State) -> None:
+    """Patch `module`; `adapter` is None for one of this package's own modules, whose `backends` are set."""
+    if adapter is None:
+        state.previous["backends"] = module.backends
+        module.backends = state.backends
+    else:
+        module.__class__ = patched_class(type(module), adapter)
+    module._foundry = state
+
+
+def revert(module: Any) -> None:
+    """Undo `apply`."""
+    previous = module._foundry.previous
+    if "backends" in previous:
+        module.backends = previous["backends"]
+    else:
+        module.__class__ = module._foundry_original
+    if "attention" in previous and str(module.config._attn_implementation).startswith("foundry"):  # and not set since
+        module.config._attn_implementation = previous["attention"]
+    del module._foundry
+
+
+def why_not_revertible(module: Any) -> str | None:
+    """The reason why `revert` would not give back what was there, or None."""
+    if not is_patched(module):
+        return "is not patched any more"
+    if "backends" not in module._foundry.previous and getattr(type(module), "_foundry_class", None) is not type(module):
+        return f"has got the class {type(module).__name__} since (fully_shard does that); undo it first"
+    return None

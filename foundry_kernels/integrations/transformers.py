@@ -1,0 +1,204 @@
+"""Attention of Hugging Face transformers. Importing this module registers two names for ``attn_implementation``:
+
+- "foundry": `flash_attention`. Masks that are causal, a sliding window, padding on either side, packed sequences
+  (`position_ids` that start anew) or the unused end of a static cache are followed without ever being built. Any other
+  mask raises ValueError with the reason.
+- "foundry_or_sdpa": the same, but a call with another mask runs on transformers' own "sdpa".
+
+::
+
+    import foundry_kernels.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="foundry")
+
+Under ``torch.compile``, where the values of a mask cannot be read, packed sequences must be given by `cu_seq_lens_q`,
+`cu_seq_lens_k`, `max_length_q` and `max_length_k`, as transformers' data collators do; without these, position ids that
+start anew, and padding between the tokens of a row, fail when the graph runs. "foundry_or_sdpa" builds the mask
+there instead.
+
+Dropout inside of attention and returned attention weights are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
+
+from foundry_kernels.integrations.masks import ADVICE, DenseMask, neighbours, packed_layout, padding_layout
+from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+
+#: Arguments of other attention functions that change the result and that this one does not know.
+UNKNOWN = ("position_bias", "head_mask", "block_table", "cache")
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function "foundry"; the arguments are those that transformers passes.
+
+    Args:
+        query: ``[B, H, T, D]``. key, value: ``[B, Hk, S, D]``, the cached ones included.
+        attention_mask: None, where query T - 1 stands on key S - 1, or what :func:`mask` gave.
+        scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
+        sliding_window: keys that a token sees, itself included. s_aux: ``[H]``, the sinks.
+
+    Returns:
+        ``(out [B, T, H, D], None)``.
+
+    Raises:
+        ValueError: a dense mask, dropout, `output_attentions`, or an argument of another attention function.
+    """
+    _refuse(dropout, kwargs)
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
+    state = getattr(module, "_foundry", None)
+    backends = {} if state is None else state.backends
+    causal = _is_causal(module) if is_causal is None else is_causal
+    options: dict[str, Any] = {
+        "causal": causal,
+        "scale": scaling,
+        "window": None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1),
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    layout = _layout(attention_mask, kwargs)
+    if layout is None:
+        out = flash_attention(query, key, value, **options, backend=backends.get("flash_attention", "auto"))
+        return out.transpose(1, 2), None
+    batch, heads, queries, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    longest_q, longest_k = kwargs.get("max_length_q") or queries, kwargs.get("max_length_k") or key.shape[2]
+    backend = backends.get("flash_attention_varlen", "auto")
+    out = flash_attention_varlen(q, k, v, *layout, longest_q, longest_k, **options, backend=backend)
+    return out.view(batch, queries, heads, value.shape[-1]), None
+
+
+def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise ValueError(
+            f"dropout must be 0, the kernels have none; got {dropout}: set attention_dropout of the config to 0, or "
+            "train with another attn_implementation (patch takes ops without flash_attention)"
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions must be False, no weights are ever formed; use attn_implementation='eager'")
+    for name in UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} must be None; {ADVICE}")
+
+
+def _is_causal(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True))
+
+
+def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """The running totals of the sequences' lengths, of queries and of keys; None for one sequence a row."""
+    if mask is not None and mask.shape[2] == 2:
+        return mask[0, 0, 0], mask[0, 0, 1]
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    if mask is not None:
+        torch._assert_async((mask == 0).all(), "position_ids start anew: torch.compile must be given cu_seq_lens_q")
+    return None
+
+
+def attention_or_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function "foundry_or_sdpa": as :func:`attention`, but a dense mask is computed by SDPA.
+
+    Raises:
+        ValueError: as :func:`attention`; a dense mask together with a soft cap or sinks, which SDPA does not have.
+    """
+    if attention_mask is None or attention_mask.dtype == torch.int32:
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    _refuse(kwargs.get("dropout", 0.0), {k: v for k, v in kwargs.items() if k == "output_attentions"})
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} must be None where attention_mask is dense, as SDPA has none; use 'eager'")
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    device: Any = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask function of "foundry"; the arguments are those that transformers passes.
+
+    Returns:
+        None for a causal mask or a window with the last query on the last key, else a layout (see `masks.py`). Where
+        values cannot be read, ``[1, 1, 1, 1]``: the number of tokens at which packed sequences begin, not counting
+        the first, to be checked to be 0.
+
+    Raises:
+        DenseMask: any other mask.
+    """
+    traced = is_tracing(attention_mask) or is_tracing(q_offset)
+    if use_vmap:
+        raise DenseMask("is combined with a mask function of the model or the caller")
+    if allow_is_bidirectional_skip or mask_function is bidirectional_mask_function:
+        if local_size is None and (attention_mask is None or (not traced and bool(attention_mask.all()))):
+            return None
+        raise DenseMask("is bidirectional, with a window or padding")
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        raise DenseMask("is chunked")
+    if not allow_is_causal_skip and q_length > 1:
+        back, ahead = neighbours(mask_function, batch_size, q_length, q_offset, device)
+        one_row = attention_mask is None and q_length == kv_length
+        if traced:
+            unlike = ((~back).sum() + ahead.sum()).to(torch.int32)
+            if one_row:
+                return unlike[None, None, None, None]
+            torch._assert_async(unlike == 0, "attention_mask is not causal")
+        elif ahead.any() or not (one_row or back.all()):
+            raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
+        elif one_row:
+            return packed_layout(back)
+    if attention_mask is not None:
+        present = attention_mask[:, kv_offset : kv_offset + kv_length]
+        attention_mask = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
+    return padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
+
+
+def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask function of "foundry_or_sdpa": as :func:`mask`, but where that raises, the dense mask of "sdpa"."""
+    unread = is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset"))
+    if not (unread and (kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True))):
+        try:
+            return mask(*args, **kwargs)
+        except DenseMask:
+            pass
+    return sdpa_mask(*args, **kwargs)
+
+
+for _name, _attention, _mask in (("foundry", attention, mask), ("foundry_or_sdpa", attention_or_sdpa, mask_or_sdpa)):
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, _mask)

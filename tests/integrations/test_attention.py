@@ -1,0 +1,245 @@
+"""``attn_implementation="foundry"``: which masks it follows, and that it refuses all others."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from patching import IDS, close, logits
+from torch import Tensor
+from transformers import AutoModelForCausalLM, StaticCache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_chunked_causal_mask
+
+import foundry_kernels as fk
+from foundry_kernels.integrations.masks import DenseMask, padding_layout
+from foundry_kernels.integrations.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.transformers import attention, attention_or_sdpa
+
+TRIANGLE = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
+
+
+def causal_mask(model: Any, make: Any = create_causal_mask, **options: Any) -> Tensor | None:
+    given: dict[str, Any] = {"attention_mask": None, "past_key_values": None, **options}
+    return make(config=model.config, inputs_embeds=torch.zeros(2, 12, 64), **given)
+
+
+# What is followed --------------------------------------------------------------------------------------------------
+
+
+def test_by_name_without_a_patch() -> None:
+    plain = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    ours = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation="foundry").eval()
+    ours.load_state_dict(plain.state_dict())
+    assert close(logits(ours), logits(plain))
+    plain.set_attn_implementation("foundry")
+    assert torch.equal(logits(ours), logits(plain))
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_layout_allows_what_the_mask_allows(first: int) -> None:
+    """All rows with the tokens start .. end - 1, as one batch, and a key that is not there yet."""
+    queries, keys = 4, first + 5
+    spans = [(start, end) for start, end in itertools.combinations(range(first + queries + 1), 2)]
+    padding = torch.zeros(len(spans) + 1, keys, dtype=torch.bool)  # the last row has no token at all
+    for row, (start, end) in enumerate(spans):
+        padding[row, start:end] = True
+    for traced in (False, True):
+        layout = padding_layout(padding, len(padding), queries, keys, first, "cpu", traced)
+        assert layout is not None
+        assert torch.equal(seen(layout, len(padding), queries, keys), expected(padding, queries, first))
+
+
+def expected(padding: Tensor, queries: int, first: int) -> Tensor:
+    """``[B, T, S]``: a token sees the tokens up to itself; padding sees nothing."""
+    at = torch.arange(queries) + first
+    causal = torch.arange(padding.shape[1]) <= at[:, None]
+    return causal & padding[:, None] & padding[:, at][..., None]
+
+
+def seen(layout: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+    """``[B, T, S]``: which key each query sees under a causal mask within the sequences of `layout`."""
+    allowed = torch.zeros(batch * queries, batch * keys, dtype=torch.bool)
+    of_queries, of_keys = layout[0, 0].tolist()
+    assert of_queries[-1] == batch * queries
+    assert of_keys[-1] == batch * keys
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(of_queries), itertools.pairwise(of_keys), strict=True):
+        for q in range(q0, q1):
+            allowed[q, k0 : max(k1 - (q1 - 1 - q), k0)] = True
+    rows = allowed.view(batch, queries, batch, keys)
+    inside = torch.eye(batch, dtype=torch.bool)[:, None, :, None]
+    assert not (rows & ~inside).any(), "a query sees another row's keys"
+    return (rows & inside).any(2)
+
+
+def test_padding_is_never_read() -> None:
+    q, k, v = (torch.randn(2, 2, 6, 8, requires_grad=True) for _ in range(3))
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    padding[0, :2] = padding[1, 4:] = False
+    layout = padding_layout(padding, 2, 6, 6, 0, "cpu", False)
+    with torch.no_grad():
+        for x in (q, k, v):
+            x.masked_fill_(~padding[:, None, :, None], torch.nan)
+    module = torch.nn.Module()
+    out, weights = attention(module, q, k, v, layout, scaling=0.3)
+    assert weights is None
+    assert out.shape == (2, 6, 2, 8)
+    assert out[padding].isfinite().all()
+    assert not out[~padding].any()
+    out.sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert not x.grad.transpose(1, 2)[~padding].any()
+        assert x.grad.transpose(1, 2)[padding].any()
+
+
+def test_a_mask_of_ones_costs_nothing() -> None:
+    model = tiny_model("llama", attn_implementation="foundry")
+    assert causal_mask(model) is None
+    assert causal_mask(model, attention_mask=torch.ones(2, 12)) is None
+    padded = causal_mask(model, attention_mask=torch.ones(2, 12).index_fill(1, torch.tensor([0]), 0))
+    assert padded is not None
+    assert padded.shape == (1, 1, 2, 11)
+    assert padded.dtype == torch.int32
+
+
+def test_a_static_cache_without_a_mask() -> None:
+    """Keys that are longer than what is valid, twice: an empty cache and a continued one."""
+    model = tiny_model("llama")
+
+    def run() -> Tensor:
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            first = model(IDS[:, :7], past_key_values=cache).logits
+            return torch.cat([first, model(IDS[:, 7:], past_key_values=cache).logits], 1)
+
+    plain = run()
+    with fk.patch(model):
+        assert close(run(), plain)
+        assert close(run(), logits(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_beam_search(family: str) -> None:
+    model = tiny_model(family)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 4, "do_sample": False, "attention_mask": mask}
+    plain = model.generate(IDS, **options)
+    with fk.patch(model):
+        assert torch.equal(model.generate(IDS, **options), plain)
+
+
+def test_sequences_given_by_their_lengths() -> None:
+    """What transformers' data collators pass for flash attention."""
+    model = tiny_model("llama")
+    ids = IDS.view(1, 24)
+    positions = torch.tensor([[*range(10), *range(9), *range(5)]])
+    plain = model(ids, position_ids=positions, use_cache=False).logits
+    starts = torch.tensor([0, 10, 19, 24], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 10, "max_length_k": 10}
+    with fk.patch(model):
+        ours = model(ids, position_ids=positions, use_cache=False, **lengths).logits
+        assert close(ours, plain)
+        # And with a cache, where transformers itself does not look at the positions.
+        assert close(model(ids, position_ids=positions, use_cache=True, **lengths).logits, plain)
+
+
+def test_bidirectional_attention() -> None:
+    model = tiny_model("llama", attn_implementation="foundry")
+    assert causal_mask(model, create_bidirectional_mask) is None
+    q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
+    module = torch.nn.Module()
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    torch.testing.assert_close(attention(module, q, k, v, None, is_causal=False)[0], plain)
+    module.is_causal = False
+    torch.testing.assert_close(attention(module, q, k, v, None)[0], plain)
+
+
+# What is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dense_mask() -> None:
+    model = tiny_model("llama")
+    mask = TRIANGLE.clone()
+    mask[:, :, 8:, 2:4] = False
+    plain = logits(model, attention_mask=mask)
+    with (
+        fk.patch(model),
+        pytest.raises(DenseMask, match=r"is dense, \(2, 1, 12, 12\) torch.bool; use attn_implementation='foundry_or_"),
+    ):
+        logits(model, attention_mask=mask)
+    with fk.patch(model, dense_masks="sdpa"):
+        assert close(logits(model, attention_mask=mask), plain)
+        assert close(logits(model), logits(tiny_model("llama")))
+
+
+def test_padding_between_tokens() -> None:
+    model = tiny_model("llama")
+    mask = torch.ones_like(IDS)
+    mask[1, 5] = 0
+    plain = logits(model, attention_mask=mask)
+    with fk.patch(model), pytest.raises(DenseMask, match="padding between the tokens of a row"):
+        logits(model, attention_mask=mask)
+    with fk.patch(model, dense_masks="sdpa"):
+        assert close(logits(model, attention_mask=mask)[mask.bool()], plain[mask.bool()])
+
+
+def test_masks_that_are_not_causal() -> None:
+    model = tiny_model("llama", attn_implementation="foundry", attention_chunk_size=4)
+    blocks = torch.tensor([[-1] * 4 + [0] * 4 + [-1] * 4]).expand(2, -1)
+    some = torch.ones(2, 12).index_fill(1, torch.tensor([0]), 0)
+
+    def diagonal(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return q == k
+
+    for make, options, message in (
+        (create_causal_mask, {"block_sequence_ids": blocks}, "not causal"),
+        (create_causal_mask, {"block_sequence_ids": blocks, "attention_mask": some}, "not causal"),
+        (create_causal_mask, {"or_mask_function": diagonal}, "a mask function of the model or the caller"),
+        (create_causal_mask, {"and_mask_function": diagonal}, "a mask function of the model or the caller"),
+        (create_bidirectional_mask, {"attention_mask": some}, "is bidirectional"),
+        (create_chunked_causal_mask, {}, "is chunked"),
+    ):
+        model.config._attn_implementation = "foundry"
+        with pytest.raises(DenseMask, match=message):
+            causal_mask(model, make, **options)
+        model.config._attn_implementation = "foundry_or_sdpa"
+        dense = causal_mask(model, make, **options)
+        assert dense is not None
+        assert dense.dtype == torch.bool
+
+
+def test_dropout() -> None:
+    model = tiny_model("llama", attention_dropout=0.1)
+    with fk.patch(model):
+        logits(model)
+        model.train()
+        with pytest.raises(ValueError, match=r"dropout must be 0, the kernels have none; got 0\.1"):
+            model(IDS)
+    model(IDS)
+    with fk.patch(model, ops=["rms_norm", "rope", "swiglu"]):
+        model(IDS)
+
+
+def test_attention_weights() -> None:
+    with fk.patch(tiny_model("llama")), pytest.raises(ValueError, match="output_attentions must be False"):
+        attention(torch.nn.Module(), *torch.randn(3, 1, 1, 2, 4), None, output_attentions=True)
+    model = tiny_model("llama")
+    with fk.patch(model), pytest.raises(ValueError, match="output_attentions"):
+        model(IDS, output_attentions=True)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "head_mask", "block_table", "cache"])
+def test_arguments_of_other_attention_functions(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 1, 2, 4)
+    with pytest.raises(ValueError, match=f"{name} must be None"):
+        attention(torch.nn.Module(), q, k, v, None, **{name: object()})
+
+
+def test_a_dense_mask_with_what_sdpa_lacks() -> None:
+    q, k, v = torch.randn(3, 2, 1, 12, 4)
+    for name, value in (("softcap", 5.0), ("s_aux", torch.zeros(1))):
+        with pytest.raises(ValueError, match=f"{name} must be None where attention_mask is dense"):
+            attention_or_sdpa(torch.nn.Module(), q, k, v, TRIANGLE, **{name: value})

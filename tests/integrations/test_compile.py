@@ -1,0 +1,138 @@
+"""A patched Llama under torch.compile and torch.export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from patching import close
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+import foundry_kernels as fk
+from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.integrations.tiny import tiny_model
+
+IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
+LEFT = torch.ones_like(IDS)
+LEFT[0, :4] = LEFT[1, :1] = 0
+
+
+def compiled(model: Any, backend: str = "aot_eager", **options: Any) -> Any:
+    counters.clear()
+    return torch.compile(model, fullgraph=True, backend=backend, **options)
+
+
+def test_one_graph_forward_and_backward_for_every_length() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    fk.patch(model)
+    run = compiled(model)
+    for length in (12, 7, 9):
+        ids = IDS[:, :length]
+        expected = model(ids, labels=ids)
+        expected.loss.backward()
+        gradient = model.model.embed_tokens.weight.grad
+        model.zero_grad()
+        out = run(ids, labels=ids)
+        out.loss.backward()
+        assert close(out.logits, expected.logits)
+        assert close(model.model.embed_tokens.weight.grad, gradient)
+        model.zero_grad()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2  # the first length, and all others
+
+
+def test_padding_without_reading_it() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    expected = model(IDS, attention_mask=LEFT).logits
+    fk.patch(model)
+    run = compiled(model)
+    assert close(run(IDS, attention_mask=LEFT).logits[LEFT.bool()], expected[LEFT.bool()])
+    assert not counters["graph_break"]
+    broken = LEFT.clone()
+    broken[2, 5] = 0
+    with pytest.raises(RuntimeError, match="padding between the tokens of a row"):
+        run(IDS, attention_mask=broken)
+
+
+def test_packed_sequences_must_be_given_by_their_lengths() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    ids, positions = IDS.view(1, 36), torch.tensor([[*range(20), *range(16)]])
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    fk.patch(model)
+    run = compiled(model)
+    starts = torch.tensor([0, 20, 36], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 20, "max_length_k": 20}
+    assert close(run(ids, position_ids=positions, use_cache=False, **lengths).logits, expected)
+    with pytest.raises(RuntimeError, match="position_ids start anew"):
+        run(ids, position_ids=positions, use_cache=False)
+
+
+def test_what_inductor_compiles() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    fk.patch(model)
+    ids = IDS[:1]
+    expected = model(ids, use_cache=False).logits
+    with torch.no_grad():
+        assert close(compiled(model, backend="inductor")(ids, use_cache=False).logits, expected)
+    assert not counters["graph_break"]
+
+
+def test_static_cache_decoding() -> None:
+    """What generate() compiles on a GPU: the mask is made outside, and the step has as many graphs as without patch."""
+    compile_config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compile_config._compile_all_devices = True
+
+    def generate(model: Any) -> tuple[Tensor, int]:
+        torch.compiler.reset()
+        counters.clear()
+        tokens = model.generate(
+            IDS,
+            attention_mask=LEFT,
+            max_new_tokens=5,
+            do_sample=False,
+            eos_token_id=None,
+            cache_implementation="static",
+            compile_config=compile_config,
+        )
+        assert not counters["graph_break"]
+        return tokens, counters["stats"]["unique_graphs"]
+
+    plain, model = (tiny_model("llama", num_hidden_layers=1) for _ in range(2))
+    fk.patch(model)
+    tokens, graphs = generate(plain)
+    ours, ours_graphs = generate(model)
+    assert torch.equal(ours, tokens)
+    assert ours_graphs == graphs >= 1
+
+
+def test_export_for_any_length() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    fk.patch(model)
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, use_cache=False).logits
+
+    lengths = {"ids": {1: torch.export.Dim.AUTO}}
+    exported = torch.export.export(Logits(), (IDS,), dynamic_shapes=lengths, strict=False)
+    for ids in (IDS, IDS[:, :7]):
+        assert close(exported.module()(ids), model(ids).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_one_graph(family: str) -> None:
+    """Tracing only: what differs between families is Python."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        expected = model(IDS, attention_mask=LEFT, use_cache=False).logits
+        fk.patch(model)
+        logits = compiled(model, "eager")(IDS, attention_mask=LEFT, use_cache=False).logits
+    assert close(logits[LEFT.bool()], expected[LEFT.bool()])
+    assert not counters["graph_break"]

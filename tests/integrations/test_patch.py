@@ -1,0 +1,288 @@
+"""What `patch` replaces and what it leaves, and why; clear outcomes for bad input."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from patching import IDS, close, logits, snapshot
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import foundry_kernels as fk
+from foundry_kernels.integrations import swap, unpatch
+from foundry_kernels.integrations.adapters import PATCHABLE
+from foundry_kernels.integrations.tiny import tiny_model
+
+# Bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ops": ["rms_norm", "swigul"]}, ValueError, "'swigul'; there are rms_norm, swiglu, geglu"),
+        ({"ops": "rms_norm"}, TypeError, "ops must be a list"),
+        ({"ops": 3}, TypeError, "ops must be a list"),
+        ({"backend": "trition"}, ValueError, "backend must be one of"),
+        ({"backend": {"rms_nrom": "native"}}, ValueError, "unknown operation 'rms_nrom'"),
+        ({"backend": 3}, TypeError, "backend must be a string or a mapping"),
+        ({"dense_masks": "eager"}, ValueError, "dense_masks must be one of refuse, sdpa"),
+    ],
+)
+def test_bad_options_leave_the_model_as_it_was(options: Any, error: type[Exception], message: str) -> None:
+    model = tiny_model("llama")
+    before = snapshot(model)
+    with pytest.raises(error, match=message):
+        fk.patch(model, **options)
+    assert snapshot(model) == before
+
+
+def test_no_module() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got dict"):
+        fk.patch({})  # type: ignore[arg-type]
+
+
+def test_patched_twice_and_undone_twice() -> None:
+    model = tiny_model("llama")
+    handle = fk.patch(model)
+    for again in (model, model.model.layers[0]):
+        with pytest.raises(ValueError, match="is patched already"):
+            fk.patch(again)
+    handle.undo()
+    with pytest.raises(RuntimeError, match="undone already"):
+        handle.undo()
+    with pytest.raises(ValueError, match="is not patched"):
+        unpatch(model)
+    fk.patch(model).undo()
+
+
+def test_a_part_patched_before_is_named() -> None:
+    model = tiny_model("llama")
+    fk.patch(model.model.layers[1].mlp)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp is"):
+        fk.patch(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_patch_that_fails_half_way_leaves_the_model_as_it_was(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family)
+    before, attention = snapshot(model), model.config._attn_implementation
+    calls = 0
+    apply = swap.apply
+
+    def failing(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise MemoryError
+        apply(*args)
+
+    monkeypatch.setattr(swap, "apply", failing)
+    with pytest.raises(MemoryError):
+        fk.patch(model)
+    assert snapshot(model) == before
+    assert model.config._attn_implementation == attention
+
+
+# What is left, and why ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_patch() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with fk.patch(model) as handle:
+        assert not handle.report().replaced
+        assert not handle.report().left
+        assert str(handle.report()) == "Sequential: nothing to patch, it has no norm, gated MLP or attention"
+
+
+def test_an_unknown_family() -> None:
+    config = CONFIG_MAPPING["gpt2"](n_embd=32, n_layer=2, n_head=2, vocab_size=128, n_positions=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = snapshot(model)
+    handle = fk.patch(model)
+    assert snapshot(model) == before
+    assert not handle.report().replaced
+    assert {e.module_class for e in handle.report().left} == {"GPT2Attention", "GPT2MLP", "LayerNorm"}
+    assert {e.reason for e in handle.report().left} == {"no adapter for this class"}
+    handle.undo()
+
+
+def test_the_report() -> None:
+    model = tiny_model("gpt_oss")
+    report = fk.patch(model, backend="reference").report()
+    assert len(report.replaced) == 7
+    assert {e.name for e in report.left} == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
+    assert str(report).splitlines() == [
+        "GptOssForCausalLM: 7 of 9 modules replaced (float32 on cpu)",
+        "replaced",
+        "     2  GptOssAttention  rope: reference, flash_attention: reference",
+        "     5  GptOssRMSNorm    rms_norm: reference",
+        "left as it was",
+        "     2  GptOssExperts    its gate is clamped and its up half shifted by 1, which no gated kernel does",
+    ]
+
+
+def reasons(model: nn.Module, **options: Any) -> dict[str, str | None]:
+    with fk.patch(model, **options) as handle:
+        return {e.name: e.reason for e in handle.report().left}
+
+
+def test_an_activation_without_a_kernel() -> None:
+    model = tiny_model("llama", hidden_act="relu")
+    expected = logits(model)
+    assert set(reasons(model)) == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert set(reasons(model).values()) == {"its activation is ReLU, which no gated kernel has"}
+    with fk.patch(model):
+        assert close(logits(model), expected)
+
+
+def test_experts_in_a_loop() -> None:
+    model = tiny_model("mixtral")
+    model.set_experts_implementation("eager")
+    assert "experts_implementation='eager'" in str(reasons(model)["model.layers.0.mlp.experts"])
+
+
+def test_a_config_that_returns_attentions() -> None:
+    model = tiny_model("llama", attn_implementation="eager", output_attentions=True)
+    assert "output_attentions" in str(reasons(model)["model.layers.0.self_attn"])
+    with fk.patch(model):
+        assert model(IDS).attentions[0].shape == (2, 4, 12, 12)
+
+
+def test_a_forward_that_was_replaced() -> None:
+    model = tiny_model("llama")
+    model.model.norm.forward = lambda x: x  # as the hooks of accelerate do
+    assert reasons(model) == {
+        "model.norm": "its forward was replaced on the instance, by a hook of another library perhaps"
+    }
+
+    class Mine(LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.__class__ = Mine
+    assert "its class has a forward of its own" in str(reasons(model)["model.layers.0.mlp"])
+
+
+def test_another_version_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.multiplier)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    found = reasons(tiny_model("llama"))
+    assert found["model.layers.0.mlp"] == ("its forward uses multiplier: another version of it than this package knows")
+
+
+# Which operations --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", PATCHABLE)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "glm4"])
+def test_one_operation_alone(family: str, op: str) -> None:
+    model = tiny_model(family)
+    expected, config = logits(model), model.config
+    with fk.patch(model, ops=[op]) as handle:
+        assert close(logits(model), expected)
+        assert {o for e in handle.report().replaced for o in e.ops} <= {op}
+        assert (model.config is config) == (op != "flash_attention")
+        assert all(e.reason.startswith("ops does not name") for e in handle.report().left if e.reason)
+        serves = op != ("geglu" if family != "gemma3" else "swiglu") and (op != "qk_norm_rope" or family != "glm4")
+        assert bool(handle.report().replaced) == serves
+
+
+def test_a_named_backend() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    expected = logits(model)
+    with fk.patch(model, backend="triton") as handle:
+        assert set(handle.report().backends.values()) == {"triton"}
+        if not fk.OPS["rms_norm"].why_not("triton", "cpu"):
+            assert close(logits(model), expected)
+    with fk.patch(model, backend={"rms_norm": "reference"}) as handle:
+        assert handle.report().backends["rms_norm"] == "reference"
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8)])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_torch_rms_norm_anywhere(shape: tuple[int, ...], affine: bool, eps: float | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(shape, eps, affine))
+    x = torch.randn(3, 2, 8)
+    expected, keys = model(x), list(model.state_dict())
+    with fk.patch(model) as handle:
+        assert [e.name for e in handle.report().replaced] == ["1"]
+        assert list(model.state_dict()) == keys
+        assert isinstance(model[1], nn.RMSNorm)
+        assert "native" in repr(model[1]) or "auto" in repr(model[1])
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert type(model[1]) is nn.RMSNorm
+    assert torch.equal(model(x), expected)
+
+
+def test_our_own_model() -> None:
+    config = fk.models.ModelConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=64)
+    model = fk.models.Transformer(config)
+    before = snapshot(model)
+    with fk.patch(model, backend="reference") as handle:
+        assert set(handle.report().backends.values()) == {"reference"}
+        assert not handle.report().left
+        assert set(model.backends.values()) == {"reference"}
+        assert set(model.layers[0].attention_norm.backends.values()) == {"reference"}
+        with pytest.raises(ValueError, match="patched already"):
+            fk.patch(model)
+    assert snapshot(model) == before
+    with fk.patch(model, backend="reference", ops=["swiglu"]):
+        assert model.layers[0].feed_forward.backends == {"swiglu": "reference"}
+        assert set(model.layers[0].attention_norm.backends.values()) == {"auto"}
+
+
+# Without transformers ----------------------------------------------------------------------------------------------
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    blocked = "import sys; sys.modules['transformers'] = None\n" + code
+    return subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=120)
+
+
+def test_without_transformers() -> None:
+    done = run(
+        "import torch, foundry_kernels as fk\n"
+        "print(fk.patch(torch.nn.Sequential(torch.nn.RMSNorm(4))).report())\n"
+        "from foundry_kernels.__main__ import main\n"
+        "main(['patch-report'])"
+    )
+    assert done.returncode == 2
+    assert "1 of 1 modules replaced" in done.stdout
+    assert "transformers cannot be imported" in done.stderr
+
+
+def test_transformers_is_not_imported_unless_it_is_needed() -> None:
+    code = (
+        "import sys, torch, foundry_kernels as fk; fk.patch(torch.nn.RMSNorm(4)); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
+    from foundry_kernels.__main__ import main
+    from foundry_kernels.integrations.table import FAMILIES
+
+    assert main(["patch-report"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("|")[1].strip(): line for line in lines[1:]}
+    assert rows.keys() == {"family", "------", *FAMILIES}
+    assert all("flash_attention" in rows[family] and "rms_norm" in rows[family] for family in FAMILIES)
+    assert [family for family in FAMILIES if "Experts:" in rows[family]] == ["gpt_oss"]
+    with pytest.raises(SystemExit):
+        main(["patch-report", "bert"])
+    assert "family must be one of llama" in capsys.readouterr().err

@@ -1,0 +1,31 @@
+"""What the tests of tests/integrations share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any, **options: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS, **options).logits
+
+
+def gradients(model: Any) -> Tensor:
+    """Those of all parameters in one vector."""
+    model.zero_grad()
+    model(IDS, labels=IDS).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return float((actual - expected).detach().abs().max()) <= 1e-5 * float(expected.detach().abs().max())
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    """Everything that a failed patch must not have touched."""
+    return [(id(m), type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]

@@ -1,0 +1,70 @@
+"""examples/train.py, divided."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from processes import SIZE, end, start
+
+OPTIONS = ["--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "2", "--batch", "4", "--seq-len", "16"]
+OPTIONS += ["--device", "cpu", "--steps", "6", "--sample-tokens", "0", "--backend", "auto"]
+
+
+class Resume:
+    """The example in `first[1]` processes divided as `first[0]`, stopped half-way, and in `second[1]` to the end."""
+
+    def __init__(self, first: tuple[str, int], second: tuple[str, int]) -> None:
+        self.halves = (first, second)
+
+    def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+        import train
+        import train_loop
+        import train_text
+        from train_parallel import Parallel
+
+        recipe = train.make_recipe(train.parse(OPTIONS), 5)
+        text = train_text.read_text(None, recipe.seq_len)
+        run = None
+        for half, (kind, size) in enumerate(self.halves):
+            dist.barrier()
+            end()
+            if rank < size:
+                os.environ |= {"WORLD_SIZE": str(size), "MASTER_PORT": str(ports[half])}
+                folder.mkdir(exist_ok=True)
+                run = train_loop.train(
+                    recipe,
+                    "auto",
+                    text,
+                    folder / "checkpoint",
+                    resume=half == 1,
+                    stop=lambda step, half=half: half == 0 and step == 3,
+                    progress=False,
+                    processes=Parallel(kind, "cpu"),
+                )
+                end()
+            os.environ |= {"WORLD_SIZE": str(SIZE)}
+            start(rank, SIZE, ports[2]) if half == 0 else None
+        assert run is not None
+        return {"losses": run.losses, "held_out": run.held_out, "weights": run.model and run.model.state_dict()}
+
+
+def refusals(rank: int, folder: Path, ports: list[int]) -> list[str]:
+    """What the example says of a model and of a batch that two processes cannot divide."""
+    from train_parallel import Parallel, ParallelError
+
+    from foundry_kernels.models import ModelConfig
+
+    said = []
+    for index, (kind, heads, batch) in enumerate([("tp", 3, 4), ("fsdp", 2, 3)]):
+        end()
+        os.environ["MASTER_PORT"] = str(ports[index])
+        processes = Parallel(kind, "cpu")
+        try:
+            processes.check(ModelConfig(dim=24, n_layers=1, n_heads=heads, vocab_size=8), batch)
+        except ParallelError as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,178 @@
+"""The operators on DTensors."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from processes import SIZE, Collectives, full
+
+
+def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
+    """A few cases for each letter that the rule divides: the case, the axis of each tensor that has it, a name."""
+    from table import numel
+
+    from foundry_kernels.distributed.sharding import letters
+
+    largest = 17_000 if row.backend == "triton" else 40_000  # the interpreter is slow
+    kinds: dict[str, dict[object, tuple[Any, dict[str, int], str]]] = {}
+    for case in row.cases:
+        if not 16 <= numel(case) <= largest:
+            continue
+        args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
+        dims, over = rule(args)
+        of = {name: letters(dims, name, t.dim()) for name, t in args.items()}
+        for letter in sorted({x for found in of.values() for x in found if x in over or x.isdigit()}):
+            axes = {name: found.index(letter) for name, found in of.items() if letter in found}
+            sizes = {args[name].shape[axis] for name, axis in axes.items()}
+            if min(sizes) < SIZE or (len(sizes) > 1 and any(size % SIZE for size in sizes)):
+                continue
+            kind = tuple((name, t.dim(), t.requires_grad) for name, t in args.items()), frozenset(case.options)
+            kinds.setdefault(letter, {}).setdefault(kind, (case, axes, f"{row.id} {case.id} {letter}"))
+    return [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // 3)]]
+
+
+def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Every operation with a kernel, on inputs divided along each dimension that its rule divides: what differs from
+    one process, which collectives there were, and how many divisions were tried."""
+    from table import rows
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from foundry_kernels.distributed.sharding import operators
+    from foundry_kernels.testing import call, make_cotangents
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    found: dict[str, Any] = {"tried": Counter(), "collectives": {}, "wrong": []}
+    sharding = {rule.__module__.rpartition(".")[0]: rule for rule in operators().values()}
+    for row in rows():
+        for case, axes, id in divisions(row, sharding[row.op.package]):
+            args = case.make(torch.float32, "cpu")
+            divided = {
+                name: t
+                if t is None
+                else distribute_tensor(
+                    t.detach(), mesh, [Shard(axes[name]) if name in axes else Replicate()]
+                ).requires_grad_(t.requires_grad)
+                for name, t in args.items()
+            }
+            expected = call(row.op, args, case.options, backend=row.backend)
+            with Collectives() as collectives:
+                with torch.no_grad():  # first, so that a rule that forgot what was asked for answers wrongly below
+                    call(row.op, divided, case.options, backend=row.backend)
+                given = call(row.op, divided, case.options, backend=row.backend)
+                outputs = [o for o in given if o.requires_grad]
+                sources = [e for e in expected if e.requires_grad]
+                cotangents = make_cotangents(tuple(e.detach() for e in sources), "contiguous")
+                parts = [
+                    distribute_tensor(c, mesh, o.placements, src_data_rank=None)
+                    for c, o in zip(cotangents, outputs, strict=True)
+                ]
+                wanted = [name for name, t in args.items() if t is not None and t.requires_grad]
+                grads = torch.autograd.grad(outputs, [divided[n] for n in wanted], parts, allow_unused=True)
+            if collectives.counts:
+                found["collectives"][id] = dict(collectives.counts)
+            whole = torch.autograd.grad(sources, [args[n] for n in wanted], cotangents, allow_unused=True)
+            for a, e in [*zip(given, expected, strict=True), *zip(grads, whole, strict=True)]:
+                if (a is None) != (e is None) or (a is not None and not _near(full(a), e.detach())):
+                    found["wrong"].append(id)
+            found["tried"][row.id] += 1
+    return found
+
+
+def _near(a: Tensor, e: Tensor) -> bool:
+    if a.shape != e.shape or e.numel() == 0:
+        return a.shape == e.shape
+    return torch.allclose(a, e, rtol=1e-5, atol=2e-6 * max(1.0, float(e.abs().max())))
+
+
+def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Inputs of which some are DTensors and some are not, and inputs split where no row may be."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.nn.functional import rms_norm as torch_rms_norm
+
+    import foundry_kernels as fk
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 6, generator=generator), torch.randn(6, generator=generator)
+    result: dict[str, Any] = {}
+    for name, function in {
+        "torch": lambda x, w: torch_rms_norm(x, (6,), w, 1e-6),
+        "native": lambda x, w: fk.rms_norm(x, w, backend="native"),
+        "triton": lambda x, w: fk.rms_norm(x, w, backend="triton"),
+    }.items():
+        for kind, arguments in {
+            "plain x": (x, distribute_tensor(weight, mesh, [Replicate()])),
+            "plain weight": (distribute_tensor(x, mesh, [Shard(0)]), weight),
+        }.items():
+            try:
+                function(*arguments)
+                result[name, kind] = "accepted"
+            except RuntimeError as error:
+                result[name, kind] = str(error)
+        if name == "torch":
+            continue
+        split = function(distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Replicate()]))
+        halves = dist_partial(x, mesh, Partial)
+        summed = function(halves, distribute_tensor(weight, mesh, [Shard(0)]))
+        result[name, "values"] = [full(split), full(summed)]
+    vector = distribute_tensor(weight, mesh, [Replicate()])
+    # The same tensors in another place: the second call must not be answered with what the first one has.
+    y = fk.add_rms_norm(vector, vector, None, backend="native")[0]
+    z = fk.rms_norm(vector, vector, backend="native")
+    result["vector"] = [full(y), full(z)]
+    return result
+
+
+def dist_partial(x: Tensor, mesh: Any, partial: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(x / SIZE, mesh, [partial()])
+
+
+def compiled(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """torch.compile meets a DTensor before anything else of this package has."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import foundry_kernels as fk
+
+    assert "foundry_kernels.distributed" not in sys.modules
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 6, generator=generator), torch.randn(6, generator=generator)
+    leaves = [distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [Replicate()])]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = torch.compile(fk.rms_norm, fullgraph=True, backend="aot_eager")(*leaves, backend="native")
+    y.sum().backward()
+    return {"y": full(y), "grads": [full(leaf.grad) for leaf in leaves]}
+
+
+def norm_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """A norm under sequence parallelism: forward, backward, and what reading the weight's gradient costs."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from foundry_kernels.distributed import SequenceParallelNorm
+    from foundry_kernels.nn import RMSNorm
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    result = {}
+    for backend in ("native", "triton"):
+        norm = parallelize_module(RMSNorm(16, backend=backend), mesh, SequenceParallelNorm())
+        x, r = (distribute_tensor(torch.randn(2, 6, 16), mesh, [Shard(1)]).requires_grad_() for _ in range(2))
+        with Collectives() as during:
+            norm(x, r)[0].sum().backward()  # the stream that comes with it has no gradient
+        with Collectives() as after:
+            norm.weight.grad.full_tensor()
+        placed = (
+            x.grad.placements == r.grad.placements == (Shard(1),),
+            bool(norm.weight.grad.placements[0].is_partial()),
+        )
+        result[backend] = (dict(during.counts), dict(after.counts), placed)
+    return result

@@ -1,0 +1,101 @@
+"""A Llama of transformers, patched and divided by torch's own means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from processes import SIZE, Collectives
+from processes.training import train
+
+
+def make_llama() -> Any:
+    from foundry_kernels.integrations.tiny import tiny_model
+
+    return tiny_model("llama")
+
+
+def loss_of_llama(model: nn.Module, batch: Tensor) -> Tensor:
+    tokens = batch + 3  # those below are special ones
+    return model(tokens, labels=tokens, use_cache=False).loss
+
+
+def _every_second(batch: Tensor) -> Tensor:
+    return batch[dist.get_rank() :: SIZE]
+
+
+class Divided:
+    """Train a patched model as `kind` divides it, then take the patch back: the numbers, and what became of both."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+        import foundry_kernels as fk
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+        model = make_llama()
+        handle = fk.patch(model)
+        divided = {"fsdp": _fsdp, "tp": _tensor_parallel, "ddp": _ddp}[self.kind](model, mesh)
+        options: dict[str, Any] = {} if self.kind == "tp" else {"share": _every_second}
+        with Collectives() as collectives:
+            result = train(divided, loss_of=loss_of_llama, **options)
+        tokens = torch.arange(3, 15)[None]
+        with torch.no_grad():
+            logits = divided(tokens, use_cache=False).logits
+            handle.undo()
+            plain = divided(tokens, use_cache=False).logits
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        return result | {"collectives": collectives.counts, "logits": (logits, plain), "classes": classes}
+
+
+def _fsdp(model: Any, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _ddp(model: Any, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _tensor_parallel(model: Any, mesh: Any) -> nn.Module:
+    """Heads, feed-forward width and vocabulary divided; the residual stream and its norms along the sequence."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    whole, split = Replicate(), Shard(1)
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=split, use_local_output=False),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=split, output_layouts=whole),
+    }
+    for index in range(len(model.model.layers)):
+        layer = {
+            "input_layernorm": SequenceParallel(),
+            "self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": split}, desired_input_kwarg_layouts={"hidden_states": whole}
+            ),
+            **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+            "self_attn.o_proj": RowwiseParallel(output_layouts=split, use_local_output=False),
+            "post_attention_layernorm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(output_layouts=split, use_local_output=False),
+        }
+        plan |= {f"model.layers.{index}.{name}": style for name, style in layer.items()}
+    return parallelize_module(model, mesh, plan)

@@ -1,0 +1,139 @@
+"""The model, trained whole and divided."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from processes import SIZE, Collectives, end, full
+
+STEPS, BATCH, LENGTH = 4, 4, 13  # a length that two processes cannot halve
+
+
+def make_model() -> nn.Module:
+    from foundry_kernels.models import ModelConfig, Transformer
+
+    torch.manual_seed(0)
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=32, init_std=0.2)
+    return Transformer(config)
+
+
+def batches() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        yield torch.randint(8, (BATCH, LENGTH + 1), generator=generator)
+
+
+def loss_of_ours(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch[:, :-1], batch[:, 1:])[1]
+
+
+def train(
+    model: nn.Module,
+    *,
+    share: Callable[[Tensor], Tensor] = lambda batch: batch,
+    accumulating: Callable[[nn.Module, bool], Any] = lambda model, last: contextlib.nullcontext(),
+    parts: int = 1,
+    around: Callable[[], Any] = contextlib.nullcontext,
+    loss_of: Callable[[nn.Module, Tensor], Tensor] = loss_of_ours,
+) -> dict[str, Any]:
+    """Losses, gradients and last weights of a few steps; the gradients by parameter, step for step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[Tensor] = []
+    grads: list[dict[str, Tensor]] = []
+    for batch in batches():
+        total = torch.zeros(())
+        for index, part in enumerate(batch.chunk(parts)):
+            mine = share(part)
+            with around(), accumulating(model, index == parts - 1):
+                loss = loss_of(model, mine)
+                (loss / parts).backward()
+            total += full(loss) / parts
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        losses.append(total)
+        names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+        grads.append({name: full(p.grad) for name, p in names.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name.removeprefix("module."): full(p) for name, p in model.named_parameters()}
+    return {"losses": losses, "grads": grads, "weights": weights}
+
+
+class Train:
+    """Train the model divided as `examples/train_parallel.py` divides it."""
+
+    def __init__(self, kind: str, parts: int = 1) -> None:
+        self.kind, self.parts = kind, parts
+
+    def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+        from train_parallel import Parallel
+
+        end()
+        os.environ["MASTER_PORT"] = str(ports[0])
+        processes = Parallel(self.kind, "cpu")
+        model = processes.divide(make_model())
+        with Collectives() as collectives:
+            result = train(model, share=processes.share, accumulating=processes.accumulating, parts=self.parts)
+        return result | {"collectives": collectives.counts}
+
+
+def loss_parallel(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Tensor parallelism in which no process ever has all logits."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+    from foundry_kernels.distributed import tensor_parallel_plan
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    model = make_model()
+    model = parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, loss_parallel=True))
+    with torch.no_grad():
+        assert model(torch.zeros(1, 4, dtype=torch.int64)).placements == (Shard(2),)
+    return train(model, around=loss_parallel)
+
+
+def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, int]:
+    """One step of the model under tensor parallelism, without the optimizer."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from foundry_kernels.distributed import tensor_parallel_plan
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    model = make_model()
+    model = parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))
+    tokens = next(batches())
+    with Collectives() as collectives:
+        model(tokens[:, :-1], tokens[:, 1:])[1].backward()
+    return dict(collectives.counts)
+
+
+def low_precision(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """One step under FSDP2 with bfloat16 parameters and float32 sums, and the same step without FSDP2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = make_model()
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=policy)
+    halves = next(batches()).chunk(SIZE)
+    loss_of_ours(model, halves[rank]).backward()
+    whole = make_model()
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.bfloat16()
+    expected = {name: torch.zeros(p.shape) for name, p in whole.named_parameters()}
+    for half in halves:
+        whole.zero_grad()
+        loss_of_ours(whole, half).backward()
+        for name, parameter in whole.named_parameters():
+            assert parameter.grad is not None
+            expected[name] += parameter.grad.float() / SIZE
+    return {"grads": {name: full(p.grad) for name, p in model.named_parameters()}, "expected": expected}

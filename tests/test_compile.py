@@ -1,0 +1,219 @@
+"""The compiler, export and checkpointing on modules, the model and every kernel: no graph break, one recompilation at
+most where lengths vary, and operators that a policy can name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from table import Row, over_rows
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import foundry_kernels as fk
+from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.testing import Case, call, make_cotangents
+
+CONFIG = ModelConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=11, max_seq_len=32)
+LENGTHS = (5, 9, 13)
+
+
+def make_model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(CONFIG)
+
+
+def draw(length: int) -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+# --- graph breaks and recompilations ----------------------------------------------------------------------------------
+
+
+class Rotated(nn.Module):
+    """The rotary module has no parameter and takes queries and keys; both are made of one input here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = fk.nn.RotaryEmbedding(4, 32)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = (self.scale * x).unflatten(-1, (4, 4)).transpose(1, 2)
+        return torch.cat(self.rope(q, q[:, :2]), 1)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "RMSNorm": lambda: fk.nn.RMSNorm(16),
+    "SwiGLU": lambda: fk.nn.SwiGLU(16, 24),
+    "RotaryEmbedding": Rotated,
+    "Attention": lambda: fk.nn.Attention(16, 4, 2, rope=fk.nn.RotaryEmbedding(4, 32)),
+}
+
+
+def assert_compiles_whole(function: Any, inputs: Callable[[int], Tensor], parameters: list[nn.Parameter]) -> None:
+    """Without fullgraph=True, which would forbid a break rather than count it."""
+    counters.clear()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, backend=graphs)
+    for length in LENGTHS:
+        results, given = [], inputs(length)
+        for run in (compiled, function):
+            for parameter in parameters:
+                parameter.grad = None
+            out = run(given)
+            out.float().square().mean().backward()
+            results.append([out, *(p.grad for p in parameters)])
+        torch.testing.assert_close(*results)
+    assert not counters["graph_break"]
+    assert graphs.frame_count <= 2  # a second one when the length turns out to vary
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_compiles_whole(name: str) -> None:
+    torch.manual_seed(0)
+    module = MODULES[name]()
+    assert_compiles_whole(module, lambda length: torch.randn(2, length, 16), list(module.parameters()))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_model_compiles_whole(autocast: bool) -> None:
+    model = make_model()
+
+    def loss(tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(tokens, tokens)[1]
+
+    assert_compiles_whole(loss, draw, list(model.parameters()))
+
+
+def test_module_with_inductor() -> None:
+    """The default compiler, which generates code around the operators, forward and backward."""
+    norm = fk.nn.RMSNorm(16, backend="native")
+    compiled = torch.compile(norm, fullgraph=True)
+    x, residual = torch.randn(2, 5, 16), torch.randn(2, 5, 16, requires_grad=True)
+    results = []
+    for run in (compiled, norm):
+        norm.weight.grad = residual.grad = None
+        y, h = run(torch.sin(x), residual)
+        (y.square().sum() + h.sum()).backward()
+        results.append([y, h, norm.weight.grad, residual.grad])
+    torch.testing.assert_close(*results)
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_model_is_exported_with_its_kernels_for_any_length(tmp_path: Any) -> None:
+    """The program names the operators, takes another length, and survives being written and read."""
+    model = make_model().eval()
+    shapes = {"tokens": {1: torch.export.Dim.AUTO}}
+    program = torch.export.export(model, (draw(7),), dynamic_shapes=shapes, strict=False)
+    named = {node.target._schema.name for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    native = {f"foundry_kernels::{op}" for op, backend in model.serving().items() if backend == "native"}
+    assert native
+    assert native == {name for name in named if name.startswith("foundry_kernels::")}
+    torch.export.save(program, tmp_path / "model.pt2")
+    for each in (program, torch.export.load(tmp_path / "model.pt2")):
+        torch.testing.assert_close(each.module()(draw(12)), model(draw(12)))
+
+
+# --- checkpointing ----------------------------------------------------------------------------------------------------
+
+
+def _policy(save: bool, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what this package's operators return, or nothing."""
+    ours = isinstance(op, torch._ops.OpOverload) and op.namespace == "foundry_kernels"
+    return CheckpointPolicy.MUST_SAVE if ours and save else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def checkpointed(function: Any, save: bool, *args: Any) -> Any:
+    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, save))
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of this package's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "foundry_kernels":
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients_and_calls(row: Row, case: Case, save: bool | None) -> tuple[tuple[Any, ...], Counter[str]]:
+    """Gradients of one call, which is checkpointed unless `save` is None; and the operators that ran."""
+    args = case.make(torch.float32, row.device)
+    names = list(args)
+
+    def function(*given: Any) -> tuple[Tensor, ...]:
+        return call(row.op, dict(zip(names, given, strict=True)), case.options, backend=row.backend)
+
+    with Calls() as calls:
+        outputs = function(*args.values()) if save is None else checkpointed(function, save, *args.values())
+        outputs = [o for o in outputs if o.requires_grad]
+        wanted = [t for t in args.values() if t is not None and t.requires_grad]
+        grads = torch.autograd.grad(outputs, wanted, make_cotangents(tuple(outputs), "contiguous"), allow_unused=True)
+    return grads, calls.counts
+
+
+@over_rows()
+def test_selective_checkpointing_names_the_operators(row: Row) -> None:
+    """A policy that keeps them runs each once; one that does not runs the forward operators again."""
+    for case in row.small_cases[:3]:
+        expected, plain = gradients_and_calls(row, case, None)
+        for save in (True, False):
+            grads, calls = gradients_and_calls(row, case, save)
+            for a, e in zip(grads, expected, strict=True):
+                assert (a is None and e is None) or torch.equal(a, e), case.id
+            repeated = calls - plain
+            assert bool(repeated) is not save, f"{case.id}: {calls}, and {plain} without checkpointing"
+
+
+@pytest.mark.parametrize("save", [True, False], ids=["keep", "recompute"])
+def test_selective_checkpointing_under_the_compiler(save: bool) -> None:
+    """The kept operator is not in the backward graph; the other one is."""
+    found: dict[str, Counter[str]] = {}
+
+    def keep(kind: str, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets = [node.target for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        found[kind] = Counter(target._schema.name for target in targets)
+        return module.forward
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(fk.rms_norm(torch.sin(x), weight, backend="native"))
+
+    backend = aot_autograd(fw_compiler=partial(keep, "forward"), bw_compiler=partial(keep, "backward"))
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((4, 8), (8,)))
+    compiled = torch.compile(lambda: checkpointed(block, save, x, weight), fullgraph=True, backend=backend)
+    grads = torch.autograd.grad(compiled().sum(), (x, weight))
+    torch.testing.assert_close(grads, torch.autograd.grad(block(x, weight).sum(), (x, weight)))
+    assert found["forward"]["foundry_kernels::rms_norm_fwd"] == 1
+    assert found["backward"]["foundry_kernels::rms_norm_fwd"] == (0 if save else 1)
+    assert found["backward"]["foundry_kernels::rms_norm_bwd"] == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_checkpointed_blocks_of_the_model(reentrant: bool) -> None:
+    model = make_model()
+    results = []
+    for wrap in (False, True):
+        model.zero_grad()
+        if wrap:
+            for block in model.layers:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+        model(draw(9), draw(9))[1].backward()
+        results.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *results))

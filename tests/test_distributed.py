@@ -1,0 +1,319 @@
+"""Two processes against one: the operators on DTensors, the model divided in every way, checkpoints, the example."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from processes import EXAMPLES, example, operators, patched, training
+from processes.example import OPTIONS, Resume
+from processes.training import STEPS, Train
+
+import foundry_kernels as fk
+from foundry_kernels.models import ModelConfig, Transformer
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+
+TRAINING = {
+    "ddp": Train("ddp"),
+    "fsdp": Train("fsdp"),
+    "tp": Train("tp"),
+    "ddp, accumulated": Train("ddp", parts=2),
+    "fsdp, accumulated": Train("fsdp", parts=2),
+    "tp, accumulated": Train("tp", parts=2),
+    "loss parallel": training.loss_parallel,
+}
+PATCHED = {f"patched, {kind}": patched.Divided(kind) for kind in ("ddp", "fsdp", "tp")}
+RESUMING = {
+    "fsdp 2 to 1": Resume(("fsdp", 2), ("fsdp", 1)),
+    "ddp 1 to tp 2": Resume(("ddp", 1), ("tp", 2)),
+}
+FIRST = {"compiled": operators.compiled}
+OTHERS = {
+    "rules": operators.rules,
+    "mixtures": operators.mixtures,
+    "norm": operators.norm_collectives,
+    "step": training.step_collectives,
+    "low precision": training.low_precision,
+    "refusals": example.refusals,
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    pytest.importorskip("tqdm", reason="the example needs tqdm")
+    # One folder for all workers of pytest-xdist, whose own temporary folders lie side by side.
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "processes"
+    scenarios = FIRST | TRAINING | RESUMING | OTHERS
+    if importlib.util.find_spec("transformers") is not None:
+        scenarios |= PATCHED
+    return processes.run(scenarios, folder)
+
+
+def outcome(results: dict[str, list[Any]], name: str) -> list[Any]:
+    for rank, result in enumerate(results[name]):
+        assert not isinstance(result, str), f"{name} in process {rank}:\n{result}"
+    return results[name]
+
+
+def near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of float32 sums."""
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return training.train(training.make_model())
+
+
+def same_training(result: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Losses, every gradient of every step, and the weights in the end."""
+    for step in range(STEPS):
+        near(f"loss of step {step}", result["losses"][step], alone["losses"][step])
+        assert result["grads"][step].keys() == alone["grads"][step].keys()
+        for parameter, grad in alone["grads"][step].items():
+            near(f"step {step}, {parameter}", result["grads"][step][parameter], grad)
+    for parameter, weight in alone["weights"].items():
+        near(parameter, result["weights"][parameter], weight)
+    assert alone["losses"][-1] < alone["losses"][0] - 0.1, "nothing was learnt that could differ"
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_equals_that_of_one_process(name, results, alone):
+    for result in outcome(results, name):
+        same_training(result, alone)
+
+
+@pytest.fixture(scope="module")
+def patched_llama() -> dict[str, Any]:
+    pytest.importorskip("transformers")
+    model = patched.make_llama()
+    with fk.patch(model):
+        return training.train(model, loss_of=patched.loss_of_llama)
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_patched_llama_trains_as_in_one_process(name, results, patched_llama):
+    """Divided by torch's own means, with the patch in place; and afterwards the patch is taken back."""
+    for result in outcome(results, name):
+        same_training(result, patched_llama)
+        assert result["collectives"], "nothing was divided"
+        near("logits without the patch", *result["logits"])
+        assert not any("Foundry" in name for name in result["classes"])
+
+
+def test_fully_sharded_mixed_precision(results):
+    """Gradients are float32, and those of bfloat16 parameters in one process."""
+    for result in outcome(results, "low precision"):
+        assert {grad.dtype for grad in result["grads"].values()} == {torch.float32}
+        for name, grad in result["expected"].items():
+            near(name, result["grads"][name], grad)
+
+
+def test_accumulation_exchanges_gradients_once_a_step(results):
+    for kind, collective in (("ddp", "allreduce_"), ("fsdp", "_reduce_scatter")):
+        once, twice = (outcome(results, name)[0]["collectives"] for name in (kind, f"{kind}, accumulated"))
+        assert once[collective] == twice[collective] > 0
+
+
+def test_tensor_parallel_collectives_are_those_of_the_plan(results):
+    """Per block and direction two gathers and two scatters; around the blocks the embedding, the head, the logits."""
+    layers = training.make_model().config.n_layers
+    expected = {"all_gather_into_tensor": 4 * layers + 3, "reduce_scatter_tensor": 4 * layers + 2}
+    assert outcome(results, "step") == [expected, expected]
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def test_operators_on_dtensors_equal_one_process_without_a_collective(results):
+    from table import rows
+
+    for found in outcome(results, "rules"):
+        assert found["wrong"] == []
+        assert found["collectives"] == {}
+        assert found["tried"].keys() == {row.id for row in rows()}
+        assert min(found["tried"].values()) >= 2, found["tried"]
+
+
+def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_nothing_else(results):
+    for found in outcome(results, "norm"):
+        for during, after, (split, partial) in found.values():
+            assert during == {}
+            assert after == {"all_reduce": 1}
+            assert split
+            assert partial
+
+
+def test_mixtures_behave_as_torch_operations_do(results):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 6, generator=generator), torch.randn(6, generator=generator)
+    expected = torch.nn.functional.rms_norm(x, (6,), weight, 1e-6)
+    for found in outcome(results, "mixtures"):
+        for name in ("native", "triton"):
+            for kind in ("plain x", "plain weight"):
+                assert "got mixed torch.Tensor and DTensor" in found["torch", kind]
+                assert "got mixed torch.Tensor and DTensor" in found[name, kind]
+            for value in found[name, "values"]:
+                torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(found["vector"][0], fk.rms_norm(weight + weight))
+        torch.testing.assert_close(found["vector"][1], fk.rms_norm(weight, weight))
+
+
+def test_compiled_operation_on_dtensors(results):
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(4, 6, generator=generator).requires_grad_(), torch.randn(6, generator=generator)]
+    leaves[1].requires_grad_()
+    expected = fk.rms_norm(*leaves, backend="native")
+    expected.sum().backward()
+    for found in outcome(results, "compiled"):
+        torch.testing.assert_close(found["y"], expected)
+        torch.testing.assert_close(found["grads"], [leaf.grad for leaf in leaves])
+
+
+def test_every_operator_of_a_kernel_has_a_rule():
+    from foundry_kernels.distributed.sharding import operators
+
+    ruled = {op._schema.name for op in operators()}
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("foundry_kernels::"):
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+            assert composite or name in ruled, f"{name} has no rule; add it to its operation's sharding module"
+
+
+def test_importing_the_package_does_not_import_dtensor():
+    """Half a second that only those should pay who use it; the first call with a DTensor registers the rules."""
+    code = "import sys, foundry_kernels; print('torch.distributed.tensor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh_of_three():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    yield dist.device_mesh.init_device_mesh("cpu", (3,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"dim": 16, "n_heads": 4}, "n_heads must be a multiple of the 3 devices that share the heads; got 4"),
+        ({"dim": 24, "n_heads": 6, "n_kv_heads": 2}, "n_kv_heads must be a multiple of the 3 devices .* got 2"),
+        ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "needs tie_embeddings=False"),
+    ],
+    ids=["heads", "key-value-heads", "tied"],
+)
+def test_plan_refuses_what_cannot_be_divided(shape, message, mesh_of_three):
+    from foundry_kernels.distributed import tensor_parallel_plan
+
+    model = Transformer(ModelConfig(n_layers=1, vocab_size=8, **shape))
+    with pytest.raises(ValueError, match=message):
+        tensor_parallel_plan(model, mesh_of_three)
+    with pytest.raises(TypeError, match=r"model must be a foundry_kernels\.models\.Transformer; got Linear"):
+        tensor_parallel_plan(torch.nn.Linear(2, 2), mesh_of_three)
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch):
+    pytest.importorskip("tqdm", reason="the example needs tqdm")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train
+
+    return train
+
+
+@pytest.mark.parametrize("name", RESUMING)
+def test_run_is_resumed_by_another_number_of_processes(name, results, script):
+    import train_loop
+    import train_text
+
+    recipe = script.make_recipe(script.parse(OPTIONS), 5)
+    whole = train_loop.train(recipe, "auto", train_text.read_text(None, recipe.seq_len), None, progress=False)
+    result = outcome(results, name)[0]
+    assert len(result["losses"]) == 6
+    assert result["losses"] == pytest.approx(whole.losses, abs=1e-5)
+    assert result["held_out"] == pytest.approx(whole.held_out, abs=1e-5)
+    for key, weight in whole.model.state_dict().items():
+        near(key, result["weights"][key], weight)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_torchrun(kind, tmp_path):
+    pytest.importorskip("tqdm", reason="the example needs tqdm")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "train.py"), *OPTIONS, "--parallel", kind, "--out", str(tmp_path / "out")]
+    source = str(Path(fk.__file__).parent.parent)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("held-out") == 1, "one process speaks for all"
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoint-auto").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "progress.pt",
+    ]
+
+
+def test_example_accumulates(script):
+    import train_loop
+    import train_text
+
+    text = train_text.read_text(None, 16)
+    runs = [
+        train_loop.train(script.make_recipe(script.parse([*OPTIONS, *more]), 5), "auto", text, None, progress=False)
+        for more in ([], ["--accumulate", "4"])
+    ]
+    assert runs[1].losses == pytest.approx(runs[0].losses, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallel", "fsdp"], "--parallel fsdp needs processes that torchrun starts: torchrun --nproc-per-node 2"),
+        (["--accumulate", "3"], "--batch must be a multiple of --accumulate 3; got 4"),
+        (["--accumulate", "0"], "--accumulate must be at least 1; got 0"),
+    ],
+    ids=["no-torchrun", "accumulate", "accumulate-0"],
+)
+def test_example_refuses(arguments, message, script, monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert script.main([*OPTIONS, *arguments, "--out", str(tmp_path / "out")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_example_refuses_what_two_processes_cannot_divide(results):
+    for said in outcome(results, "refusals"):
+        assert said == [
+            "--parallel tp with 2 processes: n_heads must be a multiple of the 2 devices that share the heads; got 3",
+            "--batch / --accumulate must be a multiple of the 2 processes; got 3",
+        ]
