@@ -74,7 +74,8 @@ def names(folder: Path) -> dict[str, Any]:
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for of, text in found if of == language]
 
 
 @pytest.mark.usefixtures("one_of_two_processes")
