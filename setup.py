@@ -140,9 +140,21 @@ class Build(BuildExtension):
                     *ISA_FLAGS[isa],
                 ]
                 jobs.append((target, [*command, "-c", source, "-o", str(target)]))
+        headers = [Path(header) for folder in ("cpu", "common") for header in sources(folder, ".h")]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: self.spawn(job[1]), jobs))
+            list(pool.map(lambda job: self.compile(*job, headers), jobs))
         return [str(target) for target, _ in jobs]
+
+    def compile(self, target: Path, command: list[str], headers: list[Path]) -> None:
+        """Unless that has been done, by the same command and after the last change to what it reads."""
+        done = target.with_suffix(".command")
+        read = [Path(command[command.index("-c") + 1]), *headers]
+        changed = max(path.stat().st_mtime for path in read)
+        if done.exists() and done.read_text() == str(command) and done.stat().st_mtime > changed:
+            return
+        done.unlink(missing_ok=True)
+        self.spawn(list(command))  # it changes what it is given
+        done.write_text(str(command))
 
 
 # at::parallel_for is a header: without OpenMP it would run on one thread. Only compiled so, not linked: the symbols
