@@ -1,13 +1,16 @@
-"""Clocks, interleaved medians, peak memory."""
+"""Clocks, interleaved medians, time on the GPU, host time a call, memory, caches, fitted exponents."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +21,24 @@ def timer() -> float:
         torch.cuda.synchronize()
     return time.perf_counter()
 
+
+class Replay:
+    """A clock that shows times which were measured before: pytest-benchmark's own rounds of one contender would come
+    after each other, and a slow moment of the machine would hit one alone. `give` it to the benchmark's fixture."""
+
+    def __init__(self) -> None:
+        self._shown: list[float] = []
+
+    def __call__(self) -> float:
+        return self._shown.pop()
+
+    def give(self, benchmark: Any, times: Sequence[float]) -> None:
+        self._shown = [shown for seconds in reversed(times) for shown in (seconds, 0.0)]  # end and start, from the end
+        benchmark.pedantic(lambda: None, rounds=len(times))
+
+
+#: The clock of all rows here, `@pytest.mark.benchmark(timer=replay)`.
+replay = Replay()
 
 Prepare = Callable[[], Callable[[], object]]
 
@@ -52,6 +73,111 @@ def interleaved(
 def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     """Median over rounds of the ratio of two contenders' times in that round."""
     return statistics.median(n / d for n, d in zip(numerator, denominator, strict=True))
+
+
+def device_times(contenders: Mapping[str, Prepare], rounds: int = 11) -> dict[str, list[float]]:
+    """Seconds between two events around a run, of all contenders by turns; needs CUDA.
+
+    A delay is queued in front, so that the host has queued the whole run before the GPU gets there: what is measured is
+    the GPU's work, without the gaps in which it would wait for launches.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, prepare in contenders.items():
+            run = prepare()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(2_000_000)  # cycles, about a millisecond
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return times
+
+
+def graph_time(runs: Sequence[Callable[[], object]], replays: int = 11) -> float:
+    """Seconds a run takes where `runs`, one after the other, are captured as a CUDA graph and replayed (median of the
+    replays over the number of runs). A backward pass must be captured with its forward pass."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is lazily set up must not fall into the capture
+        for _ in range(3):
+            runs[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    replayed = device_times({"": lambda: graph.replay}, replays)[""]
+    return statistics.median(replayed[1:]) / len(runs)
+
+
+def host_time(call: Callable[[], object], batch: int = 200, batches: int = 15) -> float:
+    """Seconds that the calling thread is busy with a call: median over batches of calls, none of which is waited for.
+    On a CPU the call must do next to nothing, or its work is measured too."""
+    for _ in range(20):
+        call()
+    times = []
+    for _ in range(batches):
+        start = timer()  # a GPU's queue is empty
+        for _ in range(batch):
+            call()
+        times.append((time.perf_counter() - start) / batch)
+    return statistics.median(times)
+
+
+def cache_bytes(device: str, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the last-level cache; 32 MiB where the system does not tell."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties().L2_cache_size
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [0]
+    for path in sysfs.glob("index*/size"):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            text = path.read_text().strip()
+            sizes.append(int(text[:-1]) * units[text[-1]])
+    return max(sizes) or 32 * 2**20
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that can still be had, None where the system does not tell."""
+    if device == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+class Scrub:
+    """Reads twice the last-level cache, so that nothing older is left in it, and nothing that has yet to be written
+    back, as there would be after writing."""
+
+    def __init__(self, device: str) -> None:
+        self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
+
+    def __call__(self) -> None:
+        self._buffer.sum()
+
+
+def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """p of the power law y = c x^p that fits best in logarithms (least squares); None for fewer than two sizes or a y
+    that is not positive. A constant part of y, which the first sizes feel most, pulls p down: see `last_exponent`."""
+    if len(set(x)) < 2 or min(*x, *y) <= 0:
+        return None
+    log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]
+    mean_x, mean_y = statistics.fmean(log_x), statistics.fmean(log_y)
+    over = sum((a - mean_x) * (b - mean_y) for a, b in zip(log_x, log_y, strict=True))
+    return over / sum((a - mean_x) ** 2 for a in log_x)
+
+
+def last_exponent(x: Sequence[float], y: Sequence[float], count: int = 3) -> float | None:
+    """`exponent` of the `count` largest sizes: what the growth tends to. A quadratic term shows here first."""
+    largest = sorted(zip(x, y, strict=True))[-count:]
+    return exponent([a for a, _ in largest], [b for _, b in largest])
 
 
 def peak_bytes(prepare: Prepare, device: str) -> int:
