@@ -59,6 +59,7 @@ class Measured:
             "dtype": short_dtype(group.dtype),
             "case": group.case.id,
             "memory": group.memory,
+            "quick": group.quick,
         }
         if name in self.why_not:
             return row | {"why_not": self.why_not[name]}

@@ -60,6 +60,11 @@ class Group:
         return f"{self.op.name}-{self.direction}-{short_dtype(self.dtype)}-{self.case.id}-{self.memory}"
 
     @property
+    def quick(self) -> bool:
+        """Whether the shape is timed without --full: the op's BENCH_QUICK holds the endings of the names that are."""
+        return self.case.id.endswith(getattr(self.op.cases, "BENCH_QUICK", ("cached", "large")))
+
+    @property
     def ours(self) -> tuple[str, ...]:
         """Our kernels; the reference where there are none."""
         kernels = tuple(b for b in self.op.backends(DEVICE, self.dtype) if b != "reference")
@@ -123,9 +128,8 @@ def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
         cases = op.cases
         if not hasattr(cases, "bench_cases"):
             continue
-        endings = getattr(cases, "BENCH_QUICK", ("cached", "large"))
         for case in cases.bench_cases(op.name, device):
-            if not full and not case.id.endswith(endings):
+            if not full and not Group(op, case, torch.float32, "forward").quick:
                 continue
             for dtype in DTYPES if not full or device == "cpu" else (*DTYPES, torch.float32):
                 for memory in memories(case, dtype, full, device):
@@ -324,7 +328,8 @@ class Contenders:
                 else:
                     own = Arguments(group) if name == liger.NAME else shared
                     prepare = _call(group, group.function(name), own, scrub)
-                prepare()()
+                for _ in range(len(shared.sets) + 1 if group.memory == "cold" else 1):
+                    prepare()()  # until the memory that results rotate through has been used once
             except Exception as error:
                 reason = unavailable(error, ours=name in OURS)
                 if reason is None:
