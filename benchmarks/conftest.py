@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -45,7 +45,7 @@ class Record:
         benchmark.extra_info.update(row)
         self._show(_FIGURES, in_a_line(row))
 
-    def absent(self, row: dict[str, Any]) -> NoReturn | bool:
+    def absent(self, row: dict[str, Any]) -> bool:
         """Keep and skip a row that says why it could not be measured; False for others."""
         if "why_not" not in row:
             return False

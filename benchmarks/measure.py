@@ -44,13 +44,13 @@ Prepare = Callable[[], Callable[[], object]]
 
 
 def interleaved(
-    contenders: Mapping[str, Prepare], seconds: float = 1.5, rounds: int = 25, warm_ups: int = 1
+    contenders: Mapping[str, Prepare], seconds: float = 1.5, rounds: int = 25, warm_ups: int = 1, least: int = 5
 ) -> dict[str, list[float]]:
     """Times of each contender, all taking turns, so that a slow moment of the machine hits each alike.
 
     A contender prepares a round (untimed) and returns what is timed. Each timed run follows `warm_ups` untimed ones of
     the same contender, so that caches hold its data and not the one before's. Stops after `rounds` or `seconds`,
-    whichever is first, but not before 5 rounds.
+    whichever is first, but not before `least` rounds.
     """
     for prepare in contenders.values():
         for _ in range(2):
@@ -65,7 +65,7 @@ def interleaved(
             start = timer()
             run()
             times[name].append(timer() - start)
-        if timer() > end and len(next(iter(times.values()))) >= 5:
+        if timer() > end and len(next(iter(times.values()))) >= least:
             break
     return times
 
@@ -154,13 +154,15 @@ def free_bytes(device: str) -> int | None:
 
 class Scrub:
     """Reads twice the last-level cache, so that nothing older is left in it, and nothing that has yet to be written
-    back, as there would be after writing."""
+    back, as there would be after writing. Does nothing while it `rests`."""
 
     def __init__(self, device: str) -> None:
         self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
+        self.rests = False
 
     def __call__(self) -> None:
-        self._buffer.sum()
+        if not self.rests:
+            self._buffer.sum()
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -185,16 +187,22 @@ def peak_bytes(prepare: Prepare, device: str) -> int:
     run = prepare()
     run()
     run = prepare()
-    gc.collect()
     if device == "cuda":
+        gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = run()
+    enabled = gc.isenabled()
+    gc.disable()  # what is collected meanwhile would count as freed by the run
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            kept = run()
+    finally:
+        if enabled:
+            gc.enable()
     del kept
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0

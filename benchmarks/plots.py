@@ -17,7 +17,7 @@ Row = dict[str, Any]
 def draw(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
     """Draws what there are rows for; returns titles and files, named after the results."""
     drawn = []
-    with matplotlib.rc_context({"svg.hashsalt": source.stem, "font.size": 9, "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.hashsalt": source.stem, "font.size": 9}):
         for title, name, panels, paint in _KINDS:
             found = panels(kept)
             if not found:
@@ -116,7 +116,9 @@ def _roofline(axes: Any, rows: list[Row]) -> None:
     axes.set(xlabel="operations of matrix products a byte", ylabel="TFLOP/s")
 
 
-_Panels, _Paint = Callable[[dict[str, Any]], list[Any]], Callable[[Any, Any], None]
+_Panels = Callable[[dict[str, Any]], list[Any]]
+_Paint = Callable[[Any, Any], None]
+#: Title, name of the file, what gives the panels, what paints one.
 _KINDS: tuple[tuple[str, str, _Panels, _Paint], ...] = (
     ("Bandwidth over width", "bandwidth", _widths, _bandwidth),
     ("TFLOP/s over tokens", "tflops", _tokens, _rate),

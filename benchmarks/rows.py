@@ -26,9 +26,18 @@ QUICK, FULL = (0.6, 15), (2.0, 25)
 
 class Measured:
     """All contenders of a group, timed. `times` holds a list of seconds for each that could run; `why_not` the reason
-    of each that could not; `wrong` what is wrong with the result of those that computed something else."""
+    of each that could not; `wrong` what is wrong with the result of those that computed something else (where it is
+    `checked`: without, ratios mean nothing)."""
 
-    def __init__(self, group: Group, effort: tuple[float, int] = QUICK, names: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        effort: tuple[float, int] = QUICK,
+        names: tuple[str, ...] | None = None,
+        *,
+        least: int = 5,
+        checked: bool = True,
+    ) -> None:
         self.group = group
         seconds, rounds = effort
         with self.memory():
@@ -36,9 +45,9 @@ class Measured:
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
             # What fits in a cache is there after a few runs.
             warm_ups = 4 if group.memory == "warm" else 0
-            self.times = interleaved(self.prepare, seconds, rounds, warm_ups) if self.prepare else {}
+            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least) if self.prepare else {}
         self.wrong: dict[str, str] = {}
-        for name in self.prepare:
+        for name in self.prepare if checked else ():
             problem = wrong(group, name)
             if problem is not None:
                 self.wrong[name] = problem

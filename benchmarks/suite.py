@@ -31,7 +31,7 @@ OURS = ("triton", "native", "reference")
 LIMITS = ("copy", "fresh copy", "matmul")
 #: Above this many operations a byte a call is limited by arithmetic.
 _INTENSITY = 32
-#: Sets of inputs that rotate at most; where they do not fill the caches, the caches are scrubbed as well.
+#: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.
 _MOST_SETS = 64
 #: Rows that a check against the reference takes of a larger matrix: it needs several copies in float64.
 _CHECKED_ROWS = 2048
@@ -279,8 +279,8 @@ def too_large(group: Group) -> str | None:
 def _set_count(group: Group) -> int:
     if group.memory == "warm":
         return 1
-    wanted = 2 * cache_bytes(DEVICE) // max(case_bytes(group.case, group.dtype), 1)
-    return int(min(max(wanted + 1, 2), _MOST_SETS))
+    wanted = 2 * cache_bytes(DEVICE) // max(case_bytes(group.case, group.dtype), 1) + 1
+    return int(max(wanted, 2)) if wanted <= _MOST_SETS else 2
 
 
 class Arguments:
@@ -328,8 +328,9 @@ class Contenders:
                 else:
                     own = Arguments(group) if name == liger.NAME else shared
                     prepare = _call(group, group.function(name), own, scrub)
-                for _ in range(len(shared.sets) + 1 if group.memory == "cold" else 1):
-                    prepare()()  # until the memory that results rotate through has been used once
+                prepare()()
+                if group.memory == "cold":
+                    _use_memory(prepare, len(shared.sets), scrub)
             except Exception as error:
                 reason = unavailable(error, ours=name in OURS)
                 if reason is None:
@@ -337,6 +338,16 @@ class Contenders:
                 self.why_not[name] = reason
             else:
                 self.prepare[name] = prepare
+
+
+def _use_memory(prepare: Prepare, count: int, scrub: Scrub | None) -> None:
+    """Call until the memory that results rotate through has been used once, so that no page fault is left to time."""
+    if scrub is not None:
+        scrub.rests = True
+    for _ in range(count):
+        prepare()()
+    if scrub is not None:
+        scrub.rests = False
 
 
 def unavailable(error: Exception, ours: bool) -> str | None:

@@ -9,6 +9,7 @@ into a new one, which on a CPU also pays for the system's page faults. See `suit
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from benchmarks.conftest import Record
 from benchmarks.measure import replay
 from benchmarks.rows import FULL, QUICK, Measured
 from benchmarks.suite import Contenders, Group, groups
-
 
 _last: list[Measured] = []  # rows of a group follow each other; its tensors need not outlive it
 
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.benchmark(timer=replay)
 def test_op(benchmark: Any, group: Group, name: str, record: Record) -> None:
     if benchmark.disabled:  # whether it runs, not how fast
-        contenders = Contenders(group, (name,))
+        contenders = Contenders(replace(group, memory="warm"), (name,))
         if name in contenders.why_not:
             pytest.skip(contenders.why_not[name])
         benchmark.pedantic(contenders.prepare[name]())

