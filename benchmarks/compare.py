@@ -103,6 +103,7 @@ class Side:
         self.name = name
         # An idle side's threads must sleep, not spin.
         env = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": ""}
+        env.pop("TRITON_INTERPRET", None)  # interpreted kernels have no speed
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(tree), str(ROOT)],
             cwd=tree,

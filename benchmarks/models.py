@@ -126,9 +126,10 @@ class ModelContenders:
                 continue
             self.prepare[name] = prepare
             expected = loss if expected is None else expected
-            if loss is not None and expected is not None:
-                if not abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected):
-                    self.wrong[name] = f"its loss is {loss:.5f}, that of {names[0]} {expected:.5f}"
+            if loss is None or expected is None:
+                continue
+            if not abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected):
+                self.wrong[name] = f"its loss is {loss:.5f}, that of {names[0]} {expected:.5f}"
 
 
 def _too_large(group: ModelGroup, count: int) -> str | None:

@@ -240,12 +240,12 @@ def test_a_run_is_kept_and_becomes_pages(run_file: Path, tmp_path: Path) -> None
     assert f"| `rms_norm` | forward | {info['dtype']} |" in page
     assert "## Host time a call" in page
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    readme.write_text(f"before\n{report.START}\nOUTDATED\n{report.END}\nafter\n")
     report.readme(target, readme)
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
-    assert "old" not in text
+    assert "OUTDATED" not in text
     assert "[./kept.json]" in text or "[kept.json]" in text
 
 

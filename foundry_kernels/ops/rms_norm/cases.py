@@ -139,11 +139,11 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
     """Growing shapes, by the size that grows: N is the width, T the rows."""
-    rows, width, top = (1024, 2048, 14) if device == "cpu" else (16384, 4096, 16)
+    rows, width, top = (1024, 2048, 13) if device == "cpu" else (16384, 4096, 15)
     residual = op == "add_rms_norm"
     return {
-        "N": tuple((2**i, _bench(rows, 2**i, residual, "width")) for i in range(8, top + 1, 2)),
-        "T": tuple((2**i, _bench(2**i, width, residual, "rows")) for i in range(5, top + 1, 2)),
+        "N": tuple((2**i, _bench(rows, 2**i, residual, "width")) for i in range(7, top + 1, 2)),
+        "T": tuple((2**i, _bench(2**i, width, residual, "rows")) for i in range(6, top + 1, 2)),
     }
 
 

@@ -235,7 +235,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
     """Growing shapes: T is the tokens."""
-    tokens = range(7, 13) if device == "cpu" else range(9, 16)
+    tokens = range(6, 12) if device == "cpu" else range(9, 16)
     return {"T": tuple((2**i, _bench(op, 1, 32, 8, 2**i, 128, "tokens")) for i in tokens)}
 
 

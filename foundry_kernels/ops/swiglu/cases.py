@@ -141,12 +141,12 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
     """Growing shapes: N is the width."""
-    rows, top = (512, 14) if device == "cpu" else (16384, 15)
+    rows, top = (512, 13) if device == "cpu" else (16384, 15)
     options = {"approximate": "tanh"} if op == "geglu" else {}
     return {
         "N": tuple(
             (2**i, Case(f"{rows}x{2**i}-width", {"gate": Arg((rows, 2**i)), "up": Arg((rows, 2**i))}, options))
-            for i in range(8, top + 1, 2)
+            for i in range(7, top + 1, 2)
         )
     }
 
