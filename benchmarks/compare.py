@@ -206,8 +206,9 @@ def _groups(full: bool) -> Iterator[str]:
 
 
 def _measurer() -> Callable[..., dict[str, Any]]:
+    from benchmarks.calls import Contenders
     from benchmarks.measure import interleaved, reused_memory
-    from benchmarks.suite import Contenders, groups
+    from benchmarks.suite import groups
 
     last: dict[str, Contenders] = {}
 

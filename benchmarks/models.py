@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import foundry_kernels as fk
 from benchmarks import liger
+from benchmarks.calls import unavailable
 from benchmarks.measure import Prepare, free_bytes
-from benchmarks.suite import DEVICE, unavailable
+from benchmarks.suite import DEVICE
 from foundry_kernels.models import ModelConfig, Transformer, generate
 from foundry_kernels.registry import short_dtype
 

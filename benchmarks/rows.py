@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.calls import MATMUL, Contenders
 from benchmarks.measure import (
     device_times,
     graph_time,
@@ -17,7 +18,7 @@ from benchmarks.measure import (
     reused_memory,
     saved_bytes,
 )
-from benchmarks.suite import DEVICE, LIMITS, MATMUL, Contenders, Group, wrong
+from benchmarks.suite import DEVICE, LIMITS, Group, wrong
 from foundry_kernels.registry import short_dtype
 
 #: Seconds for the rounds of a group, and rounds at most.

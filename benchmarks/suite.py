@@ -6,9 +6,7 @@ in place of figures. A row whose result is not that of the reference carries tim
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,9 +17,9 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from benchmarks import liger
-from benchmarks.measure import Prepare, Scrub, cache_bytes, free_bytes
+from benchmarks.measure import cache_bytes, free_bytes
 from foundry_kernels.registry import OpSpec, short_dtype
-from foundry_kernels.testing import Arg, Case, assert_parity, make_cotangents, run
+from foundry_kernels.testing import Arg, Case, assert_parity, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
@@ -32,7 +30,7 @@ LIMITS = ("copy", "fresh copy", "matmul")
 #: Above this many operations a byte a call is limited by arithmetic.
 _INTENSITY = 32
 #: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.
-_MOST_SETS = 64
+MOST_SETS = 64
 #: Rows that a check against the reference takes of a larger matrix: it needs several copies in float64.
 _CHECKED_ROWS = 2048
 #: Root mean square error, relative to the result, up to which a peer computes the same: it need not be exact, as ours.
@@ -266,7 +264,7 @@ def wrong(group: Group, name: str) -> str | None:
 
 def too_large(group: Group) -> str | None:
     """Why the group does not fit the free memory, or None."""
-    needed = case_bytes(group.case, group.dtype) * (6 + 4 * _set_count(group))
+    needed = case_bytes(group.case, group.dtype) * (6 + 4 * set_count(group))
     needed += 12 * min(case_bytes(checked_case(group.op, group.case), torch.float64), 2**62)
     needed += getattr(group.op.cases, "workspace_bytes", lambda case: 0)(group.case)
     free = free_bytes(DEVICE)
@@ -275,155 +273,15 @@ def too_large(group: Group) -> str | None:
     return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
 
 
-# --- how a row is called --------------------------------------------------------------------------------------------
-
-
-def _set_count(group: Group) -> int:
+def set_count(group: Group) -> int:
     if group.memory == "warm":
         return 1
     if group.limit == "matmul":  # scrubbed caches do: of these, inputs are a small part
         return 2
     wanted = 2 * cache_bytes(DEVICE) // max(case_bytes(group.case, group.dtype), 1) + 1
-    return int(max(wanted, 2)) if wanted <= _MOST_SETS else 2
+    return int(max(wanted, 2)) if wanted <= MOST_SETS else 2
 
 
-class Arguments:
-    """Sets of the case's arguments, given out by turns."""
-
-    def __init__(self, group: Group) -> None:
-        first = group.case.make(group.dtype, DEVICE)
-        more = [{n: _copy(t) for n, t in first.items()} for _ in range(_set_count(group) - 1)]
-        self.sets = [first, *more]
-        size = len(self.sets) * case_bytes(group.case, group.dtype)
-        #: Whether using them all leaves nothing of the first in the caches.
-        self.rotates = group.memory != "warm" and size >= 2 * cache_bytes(DEVICE)
-        self._turn = itertools.cycle(self.sets)
-
-    def next(self) -> dict[str, Tensor | None]:
-        return next(self._turn)
-
-
-def _copy(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
-
-
-class Contenders:
-    """The rows of a group that can run, ready to be timed (`prepare`), and why the others cannot (`why_not`)."""
-
-    def __init__(self, group: Group, names: tuple[str, ...] | None = None) -> None:
-        self.group = group
-        self.prepare: dict[str, Prepare] = {}
-        self.why_not: dict[str, str] = {}
-        reason = too_large(group)
-        if reason is not None:
-            self.why_not = dict.fromkeys(group.names, reason)
-            return
-        shared = Arguments(group)
-        scrub = Scrub(DEVICE) if group.memory != "warm" else None
-        peers = group.peers
-        for name in group.names if names is None else names:
-            found = peers.get(name)
-            if isinstance(found, str):
-                self.why_not[name] = found
-                continue
-            try:
-                if name in LIMITS:
-                    prepare = _limit(group, name)
-                else:
-                    own = Arguments(group) if name == liger.NAME else shared
-                    prepare = _call(group, group.function(name), own, scrub)
-                prepare()()
-                if group.memory == "cold" and name not in LIMITS:
-                    _use_memory(prepare, len(shared.sets), scrub)
-            except Exception as error:
-                reason = unavailable(error, ours=name in OURS)
-                if reason is None:
-                    raise
-                self.why_not[name] = reason
-            else:
-                self.prepare[name] = prepare
-
-
-def _use_memory(prepare: Prepare, count: int, scrub: Scrub | None) -> None:
-    """Call until the memory that results rotate through has been used once, so that no page fault is left to time."""
-    if scrub is not None:
-        scrub.rests = True
-    for _ in range(count):
-        prepare()()
-    if scrub is not None:
-        scrub.rests = False
-
-
-def unavailable(error: Exception, ours: bool) -> str | None:
-    """The reason, in a line, why a call could not be made here; None where that is no excuse, as for an error of our
-    own kernels that is not for want of memory."""
-    text = str(error).strip().splitlines()
-    first = f"{type(error).__name__}: {text[0] if text else ''}"[:200]
-    lacking = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-    if lacking:
-        return f"too little memory ({first})"
-    return first if not ours or isinstance(error, fk.BackendUnavailable) else None
-
-
-def _limit(group: Group, name: str) -> Prepare:
-    if name == "matmul":
-        a, b = (torch.randn(*[MATMUL[DEVICE]] * 2, device=DEVICE, dtype=group.dtype) for _ in range(2))
-        return lambda: lambda: a @ b
-    size = max(group.bytes_moved // 2 // 4, 1)
-    count = 1 if group.memory == "warm" else int(min(max(2 * cache_bytes(DEVICE) // (4 * size) + 1, 2), _MOST_SETS))
-    pairs = itertools.cycle(tuple(torch.ones(2, size, device=DEVICE).unbind()) for _ in range(count))
-
-    def copy() -> Callable[[], object]:
-        source, into = next(pairs)
-        return lambda: into.copy_(source)
-
-    return copy if name == "copy" else lambda: next(pairs)[0].clone
-
-
-#: Rows and columns of the factors of the matrix product that is the limit.
-MATMUL = {"cpu": 1024, "cuda": 8192}
-
-
-def _call(group: Group, function: Callable[..., Any], arguments: Arguments, scrub: Scrub | None) -> Prepare:
-    """Cold and fresh calls are prepared by scrubbing the caches where the rotation alone does not empty them: where the
-    sets are too small together, and behind the forward pass of a backward one."""
-    keep: deque[object] = deque(maxlen=len(arguments.sets) if group.memory == "cold" else 0)
-
-    def finish(call: Callable[[], object], clean: bool) -> Callable[[], object]:
-        if scrub is not None and not clean:
-            scrub()
-        return lambda: keep.append(call())  # in the cache of results that are not written to soon again
-
-    if group.direction == "forward":
-
-        def forward() -> Callable[[], object]:
-            args = {n: None if t is None else t.detach() for n, t in arguments.next().items()}
-
-            def call() -> object:
-                with torch.no_grad():
-                    return function(**args)
-
-            return finish(call, arguments.rotates)
-
-        return forward
-
-    def outputs(args: dict[str, Tensor | None]) -> tuple[Tensor, ...]:
-        out = function(**args)
-        return out if isinstance(out, tuple) else (out,)
-
-    made = make_cotangents(outputs(arguments.next()), "contiguous")
-    cotangents = itertools.cycle([made, *(tuple(c.clone() for c in made) for _ in arguments.sets[1:])])
-
-    def gradients(args: dict[str, Tensor | None], out: tuple[Tensor, ...], dy: tuple[Tensor, ...]) -> object:
-        return torch.autograd.grad(out, [t for t in args.values() if t is not None and t.requires_grad], dy)
-
-    def backward() -> Callable[[], object]:
-        args, dy = arguments.next(), next(cotangents)
-        out = outputs(args)
-        return finish(lambda: gradients(args, out, dy), clean=False)
-
-    def both() -> Callable[[], object]:
-        args, dy = arguments.next(), next(cotangents)
-        return finish(lambda: gradients(args, outputs(args), dy), arguments.rotates)
-
-    return backward if group.direction == "backward" else both
+def rotates(group: Group, count: int) -> bool:
+    """Whether using `count` sets of inputs by turns leaves nothing of the first in the caches."""
+    return group.memory != "warm" and count * case_bytes(group.case, group.dtype) >= 2 * cache_bytes(DEVICE)

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.calls import Contenders
 from benchmarks.conftest import Record
 from benchmarks.measure import replay
 from benchmarks.rows import FULL, QUICK, Measured
-from benchmarks.suite import Contenders, Group, groups
+from benchmarks.suite import Group, groups
 
 _last: list[Measured] = []  # rows of a group follow each other; its tensors need not outlive it
 

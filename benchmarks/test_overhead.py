@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import foundry_kernels as fk
+from benchmarks.calls import unavailable
 from benchmarks.conftest import Record
 from benchmarks.measure import host_time, replay
-from benchmarks.suite import DEVICE, LIMITS, Group, smallest_case, unavailable
+from benchmarks.suite import DEVICE, LIMITS, Group, smallest_case
 
 
 def _rows() -> list[Any]:

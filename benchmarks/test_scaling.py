@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import foundry_kernels as fk
+from benchmarks.calls import Contenders
 from benchmarks.conftest import Record
 from benchmarks.measure import exponent, last_exponent, replay
 from benchmarks.rows import Measured
-from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Contenders, Group, case_bytes, groups
+from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Group, case_bytes, groups
 from foundry_kernels.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 

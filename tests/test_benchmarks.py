@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from benchmarks import compare, gpu_check, liger, measure, models, report, rows, suite, tables
+from benchmarks import calls, compare, gpu_check, liger, measure, models, report, rows, suite, tables
 from benchmarks.test_scaling import fit
 from foundry_kernels.testing import Arg, Case
 
@@ -125,15 +125,15 @@ def small_group(**changes: object) -> suite.Group:
 
 def test_cold_inputs_do_not_fit_the_cache_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "cache_bytes", lambda device: 30_000)
-    rotating = suite.Arguments(small_group(memory="cold"))
+    rotating = calls.Arguments(small_group(memory="cold"))
     assert rotating.rotates
     assert len(rotating.sets) * suite.case_bytes(small_group().case, torch.float32) >= 60_000
     storages = {s["x"].data_ptr() for s in rotating.sets}  # type: ignore[union-attr]
     assert len(storages) == len(rotating.sets)
     assert len({id(rotating.next()) for _ in rotating.sets}) == len(rotating.sets)
-    assert len(suite.Arguments(small_group()).sets) == 1
+    assert len(calls.Arguments(small_group()).sets) == 1
     monkeypatch.setattr(suite, "cache_bytes", lambda device: 10**9)
-    many = suite.Arguments(small_group(memory="cold"))  # it would take thousands: the caches are scrubbed instead
+    many = calls.Arguments(small_group(memory="cold"))  # it would take thousands: the caches are scrubbed instead
     assert len(many.sets) == 2
     assert not many.rotates
 
@@ -172,10 +172,10 @@ def test_too_little_memory_and_missing_peers_are_reasons(monkeypatch: pytest.Mon
     measured = rows.Measured(group, (0.01, 5))
     assert measured.times == {}
     assert "are free" in measured.row("eager")["why_not"]
-    assert suite.unavailable(torch.OutOfMemoryError("CUDA out of memory"), ours=True) is not None
-    assert suite.unavailable(fk.BackendUnavailable("no kernel"), ours=True) == "BackendUnavailable: no kernel"
-    assert suite.unavailable(RuntimeError("a bug"), ours=True) is None
-    assert suite.unavailable(RuntimeError("refused\nand more"), ours=False) == "RuntimeError: refused"
+    assert calls.unavailable(torch.OutOfMemoryError("CUDA out of memory"), ours=True) is not None
+    assert calls.unavailable(fk.BackendUnavailable("no kernel"), ours=True) == "BackendUnavailable: no kernel"
+    assert calls.unavailable(RuntimeError("a bug"), ours=True) is None
+    assert calls.unavailable(RuntimeError("refused\nand more"), ours=False) == "RuntimeError: refused"
     if suite.DEVICE == "cpu":
         assert isinstance(liger.peers("rms_norm", "cpu")["Liger"], str)
     assert liger.peers("flash_attention", suite.DEVICE) == {}
@@ -187,7 +187,7 @@ def test_without_a_compiler_the_row_of_torch_compile_says_so() -> None:
 
     with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         torch.compiler.reset()
-        contenders = suite.Contenders(small_group(), ("torch.compile", "eager"))
+        contenders = calls.Contenders(small_group(), ("torch.compile", "eager"))
     assert contenders.prepare.keys() == {"eager"}
     assert "no-such-compiler" in contenders.why_not["torch.compile"] or "Cxx" in contenders.why_not["torch.compile"]
 
