@@ -44,16 +44,21 @@ Prepare = Callable[[], Callable[[], object]]
 
 
 def interleaved(
-    contenders: Mapping[str, Prepare], seconds: float = 1.5, rounds: int = 25, warm_ups: int = 1, least: int = 5
+    contenders: Mapping[str, Prepare],
+    seconds: float = 1.5,
+    rounds: int = 25,
+    warm_ups: int = 1,
+    least: int = 5,
+    first: int = 2,
 ) -> dict[str, list[float]]:
     """Times of each contender, all taking turns, so that a slow moment of the machine hits each alike.
 
     A contender prepares a round (untimed) and returns what is timed. Each timed run follows `warm_ups` untimed ones of
     the same contender, so that caches hold its data and not the one before's. Stops after `rounds` or `seconds`,
-    whichever is first, but not before `least` rounds.
+    whichever is first, but not before `least` rounds. Each contender has run `first` times before all.
     """
     for prepare in contenders.values():
-        for _ in range(2):
+        for _ in range(first):
             prepare()()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     end = timer() + seconds
@@ -87,7 +92,7 @@ def device_times(contenders: Mapping[str, Prepare], rounds: int = 11) -> dict[st
             run = prepare()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
-            torch.cuda._sleep(2_000_000)  # cycles, about a millisecond
+            torch.cuda._sleep(10_000_000)  # cycles, some milliseconds
             start.record()
             run()
             end.record()
@@ -113,14 +118,14 @@ def graph_time(runs: Sequence[Callable[[], object]], replays: int = 11) -> float
     return statistics.median(replayed[1:]) / len(runs)
 
 
-def host_time(call: Callable[[], object], batch: int = 200, batches: int = 15) -> float:
+def host_time(call: Callable[[], object], batch: int = 100, batches: int = 15) -> float:
     """Seconds that the calling thread is busy with a call: median over batches of calls, none of which is waited for.
     On a CPU the call must do next to nothing, or its work is measured too."""
     for _ in range(20):
         call()
     times = []
     for _ in range(batches):
-        start = timer()  # a GPU's queue is empty
+        start = timer()  # a GPU's queue is empty, and a batch of small calls fits in it
         for _ in range(batch):
             call()
         times.append((time.perf_counter() - start) / batch)

@@ -96,17 +96,16 @@ class ModelContenders:
         self.prepare: dict[str, Prepare] = {}
         self.why_not: dict[str, str] = {}
         self.wrong: dict[str, str] = {}
-        names = names or group.names
-        problem = _too_large(group, len(names))
-        if problem is not None:
-            self.why_not = dict.fromkeys(names, problem)
-            return
         torch.compiler.reset()
         generator = torch.Generator().manual_seed(0)
         batch = torch.randint(0, group.config.vocab_size, (1, _TOKENS[group.size] + 1), generator=generator).to(DEVICE)
         weights: dict[str, Tensor] | None = None
         expected: float | None = None
-        for name in names:
+        for name in group.names if names is None else names:
+            problem = _too_large(group, name)
+            if problem is not None:
+                self.why_not[name] = problem
+                continue
             try:
                 model = _make(group, name)
                 if isinstance(model, str):
@@ -130,19 +129,20 @@ class ModelContenders:
             if loss is None or expected is None:
                 continue
             if not abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected):
-                self.wrong[name] = f"its loss is {loss:.5f}, that of {names[0]} {expected:.5f}"
+                self.wrong[name] = f"its loss is {loss:.5f}, that of the first {expected:.5f}"
 
 
-def _too_large(group: ModelGroup, count: int) -> str | None:
-    """Weights, gradients and the optimiser's two moments of all, and the logits a few times in float32."""
-    config = group.config
+def _too_large(group: ModelGroup, name: str) -> str | None:
+    """Why the model does not fit the memory that is left by those before it, or None: weights, gradients, the
+    optimiser's moments, activations, the logits in float32, and the scores of forms that keep their whole matrix."""
+    config, tokens, trains = group.config, _TOKENS[group.size], group.task in ("forward+backward", "step")
     layer = config.dim * (2 * config.dim + 2 * config.kv_heads * config.head_width + 3 * config.ffn_width)
     parameters = config.n_layers * layer + 2 * config.vocab_size * config.dim
-    needed = (count + 1) * 4 * parameters * group.dtype.itemsize
-    activations = config.n_layers * (20 * config.dim + 4 * config.ffn_width) + 4 * config.vocab_size
-    needed += 4 * _TOKENS[group.size] * activations
-    if DEVICE == "cpu" or _TOKENS[group.size] <= 4096:  # the reference's scores
-        needed += config.n_layers * config.n_heads * _TOKENS[group.size] ** 2 * 3 * 4
+    needed = (4 if trains else 1) * parameters * group.dtype.itemsize + 12 * tokens * config.vocab_size
+    kept = config.n_layers if trains else 1
+    needed += kept * tokens * (20 * config.dim + 4 * config.ffn_width) * group.dtype.itemsize
+    if "reference" in name or DEVICE == "cpu":
+        needed += kept * config.n_heads * tokens**2 * (4 + 2 * group.dtype.itemsize)
     free = free_bytes(DEVICE)
     return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free" if free and needed > free else None
 
@@ -182,9 +182,29 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
     if name == "patched by ours" and patch is not None:
         patch(model)
     elif name == "patched by Liger":
-        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+        _patch_by_liger(model)
     assert isinstance(model, nn.Module)
     return model
+
+
+def _patch_by_liger(model: nn.Module) -> None:
+    """Liger also exchanges functions of the module that the model's class is from, for all models of the process; here
+    they are exchanged only while this one runs."""
+    home = vars(importlib.import_module(type(model).__module__))
+    before = dict(home)
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+    exchanged = {k: v for k, v in home.items() if before.get(k) is not v}
+    home.update({k: before[k] for k in exchanged if k in before})
+    inner = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        home.update(exchanged)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            home.update({k: before[k] for k in exchanged if k in before})
+
+    model.forward = forward
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:

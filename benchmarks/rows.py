@@ -46,7 +46,10 @@ class Measured:
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
             # What fits in a cache is there after a few runs.
             warm_ups = 4 if group.memory == "warm" else 0
-            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least) if self.prepare else {}
+            if effort == QUICK and group.limit == "matmul":  # calls are long, and vary little
+                least = 3
+            # They have run once at least, to see whether they can.
+            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=1) if self.prepare else {}
         self.wrong: dict[str, str] = {}
         for name in self.prepare if checked else ():
             problem = wrong(group, name)

@@ -91,9 +91,11 @@ class Group:
         return (*self.ours, *self.peers, *self.limits)
 
     def chosen(self, full: bool) -> tuple[str, ...]:
-        """`names`; the quick set leaves out what a CPU takes minutes to compile for all shapes of attention."""
-        slow = () if full or DEVICE != "cpu" or self.flops is None else ("torch.compile", "FlexAttention")
-        return tuple(n for n in self.names if n not in slow)
+        """`names`; the quick set leaves out what a CPU takes minutes to compile for all shapes of attention, and the
+        slowest form of it but for the eager one."""
+        if full or DEVICE != "cpu" or self.flops is None:
+            return self.names
+        return tuple(n for n in self.names if n not in ("torch.compile", "FlexAttention", "SDPA math"))
 
     @property
     def limit(self) -> str:

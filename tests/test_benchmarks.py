@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,27 @@ def test_a_model_that_cannot_be_patched_here_says_so(monkeypatch: pytest.MonkeyP
     assert "no patch()" in models._hugging_face(group, "patched by ours")
     names = {n for g in models.model_groups(True) for n in g.names}
     assert names == {n for family in models.FAMILIES.values() for n in family}
+
+
+def test_what_liger_exchanges_for_all_models_is_exchanged_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = types.ModuleType("a_modeling_module")
+    exec("rotate = lambda: 'plain'", vars(home))
+
+    class Model(torch.nn.Module):
+        def forward(self) -> str:
+            return home.rotate()
+
+    def apply(model: torch.nn.Module) -> None:  # as Liger's does
+        home.rotate = lambda: "exchanged"
+
+    Model.__module__ = home.__name__
+    stand_in = types.SimpleNamespace(_apply_liger_kernel_to_instance=apply)
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    plain, patched = Model(), Model()
+    models._patch_by_liger(patched)
+    assert (plain(), patched(), plain()) == ("plain", "exchanged", "plain")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
