@@ -237,8 +237,9 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 def reused_memory() -> Iterator[None]:
     """Lets the C library keep freed memory, however large the block, instead of returning it to the system: a fresh
     tensor then costs no page faults, as in a program whose allocator caches. Does nothing outside of glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    library = ctypes.CDLL(None)
+    mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
+    if mallopt is None or trim is None:
         yield
         return
     trim_threshold, mmap_max = -1, -4
@@ -249,3 +250,4 @@ def reused_memory() -> Iterator[None]:
     finally:
         mallopt(mmap_max, 65536)
         mallopt(trim_threshold, 128 * 1024)
+        trim(0)  # or the process would hold the most that it ever used, in pieces

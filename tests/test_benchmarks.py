@@ -379,7 +379,7 @@ def test_the_pages_of_the_kept_results_can_be_made() -> None:
 def test_the_quick_set_functions() -> None:
     """Each operation x kernel x direction x peer once, and the models; not the large shapes, which are only larger."""
     chosen = "(cached and warm) or decode-512 or 8.2x512x64 or overhead or scaling or model or 1x4096-decode"
-    done = command("pytest", "benchmarks", "--benchmark-disable", "-q", "-k", f"({chosen}) and not compile")
+    done = command("pytest", "benchmarks", "--benchmark-disable", "-k", f"({chosen}) and not compile")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
 
