@@ -8,8 +8,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 TEXT ?=
 ARGS ?=
+COMMIT ?= HEAD
 
-.PHONY: demo test lint setup resources fuzz sanitize bench gpu-check clean
+.PHONY: demo test lint setup resources fuzz sanitize bench bench-compare gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -35,8 +36,14 @@ fuzz: setup
 sanitize: setup
 	$(PY) tests/sanitize.py --seconds $(or $(SECONDS),120)
 
+# Then `python -m benchmarks report build/bench.json NAME` keeps the run and makes its page and pictures.
 bench: setup
-	$(PY) -m pytest benchmarks --benchmark-only $(ARGS)
+	mkdir -p build
+	$(PY) -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json $(ARGS)
+
+# This tree against a commit, by turns: make bench-compare COMMIT=main ARGS="-k rope"
+bench-compare: setup
+	$(PY) -m benchmarks compare $(COMMIT) $(ARGS)
 
 setup: $(VENV)/.built
 

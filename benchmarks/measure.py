@@ -1,13 +1,16 @@
-"""Clocks, interleaved medians, peak memory."""
+"""Clocks, interleaved medians, time on the GPU, host time a call, memory, caches, fitted exponents."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,20 +22,43 @@ def timer() -> float:
     return time.perf_counter()
 
 
+class Replay:
+    """A clock that shows times which were measured before: pytest-benchmark's own rounds of one contender would come
+    after each other, and a slow moment of the machine would hit one alone. `give` it to the benchmark's fixture."""
+
+    def __init__(self) -> None:
+        self._shown: list[float] = []
+
+    def __call__(self) -> float:
+        return self._shown.pop()
+
+    def give(self, benchmark: Any, times: Sequence[float]) -> None:
+        self._shown = [shown for seconds in reversed(times) for shown in (seconds, 0.0)]  # end and start, from the end
+        benchmark.pedantic(lambda: None, rounds=len(times))
+
+
+#: The clock of all rows here, `@pytest.mark.benchmark(timer=replay)`.
+replay = Replay()
+
 Prepare = Callable[[], Callable[[], object]]
 
 
 def interleaved(
-    contenders: Mapping[str, Prepare], seconds: float = 1.5, rounds: int = 25, warm_ups: int = 1
+    contenders: Mapping[str, Prepare],
+    seconds: float = 1.5,
+    rounds: int = 25,
+    warm_ups: int = 1,
+    least: int = 5,
+    first: int = 2,
 ) -> dict[str, list[float]]:
     """Times of each contender, all taking turns, so that a slow moment of the machine hits each alike.
 
     A contender prepares a round (untimed) and returns what is timed. Each timed run follows `warm_ups` untimed ones of
     the same contender, so that caches hold its data and not the one before's. Stops after `rounds` or `seconds`,
-    whichever is first, but not before 5 rounds.
+    whichever is first, but not before `least` rounds. Each contender has run `first` times before all.
     """
     for prepare in contenders.values():
-        for _ in range(2):
+        for _ in range(first):
             prepare()()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     end = timer() + seconds
@@ -44,7 +70,7 @@ def interleaved(
             start = timer()
             run()
             times[name].append(timer() - start)
-        if timer() > end and len(next(iter(times.values()))) >= 5:
+        if timer() > end and len(next(iter(times.values()))) >= least:
             break
     return times
 
@@ -54,21 +80,134 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(n / d for n, d in zip(numerator, denominator, strict=True))
 
 
+def device_times(contenders: Mapping[str, Prepare], rounds: int = 11) -> dict[str, list[float]]:
+    """Seconds between two events around a run, of all contenders by turns; needs CUDA.
+
+    A delay is queued in front, so that the host has queued the whole run before the GPU gets there: what is measured is
+    the GPU's work, without the gaps in which it would wait for launches.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, prepare in contenders.items():
+            run = prepare()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(10_000_000)  # cycles, some milliseconds
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return times
+
+
+def graph_time(runs: Sequence[Callable[[], object]], replays: int = 11) -> float:
+    """Seconds a run takes where `runs`, one after the other, are captured as a CUDA graph and replayed (median of the
+    replays over the number of runs). A backward pass must be captured with its forward pass."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is lazily set up must not fall into the capture
+        for _ in range(3):
+            runs[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    replayed = device_times({"": lambda: graph.replay}, replays)[""]
+    return statistics.median(replayed[1:]) / len(runs)
+
+
+def host_time(call: Callable[[], object], batch: int = 100, batches: int = 15) -> float:
+    """Seconds that the calling thread is busy with a call: median over batches of calls, none of which is waited for.
+    On a CPU the call must do next to nothing, or its work is measured too."""
+    for _ in range(20):
+        call()
+    times = []
+    for _ in range(batches):
+        start = timer()  # a GPU's queue is empty, and a batch of small calls fits in it
+        for _ in range(batch):
+            call()
+        times.append((time.perf_counter() - start) / batch)
+    return statistics.median(times)
+
+
+def cache_bytes(device: str, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the last-level cache; 32 MiB where the system does not tell."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties().L2_cache_size
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [0]
+    for path in sysfs.glob("index*/size"):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            text = path.read_text().strip()
+            sizes.append(int(text[:-1]) * units[text[-1]])
+    return max(sizes) or 32 * 2**20
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that can still be had, None where the system does not tell."""
+    if device == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+class Scrub:
+    """Reads twice the last-level cache, so that nothing older is left in it, and nothing that has yet to be written
+    back, as there would be after writing. Does nothing while it `rests`."""
+
+    def __init__(self, device: str) -> None:
+        self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
+        self.rests = False
+
+    def __call__(self) -> None:
+        if not self.rests:
+            self._buffer.sum()
+
+
+def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """p of the power law y = c x^p that fits best in logarithms (least squares); None for fewer than two sizes or a y
+    that is not positive. A constant part of y, which the first sizes feel most, pulls p down: see `last_exponent`."""
+    if len(set(x)) < 2 or min(*x, *y) <= 0:
+        return None
+    log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]
+    mean_x, mean_y = statistics.fmean(log_x), statistics.fmean(log_y)
+    over = sum((a - mean_x) * (b - mean_y) for a, b in zip(log_x, log_y, strict=True))
+    return over / sum((a - mean_x) ** 2 for a in log_x)
+
+
+def last_exponent(x: Sequence[float], y: Sequence[float], count: int = 3) -> float | None:
+    """`exponent` of the `count` largest sizes: what the growth tends to. A quadratic term shows here first."""
+    largest = sorted(zip(x, y, strict=True))[-count:]
+    return exponent([a for a, _ in largest], [b for _, b in largest])
+
+
 def peak_bytes(prepare: Prepare, device: str) -> int:
     """Most bytes that one run holds at a time beyond what was there before it."""
     run = prepare()
     run()
     run = prepare()
-    gc.collect()
     if device == "cuda":
+        gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = run()
+    enabled = gc.isenabled()
+    gc.disable()  # what is collected meanwhile would count as freed by the run
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            kept = run()
+    finally:
+        if enabled:
+            gc.enable()
     del kept
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
@@ -98,8 +237,9 @@ def saved_bytes(forward: Callable[[], object]) -> int:
 def reused_memory() -> Iterator[None]:
     """Lets the C library keep freed memory, however large the block, instead of returning it to the system: a fresh
     tensor then costs no page faults, as in a program whose allocator caches. Does nothing outside of glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    library = ctypes.CDLL(None)
+    mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
+    if mallopt is None or trim is None:
         yield
         return
     trim_threshold, mmap_max = -1, -4
@@ -110,3 +250,4 @@ def reused_memory() -> Iterator[None]:
     finally:
         mallopt(mmap_max, 65536)
         mallopt(trim_threshold, 128 * 1024)
+        trim(0)  # or the process would hold the most that it ever used, in pieces

@@ -1,134 +1,187 @@
-"""Results that are kept, and the tables that are made from them.
+"""Results that are kept, and the pages that are made from them.
 
-python -m benchmarks.report keep RUN.json benchmarks/results/NAME.json   # what matters of --benchmark-json
-python -m benchmarks.report readme benchmarks/results/NAME.json          # rewrites the tables in README.md
+python -m benchmarks report RUN.json [NAME]    # keeps a run of --benchmark-json as benchmarks/results/NAME.json and
+                                               # makes NAME.md and its pictures; NAME is the device's where left out
+python -m benchmarks report                    # makes the pages of all kept results anew
+python -m benchmarks readme NAME               # the tables and pictures of README.md, from kept results
+python -m benchmarks compare COMMIT [...]      # this tree against another commit; see --help
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
+
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- results -->", "<!-- end of results -->"
+
+#: What a row of a kind must hold; those with a reason why they have no figures need no more than the first five.
+_ROW = ("op", "row", "direction", "dtype", "case")
+_FIGURES = {
+    "op": ("memory", "median_us"),
+    "overhead": ("host_us",),
+    "model": ("median_us", "tokens/s", "peak_bytes"),
+    "scaling": ("axis", "sizes", "lines"),
+}
 
 
 def keep(source: Path, target: Path) -> None:
+    """What matters of a run: the rows, what they were measured on and when; not every round."""
     run = _read(source)
-    for key in ("benchmarks", "machine_info", "datetime", "environment"):
+    for key in ("benchmarks", "machine_info", "datetime", "environment", "device"):
         if key not in run:
             raise SystemExit(
                 f"error: {source} has no {key!r}: it is not a result of pytest benchmarks --benchmark-json"
             )
-    cpu = run["machine_info"].get("cpu", {})
     kept = {
         "date": run["datetime"][:10],
-        "device": run["device"]
-        if run["device"] != "cpu"
-        else f"{cpu.get('brand_raw', 'CPU')}, {cpu.get('count')} cores",
+        "device": device(run),
         "environment": run["environment"],
+        "full": run.get("full", False),
         "rows": [b["extra_info"] for b in run["benchmarks"]],
+        "absent": run.get("absent", []),
     }
+    check(kept, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(kept, indent=0) + "\n")
 
 
-def readme(source: Path) -> None:
-    """The summary goes into README.md, every row into a page beside the results."""
-    page, kept = ROOT / "README.md", _read(source)
-    text = page.read_text()
-    before, after = text.split(START)[0], text.split(END)[1]
-    page.write_text(f"{before}{START}\n{summary(kept, source)}\n{END}{after}")
-    source.with_suffix(".md").write_text(f"# {source.stem}\n\n{table(kept, source)}\n")
+def device(run: dict[str, Any]) -> str:
+    cpu = run["machine_info"].get("cpu", {})
+    on_cpu = f"{cpu.get('brand_raw', 'CPU')}, {cpu.get('count')} cores"
+    return on_cpu if run["device"] == "cpu" else str(run["device"])
 
 
-def _header(kept: dict[str, Any], source: Path, folder: Path) -> list[str]:
-    name = source.resolve().relative_to(folder)
-    return [
-        f"Measured {kept['date']} on {kept['device']} (torch {kept['environment']['torch']}), from [{name}]({name}).",
-        "Medians of rounds in which all took turns. `x peer`: the peer's time over ours: above 1 we are faster.",
-        "`/ copy`: our time over that of a copy of the same bytes into memory that exists. `reused`: the process keeps",
-        "freed memory, so that fresh outputs cost no page faults.",
+def load(path: Path) -> dict[str, Any]:
+    """Kept results.
+
+    Raises:
+        SystemExit: naming the file, and what it lacks.
+    """
+    kept = _read(path)
+    check(kept, path)
+    return kept
+
+
+def check(kept: Any, path: Path) -> None:
+    def refuse(problem: str) -> None:
+        raise SystemExit(f"error: {path} is not a file of kept results: {problem}")
+
+    if not isinstance(kept, dict):
+        refuse(f"it holds {type(kept).__name__}, not an object")
+    for key, kind in (("date", str), ("device", str), ("environment", dict), ("rows", list)):
+        if not isinstance(kept.get(key), kind):
+            refuse(f"no {key!r}" if key not in kept else f"{key!r} is {type(kept[key]).__name__}")
+    if "torch" not in kept["environment"]:
+        refuse("no version of torch in 'environment'")
+    for place, rows in (("rows", kept["rows"]), ("absent", kept.get("absent", []))):
+        for index, row in enumerate(rows):
+            if not isinstance(row, dict):
+                refuse(f"{place}[{index}] is {type(row).__name__}")
+            kind = row.get("kind", "op")
+            if kind not in _FIGURES:
+                refuse(f"{place}[{index}] is of the unknown kind {kind!r}")
+            needed = (*_ROW, "why_not") if place == "absent" else (*_ROW, *_FIGURES[kind])
+            if missing := [key for key in needed if key not in row]:
+                refuse(f"{place}[{index}] has no {missing[0]!r}")
+
+
+def page(source: Path) -> Path:
+    """Makes the page and the pictures of kept results, beside them."""
+    kept = load(source)
+    pictures = _pictures(kept, source)
+    parts = [f"# {source.stem}", tables.header(kept, source.name)]
+    parts += [f"![{title}]({path.name})" for title, path in pictures]
+    for title, text in (
+        ("Operations", tables.operations(kept)),
+        ("Models", tables.models(kept)),
+        ("Host time a call", tables.overhead(kept)),
+        ("Growth", tables.scaling(kept)),
+        ("Without figures", tables.absent(kept)),
+    ):
+        if text:
+            parts += [f"## {title}", text]
+    target = source.with_suffix(".md")
+    target.write_text("\n\n".join(parts) + "\n")
+    return target
+
+
+def readme(source: Path, path: Path = ROOT / "README.md") -> None:
+    """Replaces what stands between the markers of README.md, and makes the page."""
+    text = path.read_text()
+    if START not in text or END not in text.split(START)[1]:
+        raise SystemExit(f"error: {path} has no {START} and {END} behind it to put results between")
+    target, kept = page(source), load(source)
+    folder = source.resolve().parent.relative_to(path.resolve().parent)
+    found = [
+        tables.header(kept, f"{folder}/{source.name}"),
+        tables.summary(kept),
+        tables.models(kept),
+        *(f"![{title}]({folder}/{picture.name})" for title, picture in _named(kept, source)),
+        f"More shapes and dtypes, both directions in one, memory, host time, growth: [{folder}/{target.name}]"
+        f"({folder}/{target.name}).",
     ]
+    between = "\n\n".join(part for part in found if part)
+    path.write_text(f"{text.split(START)[0]}{START}\n{between}\n{END}{text.split(END)[1]}")
 
 
-def _ours(kept: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of our backends, and all their peers."""
-    ours = [r for r in kept["rows"] if r["row"] in ("triton", "native")]
-    return ours, list(dict.fromkeys(n for r in ours for n in r["speedup_over"] if n not in ("triton", "native")))
+def report(arguments: list[str]) -> None:
+    if not arguments:
+        sources = [path for path in sorted(RESULTS.glob("*.json")) if not _of_gpu_check(path)]
+        if not sources:
+            raise SystemExit(f"error: there are no results in {RESULTS}")
+    else:
+        run = Path(arguments[0])
+        name = arguments[1] if len(arguments) > 1 else _slug(_read(run), run)
+        keep(run, RESULTS / f"{name}.json")
+        sources = [RESULTS / f"{name}.json"]
+    for source in sources:
+        print(page(source))
 
 
-def _shape(row: dict[str, Any]) -> str:
-    return str(row["case"]) + (" reused" if row["memory"] == "reused" else "")
+def kept_path(name: str) -> Path:
+    """Of results by name or path."""
+    path = Path(name)
+    return path if path.suffix == ".json" else RESULTS / f"{name}.json"
 
 
-def _ratio(row: dict[str, Any], peer: str) -> str:
-    return f"{row['speedup_over'][peer]:.2f}" if peer in row["speedup_over"] else "–"
+def _pictures(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
+    try:
+        from benchmarks import plots
+    except ImportError as error:
+        print(f"no pictures: matplotlib does not import ({error}); pip install 'foundry-kernels[bench]'")
+        return []
+    return plots.draw(kept, source)
 
 
-def table(kept: dict[str, Any], source: Path) -> str:
-    """Markdown: every row of our backends, with its time, memory and what it is relative to the peers."""
-    ours, peers = _ours(kept)
-    ratios = " | ".join(f"x {p}" for p in peers)
-    lines = [
-        *_header(kept, source, source.resolve().parent),
-        "",
-        f"| operation | direction | dtype | shape | backend | µs | {ratios} | / copy | GB/s | peak MB | saved MB |",
-        "|---" * (10 + len(peers)) + "|",
-    ]
-    for r in ours:
-        cells = [f"`{r['op']}`", r["direction"], r["dtype"], _shape(r), r["row"], f"{r['median_us']:,.0f}"]
-        cells += [_ratio(r, p) for p in peers]
-        cells += [f"{r['time_over_copy']:.2f}", f"{r.get('GB/s', 0):.1f}"]
-        cells += [f"{r[key] / 1e6:.1f}" if key in r else "–" for key in ("peak_bytes", "saved_bytes")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def _named(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
+    """The pictures that are there, without drawing them again."""
+    try:
+        from benchmarks import plots
+    except ImportError:
+        return []
+    return [(title, path) for title, path in plots.names(kept, source) if path.exists()]
 
 
-def summary(kept: dict[str, Any], source: Path) -> str:
-    """Markdown: forward and backward on the shapes of which the op says in their name that they fit the cache or do
-    not, dtypes side by side."""
-    ours, peers = _ours(kept)
-    chosen = [r for r in ours if r["direction"] != "both" and ("cached" in r["case"] or "large" in r["case"])]
-    dtypes = list(dict.fromkeys(r["dtype"] for r in chosen))
-    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for r in chosen:
-        groups.setdefault((r["op"], r["direction"], _shape(r), r["row"]), {})[r["dtype"]] = r
-    page = source.with_suffix(".md").resolve().relative_to(ROOT)
-    lines = [
-        *_header(kept, source, ROOT),
-        f"Each cell: {' / '.join(dtypes)}. More shapes, both directions in one, memory: [{page}]({page}).",
-        "",
-        f"| operation | direction | shape | backend | µs | {' | '.join(f'x {p}' for p in peers)} | / copy |",
-        "|---" * (6 + len(peers)) + "|",
-    ]
-    for (op, direction, shape, backend), by_dtype in groups.items():
-        found = [by_dtype[d] for d in dtypes if d in by_dtype]
-        cells = [f"`{op}`", direction, shape, backend, " / ".join(f"{r['median_us']:,.0f}" for r in found)]
-        cells += [" / ".join(_ratio(r, p) for r in found) for p in peers]
-        cells.append(" / ".join(f"{r['time_over_copy']:.2f}" for r in found))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def _slug(run: Any, path: Path) -> str:
+    if not isinstance(run, dict) or "device" not in run or "machine_info" not in run:
+        raise SystemExit(f"error: {path} is not a result of pytest benchmarks --benchmark-json")
+    return re.sub(r"[^a-z0-9]+", "-", device(run).lower()).strip("-")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _of_gpu_check(path: Path) -> bool:
+    """`make gpu-check` keeps its own report in the same folder."""
+    found = _read(path)
+    return isinstance(found, dict) and "gpu" in found
+
+
+def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SystemExit(f"error: {path} cannot be read as results: {error}") from None
-
-
-def main(argv: list[str]) -> None:
-    match argv:
-        case ["keep", source, target]:
-            keep(Path(source), Path(target))
-        case ["readme", source]:
-            readme(Path(source))
-        case _:
-            raise SystemExit(__doc__)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -176,7 +176,8 @@ def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
     out = op.public(**args, **case.options, backend="triton")
     outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
     wanted = [t for t in args.values() if t is not None and t.requires_grad]
-    torch.autograd.grad(outputs, wanted, [torch.empty_like(o) for o in outputs], allow_unused=True)
+    if wanted:
+        torch.autograd.grad(outputs, wanted, [torch.empty_like(o) for o in outputs], allow_unused=True)
 
 
 def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: str) -> Launch:

@@ -1,16 +1,24 @@
-"""What the benchmarks measure with: clocks that take turns, peak memory, kept results, the steps of the GPU check."""
+"""The benchmarks: what they measure with and compare, that they run, kept results and their pages, two commits side by
+side, the steps of the GPU check. No time decides a test."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check, measure, report
+import foundry_kernels as fk
+from benchmarks import calls, compare, gpu_check, liger, measure, models, report, rows, suite, tables
+from benchmarks.test_scaling import fit
+from foundry_kernels.testing import Arg, Case
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,48 +55,358 @@ def test_saved_memory_counts_storages_once() -> None:
     assert measure.saved_bytes(lambda: x + 1) == 0
 
 
-def test_results_are_kept_and_become_a_table(tmp_path: Path) -> None:
-    row = {
-        "op": "rms_norm",
-        "row": "native",
-        "direction": "forward",
-        "dtype": "float32",
-        "case": "2x4-cached",
-        "memory": "fresh",
-        "median_us": 3.0,
-        "time_over_copy": 1.5,
-        "speedup_over": {"eager": 4.0},
-        "GB/s": 7.0,
-        "peak_bytes": 2_000_000,
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_exponent_of_a_power_law_with_noise(power: float) -> None:
+    sizes = [2**i for i in range(5, 13)]
+    noise = [1.05, 0.96, 1.02, 0.99, 0.95, 1.04, 1.0, 0.98]
+    times = [7e-6 * size**power * n for size, n in zip(sizes, noise, strict=True)]
+    found = measure.exponent(sizes, times)
+    assert found is not None
+    assert abs(found - power) < 0.03
+
+
+def test_the_last_sizes_show_a_square_that_a_constant_hides() -> None:
+    sizes = [2**i for i in range(6)]
+    times = [100.0 + size**2 for size in sizes]  # 101 .. 1124
+    over_all, over_last = measure.exponent(sizes, times), measure.last_exponent(sizes, times)
+    assert over_all is not None
+    assert over_last is not None
+    assert over_all < 0.8 < 1.2 < over_last
+    shuffled = [sizes[i] for i in (3, 0, 5, 1, 4, 2)]
+    assert measure.last_exponent(shuffled, [100.0 + size**2 for size in shuffled]) == pytest.approx(over_last)
+
+
+def test_no_exponent_where_none_can_be_fitted() -> None:
+    assert measure.exponent([4], [1.0]) is None
+    assert measure.exponent([4, 4], [1.0, 2.0]) is None
+    assert measure.exponent([4, 8], [0.0, 2.0]) is None
+
+
+def test_lines_are_fitted_over_the_sizes_that_were_measured() -> None:
+    line = {"median_us": [1.0, 2.0, 4.0, None], "peak_bytes": [10, 40, 160, None]}
+    found = fit([1, 2, 4, 8], line)
+    assert found == {
+        "time_exponent": 1.0,
+        "last_time_exponent": 1.0,
+        "memory_exponent": 2.0,
+        "last_memory_exponent": 2.0,
     }
-    low = row | {"dtype": "bfloat16", "median_us": 2.0, "speedup_over": {"eager": 5.0}, "time_over_copy": 2.5}
-    run = {
-        "benchmarks": [{"extra_info": r, "stats": {"data": [0.0]}} for r in (row, low)],
-        "machine_info": {"cpu": {"brand_raw": "A processor", "count": 2}},
-        "datetime": "2026-01-02T03:04:05",
-        "environment": {"torch": "2.13.0"},
-        "device": "cpu",
+    assert fit([1, 2], {"why_not": ["no", "no"]}) == {}
+
+
+def test_size_of_the_last_level_cache(tmp_path: Path) -> None:
+    for index, size in enumerate(("32K", "1024K", "8M")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert measure.cache_bytes("cpu", tmp_path) == 8 * 2**20
+    assert measure.cache_bytes("cpu", tmp_path / "nowhere") == 32 * 2**20
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def test_every_operation_is_in_the_quick_set_and_that_is_part_of_the_full_one() -> None:
+    quick, full = ([g.id for g in suite.groups(full)] for full in (False, True))
+    assert len(set(full)) == len(full)
+    assert set(quick) < set(full)
+    timed = {op.name for op in fk.OPS.values() if op.cases.bench_cases(op.name, suite.DEVICE)}
+    assert {g.op.name for g in suite.groups(False)} == timed
+    for name in ("fresh", "both"):
+        assert not any(name in part for i in quick for part in i.split("-")), name
+    decoding = [g for g in suite.groups(False) if "decode" in g.case.id]
+    assert {g.direction for g in decoding} == {"forward"}
+    assert {g.limit for g in decoding} == {"copy"}
+
+
+def small_group(**changes: object) -> suite.Group:
+    case = Case("8x64", {"x": Arg((8, 64)), "weight": Arg((64,))}, {"round_before_weight": True})
+    group = suite.Group(fk.OPS["rms_norm"], case, torch.float32, "forward", "warm")
+    return dataclasses.replace(group, **changes)
+
+
+def test_cold_inputs_do_not_fit_the_cache_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "cache_bytes", lambda device: 30_000)
+    rotating = calls.Arguments(small_group(memory="cold"))
+    assert rotating.rotates
+    assert len(rotating.sets) * suite.case_bytes(small_group().case, torch.float32) >= 60_000
+    storages = {s["x"].data_ptr() for s in rotating.sets}  # type: ignore[union-attr]
+    assert len(storages) == len(rotating.sets)
+    assert len({id(rotating.next()) for _ in rotating.sets}) == len(rotating.sets)
+    assert len(calls.Arguments(small_group()).sets) == 1
+    monkeypatch.setattr(suite, "cache_bytes", lambda device: 10**9)
+    many = calls.Arguments(small_group(memory="cold"))  # it would take thousands: the caches are scrubbed instead
+    assert len(many.sets) == 2
+    assert not many.rotates
+
+
+def test_a_peer_that_computes_something_else_gets_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = small_group()
+    monkeypatch.setitem(group.op.cases.PEERS["rms_norm"], "eager", lambda x, weight: x * weight)
+    measured = rows.Measured(group, (0.01, 5), (*group.ours, "eager", "F.rms_norm", "copy"))
+    wrong, ours = measured.row("eager"), measured.row(group.ours[0])
+    assert "output 0 is not the reference's" in wrong["wrong"]
+    assert "speedup_over" not in wrong
+    assert "F.rms_norm" in ours["speedup_over"]
+    assert "eager" not in ours["speedup_over"]
+    assert ours["of_limit"] > 0
+
+
+def test_a_kernel_of_ours_that_fails_parity_gets_no_ratio() -> None:
+    group = small_group(dtype=torch.float32)
+    backend = group.ours[0]
+
+    def broken(**args: object) -> torch.Tensor:
+        return fk.rms_norm(**args) * (1.001 if args["backend"] == backend else 1.0)
+
+    group = dataclasses.replace(group, op=dataclasses.replace(group.op, public=broken, name="rms_norm"))
+    suite._checked.clear()
+    row = rows.Measured(group, (0.01, 5), (backend, "copy")).row(backend)
+    suite._checked.clear()
+    assert "exceeds" in row["wrong"]
+    assert "speedup_over" not in row
+    assert "of_limit" not in row
+
+
+def test_too_little_memory_and_missing_peers_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = small_group()
+    monkeypatch.setattr(suite, "free_bytes", lambda device: 1000)
+    measured = rows.Measured(group, (0.01, 5))
+    assert measured.times == {}
+    assert "are free" in measured.row("eager")["why_not"]
+    assert calls.unavailable(torch.OutOfMemoryError("CUDA out of memory"), ours=True) is not None
+    assert calls.unavailable(fk.BackendUnavailable("no kernel"), ours=True) == "BackendUnavailable: no kernel"
+    assert calls.unavailable(RuntimeError("a bug"), ours=True) is None
+    assert calls.unavailable(RuntimeError("refused\nand more"), ours=False) == "RuntimeError: refused"
+    if suite.DEVICE == "cpu":
+        assert isinstance(liger.peers("rms_norm", "cpu")["Liger"], str)
+    assert liger.peers("flash_attention", suite.DEVICE) == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's code is compiled without g++")
+def test_without_a_compiler_the_row_of_torch_compile_says_so() -> None:
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        torch.compiler.reset()
+        contenders = calls.Contenders(small_group(), ("torch.compile", "eager"))
+    assert contenders.prepare.keys() == {"eager"}
+    assert "no-such-compiler" in contenders.why_not["torch.compile"] or "Cxx" in contenders.why_not["torch.compile"]
+
+
+def test_models_are_timed_in_every_form() -> None:
+    names = {n for g in models.model_groups(True) for n in g.names}
+    assert names == {n for family in models.FAMILIES.values() for n in family}
+
+
+def test_what_liger_exchanges_for_all_models_is_exchanged_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = types.ModuleType("a_modeling_module")
+    exec("rotate = lambda: 'plain'", vars(home))
+
+    class Model(torch.nn.Module):
+        def forward(self) -> str:
+            return home.rotate()
+
+    def apply(model: torch.nn.Module) -> None:  # as Liger's does
+        home.rotate = lambda: "exchanged"
+
+    Model.__module__ = home.__name__
+    stand_in = types.SimpleNamespace(_apply_liger_kernel_to_instance=apply)
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    plain, patched = Model(), Model()
+    models._patch_by_liger(patched)
+    assert (plain(), patched(), plain()) == ("plain", "exchanged", "plain")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as tests here set Triton to be interpreted."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST")}
+    call = [sys.executable, "-m", *arguments]
+    return subprocess.run(call, cwd=ROOT, env=env, capture_output=True, text=True, **options)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a short run of rms_norm."""
+    path = tmp_path_factory.mktemp("run") / "run.json"
+    chosen = "rms_norm-forward-float32-512x2048-cached-warm or rms_norm-overhead"
+    if torch.cuda.is_available():
+        chosen = "rms_norm-forward-bfloat16-1x4096-decode-warm or rms_norm-overhead"
+    done = command(
+        "pytest", "benchmarks", "--benchmark-only", "-k", f"({chosen}) and not add", f"--benchmark-json={path}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " us, " in done.stdout  # progress: the figures, row by row
+    return path
+
+
+def test_a_run_is_kept_and_becomes_pages(run_file: Path, tmp_path: Path) -> None:
+    run = json.loads(run_file.read_text())
+    native = next(b for b in run["benchmarks"] if b["extra_info"]["row"] in ("native", "triton"))
+    info = native["extra_info"]
+    assert native["stats"]["median"] * 1e6 == pytest.approx(info["median_us"], abs=0.1)  # the same rounds
+    assert info["speedup_over"].keys() >= {"eager", "F.rms_norm"}
+    assert info["quick"]
+    if not torch.cuda.is_available():
+        assert any(row["row"] == "Liger" and "GPU" in row["why_not"] for row in run["absent"])
+    target = tmp_path / "kept.json"
+    report.keep(run_file, target)
+    page = report.page(target).read_text()
+    assert f"| `rms_norm` | forward | {info['dtype']} |" in page
+    assert "## Host time a call" in page
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.START}\nOUTDATED\n{report.END}\nafter\n")
+    report.readme(target, readme)
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "OUTDATED" not in text
+    assert "[./kept.json]" in text or "[kept.json]" in text
+
+
+ROW = {
+    "op": "rms_norm",
+    "row": "native",
+    "direction": "forward",
+    "dtype": "float32",
+    "case": "2x4-cached",
+    "memory": "warm",
+    "median_us": 3.0,
+    "limit": "copy",
+    "of_limit": 0.5,
+    "speedup_over": {"eager": 4.0},
+    "GB/s": 7.0,
+    "peak_bytes": 2_000_000,
+    "quick": True,
+}
+KEPT = {"date": "2026-01-02", "device": "A processor, 2 cores", "environment": {"torch": "2.13.0"}, "rows": [ROW]}
+
+
+def test_tables() -> None:
+    low = ROW | {"dtype": "bfloat16", "median_us": 2.0, "speedup_over": {"eager": 5.0}, "of_limit": 0.25}
+    product = ROW | {"op": "flash_attention", "TFLOP/s": 0.25, "speedup_over": {"SDPA": 2.0}, "case": "T8"}
+    wrong = {k: v for k, v in product.items() if k != "speedup_over"} | {
+        "wrong": "max error 1",
+        "direction": "backward",
     }
-    source, target = tmp_path / "run.json", tmp_path / "kept.json"
-    source.write_text(json.dumps(run))
-    report.keep(source, target)
-    kept = json.loads(target.read_text())
-    assert kept["device"] == "A processor, 2 cores"
-    results = ROOT / "benchmarks" / "results" / "kept.json"
-    text = report.table(kept, results)
-    assert "| `rms_norm` | forward | float32 | 2x4-cached | native | 3 | 4.00 | 1.50 | 7.0 | 2.0 | – |" in text
-    text = report.summary(kept, results)
+    line = {"median_us": [1.0, 2.0], "time_exponent": 1.0, "memory_exponent": 2.0, "last_memory_exponent": 2.0}
+    growth = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line}}
+    model = {**ROW, "kind": "model", "op": "transformer", "row": "ours", "base": "reference", "tokens/s": 1234.5}
+    model["speedup_over"] = {"reference": 1.5}
+    absent = [ROW | {"row": "Liger", "why_not": "not here"}] * 2
+    kept = {**KEPT, "rows": [ROW, low, product, wrong, growth, model], "absent": absent}
+    report.check(kept, Path("kept.json"))
+    text = tables.operations(kept)
+    assert (
+        "| `rms_norm` | forward | float32 | 2x4-cached warm | native | 3.0 | 4.00 | 50% | 7.0 GB/s | 2.0 | – |" in text
+    )
+    assert "| `flash_attention` | forward | float32 | T8 warm | native | 3.0 | 2.00 | 50% | 0.25 TFLOP/s |" in text
+    assert "| `flash_attention` | backward | float32 | T8 warm | native | 3.0 | wrong |" in text
+    text = tables.summary(kept)
     assert "Each cell: float32 / bfloat16." in text
-    assert "| `rms_norm` | forward | 2x4-cached | native | 3 / 2 | 4.00 / 5.00 | 1.50 / 2.50 |" in text
+    assert "| `rms_norm` | forward | 2x4-cached warm | native | 3.0 / 2.0 | 4.00 / 5.00 | 50% / 25% |" in text
+    assert "| **2.00** | **2.00** |" in tables.scaling(kept)
+    assert "| ours | 1,234 | 1.50 |" in tables.models(kept)
+    reasons = tables.absent(kept)
+    assert "- `rms_norm`, Liger (2x4-cached): not here" in reasons
+    assert "max error 1" in reasons
+
+
+def test_pictures(tmp_path: Path) -> None:
+    plots = pytest.importorskip("benchmarks.plots", reason="the pictures need matplotlib")
+    line = {"median_us": [1.0, None, 4.0], "GB/s": [3.0, None, 4.0], "peak_bytes": [10, None, 80]}
+    product = {n: {**line, "TFLOP/s": [0.1, None, 0.3]} for n in ("native", "SDPA flash", "matmul")}
+    width = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2, 4], "lines": {"native": line, "copy": line}}
+    tokens = {**width, "op": "flash_attention", "axis": "T", "lines": product}
+    point = ROW | {"TFLOP/s": 0.2, "memory": "cold"}
+    roofs = [point | {"row": "matmul"}, point | {"row": "copy", "GB/s": 40.0}]
+    kept = {**KEPT, "rows": [width, tokens, point, *roofs]}
+    drawn = plots.draw(kept, tmp_path / "kept.json")
+    assert [path.name for _, path in drawn] == [f"kept-{n}.svg" for n in ("bandwidth", "tflops", "memory", "roofline")]
+    assert drawn == plots.names(kept, tmp_path / "kept.json")
+    for _, path in drawn:
+        assert "A processor, 2 cores, torch 2.13.0, 2026-01-02" in path.read_text()
+    first = drawn[0][1].read_bytes()
+    plots.draw(kept, tmp_path / "kept.json")
+    assert drawn[0][1].read_bytes() == first  # the same results are the same file
+    assert plots.draw(KEPT, tmp_path / "none.json") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as results"),
+        ("[]", "it holds list, not an object"),
+        ("{}", "no 'date'"),
+        (json.dumps({**KEPT, "rows": {}}), "'rows' is dict"),
+        (json.dumps({**KEPT, "environment": {}}), "no version of torch"),
+        (json.dumps({**KEPT, "rows": [ROW, 3]}), r"rows\[1\] is int"),
+        (json.dumps({**KEPT, "rows": [{"kind": "odd"}]}), r"rows\[0\] is of the unknown kind 'odd'"),
+        (json.dumps({**KEPT, "rows": [{k: v for k, v in ROW.items() if k != "median_us"}]}), "no 'median_us'"),
+        (json.dumps({**KEPT, "absent": [ROW]}), r"absent\[0\] has no 'why_not'"),
+    ],
+)
+def test_malformed_results_are_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
+    source = tmp_path / "broken.json"
+    source.write_text(content)
+    with pytest.raises(SystemExit, match=f"broken.json.*{message}"):
+        report.page(source)
+    assert not source.with_suffix(".md").exists()
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as results"), ("{}", "it is not a result of")])
-def test_a_malformed_result_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
+def test_a_malformed_run_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
     source = tmp_path / "broken.json"
     source.write_text(content)
     with pytest.raises(SystemExit, match=f"broken.json.*{message}"):
         report.keep(source, tmp_path / "kept.json")
     assert not (tmp_path / "kept.json").exists()
+
+
+def test_the_pages_of_the_kept_results_can_be_made() -> None:
+    for path in report.RESULTS.glob("*.json"):
+        if "gpu" not in json.loads(path.read_text()):
+            assert tables.operations(report.load(path))
+
+
+def test_the_quick_set_functions() -> None:
+    """Each operation x kernel x direction x peer once, and the models; not the large shapes, which are only larger."""
+    chosen = "(cached and warm) or decode-512 or 8.2x512x64 or overhead or scaling or model or 1x4096-decode"
+    done = command("pytest", "benchmarks", "--benchmark-disable", "-k", f"({chosen}) and not compile")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def test_a_ratio_and_what_it_says() -> None:
+    slower = compare.Ratio([2.2, 2.0, 1.8], [1.0, 1.0, 1.0])
+    assert (slower.middle, slower.low, slower.high, slower.verdict) == (2.0, 1.8, 2.2, "slower")
+    assert compare.Ratio([1.0, 1.0], [2.0, 2.2]).verdict == "faster"
+    assert compare.Ratio([1.2, 0.9], [1.0, 1.0]).verdict == ""  # the turns do not agree
+
+
+def test_two_trees_take_turns(capfd: pytest.CaptureFixture) -> None:
+    sides = [compare.Side("this tree", ROOT), compare.Side("itself", ROOT)]
+    try:
+        names = sides[0].ask(list=True, full=False)
+        chosen = next(n for n in names if n.startswith("rms_norm-forward") and n.endswith("warm"))
+        worst = compare.run(sides, chosen, turns=2, seconds=0.01)
+    finally:
+        for side in sides:
+            side.close()
+    printed = capfd.readouterr().out
+    assert sum(line.startswith(chosen) for line in printed.splitlines()) >= 1
+    assert worst > 0
+
+
+def test_compare_refuses_what_is_no_commit() -> None:
+    with pytest.raises(SystemExit, match="'no-such-commit' is no commit"):
+        compare.prepare("no-such-commit")
+    with pytest.raises(SystemExit):
+        compare.main(["HEAD", "--turns", "1"])
 
 
 def test_a_step_shows_logs_and_ends(

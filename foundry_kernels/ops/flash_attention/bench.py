@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,8 +19,19 @@ _SHAPES: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
     "cpu": ((1, 8, 2, 512, 64), (1, 8, 2, 2048, 64), (1, 8, 2, 1024, 128)),
     "cuda": tuple((16384 // t, 32, 8, t, d) for d in (64, 128) for t in (512, 2048, 4096, 8192, 16384)),
 }
-#: Beyond this many keys the forms that keep the whole matrix of scores are left out.
+#: Keys that one new query sees, heads of Llama-3-8B; and sequences at a time, by device.
+_DECODE_KEYS = (512, 1024, 2048, 4096, 8192, 16384)
+_DECODE_BATCH = {"cpu": (1,), "cuda": (1, 16)}
+#: Beyond this many queries the forms that keep the whole matrix of scores are left out.
 _WHOLE_MATRIX = 4096
+#: Beyond this many tokens the check against the reference, which keeps it in float64, is of a shorter sequence.
+_CHECKED = 2048
+#: Endings of the cases that are timed without --full.
+BENCH_QUICK = (
+    *("8.2x512x64-causal", "8.2x2048x64-causal", "8.2x1024x128-causal"),
+    *("32.8x4096x128-causal", "32.8x16384x128-causal", "32.8x4096x64-causal"),
+    *("decode-512", "decode-4096", "decode-16384"),
+)
 
 
 def bench_case(b: int, h: int, hk: int, t: int, d: int, causal: bool) -> Case:
@@ -27,10 +39,59 @@ def bench_case(b: int, h: int, hk: int, t: int, d: int, causal: bool) -> Case:
     return Case(f"{b}x{h}.{hk}x{t}x{d}-{'causal' if causal else 'full'}", args, {"causal": causal})
 
 
+def decode_case(b: int, keys: int) -> Case:
+    """One new token: its query against the keys and values of a cache; no gradient."""
+    kv = Arg((b, 8, keys, 128), grad=False)
+    return Case(f"{b}x32.8x1x128-decode-{keys}", {"q": Arg((b, 32, 1, 128), grad=False), "k": kv, "v": kv}, _FULL)
+
+
+_FULL = {"causal": False}
+
+
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     if op != "flash_attention":
         return ()
-    return tuple(bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
+    whole = (bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
+    return (*whole, *(decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS))
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: T is the tokens, S the keys of a cache that one new query sees."""
+    if op != "flash_attention":
+        return {}
+    b, h, hk, d = (1, 8, 2, 64) if device == "cpu" else (1, 32, 8, 128)
+    tokens = range(7, 12) if device == "cpu" else range(9, 15)
+    return {
+        "T": tuple((2**i, bench_case(b, h, hk, 2**i, d, True)) for i in tokens),
+        "S": tuple((keys, decode_case(1, keys)) for keys in _DECODE_KEYS),
+    }
+
+
+def parity_case(case: Case) -> Case:
+    """`case`, or a shorter one where the reference's scores would be too many: one sequence of `_CHECKED` tokens."""
+    q, k = case.args["q"], case.args["k"]
+    assert q is not None
+    assert k is not None
+    if max(q.shape[2], k.shape[2]) <= _CHECKED or q.shape[2] == 1:
+        return case
+    args = {n: a and replace(a, shape=(1, a.shape[1], _CHECKED, a.shape[3])) for n, a in case.args.items()}
+    return replace(case, id=f"1x{q.shape[1]}.{k.shape[1]}x{_CHECKED}x{q.shape[3]}", args=args)
+
+
+def tokens_made(case: Case) -> int | None:
+    """Tokens that a call makes, where that is what matters: one a sequence while decoding."""
+    q = case.args["q"]
+    return q.shape[0] if q is not None and q.shape[2] == 1 else None
+
+
+def workspace_bytes(case: Case) -> int:
+    """What the forms that keep the whole matrix of scores need for it: some copies, in the check in float64."""
+    q, k = case.args["q"], parity_case(case).args["k"]
+    assert q is not None
+    assert k is not None
+    b, h, t, _ = q.shape
+    timed = 16 * b * h * t * min(t, _WHOLE_MATRIX) if t <= _WHOLE_MATRIX else 0
+    return max(timed, 48 * k.shape[0] * h * min(t, _CHECKED) * k.shape[2])
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
@@ -66,9 +127,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return torch.softmax(weights, -1, dtype=torch.float32).to(q.dtype) @ v
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, kernel: SDPBackend | None = None) -> Tensor:
-    if kernel is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, kernel: SDPBackend) -> Tensor:
     with sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
@@ -96,16 +155,28 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
-    """What else computes this, by name. "eager" is also what torch.compile is given."""
+def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
+    """What else computes this, by name, or the reason why it cannot here. "eager" is also what torch.compile is
+    given."""
     causal, q = case.options["causal"], case.args["q"]
     assert q is not None
-    whole = device == "cpu" or q.shape[2] <= _WHOLE_MATRIX
-    found: dict[str, Callable[..., Any]] = {"eager": partial(_eager, causal=causal)} if whole else {}
-    if device == "cpu":
-        return found | {"SDPA": partial(_sdpa, causal=causal)}
-    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    if whole:
-        kernels |= {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-    found |= {f"SDPA {name}": partial(_sdpa, causal=causal, kernel=kernel) for name, kernel in kernels.items()}
+    too_long = None
+    if device != "cpu" and q.shape[2] > _WHOLE_MATRIX:
+        too_long = f"keeps the whole matrix of scores, left out beyond {_WHOLE_MATRIX} tokens"
+    found: dict[str, Callable[..., Any] | str] = {"eager": too_long or partial(_eager, causal=causal)}
+    for name, kernel in _KERNELS.items():
+        reason = "has no CPU kernel" if device == "cpu" and name not in _ON_CPU else None
+        if name == "math":
+            reason = too_long
+        found[f"SDPA {name}"] = reason or partial(_sdpa, causal=causal, kernel=kernel)
     return found | {"FlexAttention": partial(_flex_attention, causal=causal)}
+
+
+#: The backends of torch's own attention, and those of them that a CPU has.
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_ON_CPU = ("flash", "math")

@@ -129,8 +129,22 @@ _BENCH_SHAPES = {
 }
 
 
+#: Endings of the cases that are timed without --full.
+BENCH_QUICK = ("cached", "large", "llama-8b", "decode")
+
+
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(_bench(rows, width, op == "add_rms_norm", name) for rows, width, name in _BENCH_SHAPES[device])
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes, by the size that grows: N is the width, T the rows."""
+    rows, width, top = (1024, 2048, 13) if device == "cpu" else (16384, 4096, 15)
+    residual = op == "add_rms_norm"
+    return {
+        "N": tuple((2**i, _bench(rows, 2**i, residual, "width")) for i in range(7, top + 1, 2)),
+        "T": tuple((2**i, _bench(2**i, width, residual, "rows")) for i in range(6, top + 1, 2)),
+    }
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

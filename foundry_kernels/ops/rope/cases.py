@@ -225,8 +225,18 @@ def _bench(op: str, b: int, h: int, kv_heads: int, t: int, d: int, name: str) ->
     return _normed(case, round_before_weight=True) if op == "qk_norm_rope" else case
 
 
+#: Endings of the cases that are timed without --full.
+BENCH_QUICK = ("qwen3-0.6b-cached", "large", "llama-8b", "decode")
+
+
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(_bench(op, *shape) for shape in _BENCH_SHAPES[device])
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: T is the tokens."""
+    tokens = range(6, 12) if device == "cpu" else range(9, 16)
+    return {"T": tuple((2**i, _bench(op, 1, 32, 8, 2**i, 128, "tokens")) for i in tokens)}
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -123,6 +123,10 @@ _BENCH_SHAPES = {
 _BENCH_PACKED = ("cached", "llama-8b")
 
 
+#: Endings of the cases that are timed without --full.
+BENCH_QUICK = ("cached", "large", "16384x14336-llama-8b", "16384x16384-gemma-2b", "decode")
+
+
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     options = {"approximate": "tanh"} if op == "geglu" else {}
     cases = []
@@ -133,6 +137,18 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
             packed = {"gate": Arg((rows, 2 * width)), "up": None}
             cases.append(Case(f"{rows}x{width}-{name}-packed", packed, options))
     return tuple(cases)
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: N is the width."""
+    rows, top = (512, 13) if device == "cpu" else (16384, 15)
+    options = {"approximate": "tanh"} if op == "geglu" else {}
+    return {
+        "N": tuple(
+            (2**i, Case(f"{rows}x{2**i}-width", {"gate": Arg((rows, 2**i)), "up": Arg((rows, 2**i))}, options))
+            for i in range(7, top + 1, 2)
+        )
+    }
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

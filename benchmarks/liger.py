@@ -1,0 +1,72 @@
+"""Liger-Kernel beside ours, where it is installed (`pip install 'foundry-kernels[bench]' liger-kernel`) and can run.
+
+Its kernels write over inputs and incoming gradients: `suite.py` gives it arguments of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "Liger"
+
+
+def why_not(device: str) -> str | None:
+    """The reason why Liger-Kernel cannot be measured on `device`, or None."""
+    if device != "cuda":
+        return "Liger-Kernel's kernels are Triton's, for a GPU"
+    try:
+        importlib.import_module("liger_kernel.transformers.functional")
+    except ImportError as error:
+        return f"Liger-Kernel does not import ({error}); pip install liger-kernel"
+    return None
+
+
+def peers(op: str, device: str) -> dict[str, Callable[..., Any] | str]:
+    """Its form of the operation, or the reason why it cannot run; empty where it has none."""
+    if op not in _FORMS:
+        return {}
+    reason = why_not(device)
+    return {NAME: _FORMS[op] if reason is None else reason}
+
+
+def _functional() -> Any:
+    return importlib.import_module("liger_kernel.transformers.functional")
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return _functional().liger_rms_norm(x, weight, 1e-6)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return _functional().liger_fused_add_rms_norm(x, residual, weight, 1e-6)
+
+
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """With tables [1 or B, T, D] in q's dtype, as transformers gives them to it."""
+    wide = [torch.cat([table, table], -1).to(q.dtype) for table in (cos, sin)]
+    cos, sin = (table if table.dim() == 3 else table[None] for table in wide)
+    rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
+    return rotate(q, k, cos, sin)[:2]
+
+
+def _swiglu(gate: Tensor, up: Tensor | None) -> Tensor:
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return _functional().liger_swiglu(gate, up)
+
+
+def _geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return _functional().liger_geglu(gate, up)
+
+
+_FORMS: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "rope": _rope,
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+}

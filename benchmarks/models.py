@@ -1,0 +1,256 @@
+"""Whole models that are timed beside each other: a Llama-style one on the reference and on ours, each also compiled,
+and one of Hugging Face transformers as it is, patched, and patched by Liger."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import foundry_kernels as fk
+from benchmarks import liger
+from benchmarks.calls import unavailable
+from benchmarks.measure import Prepare, free_bytes
+from benchmarks.suite import DEVICE
+from foundry_kernels.models import ModelConfig, Transformer, generate
+from foundry_kernels.registry import short_dtype
+
+TASKS = ("forward", "forward+backward", "step", "decode")
+FAMILIES = {
+    "transformer": ("reference", "reference, compiled", "ours", "ours, compiled"),
+    "hugging-face": ("Hugging Face", "patched by ours", "patched by Liger"),
+}
+#: The row that others of the family are held against.
+BASE = {"transformer": "reference", "hugging-face": "Hugging Face"}
+
+#: By device and name; the first is the quick one. "1b" has the shape of Llama-3.2-1B, its vocabulary cut.
+SIZES: dict[str, dict[str, ModelConfig]] = {
+    "cpu": {
+        "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, rope_interleaved=False),
+        "medium": ModelConfig(768, 6, 12, 4, 8192, 2048, hidden_dim=2048, rope_interleaved=False),
+    },
+    "cuda": {
+        "1b": ModelConfig(2048, 16, 32, 8, 32000, 8192, hidden_dim=8192, rope_interleaved=False),
+        "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, rope_interleaved=False),
+    },
+}
+_TOKENS = {"small": 512, "medium": 1024, "1b": 4096}
+_PROMPT, _NEW = 64, 32
+#: Relative difference of the losses up to which two models compute the same.
+_SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class ModelGroup:
+    """Models of one shape and dtype, at one task."""
+
+    family: str
+    size: str
+    task: str
+    dtype: torch.dtype
+    compiled: bool = True
+
+    @property
+    def id(self) -> str:
+        return f"model-{self.family}-{self.size}-{self.task}-{short_dtype(self.dtype)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for n in FAMILIES[self.family] if self.compiled or "compiled" not in n)
+
+    @property
+    def config(self) -> ModelConfig:
+        return SIZES[DEVICE][self.size]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a run reads, or makes while decoding."""
+        return _NEW if self.task == "decode" else _TOKENS[self.size]
+
+
+def model_groups(full: bool) -> list[ModelGroup]:
+    """Quick: the first size in one dtype; while decoding, a CPU takes a minute to compile, which is left out."""
+    sizes = list(SIZES[DEVICE]) if full else list(SIZES[DEVICE])[:1]
+    dtypes = [torch.float32, torch.bfloat16] if full and DEVICE == "cpu" else []
+    dtypes = dtypes or [torch.float32 if DEVICE == "cpu" else torch.bfloat16]
+    return [
+        ModelGroup(family, size, task, dtype, full or DEVICE != "cpu" or task != "decode")
+        for family in FAMILIES
+        for size in sizes
+        for dtype in dtypes
+        for task in TASKS
+        if family == "transformer" or task != "decode"
+    ]
+
+
+class ModelContenders:
+    """As `suite.Contenders`, of models: all start from the same weights, and those whose loss is not that of the first
+    are `wrong`."""
+
+    def __init__(self, group: ModelGroup, names: tuple[str, ...] | None = None) -> None:
+        self.group = group
+        self.prepare: dict[str, Prepare] = {}
+        self.why_not: dict[str, str] = {}
+        self.wrong: dict[str, str] = {}
+        torch.compiler.reset()
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randint(0, group.config.vocab_size, (1, _TOKENS[group.size] + 1), generator=generator).to(DEVICE)
+        weights: dict[str, Tensor] | None = None
+        expected: float | None = None
+        for name in group.names if names is None else names:
+            problem = _too_large(group, name)
+            if problem is not None:
+                self.why_not[name] = problem
+                continue
+            try:
+                model = _make(group, name)
+                if isinstance(model, str):
+                    self.why_not[name] = model
+                    continue
+                plain = getattr(model, "_orig_mod", model)
+                if weights is None:
+                    weights = {k: v.clone() for k, v in plain.state_dict().items()}
+                plain.load_state_dict(weights)
+                prepare = _prepare(group, model, batch)
+                loss = _loss_without_gradient(model, batch) if group.task != "decode" else None
+                prepare()()
+            except Exception as error:
+                reason = unavailable(error, ours=name == "ours")
+                if reason is None:
+                    raise
+                self.why_not[name] = reason
+                continue
+            self.prepare[name] = prepare
+            expected = loss if expected is None else expected
+            if loss is None or expected is None:
+                continue
+            if not abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected):
+                self.wrong[name] = f"its loss is {loss:.5f}, that of the first {expected:.5f}"
+
+
+def _too_large(group: ModelGroup, name: str) -> str | None:
+    """Why the model does not fit the memory that is left by those before it, or None: weights, gradients, the
+    optimiser's moments, activations, the logits in float32, and the scores of forms that keep their whole matrix."""
+    config, tokens, trains = group.config, _TOKENS[group.size], group.task in ("forward+backward", "step")
+    layer = config.dim * (2 * config.dim + 2 * config.kv_heads * config.head_width + 3 * config.ffn_width)
+    parameters = config.n_layers * layer + 2 * config.vocab_size * config.dim
+    needed = (4 if trains else 1) * parameters * group.dtype.itemsize + 12 * tokens * config.vocab_size
+    kept = config.n_layers if trains else 1
+    needed += kept * tokens * (20 * config.dim + 4 * config.ffn_width) * group.dtype.itemsize
+    if "reference" in name or DEVICE == "cpu":
+        needed += kept * config.n_heads * tokens**2 * (4 + 2 * group.dtype.itemsize)
+    free = free_bytes(DEVICE)
+    return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free" if free and needed > free else None
+
+
+def _make(group: ModelGroup, name: str) -> nn.Module | Any:
+    """The model, or the reason why there is none."""
+    if group.family == "hugging-face":
+        return _hugging_face(group, name)
+    backend = "auto" if name.startswith("ours") else "reference"
+    model = Transformer(group.config, backend, device=DEVICE, dtype=group.dtype)
+    return torch.compile(model) if "compiled" in name else model
+
+
+def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        return f"transformers does not import ({error}); pip install transformers"
+    if name == "patched by Liger" and (reason := liger.why_not(DEVICE)) is not None:
+        return reason
+    c = group.config
+    config = transformers.LlamaConfig(
+        hidden_size=c.dim,
+        num_hidden_layers=c.n_layers,
+        num_attention_heads=c.n_heads,
+        num_key_value_heads=c.kv_heads,
+        intermediate_size=c.ffn_width,
+        vocab_size=c.vocab_size,
+        max_position_embeddings=c.max_seq_len,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config).to(device=DEVICE, dtype=group.dtype)
+    if name == "patched by ours":
+        fk.patch(model)
+    elif name == "patched by Liger":
+        _patch_by_liger(model)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _patch_by_liger(model: nn.Module) -> None:
+    """Liger also exchanges functions of the module that the model's class is from, for all models of the process; here
+    they are exchanged only while this one runs."""
+    home = vars(importlib.import_module(type(model).__module__))
+    before = dict(home)
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+    exchanged = {k: v for k, v in home.items() if before.get(k) is not v}
+    home.update({k: before[k] for k in exchanged if k in before})
+    inner = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        home.update(exchanged)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            home.update({k: before[k] for k in exchanged if k in before})
+
+    model.forward = forward
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Of the next token; transformers shift the labels themselves."""
+    plain = getattr(model, "_orig_mod", model)
+    if isinstance(plain, Transformer):
+        return model(batch[:, :-1], batch[:, 1:])[1]
+    return model(input_ids=batch, labels=batch).loss
+
+
+def _loss_without_gradient(model: nn.Module, batch: Tensor) -> float:
+    with torch.no_grad():
+        return float(_loss(model, batch))
+
+
+def _prepare(group: ModelGroup, model: nn.Module, batch: Tensor) -> Prepare:
+    def no_gradients() -> None:
+        model.zero_grad(set_to_none=True)
+
+    if group.task == "decode":
+        prompt = batch[:, :_PROMPT]
+        return lambda: lambda: generate(model, prompt, _NEW)  # type: ignore[arg-type]  # a compiled one is a Module
+    if group.task == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return _loss(model, batch)
+
+        return lambda: forward
+
+    def both() -> object:
+        _loss(model, batch).backward()
+        return None
+
+    optimizer = None
+    if group.task == "step":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> object:
+        both()
+        assert optimizer is not None
+        optimizer.step()
+        return None
+
+    def prepared(run: Callable[[], object]) -> Prepare:
+        def prepare() -> Callable[[], object]:
+            no_gradients()
+            return run
+
+        return prepare
+
+    return prepared(both if optimizer is None else step)

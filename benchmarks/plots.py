@@ -1,0 +1,127 @@
+"""Pictures of kept results, as SVG: bandwidth over width, TFLOP/s and memory over tokens, a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from benchmarks.tables import LIMITS, OURS
+
+Row = dict[str, Any]
+
+
+def draw(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
+    """Draws what there are rows for; returns titles and files, named after the results."""
+    drawn = []
+    with matplotlib.rc_context({"svg.hashsalt": source.stem, "font.size": 9}):
+        for title, name, panels, paint in _KINDS:
+            found = panels(kept)
+            if not found:
+                continue
+            figure = Figure(figsize=(4.6 * len(found), 3.6), layout="constrained")
+            for axes, panel in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
+                paint(axes, panel)
+                axes.grid(alpha=0.25)
+                axes.legend(fontsize=7)
+            figure.suptitle(f"{title}: {kept['device']}, torch {kept['environment']['torch']}, {kept['date']}")
+            path = _path(source, name)
+            figure.savefig(path, metadata={"Date": None})
+            drawn.append((title, path))
+    return drawn
+
+
+def names(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
+    """What `draw` returns, without drawing."""
+    return [(title, _path(source, name)) for title, name, panels, _ in _KINDS if panels(kept)]
+
+
+def _path(source: Path, name: str) -> Path:
+    return source.with_name(f"{source.stem}-{name}.svg")
+
+
+def _scaling(kept: dict[str, Any], axis: str, key: str, products: bool) -> list[Row]:
+    """Rows along `axis` whose lines hold `key`; with matrix products or without."""
+    found = [r for r in kept["rows"] if r.get("kind") == "scaling" and r["axis"] == axis]
+    found = [r for r in found if any(any(line.get(key, ())) for line in r["lines"].values())]
+    return [r for r in found if products == any("TFLOP/s" in line for n, line in r["lines"].items() if n in OURS)]
+
+
+def _widths(kept: dict[str, Any]) -> list[Row]:
+    return [r for r in _scaling(kept, "N", "GB/s", False) if r["direction"] == "forward"][:4]
+
+
+def _tokens(kept: dict[str, Any]) -> list[Row]:
+    return [r for r in _scaling(kept, "T", "TFLOP/s", True) if r["direction"] in ("forward", "backward")][:4]
+
+
+def _lines(axes: Any, row: Row, key: str, scale: float = 1.0) -> None:
+    for name, line in row["lines"].items():
+        known = [(x, y * scale) for x, y in zip(row["sizes"], line.get(key, ()), strict=False) if y]
+        if known:
+            style = {"linestyle": "--", "color": "gray"} if name in LIMITS else {"marker": "o", "markersize": 3}
+            axes.plot(*zip(*known, strict=True), label=name, linewidth=2.2 if name in OURS else 1.0, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_title(f"{row['op']} {row['direction']}, {row['dtype']}", fontsize=9)
+
+
+def _bandwidth(axes: Any, row: Row) -> None:
+    _lines(axes, row, "GB/s")
+    axes.set(xlabel="width", ylabel="GB/s", ylim=(0, None))
+
+
+def _rate(axes: Any, row: Row) -> None:
+    _lines(axes, row, "TFLOP/s")
+    limit = row["lines"].get("matmul", {}).get("TFLOP/s", ())
+    if any(limit):
+        axes.axhline(max(filter(None, limit)), linestyle="--", color="gray", linewidth=1.0)
+    axes.set(xlabel="tokens", ylabel="TFLOP/s", ylim=(0, None))
+
+
+def _memory(axes: Any, row: Row) -> None:
+    _lines(axes, {**row, "lines": {n: v for n, v in row["lines"].items() if n not in LIMITS}}, "peak_bytes", 1e-6)
+    axes.set(xlabel="tokens", ylabel="peak MB beyond the inputs")
+    axes.set_yscale("log")
+
+
+def _roofs(kept: dict[str, Any]) -> list[list[Row]]:
+    """For each dtype the rows of operations with matrix products, and those of the two limits."""
+    rows = [r for r in kept["rows"] if r.get("kind", "op") == "op"]
+    panels = []
+    for dtype in dict.fromkeys(r["dtype"] for r in rows):
+        points = [r for r in rows if r["dtype"] == dtype and r.get("TFLOP/s") and r.get("GB/s")]
+        roofs = [r for r in rows if r["dtype"] == dtype and r["row"] in ("matmul", "copy") and r["memory"] == "cold"]
+        if points and {r["row"] for r in roofs} == {"matmul", "copy"}:
+            panels.append(points + roofs)
+    return panels
+
+
+def _roofline(axes: Any, rows: list[Row]) -> None:
+    top = max(r["TFLOP/s"] for r in rows if r["row"] == "matmul")
+    slope = max(r["GB/s"] for r in rows if r["row"] == "copy") / 1e3  # TFLOP/s for each operation a byte
+    points = [r for r in rows if r["row"] not in LIMITS]
+    at = {id(r): r["TFLOP/s"] * 1e3 / r["GB/s"] for r in points}
+    low, high = min(at.values()) / 2, max([*at.values(), 2 * top / slope]) * 2
+    axes.plot([low, top / slope, high], [low * slope, top, top], color="gray", linestyle="--", label="copy, matmul")
+    for name in dict.fromkeys(r["row"] for r in points):
+        of_name = [r for r in points if r["row"] == name]
+        marker = "o" if name in OURS else "x"
+        axes.plot([at[id(r)] for r in of_name], [r["TFLOP/s"] for r in of_name], marker, markersize=4, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_title(f"{', '.join(dict.fromkeys(r['op'] for r in points))}, {rows[0]['dtype']}", fontsize=9)
+    axes.set(xlabel="operations of matrix products a byte", ylabel="TFLOP/s")
+
+
+_Panels = Callable[[dict[str, Any]], list[Any]]
+_Paint = Callable[[Any, Any], None]
+#: Title, name of the file, what gives the panels, what paints one.
+_KINDS: tuple[tuple[str, str, _Panels, _Paint], ...] = (
+    ("Bandwidth over width", "bandwidth", _widths, _bandwidth),
+    ("TFLOP/s over tokens", "tflops", _tokens, _rate),
+    ("Memory over tokens", "memory", _tokens, _memory),
+    ("Roofline", "roofline", _roofs, _roofline),
+)

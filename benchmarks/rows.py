@@ -1,0 +1,132 @@
+"""The figures of a group of rows: times of all contenders by turns, and what follows from them."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from typing import Any
+
+import torch
+
+from benchmarks.calls import MATMUL, Contenders
+from benchmarks.measure import (
+    device_times,
+    graph_time,
+    interleaved,
+    median_ratio,
+    peak_bytes,
+    reused_memory,
+    saved_bytes,
+)
+from benchmarks.suite import DEVICE, LIMITS, Group, wrong
+from foundry_kernels.registry import short_dtype
+
+#: Seconds for the rounds of a group, and rounds at most.
+QUICK, FULL = (0.6, 15), (2.0, 25)
+
+
+class Measured:
+    """All contenders of a group, timed. `times` holds a list of seconds for each that could run; `why_not` the reason
+    of each that could not; `wrong` what is wrong with the result of those that computed something else (where it is
+    `checked`: without, ratios mean nothing)."""
+
+    def __init__(
+        self,
+        group: Group,
+        effort: tuple[float, int] = QUICK,
+        names: tuple[str, ...] | None = None,
+        *,
+        least: int = 5,
+        checked: bool = True,
+    ) -> None:
+        self.group = group
+        seconds, rounds = effort
+        with self.memory():
+            contenders = Contenders(group, names)
+            self.prepare, self.why_not = contenders.prepare, contenders.why_not
+            # What fits in a cache is there after a few runs.
+            warm_ups = 4 if group.memory == "warm" else 0
+            if effort == QUICK and group.limit == "matmul":  # calls are long, and vary little
+                least = 3
+            # They have run once at least, to see whether they can.
+            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=1) if self.prepare else {}
+        self.wrong: dict[str, str] = {}
+        for name in self.prepare if checked else ():
+            problem = wrong(group, name)
+            if problem is not None:
+                self.wrong[name] = problem
+        self.device_times = device_times(self.prepare) if DEVICE == "cuda" and self.prepare else {}
+
+    def memory(self) -> contextlib.AbstractContextManager[None]:
+        """What the process does with freed memory while the group runs."""
+        return contextlib.nullcontext() if self.group.memory == "fresh" else reused_memory()
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What is known of a contender, as it stands in the results."""
+        group = self.group
+        row: dict[str, Any] = {
+            "kind": "op",
+            "op": group.op.name,
+            "row": name,
+            "direction": group.direction,
+            "dtype": short_dtype(group.dtype),
+            "case": group.case.id,
+            "memory": group.memory,
+            "quick": group.quick,
+        }
+        if name in self.why_not:
+            return row | {"why_not": self.why_not[name]}
+        mine = self.times[name]
+        middle = statistics.median(mine)
+        quartiles = statistics.quantiles(mine, n=4)
+        row |= {
+            "median_us": round(middle * 1e6, 1),
+            "spread_us": [round(q * 1e6, 1) for q in (quartiles[0], quartiles[2])],
+            "peak_bytes": peak_bytes(self.prepare[name], DEVICE),
+        }
+        if name == "matmul":
+            return row | {"TFLOP/s": round(2 * MATMUL[DEVICE] ** 3 / middle / 1e12, 3)}
+        row |= {"bytes_moved": group.bytes_moved, "GB/s": round(group.bytes_moved / middle / 1e9, 2)}
+        if group.flops is not None and name not in LIMITS:
+            row["TFLOP/s"] = round(group.flops / middle / 1e12, 4)
+        if (count := getattr(group.op.cases, "tokens_made", lambda case: None)(group.case)) is not None:
+            row["tokens/s"] = round(count / middle, 1)
+        row |= self._on_device(name)
+        if name in LIMITS:
+            return row
+        row |= {"limit": group.limit, "time_over_copy": round(median_ratio(mine, self.times["copy"]), 3)}
+        if name in self.wrong:
+            return row | {"wrong": self.wrong[name]}
+        row["of_limit"] = round(self._of_limit(name), 4)
+        row["speedup_over"] = {
+            n: round(median_ratio(t, mine), 3)
+            for n, t in self.times.items()
+            if n not in (*LIMITS, name) and n not in self.wrong
+        }
+        if group.direction != "forward":
+            args = group.case.make(group.dtype, DEVICE)
+            row["saved_bytes"] = saved_bytes(lambda: group.function(name)(**args))
+        return row
+
+    def _of_limit(self, name: str) -> float:
+        """The row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
+        faster = median_ratio(self.times[self.group.limit], self.times[name])
+        if self.group.limit == "copy":
+            return faster
+        assert self.group.flops is not None
+        return faster * self.group.flops / (2 * MATMUL[DEVICE] ** 3)
+
+    def _on_device(self, name: str) -> dict[str, Any]:
+        """What the GPU itself takes: between events, and in a replayed graph (not backward alone, whose forward pass
+        would have to be in the graph)."""
+        if name not in self.device_times:
+            return {}
+        found: dict[str, Any] = {"device_us": round(statistics.median(self.device_times[name]) * 1e6, 1)}
+        if self.group.direction == "backward":
+            return found
+        runs = [self.prepare[name]() for _ in range(min(len(self.times[name]), 8))]
+        try:
+            return found | {"graph_us": round(graph_time(runs) * 1e6, 1)}
+        except Exception as error:  # a peer that waits for the GPU, or allocates in its own way
+            torch.cuda.synchronize()
+            return found | {"graph_why_not": str(error).strip().splitlines()[0][:200]}

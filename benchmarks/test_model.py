@@ -1,0 +1,73 @@
+"""Whole models: forward pass (with the loss), forward and backward, a training step with AdamW, decoding with a cache.
+
+Peak memory is that of a run beyond weights, optimiser state and what else was there before it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from benchmarks.conftest import Record
+from benchmarks.measure import interleaved, median_ratio, peak_bytes, replay, reused_memory
+from benchmarks.models import BASE, ModelContenders, ModelGroup, model_groups
+from benchmarks.suite import DEVICE
+from foundry_kernels.registry import short_dtype
+
+
+class _Measured:
+    def __init__(self, group: ModelGroup, full: bool) -> None:
+        self.group = group
+        with reused_memory():
+            self.contenders = ModelContenders(group)
+            prepare = self.contenders.prepare
+            self.times = interleaved(prepare, 8 if full else 2.5, 15, warm_ups=0) if prepare else {}
+
+    def row(self, name: str) -> dict[str, Any]:
+        group, found = self.group, self.contenders
+        row: dict[str, Any] = {"kind": "model", "op": group.family, "row": name, "direction": group.task}
+        row |= {"dtype": short_dtype(group.dtype), "case": group.size, "memory": "warm"}
+        if name in found.why_not:
+            return row | {"why_not": found.why_not[name]}
+        mine, base = self.times[name], BASE[group.family]
+        middle = statistics.median(mine)
+        row |= {"median_us": round(middle * 1e6, 1), "tokens/s": round(group.tokens / middle, 1)}
+        with reused_memory():
+            row["peak_bytes"] = peak_bytes(found.prepare[name], DEVICE)
+        if name in found.wrong:
+            return row | {"wrong": found.wrong[name]}
+        others = {n: t for n, t in self.times.items() if n != name and n not in found.wrong}
+        row["speedup_over"] = {n: round(median_ratio(t, mine), 3) for n, t in others.items()}
+        row["base"] = base
+        return row
+
+
+_last: list[_Measured] = []
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = bool(metafunc.config.getoption("full", False))
+    rows = [pytest.param(g, n, id=f"{g.id}-{n}") for g in model_groups(full) for n in g.names]
+    metafunc.parametrize(("group", "name"), rows)
+
+
+@pytest.mark.benchmark(timer=replay)
+def test_model(benchmark: Any, group: ModelGroup, name: str, record: Record) -> None:
+    if benchmark.disabled:
+        contenders = ModelContenders(group, (name,))
+        if name in contenders.why_not:
+            pytest.skip(contenders.why_not[name])
+        benchmark.pedantic(contenders.prepare[name]())
+        return
+    if not _last or _last[0].group != group:
+        _last.clear()
+        _last.append(_Measured(group, record.full))
+    row = _last[0].row(name)
+    record.absent(row)
+    benchmark.group = group.id
+    replay.give(benchmark, _last[0].times[name])
+    record(benchmark, row)
+    if "wrong" in row:
+        pytest.fail(f"no ratio is reported: {row['wrong']}")

@@ -1,0 +1,143 @@
+"""How time and memory grow with the shape and with threads, and the exponents that fit: what should be a line and grows
+as a square is seen here. A row is one operation along one axis; its figures hold a line for each contender."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import foundry_kernels as fk
+from benchmarks.calls import Contenders
+from benchmarks.conftest import Record
+from benchmarks.measure import exponent, last_exponent, replay
+from benchmarks.rows import Measured
+from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Group, case_bytes, groups
+from foundry_kernels.registry import OpSpec, short_dtype
+from foundry_kernels.testing import Case
+
+#: Seconds and rounds a point.
+_QUICK, _FULL = (0.2, 7), (1.0, 15)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """An operation at growing sizes of `axis`: N, T, S as the op says, or threads."""
+
+    op: OpSpec
+    axis: str
+    direction: str
+    dtype: torch.dtype
+    points: tuple[tuple[int, Case], ...]
+
+    @property
+    def id(self) -> str:
+        return f"{self.op.name}-scaling-{self.axis}-{self.direction}-{short_dtype(self.dtype)}"
+
+
+def scalings(full: bool) -> Iterator[Scaling]:
+    """Quick: in one dtype, forward, and backward where the axis is the tokens of attention."""
+    for op in fk.OPS.values():
+        axes = dict(getattr(op.cases, "scaling_cases", lambda *_: {})(op.name, DEVICE))
+        if DEVICE == "cpu":
+            axes |= _threads(op)
+        for axis, points in axes.items():
+            trains = any(a is not None and a.grad for a in points[-1][1].args.values())
+            directions = DIRECTIONS if full else DIRECTIONS[: 2 if hasattr(op.cases, "flops") and axis == "T" else 1]
+            for direction in directions if trains else ("forward",):
+                for dtype in DTYPES if full else DTYPES[-1:] if DEVICE == "cuda" else DTYPES[:1]:
+                    yield Scaling(op, axis, direction, dtype, points)
+
+
+def _threads(op: OpSpec) -> dict[str, tuple[tuple[int, Case], ...]]:
+    cases = {g.case.id: g.case for g in groups(False) if g.op is op}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not cases or cores < 2:
+        return {}
+    largest = max(cases.values(), key=lambda c: case_bytes(c, torch.float32) * ("decode" not in c.id))
+    counts = [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
+    return {"threads": tuple((n, largest) for n in counts)}
+
+
+@contextmanager
+def _with_threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _names(group: Group, full: bool) -> tuple[str, ...]:
+    """What is compiled for one shape would be compiled for each; and slow forms take most of the time."""
+    left_out = ("torch.compile", "FlexAttention", *(() if full else ("eager", "SDPA math")))
+    return tuple(n for n in group.names if n not in left_out)
+
+
+def _measure(scaling: Scaling, effort: tuple[float, int]) -> dict[str, Any]:
+    lines: dict[str, dict[str, list[Any]]] = {}
+    for index, (size, case) in enumerate(scaling.points):
+        group = Group(scaling.op, case, scaling.dtype, scaling.direction, "cold")
+        with _with_threads(size if scaling.axis == "threads" else None):
+            # The shapes of the suite are checked; here no contender is held against another.
+            measured = Measured(group, effort, _names(group, effort == _FULL), least=3, checked=False)
+            with measured.memory():
+                for name in (*measured.times, *measured.why_not):
+                    row = measured.row(name)
+                    line = lines.setdefault(name, {})
+                    for key in ("median_us", "peak_bytes", "GB/s", "TFLOP/s", "of_limit", "why_not"):
+                        if key in row:
+                            line.setdefault(key, [None] * len(scaling.points))[index] = row[key]
+    sizes = [size for size, _ in scaling.points]
+    fitted = {name: {**line, **fit(sizes, line)} for name, line in lines.items()}
+    return {"axis": scaling.axis, "sizes": sizes, "lines": fitted}
+
+
+def fit(sizes: Sequence[float], line: dict[str, list[Any]]) -> dict[str, float]:
+    """Exponents of time and memory over the sizes that were measured; `last_`: over the three largest."""
+    found = {}
+    for name, key in (("time", "median_us"), ("memory", "peak_bytes")):
+        known = [(x, y) for x, y in zip(sizes, line.get(key, ()), strict=False) if y]
+        xs, ys = [x for x, _ in known], [y for _, y in known]
+        for prefix, function in (("", exponent), ("last_", last_exponent)):
+            value = function(xs, ys)
+            if value is not None:
+                found[f"{prefix}{name}_exponent"] = round(value, 2)
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = bool(metafunc.config.getoption("full", False))
+    metafunc.parametrize("scaling", [pytest.param(s, id=s.id) for s in scalings(full)])
+
+
+@pytest.mark.benchmark(timer=replay)
+def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
+    ours = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction).ours[0]
+    if benchmark.disabled:
+        group = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction, "warm")
+        contenders = Contenders(group, (ours,))
+        if ours in contenders.why_not:
+            pytest.skip(contenders.why_not[ours])
+        benchmark.pedantic(contenders.prepare[ours]())
+        return
+    row: dict[str, Any] = {"kind": "scaling", "op": scaling.op.name, "row": ours, "direction": scaling.direction}
+    row |= {"dtype": short_dtype(scaling.dtype), "case": f"by {scaling.axis}", "memory": "cold"}
+    row |= _measure(scaling, _FULL if record.full else _QUICK)
+    line = row["lines"][ours]
+    if not any(line.get("median_us", ())):
+        record.absent(row | {"why_not": next(r for r in line["why_not"] if r)})
+    measured = [us for us in line["median_us"] if us]
+    row["median_us"] = statistics.median(measured)
+    row |= {key: line[key] for key in ("time_exponent", "memory_exponent") if key in line}
+    benchmark.group = scaling.id
+    replay.give(benchmark, [us / 1e6 for us in measured])
+    record(benchmark, row)
