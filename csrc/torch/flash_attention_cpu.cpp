@@ -160,14 +160,14 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
     a.parts = parts.mutable_data_ptr<float>();
   }
   const auto kernel = FK_CHOOSE_ISA(attention_forward);
-  for_each_task(n_tasks, attention_forward_scratch(a.width, a.value_width),
-                [&](int64_t i, float* scratch) { kernel(a, tasks[i], scratch); });
-  if (n_parts > 1) {
-    const auto merge = FK_CHOOSE_ISA(attention_merge);
-    at::parallel_for(0, n_tasks / n_parts, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) merge(a, tasks[i * n_parts], n_parts);
-    });
-  }
+  const auto merge = FK_CHOOSE_ISA(attention_merge);
+  std::vector<std::atomic<int64_t>> done(n_parts > 1 ? n_tasks / n_parts : 0);
+  for_each_task(n_tasks, attention_forward_scratch(a.width, a.value_width), [&](int64_t i, float* scratch) {
+    kernel(a, tasks[i], scratch);
+    // Whoever does the last part of some rows merges them: waking threads once more would cost more than that.
+    if (n_parts > 1 && done[i / n_parts].fetch_add(1, std::memory_order_acq_rel) == n_parts - 1)
+      merge(a, tasks[i / n_parts * n_parts], n_parts);
+  });
   return {out, lse, entropy, max_logit};
 }
 
