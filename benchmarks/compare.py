@@ -39,7 +39,7 @@ serve()
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
     parser.add_argument("commit", help="what to compare this tree with: a commit, tag or branch")
-    parser.add_argument("-k", metavar="TEXT", default="", help="only rows whose name contains this")
+    parser.add_argument("-k", metavar="TEXT", default="", help="only rows whose name contains this very text")
     parser.add_argument("--turns", type=int, default=5, help="of each side (default: 5)")
     parser.add_argument("--seconds", type=float, default=0.3, help="a turn (default: 0.3)")
     parser.add_argument("--full", action="store_true", help="all shapes, not the quick set")
@@ -138,8 +138,14 @@ class Side:
 
 
 def run(sides: Sequence[Side], text: str, turns: int, seconds: float, full: bool = False) -> float:
-    """Measure and print; returns the smallest ratio of the worst row."""
+    """Measure and print; returns the smallest ratio of the worst row.
+
+    Raises:
+        SystemExit: neither side has a row whose name contains `text`, or one ended.
+    """
     listed = [side.ask(list=True, full=full) for side in sides]
+    if not any(text in name for name in (*listed[0], *listed[1])):
+        raise SystemExit(f"error: no row's name contains {text!r} (-k); `--full` has more of them")
     both = [name for name in listed[0] if name in set(listed[1]) and text in name]
     print(f"{'row':<84} {sides[0].name:>10}  {sides[1].name[:12]:>12}  ratio  spread")
     started, worst, apart = time.monotonic(), 0.0, []

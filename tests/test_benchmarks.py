@@ -394,6 +394,8 @@ def test_two_trees_take_turns(capfd: pytest.CaptureFixture) -> None:
         names = sides[0].ask(list=True, full=False)
         chosen = next(n for n in names if n.startswith("rms_norm-forward") and n.endswith("warm"))
         worst = compare.run(sides, chosen, turns=2, seconds=0.01)
+        with pytest.raises(SystemExit, match="no row's name contains 'rms and more'"):
+            compare.run(sides, "rms and more", turns=2, seconds=0.01)
     finally:
         for side in sides:
             side.close()
