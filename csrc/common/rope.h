@@ -17,10 +17,10 @@ struct RopeTables {
   const void* cos;  // rows of `half` values
   const void* sin;
   Dtype type;
-  int64_t n_rows;                                                // P of [P, R/2], or T of [B, T, R/2]
-  int64_t half;                                                  // R / 2
+  int64_t n_rows;                                                      // P of [P, R/2], or T of [B, T, R/2]
+  int64_t half;                                                        // R / 2
   int64_t cos_batch_stride, cos_stride, sin_batch_stride, sin_stride;  // batch strides of [P, R/2] are 0
-  const void* positions;                                         // int64 or int32, or null: token t takes row t
+  const void* positions;                                               // int64 or int32, or null: token t takes row t
   bool positions_are_64_bit;
   int64_t position_batch_stride, position_stride;
 

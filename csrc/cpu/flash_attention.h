@@ -10,12 +10,12 @@
 
 namespace foundry {
 
-constexpr int kAttentionRows = 64;      // rows of a block, which share one tile of scores
-constexpr int kAttentionBlocks = 2;     // blocks of a task, which share one reading of the keys
-constexpr int kAttentionKeys = 64;      // keys of a tile
-constexpr int kAttentionFewRows = 8;    // a task of no more than these is done by attention_few_rows
+constexpr int kAttentionRows = 64;     // rows of a block, which share one tile of scores
+constexpr int kAttentionBlocks = 2;    // blocks of a task, which share one reading of the keys
+constexpr int kAttentionKeys = 64;     // keys of a tile
+constexpr int kAttentionFewRows = 8;   // a task of no more than these is done by attention_few_rows
 constexpr int kAttentionFewKeys = 64;  // keys of its tiles
-constexpr int kAttentionPad = 16;       // widths in scratch are padded to whole registers of any instruction set
+constexpr int kAttentionPad = 16;      // widths in scratch are padded to whole registers of any instruction set
 constexpr int64_t kUnbounded = int64_t(1) << 40;  // a side of the window
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -35,16 +35,16 @@ struct AttentionInputs {
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;
   const AttentionSequence* sequences;
-  int64_t group;                // query heads a key-value head
-  int64_t width, value_width;   // D, Dv
+  int64_t group;               // query heads a key-value head
+  int64_t width, value_width;  // D, Dv
   float scale;
   float softcap;                // 0 for none
   const float* slopes;          // [H] or [B, H], or null
   int64_t slopes_batch_stride;  // 0 or H
   int64_t left, right;          // sides of the window, kUnbounded for none
   bool bottom_right;
-  Dtype type;                   // of q, k, v and outputs
-  HeadStrides lse_strides;      // also of the other numbers a row
+  Dtype type;               // of q, k, v and outputs
+  HeadStrides lse_strides;  // also of the other numbers a row
 
   // The position that query 0 of a sequence has among its keys.
   int64_t offset(const AttentionSequence& s) const { return bottom_right ? s.k_len - s.q_len : 0; }
@@ -81,8 +81,8 @@ struct AttentionBackward : AttentionInputs {
   const float *lse, *delta;  // delta: see AttentionDelta
   void *dq, *dk, *dv;        // each null where no gradient is wanted
   HeadStrides dq_strides, dk_strides, dv_strides;
-  // The sums that make dk and dv, of the keys of one sequence and head: [k_len, D] and, dk_size floats later, [k_len, Dv].
-  // Where rows are split over several tasks each has a part here of part_size floats; else null.
+  // The sums that make dk and dv, of the keys of one sequence and head: [k_len, D] and, dk_size floats later, [k_len,
+  // Dv]. Where rows are split over several tasks each has a part here of part_size floats; else null.
   float* parts;
   int64_t part_size, dk_size;
 };

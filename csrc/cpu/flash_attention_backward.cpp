@@ -10,8 +10,8 @@ struct Scratch {
   // Queries and gradients of the output: a row after the other, transposed, and as a product along the rows takes them
   // (see across). The gradient of the queries, transposed.
   float *queries, *queries_t, *queries_across, *grads, *grads_t, *grads_across, *dq;
-  float *weights, *dscores;      // a tile of each, [keys, rows]; of bfloat16 the gradients in pairs of keys
-  BFloat16* dscores_rows;        // with pairs: the same gradients, a row for each key
+  float *weights, *dscores;  // a tile of each, [keys, rows]; of bfloat16 the gradients in pairs of keys
+  BFloat16* dscores_rows;    // with pairs: the same gradients, a row for each key
   float *keys, *keys_across, *values, *sums;
 
   Scratch(const AttentionBackward& a, float* p) {
@@ -39,7 +39,8 @@ struct Block : BlockRows {
 };
 
 template <class E>
-void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t head, Block& b, const Scratch& scratch) {
+void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t head, Block& b,
+                const Scratch& scratch) {
   const int64_t rows = b.vecs * kLanes;
   const auto read = [&](const void* data, const HeadStrides& strides, int64_t width, float* out, float* transposed) {
     const int64_t lanes = lanes_of<E>(width);
@@ -59,8 +60,8 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
 }
 
-// A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients of
-// the scores, but for the factor `scale`. Of E bfloat16 each becomes half as long: weights stay a row for each key.
+// A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
+// of the scores, but for the factor `scale`. Of E bfloat16 each becomes half as long: weights stay a row for each key.
 template <class E, bool kEdge, bool kBias>
 void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, int64_t n, int32_t key) {
   const Vec unit = splat(kBias ? 1.0f : a.scale);
@@ -145,21 +146,24 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
   const int64_t v_base = key_offset(a.v_strides, s, kv_head, 0);
   // The tiles of weights and of gradients as left factors of products along the queries.
   const Factor<E> weights{reinterpret_cast<const E*>(scratch.weights), kAttentionRows * kPer<E>, kPer<E>};
-  const Factor<E> dscores{kPer<E> == 1 ? reinterpret_cast<const E*>(scratch.dscores)
-                                       : reinterpret_cast<const E*>(scratch.dscores_rows), kAttentionRows, kPer<E>};
+  const Factor<E> dscores{
+      kPer<E> == 1 ? reinterpret_cast<const E*>(scratch.dscores) : reinterpret_cast<const E*>(scratch.dscores_rows),
+      kAttentionRows, kPer<E>};
   const auto right = [](Tile<E> tile) { return reinterpret_cast<const float*>(tile.data); };
   Block b;
   for (int64_t row = task.row_begin; row < task.row_end; row += kAttentionRows) {
     b.set(a, s, task.sequence, head, row, task.row_end, 0, s.k_len);
     std::fill(scratch.dq, scratch.dq + width * kAttentionRows, 0.0f);
     if (b.key_begin < b.key_end) read_block<E>(a, s, head, b, scratch);
-    const auto as_tile = [](const float* rows, int64_t n) { return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>}; };
+    const auto as_tile = [](const float* rows, int64_t n) {
+      return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
+    };
     const auto queries = across(as_tile(scratch.queries, lanes), b.count, a.width, scratch.queries_across);
     const auto grads = across(as_tile(scratch.grads, value_lanes), b.count, a.value_width, scratch.grads_across);
     for (int64_t begin = b.key_begin; begin < b.key_end; begin += kAttentionKeys) {
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
-      const auto keys = read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.width,
-                                     scratch.keys);
+      const auto keys =
+          read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.width, scratch.keys);
       multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows, steps_of<E>(a.width),
                   scratch.weights, kAttentionRows, Start::zero);
       if (need_scores) {
@@ -168,11 +172,9 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
         multiply<E>(n, b.vecs, {values.data, values.ld, kPer<E>}, scratch.grads_t, kAttentionRows,
                     steps_of<E>(a.value_width), scratch.dscores, kAttentionRows, Start::zero);
       }
-      with_bools(
-          [&](auto edge, auto bias) {
-            differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, int32_t(begin));
-          },
-          begin < b.full_begin || begin + n > b.full_end, has_bias(a));
+      with_bools([&](auto edge,
+                     auto bias) { differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, int32_t(begin)); },
+                 begin < b.full_begin || begin + n > b.full_end, has_bias(a));
       if (a.dv)
         multiply<E>(n, value_width / kLanes, weights, right(grads), grads.ld / kPer<E>, steps_of<E>(b.count),
                     dv + begin * value_width, value_width, Start::add);

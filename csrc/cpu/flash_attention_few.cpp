@@ -89,7 +89,8 @@ void multiply_keys(const float* queries, int64_t width, Stream<T> keys, int64_t 
 
 // kVecs registers of columns of `steps_of` keys: with pairs, of this key and the next, or zero for a next that is not.
 template <class E, int kVecs, class Access, class T>
-inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, Access at, Vec (&out)[kVecs]) {
+inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, Access at,
+                                                      Vec (&out)[kVecs]) {
 #if defined(__AVX512BF16__)
   if constexpr (kPer<E> == 2) {
 #pragma GCC unroll 16
@@ -205,13 +206,15 @@ void attend(const AttentionForward& a, const AttentionTask& task, FewRows& b, co
   for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionFewKeys) {
     const int64_t n = std::min<int64_t>(kAttentionFewKeys, b.key_end - tile);
     const T *keys = k + tile * a.k_strides.token, *values = v + tile * a.v_strides.token;
-    multiply_keys<kRows>(queries, a.width, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores, ld);
+    multiply_keys<kRows>(queries, a.width, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores,
+                         ld);
     for (int r = 0; r < b.count; ++r) softmax_row(a, b, r, scores + r * ld, n, int32_t(tile - task.key_begin));
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
     E* weights = reinterpret_cast<E*>(scores);
     if constexpr (kPer<E> == 2) {
       for (int r = 0; r < kRows; ++r)  // in place, each before what it is written over
-        for (int64_t j = 0; j < n; j += kLanes) Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
+        for (int64_t j = 0; j < n; j += kLanes)
+          Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
     }
     const T* next = tile + kAttentionFewKeys < b.key_end ? keys + kAttentionFewKeys * a.k_strides.token : keys;
     const Stream<T> stream{values, a.v_strides.token, next, a.k_strides.token};

@@ -118,8 +118,8 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
   const int64_t v_base = key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = key_begin; tile < key_end; tile += kAttentionKeys) {
     const int64_t n_tile = std::min<int64_t>(kAttentionKeys, key_end - tile);
-    const auto keys = read_tile<E>(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile, a.width,
-                                   scratch.keys);
+    const auto keys =
+        read_tile<E>(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile, a.width, scratch.keys);
     const auto values = across(read_tile<E>(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token, n_tile,
                                             a.value_width, scratch.values),
                                n_tile, a.value_width, scratch.values_across);

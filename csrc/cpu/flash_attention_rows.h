@@ -14,10 +14,10 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // Up to kAttentionRows consecutive rows. Keys are counted from `base`, so that 32 bits hold them.
 struct BlockRows {
-  int64_t row, count;            // the first, and how many
-  int64_t key_begin, key_end;    // those that any row sees
-  int64_t full_begin, full_end;  // those that every row sees
-  int vecs;                      // registers that hold the rows
+  int64_t row, count;                                               // the first, and how many
+  int64_t key_begin, key_end;                                       // those that any row sees
+  int64_t full_begin, full_end;                                     // those that every row sees
+  int vecs;                                                         // registers that hold the rows
   alignas(64) int32_t first[kAttentionRows], last[kAttentionRows];  // keys that a row sees
   alignas(64) int32_t place[kAttentionRows];                        // a row's own position
   alignas(64) float slope[kAttentionRows];
@@ -40,7 +40,8 @@ struct BlockRows {
       place[i] = int32_t(std::min(std::max(at, -kFar), kFar));
       first[i] = int32_t(std::min(std::max<int64_t>(at - a.left, 0), kFar));
       last[i] = int32_t(std::min(std::max<int64_t>(at + a.right, -1), kFar));
-      slope[i] = a.slopes ? a.slopes[n * a.slopes_batch_stride + head + (row + std::min(i, count - 1)) % a.group] : 0.0f;
+      slope[i] =
+          a.slopes ? a.slopes[n * a.slopes_batch_stride + head + (row + std::min(i, count - 1)) % a.group] : 0.0f;
     }
   }
 };

@@ -1,13 +1,13 @@
-// What the attention kernels are made of: matrix products of tiles, powers of two, transposition, and reading rows of any
-// memory type into a tile.
+// What the attention kernels are made of: matrix products of tiles, powers of two, transposition, and reading rows of
+// any memory type into a tile.
 //
-// In a tile of scores the rows of the queries lie along the lanes of registers and the keys one after the other, so that
-// everything the softmax does is elementwise. Keys and values enter products as single numbers that are spread over a
-// register, and so are never transposed.
+// In a tile of scores the rows of the queries lie along the lanes of registers and the keys one after the other, so
+// that everything the softmax does is elementwise. Keys and values enter products as single numbers that are spread
+// over a register, and so are never transposed.
 //
 // Factors of products are of a type E: float, or bfloat16 where memory holds that and the processor has dot products of
-// pairs (vdpbf16ps: exact products, added in float). A lane then holds a pair, which are neighbours along the depth of the
-// product, and weights and gradients of scores are rounded to bfloat16 before they are multiplied, as on GPUs.
+// pairs (vdpbf16ps: exact products, added in float). A lane then holds a pair, which are neighbours along the depth of
+// the product, and weights and gradients of scores are rounded to bfloat16 before they are multiplied, as on GPUs.
 #pragma once
 
 #include <algorithm>
@@ -112,9 +112,9 @@ void multiply_columns(int64_t rows, Factor<E> a, const float* b, int64_t ldb, in
   int64_t i = 0;
   for (; i + kBlockRows <= rows; i += kBlockRows)
     multiply_block<kBlockRows, kVecs, E>({a.data + i * a.row, a.row, a.step}, b, ldb, depth, c + i * ldc, ldc, start,
-                                      factor);
-  multiply_rest<kBlockRows - 1, kVecs, E>(int(rows - i), {a.data + i * a.row, a.row, a.step}, b, ldb, depth, c + i * ldc,
-                                       ldc, start, factor);
+                                         factor);
+  multiply_rest<kBlockRows - 1, kVecs, E>(int(rows - i), {a.data + i * a.row, a.row, a.step}, b, ldb, depth,
+                                          c + i * ldc, ldc, start, factor);
 }
 
 template <bool kAlong, class E>
@@ -140,7 +140,7 @@ template <class E>
 inline void multiply(int64_t rows, int64_t vecs, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c,
                      int64_t ldc, Start start, const float* factor = nullptr) {
   a.step == kPer<E> ? multiply_any<true>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor)
-              : multiply_any<false>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
+                    : multiply_any<false>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
 }
 
 // The larger of two; the second where one is NaN.
@@ -241,7 +241,8 @@ inline void narrow(const float* in, int64_t n, T* out) {
 // The element at which row token * group + head - first_head of a sequence's queries begins.
 inline int64_t row_offset(const HeadStrides& strides, const AttentionSequence& s, int64_t first_head, int64_t group,
                           int64_t row) {
-  return s.batch * strides.batch + (first_head + row % group) * strides.head + (s.q_start + row / group) * strides.token;
+  return s.batch * strides.batch + (first_head + row % group) * strides.head +
+         (s.q_start + row / group) * strides.token;
 }
 
 // The element at which a key or value begins.
@@ -284,7 +285,8 @@ constexpr VecI kColumn = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 // the second's.
 template <int kHalf>
 inline Vec columns_paired(Vec a, Vec b) {
-  return (Vec)_mm512_permutex2var_epi16((__m512i)a, (__m512i)(kColumn * 0x10001 + 0x200000 + kHalf * 0x100010), (__m512i)b);
+  return (Vec)_mm512_permutex2var_epi16((__m512i)a, (__m512i)(kColumn * 0x10001 + 0x200000 + kHalf * 0x100010),
+                                        (__m512i)b);
 }
 #endif
 

@@ -2,12 +2,13 @@
 
 #include <atomic>
 
-#define FK_CPU_HAS_AVX512                                                     \
-  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && \
-   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+#define FK_CPU_HAS_AVX512                                                                                           \
+  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && \
+   __builtin_cpu_supports("avx512dq"))
 
 namespace foundry {
 
+// clang-format off: labels inside of macros
 bool isa_usable(Isa isa) {
   switch (isa) {
     case Isa::baseline: return true;
@@ -19,6 +20,7 @@ bool isa_usable(Isa isa) {
     default: return false;
   }
 }
+// clang-format on
 
 static std::atomic<Isa>& choice() {
   static std::atomic<Isa> isa{[] {

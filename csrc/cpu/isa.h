@@ -16,12 +16,14 @@ const char* isa_name(Isa isa);
 }  // namespace foundry
 
 // Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*).
-#define FK_DECLARE_PER_ISA(ret, name, ...)                               \
-  namespace foundry {                                                    \
-  namespace baseline { ret name(__VA_ARGS__); }                          \
-  FK_IF_AVX2(namespace avx2 { ret name(__VA_ARGS__); })                  \
-  FK_IF_AVX512(namespace avx512 { ret name(__VA_ARGS__); })              \
-  FK_IF_AVX512_BF16(namespace avx512_bf16 { ret name(__VA_ARGS__); })    \
+#define FK_DECLARE_PER_ISA(ret, name, ...)                            \
+  namespace foundry {                                                 \
+  namespace baseline {                                                \
+  ret name(__VA_ARGS__);                                              \
+  }                                                                   \
+  FK_IF_AVX2(namespace avx2 { ret name(__VA_ARGS__); })               \
+  FK_IF_AVX512(namespace avx512 { ret name(__VA_ARGS__); })           \
+  FK_IF_AVX512_BF16(namespace avx512_bf16 { ret name(__VA_ARGS__); }) \
   }
 
 #if defined(FK_HAVE_AVX2)
@@ -41,12 +43,12 @@ const char* isa_name(Isa isa);
 #endif
 
 // An expression: the chosen instruction set's `name` as a function pointer.
-#define FK_CHOOSE_ISA(name)                                                                  \
-  ([]() -> decltype(&::foundry::baseline::name) {                                            \
-    switch (::foundry::chosen_isa()) {                                                       \
+#define FK_CHOOSE_ISA(name)                                                                       \
+  ([]() -> decltype(& ::foundry::baseline::name) {                                                \
+    switch (::foundry::chosen_isa()) {                                                            \
       FK_IF_AVX512_BF16(case ::foundry::Isa::avx512_bf16 : return &::foundry::avx512_bf16::name;) \
-      FK_IF_AVX512(case ::foundry::Isa::avx512 : return &::foundry::avx512::name;)           \
-      FK_IF_AVX2(case ::foundry::Isa::avx2 : return &::foundry::avx2::name;)                 \
-      default: return &::foundry::baseline::name;                                            \
-    }                                                                                        \
+      FK_IF_AVX512(case ::foundry::Isa::avx512 : return &::foundry::avx512::name;)                \
+      FK_IF_AVX2(case ::foundry::Isa::avx2 : return &::foundry::avx2::name;)                      \
+      default: return &::foundry::baseline::name;                                                 \
+    }                                                                                             \
   }())

@@ -8,8 +8,8 @@
 namespace foundry {
 namespace FK_ISA {
 
-// 2^t. At most 1.5 units in the last place from the truth where that is a normal number, at most one subnormal step below;
-// 0 below -150, infinity from 128 on, NaN for NaN.
+// 2^t. At most 1.5 units in the last place from the truth where that is a normal number, at most one subnormal step
+// below; 0 below -150, infinity from 128 on, NaN for NaN.
 //
 // e^v is exp2(v * kLog2E): the product's rounding makes that the exact power of a v which differs by half a unit in its
 // last place, so that the relative error grows by up to 8e-8 |v|.
@@ -21,7 +21,7 @@ inline Vec exp2(Vec t) {
   const Vec f = (Vec)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for an infinity
 #else
   constexpr float kLowest = -151.0f, kHighest = 128.0f;  // beyond them nothing changes
-  t = t < splat(kLowest) ? splat(kLowest) : t;            // a NaN compares false and stays
+  t = t < splat(kLowest) ? splat(kLowest) : t;           // a NaN compares false and stays
   t = t > splat(kHighest) ? splat(kHighest) : t;
   const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec n = (t + shift) - shift, f = t - n;

@@ -36,11 +36,13 @@ struct Input {
     if constexpr (kResidual) __builtin_prefetch(residual + i);
   }
   template <class Access>
-  FK_INLINE Vec second_read(int64_t i, Access at) const { return at.load(kResidual ? h + i : x + i); }
+  FK_INLINE Vec second_read(int64_t i, Access at) const {
+    return at.load(kResidual ? h + i : x + i);
+  }
 };
 
-// A row is read twice: for its sum of squares, and to be scaled, when it is in the nearest cache. Meanwhile the next row
-// of a large input is fetched: the processor's own prefetcher would only start with its first read.
+// A row is read twice: for its sum of squares, and to be scaled, when it is in the nearest cache. Meanwhile the next
+// row of a large input is fetched: the processor's own prefetcher would only start with its first read.
 template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;

@@ -89,7 +89,8 @@ class TableBlock {
   void widen(const T* in, float* out, float even, float odd) {
     const int64_t half = tables_.half;
     float* values = interleaved_ ? values_ + 2 * row_ * capacity_ : out;
-    for_each_vec(half, [&](int64_t i, auto at, int) FK_INLINE { at.store(values + i, at.load(in + i)); });
+    for_each_vec(half,
+                 [&](int64_t i, auto at, int) FK_INLINE { at.store(values + i, at.load(in + i)); });
     if (interleaved_) {
       for (int64_t i = 0; i < half; ++i) {
         out[2 * i] = values[i] * even;
@@ -110,8 +111,8 @@ class TableBlock {
 
 // Turns one head of one token: `read(i, access)` gives input elements, `write(i, access, k, v)` takes results.
 template <bool kInterleaved, class Read, class Write>
-inline FK_INLINE void turn(const float* cos, const float* sin, int64_t half, int64_t width, Read&& read,
-                           Write&& write) {
+inline FK_INLINE void turn(const float* cos, const float* sin, int64_t half, int64_t width,
+                                               Read&& read, Write&& write) {
   if constexpr (kInterleaved) {
     for_each_vec(2 * half, [&](int64_t i, auto at, int k) FK_INLINE {
       const Vec v = read(i, at);
@@ -144,7 +145,8 @@ void for_each_block(int64_t begin, int64_t end, int64_t n_tokens, int64_t most, 
 
 // Calls f(head, token) for all heads of some tokens, in the order in which they lie in memory.
 template <class F>
-inline FK_INLINE void for_each_row(const HeadStrides& strides, int64_t n_heads, int64_t begin, int64_t end, F&& f) {
+inline FK_INLINE void for_each_row(const HeadStrides& strides, int64_t n_heads, int64_t begin,
+                                                       int64_t end, F&& f) {
   if (strides.head < strides.token) {
     for (int64_t t = begin; t < end; ++t)
       for (int64_t h = 0; h < n_heads; ++h) f(h, t);

@@ -42,8 +42,12 @@ typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 
 // Memory types. bfloat16 and float16 are raw bits; arithmetic is in float.
-struct BFloat16 { uint16_t bits; };
-struct Half { uint16_t bits; };
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
 
 inline Vec splat(float v) { return Vec{} + v; }
 
@@ -234,9 +238,7 @@ void with_bools(F&& f) {
 }
 template <class F, class... Rest>
 void with_bools(F&& f, bool first, Rest... rest) {
-  const auto bound = [&](auto constant) {
-    with_bools([&](auto... others) { f(constant, others...); }, rest...);
-  };
+  const auto bound = [&](auto constant) { with_bools([&](auto... others) { f(constant, others...); }, rest...); };
   first ? bound(std::true_type{}) : bound(std::false_type{});
 }
 

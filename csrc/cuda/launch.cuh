@@ -14,7 +14,7 @@
 // Arrays in shared memory; of the dynamic kind a kernel has one. Under the checker they notice indices out of range,
 // values never written, and two threads at one element without a barrier between them.
 #define FK_SHARED(type, name, count) __shared__ type name[count]
-#define FK_DYNAMIC_SHARED(type, name)                    \
+#define FK_DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char fk_dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(fk_dynamic_shared)
 // A GPU faults where such an access is not aligned; the checker has to be told to look.
@@ -82,8 +82,8 @@ __device__ __forceinline__ float warp_sum(float v) {
 constexpr int kSumRows = 8;
 
 template <class W>
-__global__ void __launch_bounds__(32 * kSumRows) sum_partials_kernel(const float* partial, int n_blocks, int64_t n_cols,
-                                                                     W* out) {
+__global__ void __launch_bounds__(32 * kSumRows)
+    sum_partials_kernel(const float* partial, int n_blocks, int64_t n_cols, W* out) {
   FK_SHARED(float, sums, 32 * kSumRows);
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;

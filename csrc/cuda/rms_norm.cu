@@ -62,8 +62,7 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) forward
   const bool live = wanted < n_rows;
   const int64_t row = live ? wanted : n_rows - 1;
   const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
-  const X* residual =
-      a.residual ? static_cast<const X*>(a.residual) + a.residual_strides.offset(a.rows, row) : nullptr;
+  const X* residual = a.residual ? static_cast<const X*>(a.residual) + a.residual_strides.offset(a.rows, row) : nullptr;
   X* h = static_cast<X*>(a.h) + row * a.n_cols;
   Y* y = static_cast<Y*>(a.y) + row * a.n_cols;
 
@@ -218,7 +217,9 @@ bool aligned(const void* p, const RowStrides& strides, int bytes) {
 
 int size_of(Dtype type) { return type == Dtype::f32 ? 4 : 2; }
 
-template <class T> struct Tag { using type = T; };
+template <class T> struct Tag {
+  using type = T;
+};
 
 // Calls f(Tag<X>, Tag<W>, Tag<Y>) for the memory types.
 template <class F>
@@ -231,7 +232,9 @@ cudaError_t with_types(Dtype x, Dtype w, Dtype y, F&& f) {
   return x == Dtype::bf16 ? half(Tag<__nv_bfloat16>{}) : half(Tag<__half>{});
 }
 
-template <int kValue> struct Int { static constexpr int value = kValue; };
+template <int kValue> struct Int {
+  static constexpr int value = kValue;
+};
 
 // Calls f(values a read, threads a row). Rows without alignment are rare: two sizes serve them.
 template <int kVec, class F>

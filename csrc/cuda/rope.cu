@@ -5,9 +5,9 @@
 // ones if interleaved. The rest, which is copied, follows.
 //
 // Without a norm a thread keeps cos and sin of its units and goes through the heads of q and k. With one, a group of
-// kThreads lanes of a warp takes a head; the heads of a token follow each other, so that its row of the tables comes from
-// the nearest cache after the first. Backward blocks stay and take head after head; dW is summed as RMSNorm's: by each
-// block over what it took, and then over the blocks by a second kernel, always in the same order.
+// kThreads lanes of a warp takes a head; the heads of a token follow each other, so that its row of the tables comes
+// from the nearest cache after the first. Backward blocks stay and take head after head; dW is summed as RMSNorm's: by
+// each block over what it took, and then over the blocks by a second kernel, always in the same order.
 #include "rope.h"
 
 #include <initializer_list>
@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(kBlock, 1) norm_backward_kernel(const QkNormRo
     X* dx = static_cast<X*>(heads.dx) + heads.dx_strides.offset(b, h, t);
     const float rstd = heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t];
 
-    // g = the gradient turned back, times the weight, and the sum of g * x * rstd; what the unit adds to dW goes to `add`.
+    // g = the gradient turned back, times the weight, and the sum of g * x * rstd; what the unit adds to dW goes to
+    // `add`.
     float products = 0.f;
     const auto gather = [&](int64_t unit, const Raw<X, kVec>& raw_x, const Raw<X, kVec>& raw_dy, float (&g)[2 * kVec],
                             auto&& add) {
@@ -363,9 +364,15 @@ bool vectors(const RopeTables& tables, int64_t width, Dtype type) {
          aligned(tables.sin, bytes, {tables.sin_batch_stride, tables.sin_stride});
 }
 
-template <class T> struct Tag { using type = T; };
-template <int kValue> struct Int { static constexpr int value = kValue; };
-template <bool kValue> struct Bool { static constexpr bool value = kValue; };
+template <class T> struct Tag {
+  using type = T;
+};
+template <int kValue> struct Int {
+  static constexpr int value = kValue;
+};
+template <bool kValue> struct Bool {
+  static constexpr bool value = kValue;
+};
 
 template <class F>
 cudaError_t with_type(Dtype type, F&& f) {
@@ -430,8 +437,7 @@ cudaError_t qk_norm_rope_forward(const QkNormRopeForward& a, cudaStream_t stream
       const int64_t per_block = kBlock / kThreads, all_heads = a.heads[0].n_heads + a.heads[1].n_heads;
       const int64_t blocks = (a.all_tokens * all_heads + per_block - 1) / per_block;
       if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-      const auto kernel =
-          norm_forward_kernel<typename decltype(x)::type, kVec, kThreads, decltype(interleaved)::value>;
+      const auto kernel = norm_forward_kernel<typename decltype(x)::type, kVec, kThreads, decltype(interleaved)::value>;
       return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kBlock), 0, stream, a);
     });
   });

@@ -1,5 +1,5 @@
-// RoPE, alone or behind RMSNorm of each head, on a GPU over raw pointers and a stream. Each launcher returns the error of
-// its launches. A token whose position has no row in the tables reads none and gets NaN.
+// RoPE, alone or behind RMSNorm of each head, on a GPU over raw pointers and a stream. Each launcher returns the error
+// of its launches. A token whose position has no row in the tables reads none and gets NaN.
 #pragma once
 
 #include <cuda_runtime_api.h>

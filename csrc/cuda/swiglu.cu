@@ -2,8 +2,8 @@
 //
 // A block takes a tile of one row; tensors without gaps come as one long row. A thread does kReads reads of kVec
 // neighbouring values (16 bytes where rows are aligned to that, else one value) of each tensor, at a stride of the
-// block, and issues them all before it uses any. The fewer than kVec values that may be left at the end of a row are done
-// one by one.
+// block, and issues them all before it uses any. The fewer than kVec values that may be left at the end of a row are
+// done one by one.
 #include "swiglu.h"
 
 #include "launch.cuh"
@@ -32,7 +32,7 @@ __device__ __forceinline__ Activated activate(float g) {
     constexpr float kRoot = 0.707106781f, kPeak = 0.398942280f;  // sqrt(1 / 2), 1 / sqrt(2 pi)
     const float below = 0.5f + 0.5f * erff(g * kRoot);
     return {g * below, below + g * (expf(-0.5f * g * g) * kPeak)};
-  } else {  // (1 + tanh(u)) / 2 is the logistic function of 2u
+  } else {                                                     // (1 + tanh(u)) / 2 is the logistic function of 2u
     constexpr float kScale = 1.59576912f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
     const float squared = g * g, s = logistic(g * (squared * kCubic + 1.f) * kScale);
     return {g * s, s + g * (s * (1.f - s)) * ((squared * (3.f * kCubic) + 1.f) * kScale)};
@@ -135,9 +135,15 @@ bool aligned(const void* p, const Rows& rows, int64_t stride, Dtype type) {
   return aligned(p, rows, RowStrides{{stride, stride, stride}}, type);
 }
 
-template <class T> struct Tag { using type = T; };
-template <Activation kValue> struct Kind { static constexpr Activation value = kValue; };
-template <int kValue> struct Int { static constexpr int value = kValue; };
+template <class T> struct Tag {
+  using type = T;
+};
+template <Activation kValue> struct Kind {
+  static constexpr Activation value = kValue;
+};
+template <int kValue> struct Int {
+  static constexpr int value = kValue;
+};
 
 // Calls f(Tag<X>, Kind, values a read) for the memory type, the activation and the alignment.
 template <class F>
@@ -170,8 +176,8 @@ cudaError_t launch_tiles(void (*kernel)(Args, unsigned), const Args& a, cudaStre
 }  // namespace
 
 cudaError_t glu_forward(const GluForward& a, cudaStream_t stream) {
-  const bool vectors = aligned(a.gate, a.rows, a.gate_strides, a.type) &&
-                       aligned(a.up, a.rows, a.up_strides, a.type) && aligned(a.y, a.rows, a.n_cols, a.type);
+  const bool vectors = aligned(a.gate, a.rows, a.gate_strides, a.type) && aligned(a.up, a.rows, a.up_strides, a.type) &&
+                       aligned(a.y, a.rows, a.n_cols, a.type);
   return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
     constexpr int kVec = decltype(vec)::value;
     return launch_tiles<kVec>(forward_kernel<typename decltype(x)::type, decltype(kind)::value, kVec>, a, stream);
@@ -179,10 +185,8 @@ cudaError_t glu_forward(const GluForward& a, cudaStream_t stream) {
 }
 
 cudaError_t glu_backward(const GluBackward& a, cudaStream_t stream) {
-  const bool vectors = aligned(a.dy, a.rows, a.dy_strides, a.type) &&
-                       aligned(a.gate, a.rows, a.gate_strides, a.type) &&
-                       aligned(a.up, a.rows, a.up_strides, a.type) &&
-                       aligned(a.dgate, a.rows, a.out_stride, a.type) &&
+  const bool vectors = aligned(a.dy, a.rows, a.dy_strides, a.type) && aligned(a.gate, a.rows, a.gate_strides, a.type) &&
+                       aligned(a.up, a.rows, a.up_strides, a.type) && aligned(a.dgate, a.rows, a.out_stride, a.type) &&
                        aligned(a.dup, a.rows, a.out_stride, a.type);
   return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
     constexpr int kVec = decltype(vec)::value;

@@ -43,7 +43,8 @@ inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // it is reported here; the next call starts clean
   TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, what, ": the extension was compiled for CUDA architectures ",
-              FK_CUDA_ARCHITECTURES, ", none of which runs on this GPU; rebuild it with TORCH_CUDA_ARCH_LIST set to the "
+              FK_CUDA_ARCHITECTURES,
+              ", none of which runs on this GPU; rebuild it with TORCH_CUDA_ARCH_LIST set to the "
               "GPU's compute capability");
   TORCH_CHECK(false, what, ": ", cudaGetErrorString(error));
 }

@@ -2,8 +2,8 @@
 // flash_attention_cpu.cpp launches the kernels; there are none for CUDA.
 //
 // Both are composed of flash_attention_fwd and flash_attention_bwd, which are what a compiled graph, a checkpointing
-// policy or a profiler sees. They take dense tensors, or packed ones with the sequences' starts (cu_seqlens), and return
-// empty tensors in place of what was not asked for.
+// policy or a profiler sees. They take dense tensors, or packed ones with the sequences' starts (cu_seqlens), and
+// return empty tensors in place of what was not asked for.
 #include "flash_attention.h"
 
 #include <ATen/ops/zeros_like.h>
@@ -62,8 +62,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, entropy, max_logit] = call_fwd(q, k, v, c, true);
-    ctx->save_for_backward({q, k, v, out, lse, unwrap(c.cu_seqlens_q), unwrap(c.cu_seqlens_k), unwrap(c.slopes),
-                            unwrap(sinks)});
+    ctx->save_for_backward(
+        {q, k, v, out, lse, unwrap(c.cu_seqlens_q), unwrap(c.cu_seqlens_k), unwrap(c.slopes), unwrap(sinks)});
     ctx->saved_data["scale"] = c.scale;
     ctx->saved_data["left"] = pack(c.left);
     ctx->saved_data["right"] = pack(c.right);
@@ -123,18 +123,18 @@ FourTensors attend(const Tensor& q, const Tensor& k, const Tensor& v, const Call
 FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, OptionalInt left,
                             OptionalInt right, std::optional<double> softcap, const OptionalTensor& slopes,
                             const OptionalTensor& sinks, bool bottom_right, bool return_lse, bool return_stats) {
-  return attend(q, k, v,
-                {std::nullopt, std::nullopt, scale, left, right, softcap, slopes, sinks, bottom_right, return_lse,
-                 return_stats});
+  return attend(
+      q, k, v,
+      {std::nullopt, std::nullopt, scale, left, right, softcap, slopes, sinks, bottom_right, return_lse, return_stats});
 }
 
 FourTensors flash_attention_varlen(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
                                    const Tensor& cu_seqlens_k, double scale, OptionalInt left, OptionalInt right,
                                    std::optional<double> softcap, const OptionalTensor& slopes,
                                    const OptionalTensor& sinks, bool bottom_right, bool return_lse, bool return_stats) {
-  return attend(q, k, v,
-                {cu_seqlens_q, cu_seqlens_k, scale, left, right, softcap, slopes, sinks, bottom_right, return_lse,
-                 return_stats});
+  return attend(
+      q, k, v,
+      {cu_seqlens_q, cu_seqlens_k, scale, left, right, softcap, slopes, sinks, bottom_right, return_lse, return_stats});
 }
 
 }  // namespace

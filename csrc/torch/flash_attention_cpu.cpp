@@ -48,7 +48,8 @@ std::vector<AttentionSequence> packed_sequences(const Tensor& q, const Tensor& k
                       name, " must start at 0, never decrease and end at the ", total, " packed tokens");
     return values;
   };
-  const auto at_q = starts("cu_seqlens_q", cu_seqlens_q, q.size(0)), at_k = starts("cu_seqlens_k", cu_seqlens_k, k.size(0));
+  const auto at_q = starts("cu_seqlens_q", cu_seqlens_q, q.size(0)),
+             at_k = starts("cu_seqlens_k", cu_seqlens_k, k.size(0));
   std::vector<AttentionSequence> sequences;
   for (size_t n = 0; n + 1 < at_q.size(); ++n)
     sequences.push_back({0, at_q[n], at_q[n + 1] - at_q[n], at_k[n], at_k[n + 1] - at_k[n]});
@@ -103,11 +104,11 @@ void set_inputs(AttentionInputs& a, Held& held, const Tensor& q, const Tensor& k
   a.lse_strides = row_strides(q);
 }
 
-constexpr int64_t kFewTasks = 32;   // with fewer, keys are split, if there are
+constexpr int64_t kFewTasks = 32;    // with fewer, keys are split, if there are
 constexpr int64_t kSplitKeys = 512;  // at least so many a part
 
-// The tasks of a forward pass, the longest of a head first, and how many parts each row's keys are in. All of it follows
-// from the shapes, so that the result is the same bits whatever the number of threads.
+// The tasks of a forward pass, the longest of a head first, and how many parts each row's keys are in. All of it
+// follows from the shapes, so that the result is the same bits whatever the number of threads.
 std::vector<AttentionTask> forward_tasks(const AttentionForward& a, const Held& held, int64_t& n_parts) {
   const int64_t rows = kAttentionBlocks * kAttentionRows, kv_heads = held.k.size(1);
   int64_t n_tasks = 0, most_keys = 0;

@@ -35,8 +35,8 @@ std::tuple<Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTenso
 class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& x,
-                                                const OptionalTensor& residual, const OptionalTensor& weight, double eps,
-                                                double weight_offset, bool round_before_weight) {
+                                                const OptionalTensor& residual, const OptionalTensor& weight,
+                                                double eps, double weight_offset, bool round_before_weight) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, true);
@@ -52,8 +52,9 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
                                                  torch::autograd::variable_list grads) {
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "rms_norm has no second derivative: backward was called with create_graph=True");
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_bwd", "").typed<decltype(bwd_meta)>();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_bwd", "")
+                               .typed<decltype(bwd_meta)>();
     const auto saved = ctx->get_saved_variables();
     const bool need_x = ctx->needs_input_grad(0);
     // needs_input_grad counts the tensors that were given, so an absent residual moves the weight forward.
@@ -63,11 +64,12 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
     const Tensor dh = has_residual ? grads[1] : Tensor();
     // With no gradient of y, that of h passes the sum and nothing reaches the weight.
     if (!grads[0].defined()) return {need_x ? dh : Tensor(), need_residual ? dh : Tensor(), {}, {}, {}, {}};
-    auto [dx, dw] = op.call(grads[0], wrap(dh), saved[0], wrap(saved[1]), saved[2],
-                            ctx->saved_data["weight_offset"].toDouble(),
-                            ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
+    auto [dx, dw] =
+        op.call(grads[0], wrap(dh), saved[0], wrap(saved[1]), saved[2], ctx->saved_data["weight_offset"].toDouble(),
+                ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
     // The sum x + residual passes one gradient to both of its terms.
-    return {need_x ? dx : Tensor(), need_residual ? dx : Tensor(), need_dw ? dw : Tensor(), Tensor(), Tensor(), Tensor()};
+    return {
+        need_x ? dx : Tensor(), need_residual ? dx : Tensor(), need_dw ? dw : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 

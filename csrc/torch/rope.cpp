@@ -90,9 +90,9 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
     const bool need_dk = ctx->needs_input_grad(1) && grads[1].defined();
     if (!need_dq && !need_dk) return variable_list(6);
     const auto q_order = ctx->saved_data["q_order"].toIntVector(), k_order = ctx->saved_data["k_order"].toIntVector();
-    auto [dq, dk] = call_apply(need_dq ? OptionalTensor(grads[0]) : std::nullopt,
-                               need_dk ? OptionalTensor(grads[1]) : std::nullopt, saved[0], saved[1],
-                               ctx->saved_data["interleaved"].toBool(), wrap(saved[2]), true, q_order, k_order);
+    auto [dq, dk] =
+        call_apply(need_dq ? OptionalTensor(grads[0]) : std::nullopt, need_dk ? OptionalTensor(grads[1]) : std::nullopt,
+                   saved[0], saved[1], ctx->saved_data["interleaved"].toBool(), wrap(saved[2]), true, q_order, k_order);
     return {need_dq ? dq : Tensor(), need_dk ? dk : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
@@ -155,11 +155,10 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
     const bool need_dq_weight = saved[2].defined() && ctx->needs_input_grad(2);
     const int k_weight_index = ctx->saved_data["has_q_weight"].toBool() ? 3 : 2;
     const bool need_dk_weight = saved[3].defined() && ctx->needs_input_grad(k_weight_index);
-    auto [dq, dk, dq_weight, dk_weight] =
-        op.call(grads[0], grads[1], saved[0], saved[1], wrap(saved[2]), wrap(saved[3]), saved[4], saved[5], saved[6],
-                saved[7], ctx->saved_data["weight_offset"].toDouble(), ctx->saved_data["round_before_weight"].toBool(),
-                ctx->saved_data["interleaved"].toBool(), wrap(saved[8]), need_dq, need_dk, need_dq_weight,
-                need_dk_weight);
+    auto [dq, dk, dq_weight, dk_weight] = op.call(
+        grads[0], grads[1], saved[0], saved[1], wrap(saved[2]), wrap(saved[3]), saved[4], saved[5], saved[6], saved[7],
+        ctx->saved_data["weight_offset"].toDouble(), ctx->saved_data["round_before_weight"].toBool(),
+        ctx->saved_data["interleaved"].toBool(), wrap(saved[8]), need_dq, need_dk, need_dq_weight, need_dk_weight);
     variable_list out(11);
     if (need_dq) out[0] = dq;
     if (need_dk) out[1] = dk;

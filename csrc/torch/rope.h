@@ -41,10 +41,9 @@ inline void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, cons
   if (!positions.defined()) return;
   TORCH_CHECK_TYPE(positions.scalar_type() == at::kLong || positions.scalar_type() == at::kInt,
                    "positions must be int32 or int64");
-  TORCH_CHECK_VALUE(
-      (positions.dim() == 1 || (positions.dim() == 2 && positions.sym_size(0) == x.sym_size(0))) &&
-          positions.sym_size(-1) == x.sym_size(2),
-      "positions must be [T] or [B, T]; got ", positions.sym_sizes());
+  TORCH_CHECK_VALUE((positions.dim() == 1 || (positions.dim() == 2 && positions.sym_size(0) == x.sym_size(0))) &&
+                        positions.sym_size(-1) == x.sym_size(2),
+                    "positions must be [T] or [B, T]; got ", positions.sym_sizes());
 }
 
 inline void check_weight(const char* name, const Tensor& weight, const Tensor& q) {

@@ -109,11 +109,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_cpu(const Tensor& q, const Tensor
   return {out[0], out[1], rstd[0], rstd[1]};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(
-    const Tensor& dq_out, const Tensor& dk_out, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-    const OptionalTensor& k_weight, const Tensor& cos_, const Tensor& sin_, const Tensor& q_rstd, const Tensor& k_rstd,
-    double weight_offset, bool round_before_weight, bool interleaved, const OptionalTensor& positions_, bool need_dq,
-    bool need_dk, bool need_dq_weight, bool need_dk_weight) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(const Tensor& dq_out, const Tensor& dk_out, const Tensor& q,
+                                                   const Tensor& k, const OptionalTensor& q_weight,
+                                                   const OptionalTensor& k_weight, const Tensor& cos_,
+                                                   const Tensor& sin_, const Tensor& q_rstd, const Tensor& k_rstd,
+                                                   double weight_offset, bool round_before_weight, bool interleaved,
+                                                   const OptionalTensor& positions_, bool need_dq, bool need_dk,
+                                                   bool need_dq_weight, bool need_dk_weight) {
   const Tensor positions = unwrap(positions_);
   check_rope(q, k, cos_, sin_, positions);
   const Tensor cos = unit_stride(cos_), sin = unit_stride(sin_);
@@ -137,8 +139,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(
   args.type = dtype_of(q);
   // Tokens are cut into chunks by the shapes alone, so that dW is the same bits whatever the number of threads.
   const int64_t of_a_token = std::max<int64_t>(1, (q.size(1) + k.size(1)) * args.width);
-  args.chunk_tokens =
-      std::max<int64_t>({1, std::min<int64_t>(64, kGrain / of_a_token), (args.all_tokens + 127) / 128});
+  args.chunk_tokens = std::max<int64_t>({1, std::min<int64_t>(64, kGrain / of_a_token), (args.all_tokens + 127) / 128});
   const int64_t n_chunks = (args.all_tokens + args.chunk_tokens - 1) / args.chunk_tokens;
 
   Tensor dw_chunks[2];

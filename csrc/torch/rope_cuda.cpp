@@ -87,11 +87,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_cuda(const Tensor& q, const Tenso
   return {out[0], out[1], rstd[0], rstd[1]};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cuda(
-    const Tensor& dq_out, const Tensor& dk_out, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
-    const OptionalTensor& k_weight, const Tensor& cos_, const Tensor& sin_, const Tensor& q_rstd, const Tensor& k_rstd,
-    double weight_offset, bool round_before_weight, bool interleaved, const OptionalTensor& positions_, bool need_dq,
-    bool need_dk, bool need_dq_weight, bool need_dk_weight) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cuda(const Tensor& dq_out, const Tensor& dk_out, const Tensor& q,
+                                                    const Tensor& k, const OptionalTensor& q_weight,
+                                                    const OptionalTensor& k_weight, const Tensor& cos_,
+                                                    const Tensor& sin_, const Tensor& q_rstd, const Tensor& k_rstd,
+                                                    double weight_offset, bool round_before_weight, bool interleaved,
+                                                    const OptionalTensor& positions_, bool need_dq, bool need_dk,
+                                                    bool need_dq_weight, bool need_dk_weight) {
   const Tensor positions = unwrap(positions_);
   check_rope(q, k, cos_, sin_, positions);
   const OnDevice device(q);

@@ -2,8 +2,8 @@
 // swiglu_cpu.cpp and swiglu_cuda.cpp launch the kernels.
 //
 // Both are composed of glu_fwd and glu_bwd, which are what a compiled graph, a checkpointing policy or a profiler sees.
-// Without `up`, gate is packed [..., 2N], and so is its gradient. glu_bwd returns (dgate, dup), each empty unless it was
-// asked for.
+// Without `up`, gate is packed [..., 2N], and so is its gradient. glu_bwd returns (dgate, dup), each empty unless it
+// was asked for.
 #include "swiglu.h"
 
 #include <torch/csrc/autograd/custom_function.h>

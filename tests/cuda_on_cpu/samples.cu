@@ -12,7 +12,8 @@ __global__ void shuffles(float* out) {
   const int i = threadIdx.x;
   const float v = float(i);
   out[i] = __shfl_sync(kAll, v, 5) + 100 * __shfl_xor_sync(kAll, v, 3) + 10000 * __shfl_down_sync(kAll, v, 2u);
-  out[64 + i] = __shfl_up_sync(kAll, v, 1u) + 100 * __shfl_sync(kAll, v, 1, 8) + 10000 * __shfl_down_sync(kAll, v, 4u, 8);
+  out[64 + i] =
+      __shfl_up_sync(kAll, v, 1u) + 100 * __shfl_sync(kAll, v, 1, 8) + 10000 * __shfl_down_sync(kAll, v, 4u, 8);
 }
 
 __global__ void votes(float* out) {
@@ -119,7 +120,8 @@ extern "C" const char* run_sample(const char* name, float* out) {
   static std::string report;
   const std::string wanted = name;
   cudaError_t error = cudaErrorInvalidValue;
-  const auto run = [&](const char* sample, void (*kernel)(float*), unsigned threads = 64, dim3 grid = dim3(1), size_t shared = 0) {
+  const auto run = [&](const char* sample, void (*kernel)(float*), unsigned threads = 64, dim3 grid = dim3(1),
+                       size_t shared = 0) {
     if (wanted == sample) error = foundry::launch(kernel, grid, dim3(threads), shared, nullptr, out);
   };
   try {

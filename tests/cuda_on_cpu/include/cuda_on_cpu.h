@@ -198,7 +198,9 @@ struct Cell {
 
   T read() {
     if (!written.current()) fail("shared memory is read before it is written");
-    if (!written.ordered()) fail("race: shared memory is read without a barrier after thread " + std::to_string(written.thread) + " wrote it");
+    if (!written.ordered())
+      fail("race: shared memory is read without a barrier after thread " + std::to_string(written.thread) +
+           " wrote it");
     if (reads.empty() || reads.back().thread != self().id || reads.back().epoch != machine().epoch) {
       if (!reads.empty() && reads.back().epoch != machine().epoch) reads.clear();
       reads.push_back(Access::now());
@@ -207,9 +209,13 @@ struct Cell {
   }
   void write(T v) {
     if (written.current()) {
-      if (!written.ordered()) fail("race: shared memory is written without a barrier after thread " + std::to_string(written.thread) + " wrote it");
+      if (!written.ordered())
+        fail("race: shared memory is written without a barrier after thread " + std::to_string(written.thread) +
+             " wrote it");
       for (const Access& r : reads)
-        if (!r.ordered()) fail("race: shared memory is written without a barrier after thread " + std::to_string(r.thread) + " read it");
+        if (!r.ordered())
+          fail("race: shared memory is written without a barrier after thread " + std::to_string(r.thread) +
+               " read it");
     }
     reads.clear();
     value = v;
@@ -222,7 +228,10 @@ template <class T>
 struct Reference {
   Cell<T>& cell;
   operator T() const { return cell.read(); }
-  Reference& operator=(T v) { cell.write(v); return *this; }
+  Reference& operator=(T v) {
+    cell.write(v);
+    return *this;
+  }
   Reference& operator=(const Reference& other) { return *this = T(other); }
   Reference& operator+=(T v) { return *this = T(*this) + v; }
 };
@@ -287,7 +296,8 @@ inline bool resolve_one(Machine& m) {
         if (warp + lane >= n) continue;  // the last warp is narrower
         Thread& other = m.threads[warp + lane];
         if (other.done) {
-          m.error = std::string(t.instruction) + " names lane " + std::to_string(lane) + ", which has left, in its mask, " + where(t);
+          m.error = std::string(t.instruction) + " names lane " + std::to_string(lane) +
+                    ", which has left, in its mask, " + where(t);
           return false;
         }
         if (other.waiting != Waiting::warp || other.mask != t.mask || other.line != t.line) all = false;
@@ -300,7 +310,8 @@ inline bool resolve_one(Machine& m) {
       }
       if (std::strcmp(t.instruction, "ballot") == 0 || std::strcmp(t.instruction, "reduce_add") == 0) {
         uint64_t total = 0;
-        for (Thread* other : met) total += t.instruction[0] == 'b' ? uint64_t(other->value != 0) << (other->id % 32) : other->value;
+        for (Thread* other : met)
+          total += t.instruction[0] == 'b' ? uint64_t(other->value != 0) << (other->id % 32) : other->value;
         for (Thread* other : met) other->result = total;
       }
       if (std::strcmp(t.instruction, "__syncwarp") == 0) advance_clocks(met);  // shuffles order no memory
@@ -312,7 +323,8 @@ inline bool resolve_one(Machine& m) {
       for (Thread* other : met) {
         if (other->line != t.line || other->expected != t.expected) {
           m.error = "divergent barrier: thread " + std::to_string(t.id) + " waits at line " + std::to_string(t.line) +
-                    " and thread " + std::to_string(other->id) + " at line " + std::to_string(other->line) + ", " + where(t);
+                    " and thread " + std::to_string(other->id) + " at line " + std::to_string(other->line) + ", " +
+                    where(t);
           return false;
         }
       }
@@ -346,8 +358,7 @@ inline void on_fault(int signal, siginfo_t* info, void*) {
   char text[128];
   if (signal == SIGSEGV || signal == SIGBUS)
     std::snprintf(text, sizeof(text), "access outside of an allocation at %p, ", info->si_addr);
-  else
-    std::snprintf(text, sizeof(text), "misaligned access or undefined arithmetic, ");
+  else std::snprintf(text, sizeof(text), "misaligned access or undefined arithmetic, ");
   m.error = text + where(*m.running);
   m.running = nullptr;
   siglongjmp(m.fault, 1);
@@ -407,7 +418,8 @@ inline void run_block(Machine& m, bool reverse) {
     if (!m.error.empty() || alive == 0) return;
     for (const Thread& t : m.threads)
       if (left && !t.done && t.waiting == Waiting::barrier && t.expected == n) {
-        m.error = "divergent barrier: " + std::to_string(left) + " threads have left before line " + std::to_string(t.line) + ", " + where(t);
+        m.error = "divergent barrier: " + std::to_string(left) + " threads have left before line " +
+                  std::to_string(t.line) + ", " + where(t);
         return;
       }
     bool resolved = false;
@@ -427,8 +439,7 @@ inline void run_block(Machine& m, bool reverse) {
 
 // --- what kernels call -----------------------------------------------------------------------------------------------
 
-#define __syncthreads() \
-  ::cuda_on_cpu::wait_at_barrier(0, blockDim.x * blockDim.y * blockDim.z, __LINE__)
+#define __syncthreads() ::cuda_on_cpu::wait_at_barrier(0, blockDim.x* blockDim.y* blockDim.z, __LINE__)
 #define FK_CHECK_ALIGNED(p, bytes) ::cuda_on_cpu::check_aligned(p, bytes)
 #define FK_NAMED_BARRIER(id, count) ::cuda_on_cpu::wait_at_barrier(id, count, __LINE__)
 
@@ -458,8 +469,12 @@ T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32, int line = 
 inline unsigned __ballot_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
   return unsigned(cuda_on_cpu::warp_exchange("ballot", mask, predicate != 0, 32, line));
 }
-inline int __any_sync(unsigned mask, int predicate, int line = __builtin_LINE()) { return __ballot_sync(mask, predicate, line) != 0; }
-inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE()) { return __ballot_sync(mask, !predicate, line) == 0; }
+inline int __any_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+  return __ballot_sync(mask, predicate, line) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE()) {
+  return __ballot_sync(mask, !predicate, line) == 0;
+}
 inline unsigned __reduce_add_sync(unsigned mask, unsigned v, int line = __builtin_LINE()) {
   return unsigned(cuda_on_cpu::warp_exchange("reduce_add", mask, v, 32, line));
 }

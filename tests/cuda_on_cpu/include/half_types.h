@@ -17,8 +17,12 @@ inline uint32_t bits_of(float f) {
 }
 }  // namespace cuda_on_cpu
 
-struct __nv_bfloat16 { uint16_t bits; };
-struct __half { uint16_t bits; };
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+struct __half {
+  uint16_t bits;
+};
 
 inline float __bfloat162float(__nv_bfloat16 v) { return cuda_on_cpu::float_of(uint32_t(v.bits) << 16); }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) {
