@@ -2,6 +2,7 @@
 
 from foundry_kernels import compat, models, nn
 from foundry_kernels.integrations import patch
+from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
@@ -16,6 +17,7 @@ __all__ = [
     "RopeScaling",
     "add_rms_norm",
     "compat",
+    "cross_entropy",
     "flash_attention",
     "flash_attention_varlen",
     "geglu",

@@ -26,7 +26,7 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
         if not 16 <= numel(case) <= largest:
             continue
         args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
-        dims, over = rule(args)
+        dims, over = rule(args | dict(case.options))  # some divide only what is not reduced
         of = {name: letters(dims, name, t.dim()) for name, t in args.items()}
         for letter in sorted({x for found in of.values() for x in found if x in over or x.isdigit()}):
             axes = {name: found.index(letter) for name, found in of.items() if letter in found}

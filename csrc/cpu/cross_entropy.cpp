@@ -1,0 +1,223 @@
+// Compiled once per instruction set (see isa.h).
+#include "cross_entropy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "math.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// Columns that are read twice, for their maximum and for their exponentials: few enough for the nearest cache.
+constexpr int64_t kBlock = 2048;
+
+// The lanes that `at` reads, `otherwise` in the rest.
+inline FK_INLINE Vec masked(Whole, Vec v, float) { return v; }
+inline FK_INLINE Vec masked(Part at, Vec v, float otherwise) {
+  VecI lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  return lane < at.count ? v : splat(otherwise);
+}
+
+inline float largest(const Vec (&top)[4]) {
+  float found = -kInfinity;
+  for (const Vec& v : top)
+    for (int i = 0; i < kLanes; ++i) found = v[i] > found ? v[i] : found;
+  return found;
+}
+
+// tanh, within a few units in the last place of itself: of small values by a polynomial (Cephes), of others by 2^y.
+inline FK_INLINE Vec tanh_of(Vec v) {
+  const Vec magnitude = v < Vec{} ? -v : v, z = v * v;
+  Vec p = splat(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const Vec small = (p * z) * v + v;
+  const Vec t = 1.0f - 2.0f / (exp2(magnitude * (2.0f * kLog2E)) + 1.0f);
+  return magnitude < splat(0.625f) ? small : v < Vec{} ? -t : t;  // a NaN compares false: t is NaN too
+}
+
+// The soft cap of logits and its derivative.
+template <bool kCap>
+struct Cap {
+  float cap, inverse;
+  explicit Cap(float cap) : cap(cap), inverse(kCap ? 1.0f / cap : 0.0f) {}
+  FK_INLINE Vec operator()(Vec x) const {
+    if constexpr (kCap) return cap * tanh_of(x * inverse);
+    return x;
+  }
+  float operator()(float x) const { return (*this)(splat(x))[0]; }
+  template <class T>
+  FK_INLINE T slope(T y) const {  // y is the capped logit
+    const T t = y * inverse;
+    return 1.0f - t * t;
+  }
+};
+
+template <class X>
+float load_one(const X* p) {
+  return Part{1}.load(p)[0];
+}
+
+// The maximum m of a row's logits and, of all but the target's, the sums of exp(y - m) and of w (y - center), the
+// latter for label smoothing alone. The caller starts with the target's logit as the maximum.
+template <class X, bool kCap, bool kSmooth>
+struct RowSums {
+  const X* x;
+  const float* weight;
+  Cap<kCap> cap;
+  float max, center;
+  Vec exps[4] = {}, offsets[4] = {};
+
+  void add(int64_t begin, int64_t end) {
+    for (int64_t col = begin; col < end; col += kBlock) add_block(col, std::min(kBlock, end - col));
+  }
+
+  void add_block(int64_t first, int64_t count) {
+    const X* in = x + first;
+    const float* w = kSmooth && weight ? weight + first : nullptr;
+    Vec top[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
+    for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec v = masked(at, at.load(in + i), -kInfinity);
+      top[k] = v > top[k] ? v : top[k];  // never NaN, which would hide what is larger
+    });
+    const float found = cap(largest(top));
+    if (found > max) {
+      const Vec scale = splat(std::exp(max - found));
+      for (Vec& v : exps) v *= scale;
+      max = found;
+    }
+    const Vec shift = splat(max == -kInfinity ? 0.0f : max), middle = splat(center);
+    for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
+      __builtin_prefetch(in + i + kBlock);
+      const Vec y = cap(at.load(in + i));
+      exps[k] += exp2(masked(at, y - shift, -kInfinity) * kLog2E);
+      if constexpr (kSmooth) offsets[k] += masked(at, w ? at.load(w + i) * (y - middle) : y - middle, 0.0f);
+    });
+  }
+};
+
+template <class X, bool kCap, bool kSmooth>
+void forward_rows(const CrossEntropyForward& a, int64_t begin, int64_t end) {
+  const CrossEntropyOptions& o = a.options;
+  const Cap<kCap> cap(o.softcap);
+  const float total = a.weight_sum ? *a.weight_sum : static_cast<float>(a.n_cols);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t target = a.target[row];
+    float loss = 0.0f, lse = 0.0f, low = 0.0f, z = 0.0f;
+    if (target != o.ignore_index) {
+      const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
+      const float picked = cap(load_one(x + target)), weight = a.weight ? a.weight[target] : 1.0f;
+      const float center = std::isfinite(picked) ? picked : 0.0f;
+      RowSums<X, kCap, kSmooth> sums{x, a.weight, cap, picked, center};
+      sums.add(0, target);
+      sums.add(target + 1, a.n_cols);
+      const float rest = sum(sums.exps), max = sums.max;
+      const float log_sum = max == picked ? std::log1p(rest) : std::log(rest + std::exp(picked - max));
+      const float whole = max + log_sum, part = whole - max;
+      low = (max - (whole - part)) + (log_sum - part);  // what rounding took from the sum
+      lse = std::isinf(max) ? max : whole;
+      z = o.z_loss * weight * lse * lse;
+      loss = weight * (1.0f - o.label_smoothing) * ((max - picked) + log_sum) + z;
+      if constexpr (kSmooth) {
+        const float offset = sum(sums.offsets) + weight * (picked - center);
+        loss += o.label_smoothing / static_cast<float>(a.n_cols) * (total * ((max - center) + log_sum) - offset);
+      }
+    }
+    a.loss[row] = loss;
+    if (a.lse) a.lse[row] = lse;
+    if (a.lse_low) a.lse_low[row] = low;
+    if (a.z_loss) a.z_loss[row] = z;
+  }
+}
+
+template <class X, bool kCap, bool kSmooth, bool kStream>
+void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
+  const CrossEntropyOptions& o = a.options;
+  const Cap<kCap> cap(o.softcap);
+  const int64_t n = a.n_cols;
+  const float total = a.weight_sum ? *a.weight_sum : static_cast<float>(n);
+  const float each = kSmooth ? o.label_smoothing / static_cast<float>(n) : 0.0f;
+  const float divisor = a.total_weight ? *a.total_weight : 1.0f;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t target = a.target[row];
+    X* dx = static_cast<X*>(a.dlogits) + row * n;
+    const bool counts = target != o.ignore_index && divisor != 0.0f;
+    const float dloss = counts ? a.dloss[a.dloss_a_row ? row : 0] / divisor : 0.0f;
+    // A row starts anywhere; streaming does at a multiple of a register.
+    int64_t head = 0;
+    if constexpr (kStream) {
+      constexpr uintptr_t kAlign = kLanes * sizeof(X);
+      head = std::min<int64_t>(n, (kAlign - reinterpret_cast<uintptr_t>(dx) % kAlign) % kAlign / sizeof(X));
+    }
+    const auto write = [&](auto&& value) FK_INLINE {
+      for_each_vec(head,
+                   [&](int64_t i, auto at, int) FK_INLINE { at.store(dx + i, value(i, at)); });
+      for_each_vec(n - head, [&](int64_t i, auto at, int) FK_INLINE {
+        at.template store_to<kStream>(dx + head + i, value(head + i, at));
+      });
+    };
+    if (dloss == 0.0f) {
+      write([](int64_t, auto) FK_INLINE { return Vec{}; });
+      continue;
+    }
+    const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
+    const float weight = a.weight ? a.weight[target] : 1.0f, lse = a.lse[row], low = a.lse_low[row];
+    const float picked = cap(load_one(x + target)), from_z = 2.0f * o.z_loss * weight * lse;
+    const float hard = weight * (1.0f - o.label_smoothing);
+    const Vec share = splat(dloss * (hard + each * total + from_z)), less = splat(dloss * each);
+    const Vec shift = splat(lse), shift_low = splat(low);
+    write([&](int64_t i, auto at) FK_INLINE {
+      const Vec y = cap(at.load(x + i));
+      Vec v = share * exp2(((y - shift) - shift_low) * kLog2E);
+      if constexpr (kSmooth) v -= a.weight ? less * at.load(a.weight + i) : less;
+      if constexpr (kCap) v *= cap.slope(y);
+      return v;
+    });
+    const float nll = (lse - picked) + low, p = std::exp(-nll);
+    float at_target = dloss * (hard * std::expm1(-nll) + each * (total * p - weight) + from_z * p);
+    if constexpr (kCap) at_target *= cap.slope(picked);
+    Part{1}.store(dx + target, splat(at_target));
+  }
+  if constexpr (kStream) stream_fence();
+}
+
+// Calls f(X*) for the memory type.
+template <class F>
+void with_type(Dtype type, F&& f) {
+  switch (type) {
+    case Dtype::f32: return f((float*)nullptr);
+    case Dtype::bf16: return f((BFloat16*)nullptr);
+    case Dtype::f16: return f((Half*)nullptr);
+  }
+}
+
+}  // namespace
+
+void cross_entropy_forward(const CrossEntropyForward& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto* x) {
+    using X = std::remove_pointer_t<decltype(x)>;
+    with_bools([&](auto cap, auto smooth) { forward_rows<X, cap.value, smooth.value>(a, begin, end); },
+               a.options.softcap > 0.0f, a.options.label_smoothing > 0.0f);
+  });
+}
+
+void cross_entropy_backward(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto* x) {
+    using X = std::remove_pointer_t<decltype(x)>;
+    const bool large = a.rows.count() * a.n_cols * int64_t(sizeof(X)) > kStreamBytes;
+    with_bools([&](auto cap, auto smooth,
+                   auto streamed) { backward_rows<X, cap.value, smooth.value, streamed.value>(a, begin, end); },
+               a.options.softcap > 0.0f, a.options.label_smoothing > 0.0f, large);
+  });
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

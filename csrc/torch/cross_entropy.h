@@ -1,0 +1,96 @@
+// What the CPU and CUDA sides of the operators share: shapes, checks, outputs, and what the kernels are given.
+#pragma once
+
+#include "../common/cross_entropy.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <tuple>
+
+#include "common.h"
+
+namespace foundry {
+
+enum class Reduction { none, mean, sum };
+
+inline Reduction reduction_of(c10::string_view name) {
+  if (name == "none") return Reduction::none;
+  if (name == "mean") return Reduction::mean;
+  TORCH_CHECK_VALUE(name == "sum", "reduction must be one of none, mean, sum; got ", name);
+  return Reduction::sum;
+}
+
+inline void check_cross_entropy(const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
+  TORCH_CHECK_VALUE(logits.dim() >= 1 && logits.sym_size(-1) > 0, "logits must have a last dimension of at least 1");
+  const auto shape = logits.sym_sizes();
+  TORCH_CHECK_VALUE(target.sym_sizes() == shape.slice(0, shape.size() - 1), "target must have shape ",
+                    shape.slice(0, shape.size() - 1), ", that of logits without the last dimension; got ",
+                    target.sym_sizes());
+  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt,
+                   "target must be int32 or int64; got ", target.scalar_type());
+  TORCH_CHECK_VALUE(!weight || (weight->dim() == 1 && weight->sym_size(0) == logits.sym_size(-1)),
+                    "weight must have shape [", logits.sym_size(-1), "], a value for each class");
+}
+
+// Outputs (loss, lse, lse_low, z_loss, total_weight), on logits' device; they also serve as the fakes of the meta
+// device. What was not asked for has shape [0].
+using CrossEntropyOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+inline CrossEntropyOutputs empty_cross_entropy_fwd(const Tensor& logits, const Tensor& target,
+                                                   const OptionalTensor& weight, Reduction reduction, bool save_lse,
+                                                   bool save_z_loss, bool save_stats) {
+  check_cross_entropy(logits, target, weight);
+  const auto options = logits.options().dtype(at::kFloat);
+  const auto rows = target.sym_sizes();
+  const auto nothing = [&] { return at::empty({0}, options); };
+  const auto reduced = [&] {
+    return reduction == Reduction::none ? at::empty_symint(rows, options) : at::empty({}, options);
+  };
+  return {reduced(), save_lse ? at::empty_symint(rows, options) : nothing(),
+          save_stats ? at::empty_symint(rows, options) : nothing(), save_z_loss ? reduced() : nothing(),
+          save_stats && reduction == Reduction::mean ? at::empty({}, options) : nothing()};
+}
+
+inline Tensor empty_cross_entropy_bwd(const Tensor& logits, const Tensor& target, const OptionalTensor& weight) {
+  check_cross_entropy(logits, target, weight);
+  return at::empty_symint(logits.sym_sizes(), logits.options());
+}
+
+inline CrossEntropyOptions cross_entropy_options(int64_t ignore_index, double label_smoothing, double z_loss,
+                                                 std::optional<double> softcap) {
+  return {ignore_index, static_cast<float>(label_smoothing), static_cast<float>(z_loss),
+          static_cast<float>(softcap.value_or(0.0))};
+}
+
+// What forward and backward have in common. Tensors are replaced by copies where a kernel cannot take them as they are;
+// the caller keeps them alive.
+struct CrossEntropyInputs {
+  Tensor logits, target, weight, weight_sum;
+
+  CrossEntropyInputs(const Tensor& logits_, const Tensor& target_, const OptionalTensor& weight_,
+                     double label_smoothing)
+      : logits(logits_),
+        target(target_.to(at::kLong).contiguous()),
+        weight(unwrap(weight_)) {
+    if (!weight.defined()) return;
+    weight = weight.to(at::kFloat).contiguous();
+    if (label_smoothing > 0.0) weight_sum = weight.sum(at::kDouble).to(at::kFloat);
+  }
+
+  template <class Args>
+  void fill(Args& args, const CrossEntropyOptions& options) {
+    std::array<RowStrides, 1> strides{};
+    make_row_layout<1>({&logits}, args.rows, strides);
+    args.logits = logits.const_data_ptr();
+    args.target = target.const_data_ptr<int64_t>();
+    args.weight = weight.defined() ? weight.const_data_ptr<float>() : nullptr;
+    args.weight_sum = weight_sum.defined() ? weight_sum.const_data_ptr<float>() : nullptr;
+    args.logits_strides = strides[0];
+    args.n_cols = logits.size(-1);
+    args.options = options;
+    args.type = dtype_of(logits);
+  }
+};
+
+}  // namespace foundry

@@ -1,0 +1,107 @@
+// The CPU's launches of foundry_kernels::cross_entropy_fwd and cross_entropy_bwd; see cross_entropy.cpp for the
+// operators.
+#include "../cpu/cross_entropy.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "cross_entropy.h"
+
+namespace foundry {
+namespace {
+
+constexpr int64_t kGrain = 1 << 14;  // elements that are worth waking a thread for
+
+template <class Args>
+void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
+  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+// Before any row is read at its target.
+void check_targets(const Tensor& target, int64_t n_classes, int64_t ignore_index) {
+  const int64_t* t = target.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < target.numel(); ++i)
+    TORCH_CHECK_INDEX((t[i] >= 0 && t[i] < n_classes) || t[i] == ignore_index, "target must be in 0 .. ", n_classes - 1,
+                      " or ignore_index ", ignore_index, "; got ", t[i]);
+}
+
+// In the order of the rows, whatever the number of threads.
+float sum_of(const Tensor& rows) {
+  double total = 0.0;
+  const float* value = rows.const_data_ptr<float>();
+  for (int64_t i = 0; i < rows.numel(); ++i) total += value[i];
+  return static_cast<float>(total);
+}
+
+float weight_of(const Tensor& target, const Tensor& weight, int64_t ignore_index) {
+  double total = 0.0;
+  const int64_t* t = target.const_data_ptr<int64_t>();
+  const float* w = weight.defined() ? weight.const_data_ptr<float>() : nullptr;
+  for (int64_t i = 0; i < target.numel(); ++i)
+    if (t[i] != ignore_index) total += w ? w[t[i]] : 1.0;
+  return static_cast<float>(total);
+}
+
+CrossEntropyOutputs fwd_cpu(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                            int64_t ignore_index, c10::string_view reduction, double label_smoothing, double z_loss,
+                            std::optional<double> softcap, bool save_lse, bool save_z_loss, bool save_stats) {
+  const Reduction kind = reduction_of(reduction);
+  auto outputs = empty_cross_entropy_fwd(logits, target, weight, kind, save_lse, save_z_loss, save_stats);
+  auto& [loss, lse, lse_low, z, total_weight] = outputs;
+  CrossEntropyInputs in(logits, target, weight, label_smoothing);
+  check_targets(in.target, logits.size(-1), ignore_index);
+  const bool reduces = kind != Reduction::none;
+  const Tensor losses = reduces ? at::empty(target.sizes(), loss.options()) : loss;
+  const Tensor zs = reduces && save_z_loss ? at::empty(target.sizes(), loss.options()) : z;
+  if (target.numel() > 0) {
+    CrossEntropyForward args{};
+    in.fill(args, cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap));
+    args.loss = losses.mutable_data_ptr<float>();
+    args.lse = save_lse ? lse.mutable_data_ptr<float>() : nullptr;
+    args.lse_low = save_stats ? lse_low.mutable_data_ptr<float>() : nullptr;
+    args.z_loss = save_z_loss ? zs.mutable_data_ptr<float>() : nullptr;
+    run(FK_CHOOSE_ISA(cross_entropy_forward), args);
+  }
+  if (!reduces) return outputs;
+  const float total = kind == Reduction::mean ? weight_of(in.target, in.weight, ignore_index) : 1.0f;
+  const auto reduce = [&](const Tensor& into, const Tensor& rows) {
+    *into.mutable_data_ptr<float>() = total == 0.0f ? 0.0f : sum_of(rows) / total;
+  };
+  reduce(loss, losses);
+  if (save_z_loss) reduce(z, zs);
+  if (save_stats && kind == Reduction::mean) *total_weight.mutable_data_ptr<float>() = total;
+  return outputs;
+}
+
+Tensor bwd_cpu(const Tensor& dloss_, const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+               const Tensor& lse_, const Tensor& lse_low_, const OptionalTensor& total_weight, int64_t ignore_index,
+               c10::string_view reduction, double label_smoothing, double z_loss, std::optional<double> softcap) {
+  const Tensor dlogits = empty_cross_entropy_bwd(logits, target, weight);
+  if (dlogits.numel() == 0) return dlogits;
+  advise_huge_pages(dlogits);
+  CrossEntropyInputs in(logits, target, weight, label_smoothing);
+  check_targets(in.target, logits.size(-1), ignore_index);
+  const Tensor dloss = dloss_.contiguous(), lse = lse_.contiguous(), lse_low = lse_low_.contiguous();
+  CrossEntropyBackward args{};
+  in.fill(args, cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap));
+  args.dloss = dloss.const_data_ptr<float>();
+  args.dloss_a_row = reduction_of(reduction) == Reduction::none;
+  args.total_weight = total_weight.has_value() ? total_weight->const_data_ptr<float>() : nullptr;
+  args.lse = lse.const_data_ptr<float>();
+  args.lse_low = lse_low.const_data_ptr<float>();
+  args.dlogits = dlogits.mutable_data_ptr();
+  run(FK_CHOOSE_ISA(cross_entropy_backward), args);
+  return dlogits;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("cross_entropy_fwd", &fwd_cpu);
+  m.impl("cross_entropy_bwd", &bwd_cpu);
+}
+
+}  // namespace foundry

@@ -1,0 +1,165 @@
+r"""Cross-entropy of class indices, with label smoothing, the z-loss and a soft cap of the logits.
+
+Of a token with logits :math:`x` of V classes (:math:`y = c \tanh(x / c)` where there is a soft cap c), target t, class
+weights w and label smoothing :math:`\epsilon`
+
+.. math:: \mathrm{lse} = \log \sum_j e^{y_j}, \quad
+   \ell = w_t \left((1 - \epsilon)(\mathrm{lse} - y_t) + z \, \mathrm{lse}^2\right)
+   + \frac{\epsilon}{V} \sum_j w_j (\mathrm{lse} - y_j)
+
+and the mean divides the sum over the tokens that count by the sum of their :math:`w_t`. The gradient of y is
+:math:`\ell'` times :math:`a \, p_j - (1 - \epsilon) w_t [j = t] - \frac{\epsilon}{V} w_j` with :math:`p_j = e^{y_j -
+\mathrm{lse}}` and :math:`a = (1 - \epsilon) w_t + \frac{\epsilon}{V} \sum_j w_j + 2 z w_t \mathrm{lse}`, so the
+backward pass needs the logits and one number a token in place of a copy of the softmax. That number is kept as the sum
+of two floats and the target's own terms are formed by log1p and expm1: a confident token's loss and gradient keep their
+digits, and so do those of logits in the thousands. Arithmetic is in float32 (float64 for float64 logits).
+
+Szegedy et al., "Rethinking the Inception Architecture", 2015, arXiv:1512.00567 (label smoothing); Chowdhery et al.,
+"PaLM", 2022, arXiv:2204.02311 (z-loss); Gemma Team, "Gemma 2", 2024, arXiv:2408.00118 (soft cap).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from foundry_kernels import _native, _triton
+from foundry_kernels._checks import check_device, check_float, check_integer, check_shape
+from foundry_kernels.ops.cross_entropy import reference
+from foundry_kernels.registry import Impl, OpSpec, register, resolve
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """The loss of `logits` for the classes `target`: ``torch.nn.functional.cross_entropy`` of class indices.
+
+    Args:
+        logits: ``[..., V]`` float32, bfloat16, float16 or float64, any strides, V at least 1. The classes are the last
+            dimension whatever the rank (torch's function has them second).
+        target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`. Probabilities are refused.
+        weight: ``[V]``, a floating-point weight of each class, or None. It takes no gradient.
+        ignore_index: tokens of this target count nothing: their loss and gradient are 0 whatever their logits are.
+        reduction: "none", "mean" (over what counts, by weight; 0 where nothing counts, where torch gives NaN), "sum".
+        label_smoothing: 0 .. 1, the share of the target that all classes get alike.
+        z_loss: this many times ``lse ** 2`` is added to each token's loss, and reduced with it.
+        softcap: None, or c > 0 for logits ``c * tanh(logits / c)``.
+        return_lse: return the log-sum-exp of each token's (capped) logits too.
+        return_z_loss: return the part of the loss that is the z-loss too.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        The loss, float32 (float64 for float64 logits): a scalar, or ``[...]`` where reduction is "none". With
+        `return_lse` or `return_z_loss` a tuple ``(loss, [lse], [z_loss])``: lse ``[...]``, 0 for ignored tokens, and
+        z_loss of the loss's shape. Only the loss is differentiable.
+
+    Raises:
+        TypeError: an argument is no tensor, or has a dtype that it cannot have.
+        ValueError: shapes or devices do not match, V is 0, an option is out of its range, `weight` requires a gradient,
+            or the backend's name is unknown.
+        IndexError: a target is out of range, on the CPU. On a GPU, where looking would wait for the device, the token's
+            loss and gradient are NaN.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Autocast does not change the computation. A backward pass keeps the logits and two floats a token, writes the
+    gradient once, and leaves all inputs as they are. There is no second derivative.
+    """
+    _check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    function = resolve(CROSS_ENTROPY, backend, logits)
+    options = (label_smoothing, z_loss, softcap)
+    if reduction != "none" and _divided(logits):
+        loss, lse, z = function(logits, target, weight, ignore_index, "none", *options, return_lse, return_z_loss)
+        total = _total_weight(target, weight, ignore_index) if reduction == "mean" else None
+        loss, z = (_reduced(x, total) if x.dim() == target.dim() else x for x in (loss, z))
+    else:
+        loss, lse, z = function(logits, target, weight, ignore_index, reduction, *options, return_lse, return_z_loss)
+    if not (return_lse or return_z_loss):
+        return loss
+    return (loss, *((lse,) if return_lse else ()), *((z,) if return_z_loss else ()))
+
+
+def _divided(logits: Tensor) -> bool:
+    """Whether `logits` may be a DTensor, whose sums torch reduces over devices."""
+    return type(logits) is not Tensor and type(logits) is not Parameter
+
+
+def _total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The sum of the weights of the targets that count."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum().float()
+    return (weight.float()[torch.where(counts, target, 0)] * counts).sum()
+
+
+def _reduced(losses: Tensor, total: Tensor | None) -> Tensor:
+    """The sum of `losses`, divided by `total` unless that is 0."""
+    if total is None:
+        return losses.sum()
+    return torch.where(total == 0, 0.0, losses.sum() / total)
+
+
+def _check(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> None:
+    check_float("logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
+    if isinstance(target, Tensor) and target.is_floating_point():
+        raise TypeError(
+            f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
+            "are not supported (torch.nn.functional.cross_entropy takes them)"
+        )
+    check_integer("target", target)
+    check_shape("target", target, logits.shape[:-1], "that of logits without the last dimension")
+    check_device("target", target, "logits", logits)
+    if weight is not None:
+        check_float("weight", weight)
+        check_shape("weight", weight, logits.shape[-1:], "a value for each class")
+        check_device("weight", weight, "logits", logits)
+        if weight.requires_grad:
+            raise ValueError("weight must not require a gradient: the weights of classes are constants here")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"ignore_index must be an int; got {type(ignore_index).__name__}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
+        raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
+    if not 0.0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss must be finite and >= 0; got {z_loss}")
+    if softcap is not None and not 0.0 < softcap < float("inf"):
+        raise ValueError(f"softcap must be None, or finite and > 0; got {softcap}")
+
+
+CROSS_ENTROPY = register(
+    OpSpec(
+        "cross_entropy",
+        cross_entropy,
+        (
+            Impl("reference", reference.cross_entropy),
+            _triton.impl(__name__, "cross_entropy"),
+            _native.impl(__name__, "cross_entropy"),
+        ),
+        __name__,
+    )
+)

@@ -1,0 +1,5 @@
+"""Cross-entropy of the compiled extension: `csrc/torch/cross_entropy.cpp` over `csrc/{cpu,cuda}/cross_entropy.*`."""
+
+import torch
+
+cross_entropy = torch.ops.foundry_kernels.cross_entropy.default

@@ -1,0 +1,17 @@
+"""The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
+
+Tokens are independent of each other, each with all of its classes. A reduced loss is a sum over tokens that the public
+function leaves to torch where the logits are divided, so here it is never divided.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+OPERATORS = ("cross_entropy_fwd", "cross_entropy_bwd")
+
+_OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss")
+
+
+def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    dims = {"logits": "...v", "weight": "v", "total_weight": "..."} | dict.fromkeys(_OF_TOKENS, "...")
+    return dims, "..." if args.get("reduction", "none") == "none" or "dloss" in args else ""

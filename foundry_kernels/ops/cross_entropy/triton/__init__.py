@@ -1,0 +1,184 @@
+"""Cross-entropy in Triton.
+
+Forward: a program takes a row, or several of a small vocabulary, and walks over blocks of the classes with a running
+maximum and the sum of the exponentials below it, the target's own left out: that is what makes the loss of a confident
+token exact (see the mathematics in `cross_entropy/__init__`). A reduced loss is summed over the rows by one more
+program, always in the same order. Backward: element by element, with a row's few numbers read by each of its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._triton import compute_dtype, define, refuse_second_derivative, row_strides
+from foundry_kernels.ops.cross_entropy.triton.kernels import (
+    cross_entropy_bwd_kernel,
+    cross_entropy_fwd_kernel,
+    cross_entropy_reduce_kernel,
+)
+
+_FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a program's tile, 16 a thread; and where rows share it
+
+
+def _tile(n_rows: int, n_cols: int, elements: int) -> dict[str, int]:
+    """Tile of a program: rows of a small vocabulary share one."""
+    cols = min(elements, triton.next_power_of_2(n_cols))
+    rows = min(max(_SHARED // cols, 1), 32, triton.next_power_of_2(n_rows))
+    tile = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": max(1, rows * cols // 512)}
+    if tile["num_warps"] == 1:  # or a few registers are spilled for an occupancy that nobody needs
+        tile["maxnreg"] = 168
+    return tile
+
+
+def _reachable(logits: Tensor) -> tuple[Tensor, tuple[int, int, int, list[tuple[int, int, int]]]]:
+    """The logits, copied where strides do not reach their rows, and what `row_offset` needs."""
+    layout = row_strides(logits)
+    if layout is None:
+        logits = logits.contiguous()
+        layout = row_strides(logits)
+    assert layout is not None
+    return logits, layout
+
+
+def _compute(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _sum_of(weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor | None:
+    return None if weight is None or label_smoothing == 0.0 else weight.to(dtype).sum()
+
+
+def _empty_fwd(
+    logits: Tensor, target: Tensor, reduction: str, save_lse: bool, save_z_loss: bool, save_stats: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def empty(wanted: bool, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape if wanted else (0,), dtype=_compute(logits), device=logits.device)
+
+    rows, reduced = target.shape, target.shape if reduction == "none" else ()
+    return (
+        empty(True, reduced),
+        empty(save_lse, rows),
+        empty(save_stats, rows),
+        empty(save_z_loss, reduced),
+        empty(save_stats and reduction == "mean", ()),
+    )
+
+
+def _fwd(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float,
+    z_loss: float, softcap: float | None, save_lse: bool, save_z_loss: bool, save_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    outputs = _empty_fwd(logits, target, reduction, save_lse, save_z_loss, save_stats)
+    loss, lse, lse_low, z, total = outputs
+    n_rows, n_cols = target.numel(), logits.shape[-1]
+    if n_rows == 0:
+        for each in (loss, z, total):
+            each.zero_()
+        return outputs
+    target, weight = target.contiguous(), None if weight is None else weight.contiguous()
+    reduces = reduction != "none"
+    losses = loss.new_empty(n_rows) if reduces else loss
+    zs = (loss.new_empty(n_rows) if reduces else z) if save_z_loss else None
+    logits, (rank, n1, n2, (xs,)) = _reachable(logits)
+    block = _tile(n_rows, n_cols, _FORWARD)
+    cross_entropy_fwd_kernel[(triton.cdiv(n_rows, block["BLOCK_ROWS"]),)](
+        logits, target, weight, _sum_of(weight, label_smoothing, loss.dtype), losses,
+        lse if save_lse else None, lse_low if save_stats else None, zs,
+        n_rows, n_cols, n1, n2, *xs, ignore_index, label_smoothing, label_smoothing / n_cols, z_loss, softcap or 0.0,
+        RANK=rank, CAP=softcap is not None, SMOOTH=label_smoothing > 0.0, COMPUTE=compute_dtype(logits.dtype), **block,
+    )  # fmt: skip
+    if reduces:
+        cross_entropy_reduce_kernel[(1,)](
+            losses, zs, target, weight, loss, z if save_z_loss else None,
+            total if save_stats and reduction == "mean" else None,
+            n_rows, n_cols, ignore_index,
+            MEAN=reduction == "mean", COMPUTE=compute_dtype(logits.dtype),
+            BLOCK=min(1024, triton.next_power_of_2(n_rows)), num_warps=4,
+        )  # fmt: skip
+    return outputs
+
+
+def _empty_bwd(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _bwd(
+    dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, lse_low: Tensor,
+    total_weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    dlogits = _empty_bwd(logits)
+    if dlogits.numel() == 0:
+        return dlogits
+    n_rows, n_cols = target.numel(), logits.shape[-1]
+    target, weight = target.contiguous(), None if weight is None else weight.contiguous()
+    logits, (rank, n1, n2, (xs,)) = _reachable(logits)
+    block = _tile(n_rows, n_cols, _BACKWARD)
+    n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
+    cross_entropy_bwd_kernel[(triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)](
+        dloss.contiguous(), logits, target, weight, _sum_of(weight, label_smoothing, lse.dtype),
+        lse.contiguous(), lse_low.contiguous(), total_weight, dlogits,
+        n_rows, n_cols, n_tiles, n1, n2, *xs, ignore_index, label_smoothing, label_smoothing / n_cols, z_loss,
+        softcap or 0.0,
+        RANK=rank, CAP=softcap is not None, SMOOTH=label_smoothing > 0.0, DLOSS_A_ROW=reduction == "none",
+        COMPUTE=compute_dtype(logits.dtype), **block,
+    )  # fmt: skip
+    return dlogits
+
+
+_cross_entropy_fwd = define(
+    "triton_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, int ignore_index, str reduction, "
+    "float label_smoothing, float z_loss, float? softcap, bool save_lse, bool save_z_loss, bool save_stats) "
+    "-> (Tensor loss, Tensor lse, Tensor lse_low, Tensor z_loss, Tensor total_weight)",
+    _fwd,
+    lambda logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, *save: _empty_fwd(
+        logits, target, reduction, *save
+    ),
+)
+_cross_entropy_bwd = define(
+    "triton_cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor lse_low, "
+    "Tensor? total_weight, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap) "
+    "-> Tensor dlogits",
+    _bwd,
+    lambda dloss, logits, *_: _empty_bwd(logits),
+)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...], save_z_loss: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss, lse, lse_low, z, total = _cross_entropy_fwd(logits, target, weight, *options, True, save_z_loss, True)
+        ctx.save_for_backward(logits, target, weight, lse, lse_low, total if options[1] == "mean" else None)
+        ctx.options = options
+        ctx.mark_non_differentiable(lse, z)
+        return loss, lse, z
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+        refuse_second_derivative("cross_entropy")
+        return _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    return_lse: bool,
+    return_z_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _CrossEntropy.apply(logits, target, weight, options, return_z_loss)
+    loss, lse, _, z, _ = _cross_entropy_fwd(logits, target, weight, *options, return_lse, return_z_loss, False)
+    return loss, lse, z

@@ -1,0 +1,237 @@
+"""The kernels; see the launchers beside.
+
+Names: `n1, n2, *s` are what `row_offset` needs to find a row; b_ is a block of values, o_ offsets, and a target's logit
+is `picked`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foundry_kernels._triton import round_to, row_offset
+
+#: Numbers of no use to the compiler: it would make a kernel for each kind of them.
+_PLAIN = ("n_rows", "n1", "n2", "ignore_index")
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) of x >= 0 to a few units in the last place: of small x as twice the inverse hyperbolic tangent of
+    x / (2 + x), whose series needs 8 terms."""
+    z = x / (2.0 + x)
+    s = z * z
+    series = 1.0 + s * (1.0 / 3 + s * (1.0 / 5 + s * (1.0 / 7 + s * (1.0 / 9 + s * (1.0 / 11 + s * (1.0 / 13))))))
+    return tl.where(x < 0.125, 2.0 * z * series, tl.log(1.0 + x))
+
+
+@triton.jit
+def _expm1(x):
+    """e^x - 1 of x <= 0, by Taylor's series where the subtraction would lose digits."""
+    small = tl.maximum(x, -0.5)
+    p = 1.0 + small * (1.0 / 14)
+    for i in tl.static_range(12):
+        p = 1.0 + small * (1.0 / (13 - i)) * p
+    return tl.where(x > -0.5, x * p, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _tanh(x):
+    """Relative error of a few units in the last place: of small x a polynomial in float32 (Cephes)."""
+    b_abs = tl.abs(x)
+    e = tl.exp(-2.0 * b_abs)
+    t = (1.0 - e) / (1.0 + e)
+    t = tl.where(x < 0, -t, t)
+    if x.dtype == tl.float32:
+        z = x * x
+        p = -5.70498872745e-3
+        p = p * z + 2.06390887954e-2
+        p = p * z - 5.37397155531e-2
+        p = p * z + 1.33314422036e-1
+        p = p * z - 3.33332819422e-1
+        t = tl.where(b_abs < 0.625, p * z * x + x, t)
+    return t
+
+
+@triton.jit
+def _capped(b_x, softcap, CAP: tl.constexpr):
+    if CAP:
+        return softcap * _tanh(b_x / softcap)
+    else:
+        return b_x
+
+
+@triton.jit
+def _cap_slope(b_y, softcap):
+    """Derivative of the soft cap, by its value."""
+    b_t = b_y / softcap
+    return 1.0 - b_t * b_t
+
+
+@triton.jit
+def _row_weight(weight_ptr, b_target, known, COMPUTE: tl.constexpr):
+    """Weight of the targets' classes; 0 for those that are no class."""
+    if weight_ptr is None:
+        return known.to(COMPUTE)
+    else:
+        return tl.load(weight_ptr + b_target, mask=known, other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _weight_sum(weight_sum_ptr, n_cols, COMPUTE: tl.constexpr):
+    if weight_sum_ptr is None:
+        return n_cols.to(COMPUTE)
+    else:
+        return tl.load(weight_sum_ptr).to(COMPUTE)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def cross_entropy_fwd_kernel(
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, loss_ptr, lse_ptr, lse_low_ptr, z_ptr,
+    n_rows, n_cols, n1, n2, xs0, xs1, xs2, ignore_index, label_smoothing, share, z_loss, softcap,
+    RANK: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Loss, lse and what its rounding took, and z-loss of each row; what is not wanted is None. `share` is what each
+    class gets of the label smoothing."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    live = rows < n_rows
+    b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
+    counts = live & (b_target != ignore_index)
+    known = counts & (b_target >= 0) & (b_target < n_cols)
+    o_x = row_offset(rows, n1, n2, xs0, xs1, xs2, RANK)
+    b_picked = _capped(tl.load(logits_ptr + o_x + b_target, mask=known, other=0.0).to(COMPUTE), softcap, CAP)
+    b_finite = (b_picked == b_picked) & (tl.abs(b_picked) != float("inf"))
+    b_center = tl.where(b_finite, b_picked, 0.0)
+
+    b_max = b_picked
+    b_sum = tl.zeros([BLOCK_ROWS], COMPUTE)
+    b_offset = tl.zeros([BLOCK_ROWS], COMPUTE)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        mask = known[:, None] & (cols < n_cols)[None, :]
+        b_x = tl.load(logits_ptr + o_x[:, None] + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+        b_y = tl.where(mask, _capped(b_x, softcap, CAP), -float("inf"))
+        b_new = tl.maximum(b_max, tl.max(b_y, 1))
+        b_shift = tl.where(b_new == -float("inf"), 0.0, b_new)
+        others = mask & (cols[None, :] != b_target[:, None])
+        b_exp = tl.where(others, tl.exp(b_y - b_shift[:, None]), 0.0)
+        b_sum = b_sum * tl.exp(b_max - b_shift) + tl.sum(b_exp, 1)
+        b_max = b_new
+        if SMOOTH:
+            b_off = tl.where(others, b_y - b_center[:, None], 0.0)
+            if weight_ptr is not None:
+                b_off *= tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)[None, :]
+            b_offset += tl.sum(b_off, 1)
+
+    b_top = b_max == b_picked
+    b_log = tl.where(b_top, _log1p(b_sum), tl.log(b_sum + tl.where(b_top, 1.0, tl.exp(b_picked - b_max))))
+    b_whole = b_max + b_log
+    b_part = b_whole - b_max
+    b_low = (b_max - (b_whole - b_part)) + (b_log - b_part)
+    b_lse = tl.where(tl.abs(b_max) == float("inf"), b_max, b_whole)
+    b_w = _row_weight(weight_ptr, b_target, known, COMPUTE)
+    b_z = z_loss * b_w * b_lse * b_lse
+    b_loss = b_w * (1.0 - label_smoothing) * ((b_max - b_picked) + b_log) + b_z
+    if SMOOTH:
+        b_offset += b_w * (b_picked - b_center)
+        b_total = _weight_sum(weight_sum_ptr, n_cols, COMPUTE)
+        b_loss += share * (b_total * ((b_max - b_center) + b_log) - b_offset)
+
+    # NaN for a target that is no class: a GPU cannot raise an error without waiting for it.
+    b_else = tl.where(counts, float("nan"), 0.0)
+    tl.store(loss_ptr + rows, tl.where(known, b_loss, b_else), mask=live)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, tl.where(known, b_lse, b_else), mask=live)
+    if lse_low_ptr is not None:
+        tl.store(lse_low_ptr + rows, tl.where(known, b_low, b_else), mask=live)
+    if z_ptr is not None:
+        tl.store(z_ptr + rows, tl.where(known, b_z, b_else), mask=live)
+
+
+@triton.jit(do_not_specialize=[*_PLAIN, "n_cols"])
+def cross_entropy_reduce_kernel(
+    losses_ptr, zs_ptr, target_ptr, weight_ptr, loss_ptr, z_ptr, total_ptr, n_rows, n_cols, ignore_index,
+    MEAN: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums over the rows, for a mean divided by the sum of the weights, unless that is 0. One program."""
+    b_losses, b_zs, b_weights = tl.zeros([BLOCK], COMPUTE), tl.zeros([BLOCK], COMPUTE), tl.zeros([BLOCK], COMPUTE)
+    for start in range(0, n_rows, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        live = rows < n_rows
+        b_losses += tl.load(losses_ptr + rows, mask=live, other=0.0)
+        if zs_ptr is not None:
+            b_zs += tl.load(zs_ptr + rows, mask=live, other=0.0)
+        if MEAN:
+            b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
+            known = live & (b_target != ignore_index) & (b_target >= 0) & (b_target < n_cols)
+            b_weights += _row_weight(weight_ptr, b_target, known, COMPUTE)
+    loss, z = tl.sum(b_losses, 0), tl.sum(b_zs, 0)
+    if MEAN:
+        total = tl.sum(b_weights, 0)
+        divisor = tl.where(total == 0.0, 1.0, total)
+        # Rows of weight 0 add up to 0; a NaN stays.
+        loss, z = loss / divisor, z / divisor
+        if total_ptr is not None:
+            tl.store(total_ptr, total)
+    tl.store(loss_ptr, loss)
+    if z_ptr is not None:
+        tl.store(z_ptr, z)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def cross_entropy_bwd_kernel(
+    dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, lse_low_ptr, total_ptr, dlogits_ptr,
+    n_rows, n_cols, n_tiles, n1, n2, xs0, xs1, xs2, ignore_index, label_smoothing, share, z_loss, softcap,
+    RANK: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, DLOSS_A_ROW: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    rows = (program // n_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = (program % n_tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    live = rows < n_rows
+    b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
+    counts = live & (b_target != ignore_index)
+    known = counts & (b_target >= 0) & (b_target < n_cols)
+    if DLOSS_A_ROW:
+        b_dloss = tl.load(dloss_ptr + rows, mask=live, other=0.0).to(COMPUTE)
+    else:
+        b_dloss = tl.load(dloss_ptr).to(COMPUTE) + tl.zeros([BLOCK_ROWS], COMPUTE)
+    if total_ptr is not None:
+        total = tl.load(total_ptr).to(COMPUTE)
+        b_dloss = tl.where(total == 0.0, 0.0, b_dloss / tl.where(total == 0.0, 1.0, total))
+    b_dloss = tl.where(known, b_dloss, tl.where(counts, float("nan"), 0.0))
+    read = known & (b_dloss != 0.0)
+
+    o_x = row_offset(rows, n1, n2, xs0, xs1, xs2, RANK)
+    b_lse = tl.load(lse_ptr + rows, mask=read, other=0.0)
+    b_low = tl.load(lse_low_ptr + rows, mask=read, other=0.0)
+    b_picked = _capped(tl.load(logits_ptr + o_x + b_target, mask=read, other=0.0).to(COMPUTE), softcap, CAP)
+    b_w = _row_weight(weight_ptr, b_target, known, COMPUTE)
+    b_nll = (b_lse - b_picked) + b_low
+    b_p = tl.exp(-b_nll)
+    b_hard = b_w * (1.0 - label_smoothing)
+    b_from_z = 2.0 * z_loss * b_w * b_lse
+    b_share = b_hard + b_from_z
+    b_at = b_hard * _expm1(-b_nll) + b_from_z * b_p
+    if SMOOTH:
+        weight_sum = _weight_sum(weight_sum_ptr, n_cols, COMPUTE)
+        b_share += share * weight_sum
+        b_at += share * (weight_sum * b_p - b_w)
+
+    mask = (cols < n_cols)[None, :] & live[:, None]
+    b_x = tl.load(logits_ptr + o_x[:, None] + cols[None, :], mask=mask & read[:, None], other=0.0).to(COMPUTE)
+    b_y = _capped(b_x, softcap, CAP)
+    b_v = b_share[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
+    if SMOOTH:
+        if weight_ptr is None:
+            b_v -= share
+        else:
+            b_class = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)
+            b_v -= share * b_class[None, :]
+    b_v = tl.where(cols[None, :] == b_target[:, None], b_at[:, None], b_v) * b_dloss[:, None]
+    if CAP:
+        b_v *= _cap_slope(b_y, softcap)
+    b_v = tl.where(read[:, None] | (counts & ~known)[:, None], b_v, 0.0)
+    o_out = (rows * n_cols)[:, None] + cols[None, :]
+    tl.store(dlogits_ptr + o_out, round_to(b_v, dlogits_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,407 @@
+"""Cross-entropy: the reference against torch's own, what the table of cases cannot say of the kernels, and what is
+refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import checked_rows, cpu_setting, rows, saved_tensors
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.ops.cross_entropy import cross_entropy
+from foundry_kernels.testing import assert_parity
+
+ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "cross_entropy"]
+BACKENDS = [pytest.param(r.backend, r.device, id=r.id) for r in ROWS]
+backends = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+kernels = pytest.mark.parametrize(("backend", "device"), [p for p in BACKENDS if p.values[0] != "reference"])
+#: With the CUDA kernels on a CPU among them.
+checked = pytest.mark.parametrize(
+    "row", [pytest.param(r, id=r.id) for r in checked_rows() if r.op.name == "cross_entropy"]
+)
+needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+INSTRUCTION_SETS = _native.build_info().get("usable_instruction_sets", [])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def integers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def step(x: Tensor, target: Tensor, dloss: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Loss and gradient."""
+    x = x.detach().requires_grad_()
+    loss = cross_entropy(x, target, **options)
+    assert isinstance(loss, Tensor)
+    (grad,) = torch.autograd.grad(loss, x, torch.ones_like(loss) if dloss is None else dloss)
+    return loss.detach(), grad
+
+
+# --- torch's own ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reference_equals_torch(reduction: str, weighted: bool, label_smoothing: float) -> None:
+    x, target = 3 * normal(9, 13), integers(13, 9)
+    target[[2, 5]] = -100
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing}
+    options["weight"] = normal(13).abs() if weighted else None
+    expected = x.clone().requires_grad_()
+    loss = F.cross_entropy(expected, target, **options)
+    (grad,) = torch.autograd.grad(loss, expected, torch.ones_like(loss))
+    for a, e in zip(step(x, target, backend="reference", **options), (loss, grad), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+def test_z_loss_and_soft_cap_by_their_formulas() -> None:
+    x, target, weight = 8 * normal(9, 13), integers(13, 9), normal(13).abs()
+    target[3] = -100
+    capped = 5.0 * torch.tanh(x / 5.0)
+    lse = capped.logsumexp(-1)
+    counts = target != -100
+    plain = F.cross_entropy(capped, target, weight=weight, reduction="none")
+    z = torch.where(counts, 0.5 * weight[target.clamp_min(0)] * lse.square(), 0.0)
+    options: dict[str, Any] = {"weight": weight, "z_loss": 0.5, "softcap": 5.0, "backend": "reference"}
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    found = cross_entropy(x, target, reduction="none", return_lse=True, return_z_loss=True, **options)
+    expected = (plain + z, torch.where(counts, lse, 0.0), z)
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e, **close)
+    total = weight[target[counts]].sum()
+    for reduction, divisor in (("mean", total), ("sum", 1.0)):
+        loss, part = cross_entropy(x, target, reduction=reduction, return_z_loss=True, **options)
+        torch.testing.assert_close(loss, (plain + z).sum() / divisor, **close)
+        torch.testing.assert_close(part, z.sum() / divisor, **close)
+
+
+@backends
+def test_a_weight_is_as_many_tokens(backend: str, device: str) -> None:
+    """A mean by weights of 1 and 2 is the mean over tokens of which the latter come twice, z-loss included."""
+    x, target = normal(6, 11, dtype=torch.float32).to(device), integers(11, 6).to(device)
+    weight = torch.ones(11, device=device)
+    weight[target[2]] = 2.0
+    twice = torch.cat([torch.arange(6), torch.where(target.cpu() == target.cpu()[2])[0]]).to(device)
+    options: dict[str, Any] = {"z_loss": 0.1, "backend": backend}
+    torch.testing.assert_close(
+        cross_entropy(x, target, weight=weight, **options), cross_entropy(x[twice], target[twice], **options)
+    )
+
+
+# --- digits -----------------------------------------------------------------------------------------------------------
+
+
+@checked
+@pytest.mark.parametrize("margin", [2.0, 10.0, 20.0, 40.0, 80.0])
+def test_a_confident_token_keeps_its_digits(row: Any, margin: float) -> None:
+    """Loss and gradient of a probability near 1, relative to themselves; lse - x would give 0 from a margin of 17."""
+    for offset in (0.0, 50.0, -1000.0):
+        x = normal(3, 67, dtype=torch.float32)
+        target = integers(67, 3)
+        x[torch.arange(3), target] = margin
+        x += offset
+        exact = x.double()
+        others = exact.scatter(1, target[:, None], -math.inf).logsumexp(1)
+        nll = torch.nn.functional.softplus(others - exact[torch.arange(3), target], threshold=1e9)
+        assert (nll > 0).all()
+        loss, grad = step(x.to(row.device), target.to(row.device), reduction="none", backend=row.backend)
+        torch.testing.assert_close(loss.cpu().double(), nll, rtol=1e-5, atol=0)
+        at_target = grad.cpu()[torch.arange(3), target].double()
+        torch.testing.assert_close(at_target, torch.expm1(-nll), rtol=2e-5, atol=0)
+
+
+@checked
+def test_logits_in_the_thousands_have_exact_gradients(row: Any) -> None:
+    """There a float32 lse alone is off by 2^-11, and so would be every probability."""
+    x, target = normal(4, 300, dtype=torch.float32) + 1e4, integers(300, 4)
+    expected = step(x.double(), target, reduction="sum", backend="reference")
+    found = step(x.to(row.device), target.to(row.device), reduction="sum", backend=row.backend)
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu().double(), e, rtol=2e-5, atol=1e-7)
+
+
+# --- what is infinite, ignored or nothing -----------------------------------------------------------------------------
+
+INFINITE = {
+    "other -inf": {1: -math.inf},
+    "target -inf": {0: -math.inf},
+    "other inf": {1: math.inf},
+    "target inf": {0: math.inf},
+    "all -inf": dict.fromkeys(range(5), -math.inf),
+    "all but target -inf": dict.fromkeys(range(1, 5), -math.inf),
+    "NaN": {3: math.nan},
+    "all NaN": dict.fromkeys(range(5), math.nan),
+}
+
+
+@checked
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", INFINITE)
+def test_infinite_logits_are_as_torch_has_them(row: Any, name: str, label_smoothing: float) -> None:
+    x = normal(2, 5, dtype=torch.float32)
+    for column, value in INFINITE[name].items():
+        x[1, column] = value
+    target = torch.tensor([3, 0])
+    given = x.clone().requires_grad_()
+    expected = F.cross_entropy(given, target, reduction="none", label_smoothing=label_smoothing)
+    (grad,) = torch.autograd.grad(expected.sum(), given)
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": label_smoothing, "backend": row.backend}
+    found = step(x.to(row.device), target.to(row.device), **options)
+    torch.testing.assert_close(found[0].cpu(), expected.detach(), equal_nan=True)
+    torch.testing.assert_close(found[1].cpu(), grad, equal_nan=True, atol=1e-6, rtol=1e-5)
+    _, lse = cross_entropy(x.to(row.device), target.to(row.device), return_lse=True, **options)
+    torch.testing.assert_close(lse.cpu(), x.logsumexp(-1), equal_nan=True)
+
+
+@backends
+def test_ignored_tokens_count_nothing_whatever_they_hold(backend: str, device: str) -> None:
+    x, target = normal(4, 7, dtype=torch.float32).to(device), integers(7, 4).to(device)
+    x[1], x[2] = math.nan, math.inf
+    target[1:3] = -7
+    options: dict[str, Any] = {"ignore_index": -7, "label_smoothing": 0.1, "z_loss": 0.1, "backend": backend}
+    kept = torch.tensor([0, 3], device=device)
+    loss, grad = step(x, target, **options)
+    whole, part = step(x[kept], target[kept], **options)
+    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(grad[kept], part)
+    assert (grad[1:3] == 0).all()
+
+
+@backends
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_mean_over_nothing_is_0(backend: str, device: str, rows: int) -> None:
+    x = normal(rows, 5, dtype=torch.float32).to(device)
+    for weight, target in (
+        (None, torch.full((rows,), -100, device=device)),
+        (torch.zeros(5, device=device), torch.zeros(rows, dtype=torch.int64, device=device)),
+    ):
+        loss, grad = step(x, target, weight=weight, backend=backend)
+        assert loss.item() == 0.0
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
+@checked
+def test_a_gradient_of_zeros_gives_zeros(row: Any) -> None:
+    x, target = normal(6, 9, dtype=torch.float32).to(row.device), integers(9, 6).to(row.device)
+    dloss = torch.zeros(6, device=row.device)
+    assert (step(x, target, dloss, reduction="none", backend=row.backend)[1] == 0).all()
+    dloss[2] = 1.0
+    grad = step(x, target, dloss, reduction="none", backend=row.backend)[1]
+    assert (grad[2] != 0).all()
+    assert (grad[[0, 1, 3, 4, 5]] == 0).all()
+
+
+@backends
+def test_one_class(backend: str, device: str) -> None:
+    x = torch.tensor([[3.0], [-1e4], [0.0]], device=device)
+    target = torch.zeros(3, dtype=torch.int64, device=device)
+    loss, grad = step(x, target, reduction="none", label_smoothing=0.3, backend=backend)
+    assert (loss == 0).all()
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 2**40, -(2**40)])
+@pytest.mark.parametrize(
+    "backend", [b for b in ("reference", "native") if b in fk.OPS["cross_entropy"].backends("cpu")]
+)
+def test_a_target_out_of_range_is_an_error_on_the_cpu(backend: str, bad: int) -> None:
+    x, target = normal(3, 7, dtype=torch.float32), torch.tensor([0, bad, 6])
+    with pytest.raises(IndexError, match=f"target must be in 0 .. 6 or ignore_index -100; got {bad}"):
+        cross_entropy(x, target, backend=backend)
+    assert torch.isfinite(cross_entropy(x, target, ignore_index=bad, backend=backend))
+
+
+@checked
+@pytest.mark.parametrize("bad", [-1, 7, 2**40, -(2**40)])
+def test_a_target_out_of_range_is_nan_on_a_gpu(row: Any, bad: int) -> None:
+    """And reads nothing, which the checker of CUDA kernels would see. Triton's interpreter stands for a GPU."""
+    if row.backend == "native" and row.device == "cpu" and not row.cuda_on_cpu:
+        pytest.skip("the CPU raises an error")
+    x, target = normal(3, 7, dtype=torch.float32).to(row.device), torch.tensor([0, bad, 6], device=row.device)
+    options: dict[str, Any] = {"weight": torch.ones(7, device=row.device), "label_smoothing": 0.1}
+    loss, grad = step(x, target, reduction="none", backend=row.backend, **options)
+    assert loss.isnan().tolist() == [False, True, False]
+    assert grad.isnan().all(1).tolist() == [False, True, False]
+    assert grad[::2].isfinite().all()
+    assert cross_entropy(x, target, backend=row.backend, **options).isnan()
+
+
+# --- what is kept, and the rest ---------------------------------------------------------------------------------------
+
+
+@kernels
+def test_a_backward_pass_keeps_the_logits_and_two_floats_a_token(backend: str, device: str) -> None:
+    x, target = torch.randn(16, 200, device=device, requires_grad=True), integers(200, 16).to(device)
+    with saved_tensors() as saved:
+        cross_entropy(x, target, backend=backend)
+    kept = {t.data_ptr(): t.numel() for t in saved}
+    assert kept.pop(x.data_ptr()) == x.numel()
+    assert kept.pop(target.data_ptr()) == target.numel()
+    assert sum(kept.values()) == 2 * 16 + 1
+
+
+@backends
+def test_only_the_loss_is_differentiable(backend: str, device: str) -> None:
+    x, target = torch.randn(4, 9, device=device, requires_grad=True), integers(9, 4).to(device)
+    loss, lse, z = cross_entropy(x, target, z_loss=0.1, return_lse=True, return_z_loss=True, backend=backend)
+    assert loss.requires_grad
+    assert not lse.requires_grad
+    assert not z.requires_grad
+    assert loss.dtype == lse.dtype == z.dtype == torch.float32
+    assert cross_entropy(x.bfloat16(), target, backend=backend).dtype == torch.float32
+
+
+@kernels
+def test_compiled_with_options_and_dynamic_shapes(backend: str, device: str) -> None:
+    def function(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 9.0, "return_lse": True}
+        return cross_entropy(2 * x, target, weight=weight, backend=backend, **options)  # type: ignore[return-value]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n_rows, n_classes in ((5, 12), (7, 33)):
+        x = torch.randn(n_rows, n_classes, device=device, requires_grad=True)
+        inputs = x, integers(n_classes, n_rows).to(device), torch.rand(n_classes, device=device)
+        results = []
+        for each in (compiled, function):
+            loss, lse = each(*inputs)
+            results.append((loss, lse, *torch.autograd.grad(loss, x)))
+        assert all(map(torch.equal, *results))
+
+
+@kernels
+def test_offsets_beyond_32_bits(backend: str, device: str) -> None:
+    """Rows 2^31 elements apart. The memory is reserved and, but for the rows, never touched."""
+    stride = 2**31
+    far = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (stride, 1))
+    near, target = torch.randn(3, 64, device=device).bfloat16(), integers(64, 3).to(device)
+    far.copy_(near)
+    for a, e in zip(*(step(x, target, backend=backend) for x in (far, near)), strict=True):
+        assert torch.equal(a, e)
+
+
+# --- the CPU kernels --------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_instruction_set(name: str, dtype: torch.dtype) -> None:
+    op = fk.OPS["cross_entropy"]
+    with cpu_setting(name, 2):
+        for case in op.cases.CASES[op.name]:
+            assert_parity(op, case, backend="native", dtype=dtype)
+
+
+@needs_native
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
+    x, target = normal(301, 1003, dtype=torch.float32), integers(1003, 301)
+    results = []
+    for threads in (1, 2, 5):
+        with cpu_setting(_native.build_info()["instruction_set"], threads):
+            results.append(step(x, target, label_smoothing=0.1, z_loss=0.1, backend="native"))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_gradients_larger_than_the_caches(name: str, dtype: torch.dtype) -> None:
+    """Above 16 MB they are streamed, from wherever a row starts: the same bits as from small calls, which are not."""
+    width = 50_257
+    n_rows = (17 << 20) // (width * dtype.itemsize) + 1
+    x, target = normal(n_rows, width, dtype=dtype), integers(width, n_rows)
+    target[3] = -100
+    with cpu_setting(name, 2):
+        whole = step(x, target, reduction="none", backend="native")
+        parts = [
+            step(*part, reduction="none", backend="native") for part in zip(x.split(50), target.split(50), strict=True)
+        ]
+    assert whole[1].nbytes > 16 << 20
+    for a, e in zip(whole, zip(*parts, strict=True), strict=True):
+        assert torch.equal(a, torch.cat(e))
+
+
+@needs_native
+def test_the_bare_operators_check_too() -> None:
+    """torch.ops.foundry_kernels.* are reachable without the public function."""
+    x, target, ops = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64), torch.ops.foundry_kernels
+    rest = (-100, "mean", 0.0, 0.0, None)
+    with pytest.raises(ValueError, match="target must have shape"):
+        ops.cross_entropy(x, target[:1], None, *rest, False, False)
+    with pytest.raises(ValueError, match="reduction must be one of none, mean, sum; got max"):
+        ops.cross_entropy(x, target, None, -100, "max", 0.0, 0.0, None, False, False)
+    with pytest.raises(TypeError, match="target must be int32 or int64"):
+        ops.cross_entropy(x, x[:, 0], None, *rest, False, False)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        ops.cross_entropy(x, target, x[0, :2], *rest, False, False)
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        ops.cross_entropy(x.double(), target, None, *rest, False, False)
+    with pytest.raises(IndexError, match=r"target must be in 0 \.\. 3"):
+        ops.cross_entropy_bwd(x[0, 0], x, target + 4, None, x[:, 0], x[:, 0], None, *rest)
+    assert ops.cross_entropy(x.to("meta"), target.to("meta"), None, *rest, False, False)[0].shape == ()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "logits must be a torch.Tensor; got float", {"logits": 1.0}),
+    (TypeError, "logits must be float32.*int64", {"logits": zeros(2, 4, dtype=torch.int64)}),
+    (ValueError, "logits must have a last dimension of at least 1; got shape .2, 0.", {"logits": zeros(2, 0)}),
+    (ValueError, "logits must have a last dimension of at least 1; got shape ..", {"logits": zeros()}),
+    (TypeError, "target must be class indices.*probabilities of classes.*not supported", {"target": zeros(2, 4)}),
+    (TypeError, "target must be a torch.Tensor; got list", {"target": [0, 1]}),
+    (TypeError, "target must be int32 or int64; got torch.bool", {"target": zeros(2, dtype=torch.bool)}),
+    (ValueError, "target must have shape .2,. .*got .3,.", {"target": zeros(3, dtype=torch.int64)}),
+    (ValueError, "target must be on logits's device", {"target": zeros(2, dtype=torch.int64, device="meta")}),
+    (TypeError, "weight must be float32.*int64", {"weight": zeros(4, dtype=torch.int64)}),
+    (ValueError, "weight must have shape .4,. .a value for each class.; got .2,.", {"weight": zeros(2)}),
+    (ValueError, "weight must be on logits's device", {"weight": zeros(4, device="meta")}),
+    (ValueError, "weight must not require a gradient", {"weight": zeros(4).requires_grad_()}),
+    (TypeError, "ignore_index must be an int; got float", {"ignore_index": 1.0}),
+    (ValueError, "reduction must be one of none, mean, sum; got 'max'", {"reduction": "max"}),
+    (ValueError, "label_smoothing must be in 0 .. 1; got 1.5", {"label_smoothing": 1.5}),
+    (ValueError, "label_smoothing must be in 0 .. 1; got nan", {"label_smoothing": math.nan}),
+    (ValueError, "z_loss must be finite and >= 0; got -1", {"z_loss": -1}),
+    (ValueError, "softcap must be None, or finite and > 0; got 0.0", {"softcap": 0.0}),
+    (ValueError, "backend must be one of auto, reference, triton, native; got 'eager'", {"backend": "eager"}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        cross_entropy(**{"logits": zeros(2, 4), "target": zeros(2, dtype=torch.int64), **arguments})
+
+
+def test_a_mean_of_divided_logits_is_made_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the public function does with a DTensor gives the value of the reduction inside."""
+    from foundry_kernels.ops import cross_entropy as package
+
+    x, target, weight = normal(6, 11, dtype=torch.float32), integers(11, 6), normal(11, dtype=torch.float32).abs()
+    target[1] = -100
+    for reduction in ("mean", "sum"):
+        for options in ({}, {"weight": weight}, {"z_loss": 0.1, "return_z_loss": True, "return_lse": True}):
+            results: list[Any] = []
+            for divided in (False, True):
+                monkeypatch.setattr(package, "_divided", lambda logits, divided=divided: divided)
+                results.append(cross_entropy(x, target, reduction=reduction, **options))
+            torch.testing.assert_close(*results)
+    assert cross_entropy(x, torch.full_like(target, -100)).item() == 0.0
