@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 OURS = ("triton", "native", "reference")
-LIMITS = ("copy", "fresh copy", "matmul")
+LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 
 Row = dict[str, Any]
 
@@ -63,7 +63,7 @@ def _ratio(row: Row, peer: str) -> str:
 def _of_limit(row: Row) -> str:
     if "of_limit" in row:
         return f"{row['of_limit']:.0%}"
-    return f"{1 / row['time_over_copy']:.0%}" if row.get("time_over_copy") else "–"
+    return f"{1 / row['time_over_memcpy']:.0%}" if row.get("time_over_memcpy") else "–"
 
 
 def _rate(row: Row) -> str:

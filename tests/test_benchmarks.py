@@ -109,13 +109,13 @@ def test_every_operation_is_in_the_quick_set_and_that_is_part_of_the_full_one() 
     quick, full = ([g.id for g in suite.groups(full)] for full in (False, True))
     assert len(set(full)) == len(full)
     assert set(quick) < set(full)
-    timed = {op.name for op in fk.OPS.values() if op.cases.bench_cases(op.name, suite.DEVICE)}
+    timed = {op.name for op in fk.OPS.values() if suite.timed_cases(op)}
     assert {g.op.name for g in suite.groups(False)} == timed
     for name in ("fresh", "both"):
         assert not any(name in part for i in quick for part in i.split("-")), name
     decoding = [g for g in suite.groups(False) if "decode" in g.case.id]
     assert {g.direction for g in decoding} == {"forward"}
-    assert {g.limit for g in decoding} == {"copy"}
+    assert {g.limit for g in decoding} == {"memcpy"}
 
 
 def small_group(**changes: object) -> suite.Group:
@@ -141,8 +141,10 @@ def test_cold_inputs_do_not_fit_the_cache_together(monkeypatch: pytest.MonkeyPat
 
 def test_a_peer_that_computes_something_else_gets_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     group = small_group()
-    monkeypatch.setitem(group.op.cases.PEERS["rms_norm"], "eager", lambda x, weight: x * weight)
-    measured = rows.Measured(group, (0.01, 5), (*group.ours, "eager", "F.rms_norm", "copy"))
+    peers = group.bench.peers(group.op.name, group.case, suite.DEVICE)
+    wrong_peers = {**peers, "eager": lambda x, weight: x * weight}
+    monkeypatch.setattr(group.bench, "peers", lambda *_: wrong_peers)
+    measured = rows.Measured(group, (0.01, 5), (*group.ours, "eager", "F.rms_norm", "memcpy"))
     wrong, ours = measured.row("eager"), measured.row(group.ours[0])
     assert "output 0 is not the reference's" in wrong["wrong"]
     assert "speedup_over" not in wrong
@@ -160,7 +162,7 @@ def test_a_kernel_of_ours_that_fails_parity_gets_no_ratio() -> None:
 
     group = dataclasses.replace(group, op=dataclasses.replace(group.op, public=broken, name="rms_norm"))
     suite._checked.clear()
-    row = rows.Measured(group, (0.01, 5), (backend, "copy")).row(backend)
+    row = rows.Measured(group, (0.01, 5), (backend, "memcpy")).row(backend)
     suite._checked.clear()
     assert "exceeds" in row["wrong"]
     assert "speedup_over" not in row
@@ -276,7 +278,7 @@ ROW = {
     "case": "2x4-cached",
     "memory": "warm",
     "median_us": 3.0,
-    "limit": "copy",
+    "limit": "memcpy",
     "of_limit": 0.5,
     "speedup_over": {"eager": 4.0},
     "GB/s": 7.0,
@@ -319,11 +321,11 @@ def test_tables() -> None:
 def test_pictures(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", reason="the pictures need matplotlib")
     line = {"median_us": [1.0, None, 4.0], "GB/s": [3.0, None, 4.0], "peak_bytes": [10, None, 80]}
-    product = {n: {**line, "TFLOP/s": [0.1, None, 0.3]} for n in ("native", "SDPA flash", "matmul")}
-    width = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2, 4], "lines": {"native": line, "copy": line}}
+    product = {n: {**line, "TFLOP/s": [0.1, None, 0.3]} for n in ("native", "SDPA flash", "GEMM")}
+    width = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2, 4], "lines": {"native": line, "memcpy": line}}
     tokens = {**width, "op": "flash_attention", "axis": "T", "lines": product}
     point = ROW | {"TFLOP/s": 0.2, "memory": "cold"}
-    roofs = [point | {"row": "matmul"}, point | {"row": "copy", "GB/s": 40.0}]
+    roofs = [point | {"row": "GEMM"}, point | {"row": "memcpy", "GB/s": 40.0}]
     kept = {**KEPT, "rows": [width, tokens, point, *roofs]}
     drawn = plots.draw(kept, tmp_path / "kept.json")
     assert [path.name for _, path in drawn] == [f"kept-{n}.svg" for n in ("bandwidth", "tflops", "memory", "roofline")]
@@ -375,7 +377,7 @@ def test_the_pages_of_the_kept_results_can_be_made() -> None:
 
 def test_the_quick_set_functions() -> None:
     """Each operation x kernel x direction x peer once, and the models; not the large shapes, which are only larger."""
-    chosen = "(cached and warm) or decode-512 or 8.2x512x64 or overhead or scaling or model or 1x4096-decode"
+    chosen = "(cached and warm) or S512 or (T512 and D64) or overhead or scaling or model or 1x4096-decode"
     done = command("pytest", "benchmarks", "--benchmark-disable", "-k", f"({chosen}) and not compile")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
