@@ -1,4 +1,4 @@
-"""Pictures of kept results, as SVG: bandwidth over width, TFLOP/s and memory over tokens, a roofline."""
+"""Pictures of kept results, as SVG: TFLOP/s over tokens, bandwidth over width, memory over tokens, a roofline."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def _roofline(axes: Any, rows: list[Row]) -> None:
 
 _Panels = Callable[[dict[str, Any]], list[Any]]
 _Paint = Callable[[Any, Any], None]
-#: Title, name of the file, what gives the panels, what paints one.
+#: Title, name of the file, what gives the panels, what paints one. README.md shows the first that there is.
 _KINDS: tuple[tuple[str, str, _Panels, _Paint], ...] = (
-    ("Bandwidth over width", "bandwidth", _widths, _bandwidth),
     ("TFLOP/s over tokens", "tflops", _tokens, _rate),
+    ("Bandwidth over width", "bandwidth", _widths, _bandwidth),
     ("Memory over tokens", "memory", _tokens, _memory),
     ("Roofline", "roofline", _roofs, _roofline),
 )
