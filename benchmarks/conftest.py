@@ -16,7 +16,7 @@ _SIZE = re.compile(r"\b([A-Z][a-z]?)=(\d+)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="all shapes, dtypes and directions; half an hour and more")
+    parser.addoption("--full", action="store_true", help="all shapes, dtypes and directions; over half an hour")
 
 
 def pytest_configure(config: pytest.Config) -> None:

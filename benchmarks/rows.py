@@ -1,4 +1,4 @@
-"""The figures of a group of rows: times of all contenders by turns, and what follows from them."""
+"""The figures of a group of rows: the times of all contenders, measured in turn, and what follows from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK, FULL = (0.6, 15), (2.0, 25)
 
 class Measured:
     """All contenders of a group, timed. `times` holds a list of seconds for each that could run; `why_not` the reason
-    of each that could not; `wrong` what is wrong with the result of those that computed something else (where it is
+    of each that could not; `wrong` what is wrong with the result of each that computed something else (only where
     `checked`: without, ratios mean nothing)."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Measured:
         with self.memory():
             contenders = Contenders(group, names)
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
-            # What fits in a cache is there after a few runs.
+            # After a few runs the caches hold what fits.
             warm_ups = 4 if group.memory == "warm" else 0
             if effort == QUICK and group.limit == "GEMM":  # calls are long, and vary little
                 least = 3

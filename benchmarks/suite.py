@@ -1,4 +1,4 @@
-"""What is compared with what: the groups of rows that the registry gives, and how each row of a group is called.
+"""What is compared with what: the groups of rows that the registry yields, and how each row of a group is called.
 
 A row that cannot be measured (a peer that is not installed or refuses the call, too little memory) carries the reason
 in place of figures. A row whose result is not that of the reference carries times and no ratios.
@@ -121,7 +121,7 @@ class Group:
 
 
 def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
-    """All groups, those of one shape and dtype behind each other. The quick ones: forward and backward, no fresh
+    """All groups, those of one shape and dtype in succession. The quick ones: forward and backward, no fresh
     memory, and of the shapes those whose names end as the op's BENCH_QUICK says."""
     for op in fk.OPS.values():
         for case in timed_cases(op, device):
@@ -140,8 +140,7 @@ def timed_cases(op: OpSpec, device: str = DEVICE) -> tuple[Case, ...]:
 
 
 def smallest_case(op: OpSpec) -> Case:
-    """A case of so few elements that a call of it is all overhead, of the arguments and options that are benchmarked
-    where there are such."""
+    """A case so small that a call is all overhead, with the arguments and options that are benchmarked, if any."""
 
     def given(case: Case) -> set[str]:
         return {n for n, a in case.args.items() if a is not None}
@@ -182,7 +181,7 @@ def case_bytes(case: Case, dtype: torch.dtype) -> int:
 
 
 def _shapes(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """The arguments without memory behind them."""
+    """The arguments as meta tensors."""
     return {
         n: None if a is None else torch.empty(a.shape, dtype=a.dtype or dtype, device="meta")
         for n, a in case.args.items()
@@ -268,5 +267,5 @@ def set_count(group: Group) -> int:
 
 
 def rotates(group: Group, count: int) -> bool:
-    """Whether using `count` sets of inputs by turns leaves nothing of the first in the caches."""
+    """Whether the first of `count` sets of inputs has left the caches once all have been used."""
     return group.memory != "warm" and count * case_bytes(group.case, group.dtype) >= 2 * cache_bytes(DEVICE)

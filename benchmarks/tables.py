@@ -100,7 +100,7 @@ def _mega(row: Row, key: str) -> str:
 
 
 def operations(kept: dict[str, Any]) -> str:
-    """Every row of our backends, with its time, memory and what it is relative to the peers."""
+    """Every row of our backends: its time, its memory and how it compares with the peers."""
     parts = []
     for rows in _halves(kept):
         ours, peers = _ours(rows)
@@ -174,7 +174,7 @@ def _rival(row: Row) -> str:
 
 
 def models(kept: dict[str, Any]) -> str:
-    """Whole models, each beside the one that its family is held against."""
+    """Whole models, each compared with the first of its family."""
     lines = []
     for r in _of(kept, "model"):
         over = r.get("speedup_over", {})

@@ -1,4 +1,4 @@
-"""What a call costs the calling thread before any kernel: the smallest case of each operation, without gradients."""
+"""Host time of a call: the smallest case of each operation, without gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How time and memory grow with the shape and with threads, and the exponents that fit: what should be a line and grows
-as a square is seen here. A row is one operation along one axis; its figures hold a line for each contender."""
+"""How time and memory grow with the shape and with threads, and the fitted exponents: this shows what should be linear
+and is quadratic. A row is one operation along one axis; its figures hold a line for each contender."""
 
 from __future__ import annotations
 

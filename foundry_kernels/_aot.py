@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels for GPUs that need not be there, and reads what they cost.
+"""Compiles the Triton kernels for GPUs that are not present, and reports what they cost.
 
-The launches of an operation are recorded by calling it on its benchmark shapes and on the cases of the parity suite,
-with nothing behind the launch: whatever the launchers choose (kernel, tile, warps, specialisation) is what gets
-compiled. So a new operation is covered by being registered. Recording replaces Triton's launch for the whole process,
-which is why it is only done by `python -m foundry_kernels inspect`.
+The launches of an operation are recorded by calling it on its benchmark shapes and parity cases with Triton's launch
+replaced: what the launchers choose (kernel, tile, warps, specialisation) is what gets compiled, so that a new operation
+is covered as soon as it is registered. CPU tensors are served in the whole process from then on, which is why only
+`python -m foundry_kernels inspect` records.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from foundry_kernels.testing import Arg, Case
 
 @dataclass(frozen=True)
 class Gpu:
-    """What limits a kernel on one architecture: bytes of shared memory a block and a multiprocessor may use, warps that
-    a multiprocessor holds. All have 65536 registers a multiprocessor and at most 32 blocks."""
+    """Limits of an architecture: bytes of shared memory per block and per multiprocessor, warps per multiprocessor. All
+    have 65536 registers and at most 32 blocks per multiprocessor."""
 
     block_shared: int
     sm_shared: int
@@ -58,7 +58,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with everything that it is specialised on."""
+    """A kernel and everything that it is specialised on."""
 
     kernel: Any
     signature: tuple[tuple[str, str], ...]
@@ -73,14 +73,14 @@ class Launch:
 
     @property
     def settings(self) -> str:
-        """The constants that are numbers and flags, as a person tells configurations apart."""
+        """The constants that are numbers and flags, by which configurations are told apart."""
         shown = [f"{k}={v}" for k, v in (*self.constants, *self.options) if isinstance(v, int) and k.isupper()]
         return " ".join([*shown, *(f"{k}={v}" for k, v in self.options)])
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the compiler made of a launch. `stack` > 0 means that registers were spilled to memory."""
+    """What a compiled launch needs. `stack` > 0 means that registers were spilled to memory."""
 
     registers: int
     stack: int
@@ -99,7 +99,7 @@ class Cost:
         return min(by_registers, by_shared, 32, gpu.warps // self.warps) * self.warps / gpu.warps
 
     def problems(self, gpu: Gpu) -> list[str]:
-        """Why the kernel must not ship for this GPU."""
+        """What is wrong with the kernel on this GPU; empty if nothing is."""
         found = []
         if self.stack:
             found.append(f"{self.stack} bytes of stack: registers are spilled")
@@ -152,7 +152,7 @@ def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
 
 
 def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """Arguments in memory that nobody writes or reads, however large."""
+    """Arguments in uninitialised memory: however large, no page of it is touched."""
     args: dict[str, Tensor | None] = {}
     for name, arg in case.args.items():
         if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked

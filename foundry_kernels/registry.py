@@ -1,4 +1,4 @@
-"""Which implementations an operation has, and which of them can serve a call.
+"""The implementations of each operation, and the choice among them for a call.
 
 An operation is one contract (`OpSpec`) with several implementations (`Impl`): a plain PyTorch reference, a Triton
 kernel, a native (C++/CUDA) kernel. What can run here is decided when the package is imported; a call only compares a
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BACKENDS = ("reference", "triton", "native")
 
 #: Order in which `backend="auto"` tries the backends of a device; a device that is not listed gets the reference.
-#: On the CPU Triton can only be interpreted, which serves tests and nobody else.
+#: On the CPU Triton can only be interpreted, which is of use to tests alone.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("triton", "native", "reference"),
     "cpu": ("native", "reference"),
@@ -35,15 +35,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BackendUnavailable(RuntimeError):
-    """No implementation can serve the call; the message gives the reason of each backend."""
+    """No implementation can serve the call; the message says why for each backend."""
 
 
 @dataclass(frozen=True)
 class Impl:
     """One implementation of an operation.
 
-    `fn` takes the operation's validated arguments without `backend`. `devices` and `dtypes` are what it accepts, `None`
-    meaning any device. `missing` is the reason, fixed at import, why it cannot be used in this process at all.
+    `fn` takes the operation's arguments, checked, without `backend`. `devices` and `dtypes` are those that it accepts
+    (None: any device). `missing` says why it cannot be used in this process at all, and is fixed at import.
     """
 
     backend: str
@@ -152,7 +152,8 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
 
 
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
-    """The function that serves `x`: for "auto" the first usable row, for a named backend that one or an error."""
+    """The function that serves `x`: for "auto" that of the first usable backend, for a named backend its own or an
+    error."""
     if type(x) is not Tensor and type(x) is not Parameter:
         _know_dtensor()
     if _transformed() and backend != "reference":
@@ -173,30 +174,30 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
 
 
 def _know_dtensor() -> None:
-    """Where DTensor is in use, see that it has a rule for each operator; importing it here would cost half a second."""
+    """Register the DTensor rules once DTensor is in use; importing it here would cost half a second every time."""
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("foundry_kernels.distributed.sharding")
 
 
 def _transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) or forward-mode differentiation is at work."""
+    """Whether a torch.func transform (grad, vmap, jvp, ...) or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-# What torch.compiler.assume_constant_result sets: where a call is traced, these run, and their answers count. (Calling
-# it would import the compiler, which takes seconds. The compiler itself watches for a change of transforms.)
+# What torch.compiler.assume_constant_result sets: tracing calls these functions and keeps their results. (Calling it
+# would import the compiler, which takes seconds. The compiler itself guards on a change of transforms.)
 _know_dtensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _transformable(spec: OpSpec, backend: str) -> str:
-    """The backend under a transform: kernels have no rule for any, and torch takes that for a derivative of zero."""
+    """The backend under a transform: kernels have no rule for one, which torch would take for a derivative of zero."""
     check_backend(backend)
     if backend == "auto":
         return "reference"
     raise BackendUnavailable(
         f"{spec.name}: backend {backend!r} supports neither torch.func transforms (grad, vmap, jvp, ...) nor "
-        "forward-mode differentiation; backend 'reference' does, and 'auto' takes it there"
+        "forward-mode differentiation; use backend 'reference', or 'auto', which falls back to it there"
     )
 
 

@@ -1,5 +1,5 @@
-"""The table that the parity suite runs over: every registered op, backend, device, dtype and case. Nothing here names
-an operation: a new one is covered by being registered."""
+"""The table that the parity suite runs over: every registered op, backend, device, dtype and case. No operation is
+named here: a new one is covered as soon as it is registered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random shapes, layouts, dtypes and options against the reference: the CPU kernels under every instruction set.
 
-Bounded and the same in every run, so that a commit passes or fails by what it changes. `make fuzz` goes on to others
-for as long as it is told and keeps what it finds in .hypothesis.
+Bounded, and the same in every run, so that a commit passes or fails by what it changes. `make fuzz` tries others for as
+long as it is told, and keeps what it finds in .hypothesis.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUNDED = settings(
 
 
 def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, threads: int) -> None:
-    """As exact as the reference and laid out alike; the same bits on one thread; nothing of the caller's written to."""
+    """As exact as the reference, with its strides; bitwise equal on one thread; inputs are not modified in place."""
     with cpu_setting(instruction_set, threads):
         result = assert_parity(op, case, backend="native", dtype=dtype)
     expected = call(op, case.make(dtype), case.options, backend="reference")
