@@ -39,7 +39,15 @@ from torch import Tensor
 from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_tensor
 from foundry_kernels.ops.flash_attention import reference
-from foundry_kernels.ops.flash_attention.checks import check_dense, check_options, check_varlen, sides
+from foundry_kernels.ops.flash_attention.checks import (
+    check_dense,
+    check_options,
+    check_varlen,
+    is_bottom_right,
+    scale_or_default,
+    window_sides,
+)
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.registry import Impl, OpSpec, register, resolve
 
 
@@ -142,12 +150,24 @@ def flash_attention(
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)
     check_dense(q, k, v)
-    check_options(q, q.shape[0], scale, softcap, alibi_slopes, sinks, align)
-    left, right = sides(window, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    attend = resolve(FLASH_ATTENTION, backend, q)
-    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse, return_stats)
-    return attend(q, k, v, *options)
+    left, right = window_sides(window, causal)
+    options = AttentionOptions(
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=q.shape[2],
+        max_seqlen_k=k.shape[2],
+        scale=scale_or_default(scale, q),
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        bottom_right=is_bottom_right(align),
+        return_lse=return_lse,
+        return_stats=return_stats,
+    )
+    check_options(q, options)
+    return resolve(FLASH_ATTENTION, backend, q)(q, k, v, options)
 
 
 @overload
@@ -245,13 +265,24 @@ def flash_attention_varlen(
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_options(q, cu_seqlens_q.shape[0] - 1, scale, softcap, alibi_slopes, sinks, align)
-    left, right = sides(window, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    attend = resolve(FLASH_ATTENTION_VARLEN, backend, q)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse, return_stats)
-    return attend(q, k, v, *lengths, *options)
+    left, right = window_sides(window, causal)
+    options = AttentionOptions(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        scale=scale_or_default(scale, q),
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        bottom_right=is_bottom_right(align),
+        return_lse=return_lse,
+        return_stats=return_stats,
+    )
+    check_options(q, options)
+    return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from foundry_kernels.ops.flash_attention.bench import (
     tokens_made,
     workspace_bytes,
 )
-from foundry_kernels.ops.flash_attention.checks import sides
+from foundry_kernels.ops.flash_attention.checks import window_sides
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 __all__ = [
@@ -343,7 +343,7 @@ def _scales(
     if slopes is not None:
         bias = slopes.detach()[..., None, None] * distance.abs()
         scores, error2 = scores - bias, error2 + (_ROUNDING * bias).square()
-    left, right = sides(options.get("window"), options.get("causal", False))
+    left, right = window_sides(options.get("window"), options.get("causal", False))
     hidden = torch.zeros_like(distance, dtype=torch.bool) if left is None else distance < -left
     hidden = hidden if right is None else hidden | (distance > right)
     scores = scores.masked_fill(hidden, -torch.inf)
