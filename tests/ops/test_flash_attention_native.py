@@ -149,7 +149,8 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
     q, k, v = (x.detach() for x in inputs())
     sinks = torch.zeros(4)
-    options = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, sinks, True, True, False).operator_args()
+    call = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, sinks, True, True, False)
+    options = call.operator_args()
     out, lse, _, _ = torch.ops.foundry_kernels.flash_attention_fwd(q, k, v, *options, True, False)
     for mask in range(16):
         needed = [bool(mask >> i & 1) for i in range(4)]
