@@ -9,6 +9,7 @@ from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
+    # The operator takes all options in the order of the fields, and returns an empty tensor for what is not wanted.
     return options.select(*torch.ops.foundry_kernels.flash_attention.default(q, k, v, *options))
 
 
