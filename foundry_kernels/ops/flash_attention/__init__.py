@@ -30,14 +30,13 @@ Entropy collapse: Zhai et al., 2023, arXiv:2303.06296; clipping by the largest l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_tensor
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.checks import (
     check_dense,
@@ -48,7 +47,7 @@ from foundry_kernels.ops.flash_attention.checks import (
     window_sides,
 )
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 
 class Options(TypedDict, total=False):
@@ -299,11 +298,5 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if castable else x
 
 
-def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
-    name = public.__name__
-    native = _native.impl(__name__, name, devices=("cpu",))
-    return OpSpec(name, public, (Impl("reference", plain), _triton.impl(__name__, name), native), __name__)
-
-
-FLASH_ATTENTION = register(_spec(flash_attention, reference.flash_attention))
-FLASH_ATTENTION_VARLEN = register(_spec(flash_attention_varlen, reference.flash_attention_varlen))
+FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, native_devices=("cpu",))
+FLASH_ATTENTION_VARLEN = register_op(flash_attention_varlen, reference.flash_attention_varlen, native_devices=("cpu",))

@@ -28,21 +28,22 @@ _WHOLE_MATRIX = 4096
 _CHECKED = 2048
 #: Endings of the cases that are timed without --full.
 BENCH_QUICK = (
-    *("8.2x512x64-causal", "8.2x2048x64-causal", "8.2x1024x128-causal"),
-    *("32.8x4096x128-causal", "32.8x16384x128-causal", "32.8x4096x64-causal"),
-    *("decode-512", "decode-4096", "decode-16384"),
+    *("Hk=2 T=512 D=64-causal", "Hk=2 T=2048 D=64-causal", "Hk=2 T=1024 D=128-causal"),
+    *("Hk=8 T=4096 D=128-causal", "Hk=8 T=16384 D=128-causal", "Hk=8 T=4096 D=64-causal"),
+    *("S=512 D=128-decode", "S=4096 D=128-decode", "S=16384 D=128-decode"),
 )
 
 
 def bench_case(b: int, h: int, hk: int, t: int, d: int, causal: bool) -> Case:
     args: dict[str, Arg | None] = {"q": Arg((b, h, t, d)), "k": Arg((b, hk, t, d)), "v": Arg((b, hk, t, d))}
-    return Case(f"{b}x{h}.{hk}x{t}x{d}-{'causal' if causal else 'full'}", args, {"causal": causal})
+    return Case(f"B={b} H={h} Hk={hk} T={t} D={d}-{'causal' if causal else 'full'}", args, {"causal": causal})
 
 
 def decode_case(b: int, keys: int) -> Case:
     """One new token: its query against the keys and values of a cache; no gradient."""
     kv = Arg((b, 8, keys, 128), grad=False)
-    return Case(f"{b}x32.8x1x128-decode-{keys}", {"q": Arg((b, 32, 1, 128), grad=False), "k": kv, "v": kv}, _FULL)
+    q = Arg((b, 32, 1, 128), grad=False)
+    return Case(f"B={b} H=32 Hk=8 T=1 S={keys} D=128-decode", {"q": q, "k": kv, "v": kv}, _FULL)
 
 
 _FULL = {"causal": False}
@@ -75,7 +76,7 @@ def parity_case(case: Case) -> Case:
     if max(q.shape[2], k.shape[2]) <= _CHECKED or q.shape[2] == 1:
         return case
     args = {n: a and replace(a, shape=(1, a.shape[1], _CHECKED, a.shape[3])) for n, a in case.args.items()}
-    return replace(case, id=f"1x{q.shape[1]}.{k.shape[1]}x{_CHECKED}x{q.shape[3]}", args=args)
+    return replace(case, id=f"B=1 H={q.shape[1]} Hk={k.shape[1]} T={_CHECKED} D={q.shape[3]}", args=args)
 
 
 def tokens_made(case: Case) -> int | None:

@@ -1,4 +1,4 @@
-"""Sample inputs, and the scale of what a gradient sums; the parity suite and the benchmarks enumerate this."""
+"""Sample inputs, and the size of what a result sums; the parity suite enumerates this."""
 
 from __future__ import annotations
 
@@ -10,36 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.flash_attention.bench import (
-    BENCH_QUICK,
-    bench_case,
-    bench_cases,
-    bytes_moved,
-    flops,
-    parity_case,
-    peers,
-    scaling_cases,
-    tokens_made,
-    workspace_bytes,
-)
+from foundry_kernels.ops.flash_attention.bench import bench_case
 from foundry_kernels.ops.flash_attention.checks import window_sides
 from foundry_kernels.testing import Arg, Case, Values, normal
-
-__all__ = [
-    "BENCH_QUICK",
-    "CASES",
-    "bench_cases",
-    "bytes_moved",
-    "compiled_cases",
-    "field_cases",
-    "flops",
-    "parity_case",
-    "peers",
-    "scales",
-    "scaling_cases",
-    "tokens_made",
-    "workspace_bytes",
-]
 
 
 def _slopes(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:

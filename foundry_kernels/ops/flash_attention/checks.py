@@ -12,6 +12,7 @@ from foundry_kernels._checks import (
     check_device,
     check_dtype,
     check_float,
+    check_int,
     check_integer,
     check_rank,
     check_shape,
@@ -60,8 +61,8 @@ def check_varlen(
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
     _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
     check_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "that of cu_seqlens_q")
-    _check_int("max_seqlen_q", max_seqlen_q)
-    _check_int("max_seqlen_k", max_seqlen_k)
+    check_int("max_seqlen_q", max_seqlen_q, minimum=0)
+    check_int("max_seqlen_k", max_seqlen_k, minimum=0)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_lengths("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q.shape[0])
         _check_lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k.shape[0])
@@ -164,17 +165,10 @@ def window_sides(window: tuple[int | None, int | None] | None, causal: bool) -> 
         raise TypeError(f"window must be a pair (left, right) or None; got {window!r}")
     left, right = window
     if left is not None:
-        _check_int("window's left side", left)
+        check_int("window's left side", left, minimum=0)
     if right is not None:
-        _check_int("window's right side", right)
+        check_int("window's right side", right, minimum=0)
     return left, (0 if causal else right)
-
-
-def _check_int(name: str, value: int) -> None:
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must be >= 0; got {value}")
 
 
 def check_positive(name: str, value: float) -> None:
