@@ -1,4 +1,4 @@
-"""What the arguments of both attention functions must be; attribute comparisons only, in the order of the signature."""
+"""Checks of the arguments of both attention functions, in the order of the signature; they only compare attributes."""
 
 from __future__ import annotations
 
@@ -113,32 +113,33 @@ def _check_heads(n_heads: int, n_kv_heads: int, head_dim: int, head_dim_k: int, 
 
 
 def check_options(q: Tensor, options: AttentionOptions) -> None:
-    """What the functions below have not checked while making the options; heads are q's second dimension always."""
+    """The options that `scale_or_default`, `is_bottom_right` and `window_sides` have not checked while making them."""
     batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
+    n_heads = q.shape[1]  # in both layouts
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
     if options.alibi_slopes is not None:
-        check_alibi_slopes(options.alibi_slopes, q, batch, q.shape[1])
+        check_alibi_slopes(options.alibi_slopes, q, batch, n_heads)
     if options.sinks is not None:
-        _check_sinks(options.sinks, q)
+        _check_sinks(options.sinks, q, n_heads)
 
 
-def check_alibi_slopes(alibi_slopes: Tensor, q: Tensor, batch: int, heads: int) -> None:
+def check_alibi_slopes(alibi_slopes: Tensor, q: Tensor, batch: int, n_heads: int) -> None:
     check_float("alibi_slopes", alibi_slopes)
     if alibi_slopes.dtype != torch.float32 and not alibi_slopes.dtype == q.dtype == torch.float64:
         raise TypeError(f"alibi_slopes must be float32 (or float64 where q is); got {alibi_slopes.dtype}")
-    if alibi_slopes.shape != (heads,) and alibi_slopes.shape != (batch, heads):
+    if alibi_slopes.shape != (n_heads,) and alibi_slopes.shape != (batch, n_heads):
         raise ValueError(
-            f"alibi_slopes must be [H] = ({heads},) or [B, H] = ({batch}, {heads}); got {tuple(alibi_slopes.shape)}"
+            f"alibi_slopes must be [H] = ({n_heads},) or [B, H] = ({batch}, {n_heads}); got {tuple(alibi_slopes.shape)}"
         )
     check_device("alibi_slopes", alibi_slopes, "q", q)
     if alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes take no gradient; got a tensor that requires one (pass alibi_slopes.detach())")
 
 
-def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+def _check_sinks(sinks: Tensor, q: Tensor, n_heads: int) -> None:
     check_float("sinks", sinks)
-    check_shape("sinks", sinks, (q.shape[1],), "one logit a query head")
+    check_shape("sinks", sinks, (n_heads,), "one logit a query head")
     check_device("sinks", sinks, "q", q)
     if sinks.dtype == torch.float64 != q.dtype:
         raise TypeError(f"sinks may be float64 only where q is; got q of {q.dtype}")
