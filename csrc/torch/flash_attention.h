@@ -4,22 +4,21 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "common.h"
+#include "flash_attention_options.h"
 
 namespace foundry {
 
-using OptionalInt = std::optional<c10::SymInt>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // q [B, H, T, D], or packed [total_q, H, D] where cu_seqlens are given; heads are dimension 1 in both.
-inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
-                            const OptionalTensor& cu_seqlens_k, const OptionalTensor& slopes,
-                            const OptionalTensor& sinks) {
-  const bool packed = cu_seqlens_q.has_value();
+inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+  const OptionalTensor &cu_seqlens_q = options.cu_seqlens_q, &cu_seqlens_k = options.cu_seqlens_k;
+  const OptionalTensor &alibi_slopes = options.alibi_slopes, &sinks = options.sinks;
+  const bool packed = options.packed();
   const int64_t rank = packed ? 3 : 4;
   TORCH_CHECK_VALUE(cu_seqlens_k.has_value() == packed, "cu_seqlens_q and cu_seqlens_k must be given together");
   TORCH_CHECK_VALUE(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k and v must have ", rank,
@@ -43,21 +42,22 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
     for (const OptionalTensor* t : {&cu_seqlens_q, &cu_seqlens_k})
       TORCH_CHECK_VALUE((*t)->dim() == 1 && (*t)->sym_size(0) == batch + 1 && batch >= 0,
                         "cu_seqlens_q and cu_seqlens_k must both be [B + 1]");
-  if (slopes.has_value())
-    TORCH_CHECK_VALUE(slopes->sym_size(-1) == q.sym_size(1) &&
-                          (slopes->dim() == 1 || (slopes->dim() == 2 && slopes->sym_size(0) == batch)),
-                      "alibi_slopes must be [H] or [B, H]; got ", slopes->sym_sizes());
+  if (alibi_slopes.has_value())
+    TORCH_CHECK_VALUE(
+        alibi_slopes->sym_size(-1) == q.sym_size(1) &&
+            (alibi_slopes->dim() == 1 || (alibi_slopes->dim() == 2 && alibi_slopes->sym_size(0) == batch)),
+        "alibi_slopes must be [H] or [B, H]; got ", alibi_slopes->sym_sizes());
   if (sinks.has_value())
     TORCH_CHECK_VALUE(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), "sinks must be [H]; got ",
                       sinks->sym_sizes());
 }
 
 // [B, H, T, Dv] of q's dtype, dense in q's storage order; [total_q, H, Dv] contiguous.
-inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& width, bool packed) {
+inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& head_dim_v, bool packed) {
   std::vector<c10::SymInt> sizes = q.sym_sizes().vec();
-  sizes.back() = width;
+  sizes.back() = head_dim_v;
   if (packed) return at::empty_symint(sizes, q.options());
-  if (q.sym_size(-1) == width) return empty_in_storage_order(q);
+  if (q.sym_size(-1) == head_dim_v) return empty_in_storage_order(q);
   return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
 }
 

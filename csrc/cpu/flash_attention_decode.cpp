@@ -1,6 +1,8 @@
-// Attention's forward pass of a few rows, as in decoding: reading the keys and values is all the work, so they are used
-// straight from memory, with the width of a head along the lanes. Compiled once per instruction set (see isa.h).
-#include "flash_attention_rows.h"
+// Attention's forward pass of few query rows, as in decoding: reading the keys and values is all the work, so they are
+// used straight from memory, with the head dimension along the lanes. Compiled once per instruction set (see isa.h).
+#include "flash_attention_pairs.h"
+#include "flash_attention_softmax.h"
+#include "transpose.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -23,7 +25,7 @@ inline FK_INLINE Vec sums_of(Vec* v) {
   }
 }
 
-// What products of T's factors are made of, see flash_attention_tiles.h.
+// What products of T's factors are made of, see flash_attention_gemm.h.
 template <class T> using Product = std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, BFloat16, float>;
 
 // A register of E's lanes from memory.
@@ -52,11 +54,11 @@ template <class T> struct Stream {
 
 // scores[row][key] = query . key for kRows rows, `n` keys; `scores` has room for kSums more.
 template <int kRows, class T>
-void multiply_keys(const float* queries, int64_t width, Stream<T> keys, int64_t n, float* scores, int64_t ld) {
+void multiply_keys(const float* queries, int64_t head_dim, Stream<T> keys, int64_t n, float* scores, int64_t ld) {
   typedef Product<T> E;
   constexpr int kKeys = kSums / kRows;
   constexpr int64_t kStep = kLanes * kPer<E>;
-  const int64_t lanes = lanes_of<E>(width);
+  const int64_t lanes = lanes_of<E>(head_dim);
   for (int64_t key = 0; key < n; key += kKeys) {
     const T* rows[kKeys];
 #pragma GCC unroll 16
@@ -77,8 +79,8 @@ void multiply_keys(const float* queries, int64_t width, Stream<T> keys, int64_t 
       }
     };
     int64_t i = 0;
-    for (; i + kStep <= width; i += kStep) step(i, Whole{});
-    if (i < width) step(i, Part{int(width - i)});
+    for (; i + kStep <= head_dim; i += kStep) step(i, Whole{});
+    if (i < head_dim) step(i, Part{int(head_dim - i)});
     float found[kSums];
 #pragma GCC unroll 16
     for (int g = 0; g < kSums; g += kLanes) Whole::store(found + g, sums_of(acc + g));
@@ -144,25 +146,26 @@ inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n
     for (int v = 0; v < kVecs; ++v) Whole::store(out + r * ld_out + column + v * kLanes, acc[r][v]);
 }
 
-// The same for columns [first, width), kVecs registers at a time while there are so many.
+// The same for columns [first, head_dim_v), kVecs registers at a time while there are so many.
 template <int kRows, int kVecs, class E, class T>
 void add_all_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, const float* scale, float* out,
-                    int64_t ld_out, int64_t first, int64_t width) {
+                    int64_t ld_out, int64_t first, int64_t head_dim_v) {
   int64_t i = first;
-  for (; i + kVecs * kLanes <= width; i += kVecs * kLanes)
+  for (; i + kVecs * kLanes <= head_dim_v; i += kVecs * kLanes)
     add_values<kRows, kVecs>(weights, ld, values, n, scale, out, ld_out, i, Whole{});
-  if constexpr (kVecs > 1) add_all_values<kRows, kVecs / 2>(weights, ld, values, n, scale, out, ld_out, i, width);
-  else if (i < width) add_values<kRows, 1>(weights, ld, values, n, scale, out, ld_out, i, Part{int(width - i)});
+  if constexpr (kVecs > 1) add_all_values<kRows, kVecs / 2>(weights, ld, values, n, scale, out, ld_out, i, head_dim_v);
+  else if (i < head_dim_v)
+    add_values<kRows, 1>(weights, ld, values, n, scale, out, ld_out, i, Part{int(head_dim_v - i)});
 }
 
-struct FewRows : BlockRows {
-  RowSums sums[kAttentionFewRows];
-  float scale[kAttentionFewRows];
+struct DecodeRows : BlockRows {
+  RowSums sums[kAttentionDecodeRows];
+  float scale[kAttentionDecodeRows];
 };
 
 // A row's scores of keys [key, key + n) become weights, as softmax_tile of the other kernel has it.
-void softmax_row(const AttentionForward& a, FewRows& b, int row, float* scores, int64_t n, int32_t key) {
-  const Vec place = splat(float(b.place[row] - key)), first = splat(float(b.first[row] - key)),
+void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* scores, int64_t n, int32_t key) {
+  const Vec q_pos = splat(float(b.q_pos[row] - key)), first = splat(float(b.first[row] - key)),
             last = splat(float(b.last[row] - key));
   const auto each = [&](auto&& f) FK_INLINE {
     Vec index;
@@ -173,7 +176,7 @@ void softmax_row(const AttentionForward& a, FewRows& b, int row, float* scores, 
   Vec top = splat(kNone);
   each([&](float* p, Vec index) FK_INLINE {
     Vec s = capped(a, Whole::load(p));
-    if (a.slopes) s -= b.slope[row] * (index > place ? index - place : place - index);
+    if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
     s = (index >= first) & (index <= last) & (index < end) ? s : splat(kNone);
     Whole::store(p, s);
     top = larger(s, top);
@@ -190,61 +193,61 @@ void softmax_row(const AttentionForward& a, FewRows& b, int row, float* scores, 
     Whole::store(p, weight);
   });
   float unused;
-  r.merge({now, foundry::FK_ISA::sum(sum), foundry::FK_ISA::sum(entropy)}, b.scale[row], unused);
+  r.combine({now, foundry::FK_ISA::sum(sum), foundry::FK_ISA::sum(entropy)}, b.scale[row], unused);
 }
 
 template <int kRows, class T>
-void attend(const AttentionForward& a, const AttentionTask& task, FewRows& b, const float* queries, float* out,
+void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, const float* queries, float* out,
             float* scores) {
   typedef Product<T> E;
   constexpr int kVecs = std::min(8, kSums / kRows);
-  constexpr int64_t ld = kAttentionFewKeys + kSums;
+  constexpr int64_t ld = kAttentionDecodeKeys + kSums;
   const AttentionSequence& s = a.sequences[task.sequence];
-  const int64_t value_width = round_up(a.value_width, kAttentionPad);
+  const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
   const T* k = static_cast<const T*>(a.k) + key_offset(a.k_strides, s, task.kv_head, 0);
   const T* v = static_cast<const T*>(a.v) + key_offset(a.v_strides, s, task.kv_head, 0);
-  for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionFewKeys) {
-    const int64_t n = std::min<int64_t>(kAttentionFewKeys, b.key_end - tile);
+  for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionDecodeKeys) {
+    const int64_t n = std::min<int64_t>(kAttentionDecodeKeys, b.key_end - tile);
     const T *keys = k + tile * a.k_strides.token, *values = v + tile * a.v_strides.token;
-    multiply_keys<kRows>(queries, a.width, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores,
+    multiply_keys<kRows>(queries, a.head_dim, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores,
                          ld);
     for (int r = 0; r < b.count; ++r) softmax_row(a, b, r, scores + r * ld, n, int32_t(tile - task.key_begin));
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
     E* weights = reinterpret_cast<E*>(scores);
     if constexpr (kPer<E> == 2) {
-      for (int r = 0; r < kRows; ++r)  // in place, each before what it is written over
+      for (int r = 0; r < kRows; ++r)  // in q_pos, each before what it is written over
         for (int64_t j = 0; j < n; j += kLanes)
           Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
     }
-    const T* next = tile + kAttentionFewKeys < b.key_end ? keys + kAttentionFewKeys * a.k_strides.token : keys;
+    const T* next = tile + kAttentionDecodeKeys < b.key_end ? keys + kAttentionDecodeKeys * a.k_strides.token : keys;
     const Stream<T> stream{values, a.v_strides.token, next, a.k_strides.token};
-    add_all_values<kRows, kVecs>(weights, ld * kPer<E>, stream, n, b.scale, out, value_width, 0, a.value_width);
+    add_all_values<kRows, kVecs>(weights, ld * kPer<E>, stream, n, b.scale, out, dv, 0, a.head_dim_v);
   }
 }
 
 }  // namespace
 
-void attention_few_rows(const AttentionForward& a, const AttentionTask& task, float* scratch) {
+void attention_decode(const AttentionForward& a, const AttentionTask& task, float* scratch) {
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t head = task.kv_head * a.group;
-  const int64_t width = round_up(a.width, kAttentionPad), value_width = round_up(a.value_width, kAttentionPad);
-  float *queries = scratch, *out = queries + kAttentionFewRows * width, *scores = out + kAttentionFewRows * value_width;
-  FewRows b;
+  const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
+  float *queries = scratch, *out = queries + kAttentionDecodeRows * d, *scores = out + kAttentionDecodeRows * dv;
+  DecodeRows b;
   b.set(a, s, task.sequence, head, task.row_begin, task.row_end, task.key_begin, task.key_end);
   std::fill(queries, scores, 0.0f);
-  std::fill(b.scale, b.scale + kAttentionFewRows, 0.0f);
-  std::fill(b.sums, b.sums + kAttentionFewRows, RowSums{kNone, 0.0f, 0.0f});
+  std::fill(b.scale, b.scale + kAttentionDecodeRows, 0.0f);
+  std::fill(b.sums, b.sums + kAttentionDecodeRows, RowSums{kNone, 0.0f, 0.0f});
   with_type(a.type, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     for (int64_t i = 0; i < b.count; ++i)
-      read_row<Product<T>>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.width,
-                           queries + i * lanes_of<Product<T>>(a.width), lanes_of<Product<T>>(a.width));
+      read_row<Product<T>>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim,
+                           queries + i * lanes_of<Product<T>>(a.head_dim), lanes_of<Product<T>>(a.head_dim));
     if (b.count > 4) attend<8, T>(a, task, b, queries, out, scores);
     else if (b.count > 2) attend<4, T>(a, task, b, queries, out, scores);
     else if (b.count > 1) attend<2, T>(a, task, b, queries, out, scores);
     else attend<1, T>(a, task, b, queries, out, scores);
   });
-  for (int64_t i = 0; i < b.count; ++i) write_row(a, task, b.row + i, b.sums[i], out + i * value_width);
+  for (int64_t i = 0; i < b.count; ++i) write_row(a, task, b.row + i, b.sums[i], out + i * dv);
 }
 
 }  // namespace FK_ISA
