@@ -116,7 +116,8 @@ def _both_pairings(interleaved: bool) -> tuple[Case, ...]:
     )
 
 
-_ROPE = (*_both_pairings(False), *_both_pairings(True))
+_NO_DIMENSIONS = tuple(_case((2, 4, 3, 0), 2, "no-dimensions", interleaved=i) for i in (False, True))
+_ROPE = (*_both_pairings(False), *_both_pairings(True), *_NO_DIMENSIONS)
 
 
 def _normed(
