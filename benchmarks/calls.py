@@ -63,7 +63,7 @@ class Contenders:
                     prepare = _call(group, group.function(name), own, scrub)
                 prepare()()
                 timer()  # what a GPU has to say comes late
-                if group.memory == "cold" and group.limit == "copy" and name not in LIMITS:
+                if group.memory == "cold" and group.limit == "memcpy" and name not in LIMITS:
                     _use_memory(prepare, len(shared.sets), scrub)
             except Exception as error:
                 reason = unavailable(error, ours=name in OURS)
@@ -96,7 +96,7 @@ def unavailable(error: Exception, ours: bool) -> str | None:
 
 
 def _limit(group: Group, name: str) -> Prepare:
-    if name == "matmul":
+    if name == "GEMM":
         a, b = (torch.randn(*[MATMUL[DEVICE]] * 2, device=DEVICE, dtype=group.dtype) for _ in range(2))
         return lambda: lambda: a @ b
     size = max(group.bytes_moved // 2 // 4, 1)
@@ -108,7 +108,7 @@ def _limit(group: Group, name: str) -> Prepare:
         source, into = next(pairs)
         return lambda: into.copy_(source)
 
-    return copy if name == "copy" else lambda: next(pairs)[0].clone
+    return copy if name == "memcpy" else lambda: next(pairs)[0].clone
 
 
 #: Rows and columns of the factors of the matrix product that is the limit.

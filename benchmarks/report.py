@@ -3,7 +3,7 @@
 python -m benchmarks report RUN.json [NAME]    # keeps a run of --benchmark-json as benchmarks/results/NAME.json and
                                                # makes NAME.md and its pictures; NAME is the device's where left out
 python -m benchmarks report                    # makes the pages of all kept results anew
-python -m benchmarks readme NAME               # the tables and pictures of README.md, from kept results
+python -m benchmarks readme NAME               # README.md's table and chart, from kept results
 python -m benchmarks compare COMMIT [...]      # this tree against another commit; see --help
 """
 
@@ -118,12 +118,11 @@ def readme(source: Path, path: Path = ROOT / "README.md") -> None:
         raise SystemExit(f"error: {path} has no {START} and {END} behind it to put results between")
     target, kept = page(source), load(source)
     folder = source.resolve().parent.relative_to(path.resolve().parent)
+    chart = next(((title, p) for title, p in _named(kept, source) if p.exists()), None)
     found = [
-        tables.header(kept, f"{folder}/{source.name}"),
         tables.summary(kept),
-        tables.models(kept),
-        *(f"![{title}]({folder}/{picture.name})" for title, picture in _named(kept, source)),
-        f"More shapes and dtypes, both directions in one, memory, host time, growth: [{folder}/{target.name}]"
+        f"![{chart[0]}]({folder}/{chart[1].name})" if chart else "",
+        f"Backward passes, other shapes, whole models, memory, host time and growth: [{folder}/{target.name}]"
         f"({folder}/{target.name}).",
     ]
     between = "\n\n".join(part for part in found if part)

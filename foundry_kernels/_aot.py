@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
-from foundry_kernels.registry import OPS, OpSpec, short_dtype
+from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
 
 
@@ -113,8 +114,8 @@ class Cost:
 
 def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
     """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
-    device of compute capability `arch` (80, 90, ...); of those, without `everything`, the ones that the op's
-    `compiled_cases` picks, if it does."""
+    device of compute capability `arch` (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
+    names any."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
@@ -127,26 +128,26 @@ def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         launches.setdefault(_launch(kernel, args, kwargs, case_id))
 
-    for each in OPS.values():  # a function may hand on to another operation
-        if (impl := each.impl("triton")) is not None:
-            object.__setattr__(impl, "devices", ("cpu", "cuda"))
-    original, JITFunction.run = JITFunction.run, run
-    _triton.serve_cpu_tensors()
-    _triton.record_for(arch)
-    try:
-        if hasattr(op.cases, "compiled_cases") and not everything:
-            unfilled, made = op.cases.compiled_cases(op.name), ()
-        else:
-            unfilled = [(case, dtype) for dtype in DTYPES for case in op.cases.bench_cases(op.name, "cuda")]
-            made = op.cases.CASES[op.name]
+    unfilled = None if everything else op.cases.compiled_cases(op.name)
+    made: tuple[Case, ...] = ()
+    if unfilled is None:
+        timed = op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ()
+        unfilled = tuple((case, dtype) for dtype in DTYPES for case in timed)
+        made = op.cases.CASES[op.name]
+    with ExitStack() as undo:
+        for each in OPS.values():  # a function may hand on to another operation
+            if each.impl("triton") is not None:
+                undo.enter_context(override(each, "triton", devices=("cpu", "cuda")))
+        undo.callback(setattr, JITFunction, "run", JITFunction.run)
+        JITFunction.run = run
+        _triton.serve_cpu_tensors()
+        _triton.record_for(arch)
         for case, dtype in unfilled:
             case_id = f"{case.id} {short_dtype(dtype)}"
             _call(op, case, _unfilled(case, dtype))
         for case in made:
             case_id = case.id
             _call(op, case, case.make(DTYPES[0]))
-    finally:
-        JITFunction.run = original
     return list(launches)
 
 

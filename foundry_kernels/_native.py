@@ -48,8 +48,8 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
         return Impl("native", _absent, dtypes=dtypes, missing=MISSING, sources=devices)
     module = importlib.import_module(package + ".native")
     compiled = devices if build_info()["cuda_architectures"] else ("cpu",)
-    elsewhere = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
-    return Impl("native", getattr(module, function), compiled, dtypes, elsewhere=elsewhere, sources=devices)
+    hint = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
+    return Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices)
 
 
 def _absent(*_: Any) -> Any:

@@ -37,7 +37,7 @@ def impl(package: str, function: str) -> Impl:
     if INTERPRET:
         return Impl("triton", getattr(module, function), ("cpu",), DTYPES)
     hint = "; TRITON_INTERPRET=1, set before the import, interprets it on the CPU"
-    return Impl("triton", getattr(module, function), ("cuda",), DTYPES, elsewhere=hint)
+    return Impl("triton", getattr(module, function), ("cuda",), DTYPES, hint=hint)
 
 
 def _absent(*_: Any) -> Any:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from foundry_kernels.op_modules import Bench, Cases, Fuzz, Sharding
 
 BACKENDS = ("reference", "triton", "native")
 
@@ -48,7 +51,7 @@ class Impl:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     missing: str | None = None
-    elsewhere: str = ""  # what to do about a device that is not among `devices`
+    hint: str = ""  # what to do about a device that is not among `devices`
     sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
@@ -56,15 +59,18 @@ class Impl:
         if self.missing is not None:
             return self.missing
         if self.devices is not None and device not in self.devices:
-            return f"runs on {' and '.join(self.devices)}, not on {device}{self.elsewhere}"
+            return f"runs on {' and '.join(self.devices)}, not on {device}{self.hint}"
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(map(short_dtype, self.dtypes))}, not {short_dtype(dtype)}"
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OpSpec:
-    """An operation: its public function, its implementations and the folder that holds all there is to know of it."""
+    """An operation: its public function, its implementations and the folder that holds all there is to know of it.
+
+    `impls` is what `resolve` reads, and is replaced by `override` alone.
+    """
 
     name: str
     public: Callable[..., Any]
@@ -86,15 +92,32 @@ class OpSpec:
         """The backends that can serve such a tensor."""
         return tuple(b for b in BACKENDS if self.why_not(b, device, dtype) is None)
 
-    @property
-    def cases(self) -> ModuleType:
-        """The op's `cases` module (sample inputs, benchmark shapes, traffic); loaded when asked for."""
-        return importlib.import_module(self.package + ".cases")
+    # The other modules of the folder, imported when asked for; None where the folder has no such module. What each may
+    # offer is written in `foundry_kernels.op_modules`.
 
     @property
-    def fuzz(self) -> ModuleType:
-        """The op's `fuzz` module (a hypothesis strategy for random cases), which needs hypothesis."""
-        return importlib.import_module(self.package + ".fuzz")
+    def cases(self) -> Cases:
+        found: Cases | None = _load("Cases", self.package)
+        if found is None:
+            raise ModuleNotFoundError(f"{self.name} has no cases: {self.package}.cases does not exist")
+        return found
+
+    @property
+    def bench(self) -> Bench | None:
+        return _load("Bench", self.package)
+
+    @property
+    def fuzz(self) -> Fuzz | None:
+        return _load("Fuzz", self.package)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return _load("Sharding", self.package)
+
+
+def _load(kind: str, package: str) -> Any:
+    op_modules = importlib.import_module("foundry_kernels.op_modules")
+    return op_modules.load(getattr(op_modules, kind), package)
 
 
 OPS: dict[str, OpSpec] = {}
@@ -105,6 +128,27 @@ def register(spec: OpSpec) -> OpSpec:
         raise ValueError(f"an operation named {spec.name!r} is registered already")
     OPS[spec.name] = spec
     return spec
+
+
+@contextmanager
+def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
+    """While it lasts, the operation's `backend` is its own `Impl` with `changes`: another `fn`, other `devices`.
+
+    For tests and tools. It holds for every thread of the process.
+
+    Raises:
+        KeyError: the operation has no such backend.
+    """
+    before = spec.impls
+    own = spec.impl(backend)
+    if own is None:
+        raise KeyError(f"{spec.name} has no {backend} kernel")
+    changed = replace(own, **changes)
+    spec.impls = tuple(changed if impl is own else impl for impl in before)
+    try:
+        yield changed
+    finally:
+        spec.impls = before
 
 
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:

@@ -294,10 +294,9 @@ def assert_parity(op: OpSpec, case: Case, *, backend: str, dtype: torch.dtype, d
         f"gradients of {set(actual.grads)}, expected {set(reference.grads)}"
     )
     scales = op.cases.scales(args64, case.options, cotangents64)
-    from_output = getattr(op.cases, "FROM_OUTPUT", ())
     roundings = (dtype, int((oracle.outputs[0] != 0).any(-1).sum()))
     for name, tensor in actual.items().items():
         key = name.removeprefix("gradient of ")
-        of_rows = roundings if key in from_output else None
+        of_rows = roundings if key in op.cases.FROM_OUTPUT else None
         compare(name, tensor, reference.items()[name], oracle.items()[name], float(scales.get(key, 0.0)), of_rows)
     return actual

@@ -11,7 +11,7 @@ from torch import Tensor
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.compat.flash_attn import check_no_pages, translate
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options, flash_attention
-from foundry_kernels.ops.flash_attention.checks import MAX_WIDTH, check_options
+from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM, check_alibi_slopes
 from foundry_kernels.ops.rope import ROPE, rope
 from foundry_kernels.registry import resolve
 
@@ -94,7 +94,8 @@ def flash_attn_with_kvcache(
     check_no_pages(block_table)
     options = translate(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
     new = _check_tensors(q, k_cache, v_cache, k, v, cache_batch_idx is not None)
-    check_options(q.transpose(1, 2), q.shape[0], None, None, alibi_slopes, None, "bottom_right")
+    if alibi_slopes is not None:
+        check_alibi_slopes(alibi_slopes, q, q.shape[0], q.shape[2])
     if not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits must be an int >= 0; got {num_splits!r}")
     spans = _spans(q, k_cache, new, cache_seqlens, cache_batch_idx, cache_leftpad)
@@ -145,8 +146,8 @@ def _check_tensors(
     check_shape("k_cache", k_cache, (rows, size, kv_heads, width), "q's head dimension")
     check_shape("v_cache", v_cache, (rows, size, kv_heads, v_cache.shape[3]), "that of k_cache but for the last")
     for name, n in (("q", width), ("v_cache", v_cache.shape[3])):
-        if not 1 <= n <= MAX_WIDTH:
-            raise ValueError(f"{name} must have a head dimension of 1 to {MAX_WIDTH}; got {n}")
+        if not 1 <= n <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} must have a head dimension of 1 to {MAX_HEAD_DIM}; got {n}")
     if k is None or v is None:
         return 0
     new = k.shape[1]

@@ -11,7 +11,6 @@ DTensor (`foundry_kernels.registry.resolve`): torch.distributed.tensor takes hal
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -131,10 +130,12 @@ def composed(name: str) -> bool:
 
 
 def operators() -> dict[torch._ops.OpOverload, Rule]:
-    """Every operator of a kernel that exists in this process, with the rule of its operation."""
+    """Every operator of a kernel that exists in this process, with the rule of its operation; an operation without a
+    `sharding` module has none."""
     found: dict[torch._ops.OpOverload, Rule] = {}
-    for package in dict.fromkeys(spec.package for spec in OPS.values()):
-        module = importlib.import_module(package + ".sharding")
+    for spec in OPS.values():
+        if (module := spec.sharding) is None:
+            continue
         for name in module.OPERATORS:
             for prefix in ("", "triton_"):
                 # An operator that is composed of others is taken apart before DTensor sees it.

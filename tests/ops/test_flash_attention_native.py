@@ -28,13 +28,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPLIT = (
     _case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
     _case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
-    _case(1, (3, 1), (2, 1300), 59, "decode-uneven", slopes=(3,), causal=True, value_width=72, return_stats=True),
+    _case(1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
     _case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
     _case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
     _case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
     _case(1, (2, 1), (20, 1100), 32, "top-left", causal=True, align="top_left", return_lse=True),
     _case(1, (4, 1), (300, 300), 32, "rows", causal=True, return_lse=True),
-    _case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), value_width=24),
+    _case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), head_dim_v=24),
     _case(1, (1, 1), (1100, 1100), 16, "rows-top-left", align="top_left", window=(30, 30), frozen="q"),
 )
 PACKED = (

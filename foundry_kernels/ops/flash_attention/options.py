@@ -5,7 +5,8 @@ A new option is a field here, its type in `SCHEMA_TYPES`, its check in `checks.p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +34,17 @@ class AttentionOptions(NamedTuple):
         """The values for `SCHEMA`, in its order."""
         return self[: len(SCHEMA_TYPES)]
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What autograd has to save of the options."""
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> AttentionOptions:
+        replaced: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        return self._replace(**replaced)
+
+    def without_tensors(self) -> AttentionOptions:
+        return self.with_tensors([None] * len(TENSORS))
+
     def select(self, out: Tensor, lse: Tensor, entropy: Tensor, max_logit: Tensor) -> Tensor | tuple[Tensor, ...]:
         """What the caller asked for of all that attention can return."""
         if self.return_lse:
@@ -56,5 +68,14 @@ SCHEMA_TYPES = {
     "bottom_right": "bool",
 }
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items())
+TENSORS = tuple(name for name, kind in SCHEMA_TYPES.items() if kind.startswith("Tensor"))
+
+
+def from_operator_args(args: Sequence[Any]) -> tuple[AttentionOptions, tuple[bool, ...]]:
+    """The options among an operator's arguments from `SCHEMA` on, and the flags that follow them there."""
+    count = len(SCHEMA_TYPES)
+    given: dict[str, Any] = dict(zip(SCHEMA_TYPES, args[:count], strict=True))
+    return AttentionOptions(**given, return_lse=False, return_stats=False), tuple(args[count:])
+
 
 assert AttentionOptions._fields[: len(SCHEMA_TYPES)] == tuple(SCHEMA_TYPES)

@@ -17,16 +17,13 @@ Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.074
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_device, check_eps, check_float, check_shape
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rms_norm import reference
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 
 def rms_norm(
@@ -120,15 +117,5 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -
     check_eps(eps)
 
 
-def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
-    name = public.__name__
-    return OpSpec(
-        name,
-        public,
-        (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name)),
-        __name__,
-    )
-
-
-RMS_NORM = register(_spec(rms_norm, reference.rms_norm))
-ADD_RMS_NORM = register(_spec(add_rms_norm, reference.add_rms_norm))
+RMS_NORM = register_op(rms_norm, reference.rms_norm)
+ADD_RMS_NORM = register_op(add_rms_norm, reference.add_rms_norm)

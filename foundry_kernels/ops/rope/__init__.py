@@ -18,13 +18,9 @@ keys: Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv:2010
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import (
     check_device,
     check_dtype,
@@ -35,9 +31,10 @@ from foundry_kernels._checks import (
     check_shape,
     check_tensor,
 )
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rope import reference
 from foundry_kernels.ops.rope.table import RopeScaling, rope_table
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 __all__ = ["QK_NORM_ROPE", "ROPE", "RopeScaling", "qk_norm_rope", "rope", "rope_table"]
 
@@ -200,11 +197,5 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
         raise ValueError("cos and sin take no gradient; got one that requires it (pass cos.detach(), sin.detach())")
 
 
-def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
-    name = public.__name__
-    impls = (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name))
-    return OpSpec(name, public, impls, __name__)
-
-
-ROPE = register(_spec(rope, reference.rope))
-QK_NORM_ROPE = register(_spec(qk_norm_rope, reference.qk_norm_rope))
+ROPE = register_op(rope, reference.rope)
+QK_NORM_ROPE = register_op(qk_norm_rope, reference.qk_norm_rope)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foundry_kernels._checks import check_int
+
 #: By type: the parameters that must be given and those that may be.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ("original_max_position_embeddings",)),
@@ -134,8 +136,8 @@ def rope_table(
 
     Su et al., "RoFormer", 2021, arXiv:2104.09864.
     """
-    _check_int("rotary_dim", rotary_dim)
-    _check_int("max_positions", max_positions)
+    check_int("rotary_dim", rotary_dim)
+    check_int("max_positions", max_positions)
     _check_number("base", base)
     if rotary_dim < 2 or rotary_dim % 2 != 0:
         raise ValueError(f"rotary_dim must be even and >= 2; got {rotary_dim}")
@@ -204,11 +206,6 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
     return magnitude(1.0)
-
-
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
 
 
 def _check_number(name: str, value: object, minimum: float | None = None) -> None:

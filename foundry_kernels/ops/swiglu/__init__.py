@@ -15,15 +15,12 @@ Units", 2016, arXiv:1606.08415.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_shape
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.swiglu import reference
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -88,15 +85,5 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
     check_device("up", up, "gate", gate)
 
 
-def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
-    name = public.__name__
-    return OpSpec(
-        name,
-        public,
-        (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name)),
-        __name__,
-    )
-
-
-SWIGLU = register(_spec(swiglu, reference.swiglu))
-GEGLU = register(_spec(geglu, reference.geglu))
+SWIGLU = register_op(swiglu, reference.swiglu)
+GEGLU = register_op(geglu, reference.geglu)
