@@ -78,7 +78,7 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
         if (a.softcap > 0.0f) ds *= 1.0f - s * s * (1.0f / (a.softcap * a.softcap));
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
       }
-      p = exp2((s * unit - lse) * kLog2E);
+      p = exp(s * unit - lse);
       if constexpr (kEdge) p = seen(b, v, key + int32_t(j), p, 0.0f);
       ds *= p;
     };

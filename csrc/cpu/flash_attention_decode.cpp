@@ -187,7 +187,7 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* score
   const float now = std::max(r.max, *std::max_element(found, found + kLanes)), at = now == kNone ? 0.0f : now;
   Vec sum[4] = {}, entropy[4] = {};
   each([&](float* p, Vec) FK_INLINE {
-    const Vec t = Whole::load(p) - at, weight = exp2(t * kLog2E);
+    const Vec t = Whole::load(p) - at, weight = exp(t);
     sum[0] += weight;
     entropy[0] += weight > Vec{} ? weight * t : Vec{};
     Whole::store(p, weight);

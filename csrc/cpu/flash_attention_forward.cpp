@@ -10,7 +10,7 @@ namespace {
 
 struct Block : BlockRows {
   float *queries, *out;  // transposed: [D, kAttentionRows], [Dv, kAttentionRows]
-  alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];  // the last to the base 2
+  alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];
 };
 
 struct Scratch {
@@ -61,12 +61,10 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
     const auto row = [&](float* of) { return of + v * kLanes; };
     const Vec before = Whole::load(row(b.max)), now = larger(larger(top[0], top[1]) * unit, before);
     const Vec at = now == splat(kNone) ? Vec{} : now;  // a row that has seen no key yet
-    const Vec moved = (before - at) * kLog2E, factor = exp2(moved);
-    Vec sum = Whole::load(row(b.sum)), entropy{};
-    if constexpr (kEntropy) entropy = factor > Vec{} ? factor * (Whole::load(row(b.entropy)) + moved * sum) : Vec{};
-    sum *= factor;
+    const Vec moved = before - at, factor = exp(moved);
+    Vec sum{}, entropy{};  // of this tile
     const auto weight = [&](int64_t j) FK_INLINE {
-      const Vec t = (Whole::load(column + j * kAttentionRows) * unit - at) * kLog2E, p = exp2(t);
+      const Vec t = Whole::load(column + j * kAttentionRows) * unit - at, p = exp(t);
       sum += p;
       if constexpr (kEntropy) entropy += p > Vec{} ? p * t : Vec{};
       return p;
@@ -79,9 +77,13 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
         store_pairs(column + j / 2 * kAttentionRows, p, j + 1 < n ? weight(j + 1) : Vec{});
       }
     }
+    const Vec sum_before = Whole::load(row(b.sum));
     Whole::store(row(b.max), now);
-    Whole::store(row(b.sum), sum);
-    if constexpr (kEntropy) Whole::store(row(b.entropy), entropy);
+    Whole::store(row(b.sum), sum_before * factor + sum);
+    if constexpr (kEntropy) {
+      const Vec all_before = Whole::load(row(b.entropy)) + moved * sum_before;
+      Whole::store(row(b.entropy), entropy + (factor > Vec{} ? factor * all_before : Vec{}));
+    }
     Whole::store(row(scale), factor);
   }
 }
@@ -90,7 +92,7 @@ void write_block(const AttentionForward& a, const AttentionTask& task, const Blo
   const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
   transpose(b.out, kAttentionRows, dv, b.vecs * kLanes, by_rows, dv);
   for (int64_t i = 0; i < b.count; ++i)
-    write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i] * kLn2}, by_rows + i * dv);
+    write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i]}, by_rows + i * dv);
 }
 
 template <class E>

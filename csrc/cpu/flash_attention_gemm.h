@@ -68,11 +68,7 @@ inline void multiply_block(Factor<E> a, const float* b, int64_t ldb, int64_t dep
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) {
-      if (start == Start::zero) acc[i][v] = Vec{};
-      else acc[i][v] = Whole::load(c + i * ldc + v * kLanes);
-      if (start == Start::scaled) acc[i][v] *= Whole::load(factor + v * kLanes);
-    }
+    for (int v = 0; v < kVecs; ++v) acc[i][v] = Vec{};
   for (int64_t k = 0; k < depth; ++k) {
     Vec right[kVecs];
 #pragma GCC unroll 16
@@ -84,10 +80,17 @@ inline void multiply_block(Factor<E> a, const float* b, int64_t ldb, int64_t dep
       for (int v = 0; v < kVecs; ++v) accumulate<E>(acc[i][v], left, right[v]);
     }
   }
+  // C last, so that sums over many tiles are made of the tiles' sums: their rounding errors grow with the number of
+  // tiles and not with that of all terms.
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) Whole::store(c + i * ldc + v * kLanes, acc[i][v]);
+    for (int v = 0; v < kVecs; ++v) {
+      float* p = c + i * ldc + v * kLanes;
+      if (start == Start::add) acc[i][v] += Whole::load(p);
+      if (start == Start::scaled) acc[i][v] += Whole::load(p) * Whole::load(factor + v * kLanes);
+      Whole::store(p, acc[i][v]);
+    }
 }
 
 // The last rows, fewer than kBlockRows.

@@ -10,8 +10,6 @@
 namespace foundry {
 namespace FK_ISA {
 
-constexpr float kLn2 = 0.693147181f;
-
 // What is known of a row's softmax: its largest logit and, relative to it, the sum of the weights and of the weights
 // times their logarithms.
 struct RowSums {

@@ -1,6 +1,7 @@
 // What the operators foundry_kernels::flash_attention_fwd and _bwd share: shapes, checks and outputs.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -56,9 +57,15 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
 inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& head_dim_v, bool packed) {
   std::vector<c10::SymInt> sizes = q.sym_sizes().vec();
   sizes.back() = head_dim_v;
-  if (packed) return at::empty_symint(sizes, q.options());
+  if (packed || q.is_contiguous()) return at::empty_symint(sizes, q.options());
   if (q.sym_size(-1) == head_dim_v) return empty_in_storage_order(q);
   return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
+}
+
+// In place of an output that was not asked for. There are up to three a call, and at::empty takes a third of a
+// microsecond to find out what is known here.
+inline Tensor absent(const Tensor& x, at::ScalarType dtype) {
+  return x.is_cpu() ? Tensor(at::detail::empty_cpu({0}, dtype)) : at::empty({0}, x.options().dtype(dtype));
 }
 
 // out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device.
@@ -66,9 +73,8 @@ inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool pa
   std::vector<c10::SymInt> rows{q.sym_size(0), q.sym_size(1)};
   if (packed) std::swap(rows[0], rows[1]);
   else rows.push_back(q.sym_size(2));
-  const auto numbers = q.options().dtype(at::kFloat);
   const auto row_tensor = [&](bool wanted) {
-    return wanted ? at::empty_symint(rows, numbers) : at::empty({0}, numbers);
+    return wanted ? at::empty_symint(rows, q.options().dtype(at::kFloat)) : absent(q, at::kFloat);
   };
   return {empty_attention_out(q, v.sym_size(-1), packed), row_tensor(save_lse), row_tensor(save_stats),
           row_tensor(save_stats)};
@@ -79,7 +85,7 @@ inline FourTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const T
                                        bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) {
   TORCH_CHECK_VALUE(!need_dsinks || sinks.has_value(), "there are no sinks to give a gradient for");
   const auto like = [&](const Tensor& t, bool wanted) {
-    return wanted ? empty_in_storage_order(t) : at::empty({0}, t.options());
+    return wanted ? empty_in_storage_order(t) : absent(t, t.scalar_type());
   };
   return {like(q, need_dq), like(k, need_dk), like(v, need_dv), like(sinks.value_or(q), need_dsinks)};
 }
