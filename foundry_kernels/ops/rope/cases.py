@@ -174,8 +174,8 @@ def scales(
 ) -> dict[str, float]:
     """Size of the terms that a gradient sums (float64 inputs), by argument.
 
-    Of q and k: of two, each a cotangent turned; with norms, that times weight and 1 / rms. Of a weight: the root of the
-    sum of squares over heads and tokens.
+    Of q and k: the largest cotangent, with norms rotated back and times weight and 1 / rms. Of a weight: the root of
+    the sum of squares over heads and tokens.
     """
     if "q_weight" not in args:
         return {name: float(dy.abs().max()) for name, dy in zip("qk", cotangents, strict=True) if dy.numel() > 0}
@@ -184,9 +184,9 @@ def scales(
     assert sin is not None
     dq, dk = cotangents
     pairing, positions = options.get("interleaved", False), args.get("positions")
-    turned_back = rope(dq, dk, cos, -sin, interleaved=pairing, positions=positions, backend="reference")
+    rotated_back = rope(dq, dk, cos, -sin, interleaved=pairing, positions=positions, backend="reference")
     found: dict[str, float] = {}
-    for name, dy in zip("qk", turned_back, strict=True):
+    for name, dy in zip("qk", rotated_back, strict=True):
         x, weight = args[name], args[name + "_weight"]
         assert x is not None
         if x.numel() == 0:
