@@ -201,9 +201,8 @@ def test_rotary(backend: str, offset: str, interleaved: bool, varlen: bool) -> N
     cos, sin = (t.to(dtype) for t in fk.rope_table(6, 9))
     cu = [0, 4, 4, 9] if varlen else [0, 5, 10, 15]
     flat = draw(cu[-1], 2, 8, dtype=dtype)
-    expected = torch.stack([
-        rotated(flat[cu[n] + i], cos, sin, firsts[n] + i, interleaved) for n in range(3) for i in range(cu[n + 1] - cu[n])
-    ])  # fmt: skip
+    tokens = [(cu[n] + i, firsts[n] + i) for n in range(3) for i in range(cu[n + 1] - cu[n])]
+    expected = torch.stack([rotated(flat[token], cos, sin, at, interleaved) for token, at in tokens])
     x = flat if varlen else flat.view(3, 5, 2, 8)
     options: dict[str, Any] = {"interleaved": interleaved, "seqlen_offsets": given, "backend": backend}
     if varlen:
