@@ -22,15 +22,15 @@ from torch import Tensor
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ADVICE = (
     "use attn_implementation='foundry_or_sdpa', or patch(..., dense_masks='sdpa'), to have such calls run on SDPA, or "
-    "on the model's own eager attention where it has a soft cap or sinks"
+    "on the model's own eager attention where there is a soft cap or sinks (by name that is 'foundry_or_eager')"
 )
 
 
 class DenseMask(ValueError):
-    """A mask that the kernels cannot skip by."""
+    """A mask that the kernels cannot skip by; of the reason why."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"attention_mask {reason}; {ADVICE}")
+    def __str__(self) -> str:  # and no __init__, which torch.compile could not trace
+        return f"attention_mask {self.args[0]}; {ADVICE}"
 
 
 def padding_layout(

@@ -1,10 +1,12 @@
-"""Attention of Hugging Face transformers. Importing this module registers two names for ``attn_implementation``:
+"""Attention of Hugging Face transformers. Importing this module registers three names for ``attn_implementation``:
 
 - "foundry": `flash_attention`. Masks that are causal, a sliding window, padding on either side, packed sequences
   (`position_ids` that start anew) or the unused end of a static cache are handled without materializing a mask. Any
   other mask raises ValueError with the reason.
 - "foundry_or_sdpa": the same, but a call with another mask runs on transformers' own "sdpa"; where there is a soft cap
-  or sinks (Gemma 2, GPT-OSS), which that lacks, on the model's own eager attention.
+  or sinks, which that lacks, on the model's own eager attention.
+- "foundry_or_eager": the same, but such a call runs on the model's own eager attention in any case. (transformers
+  refuses every name with "sdpa" in it for Gemma 2 and GPT-OSS.)
 
 ::
 
@@ -143,20 +145,40 @@ def attention_or_sdpa(
     """
     if attention_mask is None or attention_mask.dtype == torch.int32:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    _refuse(kwargs.get("dropout", 0.0), {k: v for k, v in kwargs.items() if k == "output_attentions"})
-    lacking = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-    if not lacking:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
+    _refuse_weights_and_dropout(kwargs)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def attention_or_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function "foundry_or_eager": as :func:`attention`, but a call with a dense mask runs on the eager
+    attention of the model that `module` is part of.
+
+    Raises:
+        ValueError: as :func:`attention`; a dense mask, and no eager attention to be found.
+    """
+    if attention_mask is None or attention_mask.dtype == torch.int32:
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    _refuse_weights_and_dropout(kwargs)
     eager = _own_eager(module)
     if eager is None:
+        lacking = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+        refused = f"{lacking[0]} must be None where attention_mask is dense" if lacking else "attention_mask is dense"
         raise ValueError(
-            f"{lacking[0]} must be None where attention_mask is dense: SDPA has none, and there is no "
-            f"eager_attention_forward beside {type(module).__name__}; use attn_implementation='eager'"
+            f"{refused}: there is no eager_attention_forward beside {type(module).__name__}; use "
+            "attn_implementation='eager'"
         )
     if attention_mask.dtype == torch.bool:  # eager attention adds its mask
         lowest = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
     return eager(module, query, key, value, attention_mask, **kwargs)[0], None
+
+
+def _refuse_weights_and_dropout(kwargs: dict[str, Any]) -> None:
+    _refuse(kwargs.get("dropout", 0.0), {"output_attentions": kwargs.get("output_attentions")})
 
 
 def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -197,7 +219,12 @@ def mask(
     """
     traced = is_tracing(attention_mask) or is_tracing(q_offset)
     if use_vmap:
-        local_size = _window_without_blocks(mask_function, config, traced)
+        if traced:
+            raise DenseMask(
+                "is combined with a mask function of the model or the caller, into which torch.compile cannot look "
+                "(pass no token_type_ids where there is text alone)"
+            )
+        local_size = _window_without_blocks(mask_function, config)
     if allow_is_bidirectional_skip or mask_function is bidirectional_mask_function:
         if local_size is None and (attention_mask is None or (not traced and bool(attention_mask.all()))):
             return None
@@ -222,7 +249,7 @@ def mask(
     return padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
 
 
-def _window_without_blocks(mask_function: Any, config: Any, traced: bool) -> int:
+def _window_without_blocks(mask_function: Any, config: Any) -> int:
     """The window of a mask that Gemma 3 makes of `token_type_ids`, where these say that there is no image.
 
     Raises:
@@ -232,16 +259,14 @@ def _window_without_blocks(mask_function: Any, config: Any, traced: bool) -> int
     if found is None or found[1] != getattr(config, "sliding_window", None):
         raise DenseMask("is combined with a mask function of the model or the caller")
     blocks, window = found
-    present = (blocks >= 0).any()
-    if traced:
-        torch._assert_async(~present, "attention_mask is not causal: the tokens of an image see each other")
-    elif present:
+    if (blocks >= 0).any():
         raise DenseMask("is not causal: the tokens of an image see each other")
     return window
 
 
 def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask function of "foundry_or_sdpa": as :func:`mask`, but where that raises, the dense mask of "sdpa"."""
+    """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask`, but where that raises, the dense
+    mask of "sdpa"."""
     unread = is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset"))
     if not (unread and (kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True))):
         try:
@@ -251,6 +276,10 @@ def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-for _name, _attention, _mask in (("foundry", attention, mask), ("foundry_or_sdpa", attention_or_sdpa, mask_or_sdpa)):
+for _name, _attention, _mask in (
+    ("foundry", attention, mask),
+    ("foundry_or_sdpa", attention_or_sdpa, mask_or_sdpa),
+    ("foundry_or_eager", attention_or_eager, mask_or_sdpa),
+):
     AttentionInterface.register(_name, _attention)
     AttentionMaskInterface.register(_name, _mask)

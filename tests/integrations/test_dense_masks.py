@@ -15,17 +15,19 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     SiglipVisionConfig,
 )
-from transformers.masking_utils import create_causal_mask, sliding_window_overlay
+from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.masks import DenseMask
 from foundry_kernels.integrations.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.transformers import attention_or_eager, attention_or_sdpa
 
 # A soft cap or sinks, which SDPA lacks -----------------------------------------------------------------------------
 
 HOLE = torch.ones_like(IDS)
 HOLE[0, :2] = HOLE[1, 5] = 0
 REAL = HOLE.bool()
+MASK = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
 WITHOUT_SDPA = pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 
 
@@ -41,7 +43,7 @@ def loss_gradients(model: Any, **options: Any) -> Tensor:
 def test_padding_with_a_hole(family: str) -> None:
     model = tiny_model(family)
     plain, plain_gradients = logits(model, attention_mask=HOLE)[REAL], loss_gradients(model, attention_mask=HOLE)
-    with fk.patch(model), pytest.raises(DenseMask, match="own eager attention where it has a soft cap or sinks"):
+    with fk.patch(model), pytest.raises(DenseMask, match="own eager attention where there is a soft cap or sinks"):
         logits(model, attention_mask=HOLE)
     with fk.patch(model, dense_masks="sdpa") as handle:
         assert handle.report().dense_masks == "the model's own eager attention"
@@ -50,11 +52,23 @@ def test_padding_with_a_hole(family: str) -> None:
         assert close(loss_gradients(model, attention_mask=HOLE), plain_gradients)
 
 
-@WITHOUT_SDPA
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
 def test_by_name(family: str) -> None:
     """Without a patch, where the modules have their own classes."""
-    plain, ours = tiny_model(family), tiny_model(family, attn_implementation="foundry_or_sdpa")
+    plain, ours = tiny_model(family), tiny_model(family, attn_implementation="foundry_or_eager")
     assert close(logits(ours, attention_mask=HOLE)[REAL], logits(plain, attention_mask=HOLE)[REAL])
+    assert close(logits(ours), logits(plain))
+    for option, value in (("output_attentions", True), ("dropout", 0.1)):
+        with pytest.raises(ValueError, match=f"{option} must be"):
+            attention_or_eager(ours.model.layers[0].self_attn, *torch.randn(3, 1, 4, 12, 16), MASK, **{option: value})
+
+
+def test_no_eager_attention_to_be_found() -> None:
+    q, k, v = torch.randn(3, 1, 1, 12, 4)
+    with pytest.raises(ValueError, match=r"softcap must be None where .*no eager_attention_forward beside Module"):
+        attention_or_sdpa(torch.nn.Module(), q, k, v, MASK, softcap=5.0)
+    with pytest.raises(ValueError, match=r"attention_mask is dense: there is no eager_attention_forward beside Module"):
+        attention_or_eager(torch.nn.Module(), q, k, v, MASK)
 
 
 @WITHOUT_SDPA
@@ -144,26 +158,22 @@ def test_the_tokens_of_an_image_see_each_other(mask: Tensor | None) -> None:
         assert close(logits(model, token_type_ids=IMAGE, attention_mask=mask)[kept], plain[kept])
 
 
-def test_an_image_in_a_model_of_sliding_layers_alone() -> None:
-    """There the first mask that is made is not the one of the sliding layers; both refuse by themselves."""
+def test_the_mask_of_the_sliding_layers() -> None:
+    """It refuses by itself: in the model, the mask of the others is made first."""
     model = gemma3()
-    config = model.config.get_text_config()
-    config._attn_implementation = "foundry"
+    fk.patch(model)
+    config: Any = model.config.get_text_config()
     given: dict[str, Any] = {"config": config, "inputs_embeds": torch.zeros(2, 12, 64), "attention_mask": None}
 
-    def mask(blocks: Tensor, window: int = config.sliding_window) -> Tensor | None:
-        from transformers.masking_utils import blockwise_overlay
-
+    def mask(blocks: Tensor, window: int) -> Tensor | None:
         masks = {"or_mask_function": blockwise_overlay(blocks), "and_mask_function": sliding_window_overlay(window)}
         return create_causal_mask(past_key_values=None, **given, **masks)
 
-    with fk.patch(model, ops=["flash_attention"]):
-        given["config"] = model.config.get_text_config()
-        assert mask(TEXT - 1) is None
-        with pytest.raises(DenseMask, match="the tokens of an image see each other"):
-            mask(IMAGE - 1)
-        with pytest.raises(DenseMask, match="a mask function of the model or the caller"):
-            mask(TEXT - 1, config.sliding_window - 1)  # not the window that the layers pass
+    assert mask(TEXT - 1, config.sliding_window) is None
+    with pytest.raises(DenseMask, match="the tokens of an image see each other"):
+        mask(IMAGE - 1, config.sliding_window)
+    with pytest.raises(DenseMask, match="a mask function of the model or the caller"):
+        mask(TEXT - 1, config.sliding_window - 1)  # not the window that the layers pass
 
 
 def test_generation_with_token_types() -> None:
@@ -189,17 +199,18 @@ def test_gradients_with_token_types() -> None:
 
 
 def test_token_types_compiled() -> None:
-    """Their values cannot be read: an image fails when the graph runs."""
+    """A mask function cannot be looked into there: the error says what to do, and a dense mask does."""
     model = gemma3()
-    plain = logits(model, token_type_ids=TEXT)
-    fk.patch(model)
-    counters.clear()
-    run = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        assert close(run(IDS, token_type_ids=TEXT, use_cache=False).logits, plain)
-        assert not counters["graph_break"]
-        with pytest.raises(RuntimeError, match=r"position_ids start anew|see each other"):
-            run(IDS, token_type_ids=IMAGE, use_cache=False)
+    plain = logits(model, token_type_ids=IMAGE)
+    options: dict[str, Any] = {"token_type_ids": IMAGE, "use_cache": False}
+    with fk.patch(model), torch.no_grad():
+        run = torch.compile(model, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match="pass no token_type_ids where there is text alone"):
+            run(IDS, **options)
+    torch.compiler.reset()
+    with fk.patch(model, dense_masks="sdpa"), torch.no_grad():
+        run = torch.compile(model, fullgraph=True, backend="eager")
+        assert close(run(IDS, **options).logits, plain)
 
 
 # Eager by choice ---------------------------------------------------------------------------------------------------
