@@ -2,7 +2,7 @@
 
 The functions `flash_attn_*`, `apply_rotary_emb` and those of `bert_padding` are flash-attn 2's, with tokens before
 heads; `scaled_dot_product_attention` is PyTorch's. Those that compute take one more argument, `backend`, and are a thin
-layer over :func:`foundry_kernels.flash_attention` and its kin: what it cannot serve is refused, with what to use
+layer over :func:`foundry_kernels.flash_attention` and its like: what it cannot serve is refused, with what to use
 instead.
 """
 

@@ -19,7 +19,7 @@ from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
-#: What `ops` of `patch` may name. "flash_attention" stands for the packed form of it as well.
+#: What `ops` of `patch` may name. "flash_attention" means its packed form too.
 PATCHABLE = ("rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention")
 
 

@@ -40,7 +40,8 @@ def padding_layout(
 
     Args:
         padding: ``[B, S]`` bool, True for a token, or None.
-        first: the key that the first query stands on. Keys after the last query are not valid yet (a static cache).
+        first: the key that the first query is aligned with. Keys after the last query's are not valid yet (a static
+            cache).
         traced: whether values cannot be read. A padding mask with holes then fails when the graph runs.
 
     Raises:

@@ -25,7 +25,7 @@ from foundry_kernels.registry import short_dtype
 OURS = (RMSNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
 ATTENTION = "_attn_implementation"
 
-#: What `dense_masks` may be, and the attention of transformers that it stands for.
+#: What `dense_masks` may be, and the attention of transformers that it means.
 DENSE_MASKS = {"refuse": "foundry", "sdpa": "foundry_or_sdpa"}
 
 
@@ -102,7 +102,7 @@ class PatchHandle:
         """Give every module its own class, and the model's config its attention, back.
 
         Raises:
-            RuntimeError: it was undone before, or a module has been changed since in a way that stands in between.
+            RuntimeError: it was undone before, or a module has been changed since in a way that rules it out.
                 Nothing is undone then.
         """
         if self._undone:
@@ -314,7 +314,7 @@ class _Configs:
 
     def switch(self, layers: list[tuple[Any, State]], attention: str) -> None:
         importlib.import_module("foundry_kernels.integrations.transformers")  # registers the name
-        copies: dict[int, Any] = {}  # one for each object, however often and deep it is held
+        copies: dict[int, Any] = {}  # one for each object, however often it occurs
         for module, config in self._held:
             module.config = copy.deepcopy(config, copies)
         for module, state in layers:

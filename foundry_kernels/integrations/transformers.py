@@ -1,7 +1,7 @@
 """Attention of Hugging Face transformers. Importing this module registers three names for ``attn_implementation``:
 
 - "foundry": `flash_attention`. Masks that are causal, a sliding window, padding on either side, packed sequences
-  (`position_ids` that start anew) or the unused end of a static cache are handled without materializing a mask. Any
+  (`position_ids` that restart) or the unused end of a static cache are handled without materializing a mask. Any
   other mask raises ValueError with the reason.
 - "foundry_or_sdpa": the same, but a call with another mask runs on transformers' own "sdpa"; where there is a soft cap
   or sinks, which that lacks, on the model's own eager attention.
@@ -15,7 +15,7 @@
 
 Under ``torch.compile``, where the values of a mask cannot be read, packed sequences must be given by `cu_seq_lens_q`,
 `cu_seq_lens_k`, `max_length_q` and `max_length_k`, as transformers' data collators do; without these, position ids that
-start anew, and padding between the tokens of a row, fail when the graph runs. "foundry_or_sdpa" materializes the mask
+restart, and padding between the tokens of a row, fail when the graph runs. "foundry_or_sdpa" materializes the mask
 there instead.
 
 Dropout in attention and returned attention weights are refused.
@@ -129,7 +129,7 @@ def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
     if kwargs.get("cu_seq_lens_q") is not None:
         return kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     if mask is not None:
-        torch._assert_async((mask == 0).all(), "position_ids start anew: torch.compile must be given cu_seq_lens_q")
+        torch._assert_async((mask == 0).all(), "position_ids restart: torch.compile must be given cu_seq_lens_q")
     return None
 
 
