@@ -37,7 +37,8 @@ struct Scratch {
 };
 
 struct Block : BlockRows {
-  alignas(64) float lse[kAttentionRows], delta[kAttentionRows];  // lse infinite where a row has no keys: weights of 0
+  // lse in two parts: its float, infinite where a row has no keys (weights of 0), and what that lacks.
+  alignas(64) float lse[kAttentionRows], lse_rest[kAttentionRows], delta[kAttentionRows];
 };
 
 template <class E>
@@ -55,10 +56,13 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   read(a.dout, a.dout_strides, a.head_dim_v, scratch.dout, scratch.dout_t);
   for (int64_t i = 0; i < b.count; ++i) {
     const int64_t at = row_offset(a.lse_strides, s, head, a.group, b.row + i);
-    b.lse[i] = a.lse[at] == kNone ? -kNone : a.lse[at];
+    const bool empty = a.lse[at] == kNone;
+    b.lse[i] = empty ? -kNone : float(a.lse[at]);
+    b.lse_rest[i] = empty ? 0.0f : float(a.lse[at] - b.lse[i]);
     b.delta[i] = a.delta[at];
   }
   std::fill(b.lse + b.count, b.lse + rows, -kNone);
+  std::fill(b.lse_rest + b.count, b.lse_rest + rows, 0.0f);
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
 }
 
@@ -68,7 +72,8 @@ template <class E, bool kEdge, bool kBias>
 void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, int64_t n, int32_t key) {
   const Vec unit = splat(kBias ? 1.0f : a.scale);
   for (int v = 0; v < b.vecs; ++v) {
-    const Vec lse = Whole::load(b.lse + v * kLanes), delta = Whole::load(b.delta + v * kLanes);
+    const Vec lse = Whole::load(b.lse + v * kLanes), lse_rest = Whole::load(b.lse_rest + v * kLanes);
+    const Vec delta = Whole::load(b.delta + v * kLanes);
     float *weights = scratch.weights + v * kLanes, *gradients = scratch.dscores + v * kLanes;
     const auto differentiate = [&](int64_t j, Vec& p, Vec& ds) FK_INLINE {
       Vec s = Whole::load(weights + j * kAttentionRows);
@@ -78,7 +83,7 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
         if (a.softcap > 0.0f) ds *= 1.0f - s * s * (1.0f / (a.softcap * a.softcap));
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
       }
-      p = exp(s * unit - lse);
+      p = exp((s * unit - lse) - lse_rest);
       if constexpr (kEdge) p = seen(b, v, key + int32_t(j), p, 0.0f);
       ds *= p;
     };
@@ -89,7 +94,7 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
         Whole::store(weights + j * kAttentionRows, p);
         Whole::store(gradients + j * kAttentionRows, ds);
       }
-    } else {  // in q_pos: what is written over has been read, here or for the registers before
+    } else {  // in place: what is written over has been read, here or for the registers before
       E* rows = reinterpret_cast<E*>(scratch.weights) + v * kLanes;
       for (int64_t j = 0; j < n; j += 2) {
         Vec p[2] = {}, ds[2] = {};

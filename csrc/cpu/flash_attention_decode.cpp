@@ -125,7 +125,7 @@ inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = Whole::load(out + r * ld_out + column + v * kLanes) * scale[r];
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = Vec{};
   for (int64_t key = 0; key < n; key += kPer<E>) {
     Vec right[kVecs];
     load_values<E>(values.data + key * values.stride + column, values.stride, key + 1 < n, at, right);
@@ -143,7 +143,10 @@ inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) Whole::store(out + r * ld_out + column + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVecs; ++v) {
+      float* p = out + r * ld_out + column + v * kLanes;
+      Whole::store(p, Whole::load(p) * scale[r] + acc[r][v]);
+    }
 }
 
 // The same for columns [first, head_dim_v), kVecs registers at a time while there are so many.
@@ -173,9 +176,12 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* score
     for (int64_t j = 0; j < n; j += kLanes, index += float(kLanes)) f(scores + j, index);
   };
   const Vec end = splat(float(n));
+  const bool bias = has_bias(a);
+  const float unit = bias ? 1.0f : a.scale;  // of the scores in `scores`
   Vec top = splat(kNone);
   each([&](float* p, Vec index) FK_INLINE {
-    Vec s = capped(a, Whole::load(p));
+    Vec s = Whole::load(p);
+    if (bias) s = capped(a, s);
     if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
     s = (index >= first) & (index <= last) & (index < end) ? s : splat(kNone);
     Whole::store(p, s);
@@ -184,10 +190,10 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* score
   RowSums& r = b.sums[row];
   float found[kLanes];
   Whole::store(found, top);
-  const float now = std::max(r.max, *std::max_element(found, found + kLanes)), at = now == kNone ? 0.0f : now;
+  const float now = std::max(r.max, *std::max_element(found, found + kLanes) * unit), at = now == kNone ? 0.0f : now;
   Vec sum[4] = {}, entropy[4] = {};
   each([&](float* p, Vec) FK_INLINE {
-    const Vec t = Whole::load(p) - at, weight = exp(t);
+    const Vec t = Whole::load(p) * unit - at, weight = exp(t);
     sum[0] += weight;
     entropy[0] += weight > Vec{} ? weight * t : Vec{};
     Whole::store(p, weight);
@@ -215,7 +221,7 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
     E* weights = reinterpret_cast<E*>(scores);
     if constexpr (kPer<E> == 2) {
-      for (int r = 0; r < kRows; ++r)  // in q_pos, each before what it is written over
+      for (int r = 0; r < kRows; ++r)  // in place, each before what it is written over
         for (int64_t j = 0; j < n; j += kLanes)
           Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
     }
