@@ -31,6 +31,12 @@ struct AttentionSequence {
   int64_t q_start, q_len, k_start, k_len;
 };
 
+// Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
+// attention_decode.
+inline bool decode_serves(int64_t row, int64_t n_rows) {
+  return row % (kAttentionBlocks * kAttentionRows) == 0 && n_rows - row <= kAttentionDecodeRows;
+}
+
 struct AttentionInputs {
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;

@@ -1,4 +1,5 @@
 // Attention's backward pass. Compiled once per instruction set (see isa.h).
+#include "flash_attention_dot.h"
 #include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
 #include "transpose.h"
@@ -64,6 +65,23 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   std::fill(b.lse + b.count, b.lse + rows, -kNone);
   std::fill(b.lse_rest + b.count, b.lse_rest + rows, 0.0f);
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
+}
+
+// The scores of a tile, by the products from which the forward pass made lse.
+template <class E>
+void score_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, bool decoded, Tile<E> keys,
+                int64_t n) {
+  if (!decoded)
+    return multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows,
+                       steps_of<E>(a.head_dim), scratch.weights, kAttentionRows, Start::zero);
+  constexpr int64_t ld = kAttentionKeys + kSums;
+  float scores[kAttentionDecodeRows * ld];
+  multiply_keys<kAttentionDecodeRows>(scratch.queries, a.head_dim, Stream<E>{keys.data, keys.ld, keys.data, keys.ld}, n,
+                                      scores, ld);
+  for (int64_t j = 0; j < n; ++j) {
+    float* row = scratch.weights + j * kAttentionRows;
+    for (int64_t r = 0; r < b.vecs * kLanes; ++r) row[r] = r < b.count ? scores[r * ld + j] : 0.0f;
+  }
 }
 
 // A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
@@ -163,6 +181,7 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
     b.set(a, s, task.sequence, head, row, task.row_end, 0, s.k_len);
     std::fill(scratch.dq, scratch.dq + padded_d * kAttentionRows, 0.0f);
     if (b.key_begin < b.key_end) read_block<E>(a, s, head, b, scratch);
+    const bool decoded = decode_serves(row, s.q_len * a.group);
     const auto as_tile = [](const float* rows, int64_t n) {
       return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
     };
@@ -172,8 +191,7 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       const auto keys =
           read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.keys);
-      multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows, steps_of<E>(a.head_dim),
-                  scratch.weights, kAttentionRows, Start::zero);
+      score_tile<E>(a, b, scratch, decoded, keys, n);
       if (need_scores) {
         const auto values = read_tile<E>(a.type, a.v, v_base + begin * a.v_strides.token, a.v_strides.token, n,
                                          a.head_dim_v, scratch.values);
