@@ -1,4 +1,5 @@
 // Attention's backward pass. Compiled once per instruction set (see isa.h).
+#include "flash_attention_dot.h"
 #include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
 #include "transpose.h"
@@ -37,7 +38,8 @@ struct Scratch {
 };
 
 struct Block : BlockRows {
-  alignas(64) float lse[kAttentionRows], delta[kAttentionRows];  // lse infinite where a row has no keys: weights of 0
+  // lse in two parts: its float, infinite where a row has no keys (weights of 0), and what that lacks.
+  alignas(64) float lse[kAttentionRows], lse_rest[kAttentionRows], delta[kAttentionRows];
 };
 
 template <class E>
@@ -55,11 +57,31 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   read(a.dout, a.dout_strides, a.head_dim_v, scratch.dout, scratch.dout_t);
   for (int64_t i = 0; i < b.count; ++i) {
     const int64_t at = row_offset(a.lse_strides, s, head, a.group, b.row + i);
-    b.lse[i] = a.lse[at] == kNone ? -kNone : a.lse[at];
+    const bool empty = a.lse[at] == kNone;
+    b.lse[i] = empty ? -kNone : float(a.lse[at]);
+    b.lse_rest[i] = empty ? 0.0f : float(a.lse[at] - b.lse[i]);
     b.delta[i] = a.delta[at];
   }
   std::fill(b.lse + b.count, b.lse + rows, -kNone);
+  std::fill(b.lse_rest + b.count, b.lse_rest + rows, 0.0f);
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
+}
+
+// The scores of a tile, by the products from which the forward pass made lse.
+template <class E>
+void score_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, bool decoded, Tile<E> keys,
+                int64_t n) {
+  if (!decoded)
+    return multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows,
+                       steps_of<E>(a.head_dim), scratch.weights, kAttentionRows, Start::zero);
+  constexpr int64_t ld = kAttentionKeys + kSums;
+  float scores[kAttentionDecodeRows * ld];
+  multiply_keys<kAttentionDecodeRows>(scratch.queries, a.head_dim, Stream<E>{keys.data, keys.ld, keys.data, keys.ld}, n,
+                                      scores, ld);
+  for (int64_t j = 0; j < n; ++j) {
+    float* row = scratch.weights + j * kAttentionRows;
+    for (int64_t r = 0; r < b.vecs * kLanes; ++r) row[r] = r < b.count ? scores[r * ld + j] : 0.0f;
+  }
 }
 
 // A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
@@ -68,7 +90,8 @@ template <class E, bool kEdge, bool kBias>
 void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, int64_t n, int32_t key) {
   const Vec unit = splat(kBias ? 1.0f : a.scale);
   for (int v = 0; v < b.vecs; ++v) {
-    const Vec lse = Whole::load(b.lse + v * kLanes), delta = Whole::load(b.delta + v * kLanes);
+    const Vec lse = Whole::load(b.lse + v * kLanes), lse_rest = Whole::load(b.lse_rest + v * kLanes);
+    const Vec delta = Whole::load(b.delta + v * kLanes);
     float *weights = scratch.weights + v * kLanes, *gradients = scratch.dscores + v * kLanes;
     const auto differentiate = [&](int64_t j, Vec& p, Vec& ds) FK_INLINE {
       Vec s = Whole::load(weights + j * kAttentionRows);
@@ -78,7 +101,7 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
         if (a.softcap > 0.0f) ds *= 1.0f - s * s * (1.0f / (a.softcap * a.softcap));
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
       }
-      p = exp(s * unit - lse);
+      p = exp((s * unit - lse) - lse_rest);
       if constexpr (kEdge) p = seen(b, v, key + int32_t(j), p, 0.0f);
       ds *= p;
     };
@@ -89,7 +112,7 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
         Whole::store(weights + j * kAttentionRows, p);
         Whole::store(gradients + j * kAttentionRows, ds);
       }
-    } else {  // in q_pos: what is written over has been read, here or for the registers before
+    } else {  // in place: what is written over has been read, here or for the registers before
       E* rows = reinterpret_cast<E*>(scratch.weights) + v * kLanes;
       for (int64_t j = 0; j < n; j += 2) {
         Vec p[2] = {}, ds[2] = {};
@@ -158,6 +181,7 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
     b.set(a, s, task.sequence, head, row, task.row_end, 0, s.k_len);
     std::fill(scratch.dq, scratch.dq + padded_d * kAttentionRows, 0.0f);
     if (b.key_begin < b.key_end) read_block<E>(a, s, head, b, scratch);
+    const bool decoded = decode_serves(row, s.q_len * a.group);
     const auto as_tile = [](const float* rows, int64_t n) {
       return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
     };
@@ -167,8 +191,7 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       const auto keys =
           read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.keys);
-      multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows, steps_of<E>(a.head_dim),
-                  scratch.weights, kAttentionRows, Start::zero);
+      score_tile<E>(a, b, scratch, decoded, keys, n);
       if (need_scores) {
         const auto values = read_tile<E>(a.type, a.v, v_base + begin * a.v_strides.token, a.v_strides.token, n,
                                          a.head_dim_v, scratch.values);
