@@ -67,21 +67,20 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
 }
 
-// The scores of a tile, by the products from which the forward pass made lse.
+// out [n, rows] = the products of a tile's rows with those of the block, which are given as they lie and transposed.
+// For rows that decode did, by its products: lse was made of them.
 template <class E>
-void score_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, bool decoded, Tile<E> keys,
-                int64_t n) {
+void multiply_rows(const Block& b, bool decoded, Tile<E> tile, int64_t n, int64_t width, const float* rows,
+                   const float* rows_t, float* out) {
   if (!decoded)
-    return multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows,
-                       steps_of<E>(a.head_dim), scratch.weights, kAttentionRows, Start::zero);
+    return multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows_t, kAttentionRows, steps_of<E>(width), out,
+                       kAttentionRows, Start::zero);
   constexpr int64_t ld = kAttentionKeys + kSums;
-  float scores[kAttentionDecodeRows * ld];
-  multiply_keys<kAttentionDecodeRows>(scratch.queries, a.head_dim, Stream<E>{keys.data, keys.ld, keys.data, keys.ld}, n,
-                                      scores, ld);
-  for (int64_t j = 0; j < n; ++j) {
-    float* row = scratch.weights + j * kAttentionRows;
-    for (int64_t r = 0; r < b.vecs * kLanes; ++r) row[r] = r < b.count ? scores[r * ld + j] : 0.0f;
-  }
+  float products[kAttentionDecodeRows * ld];
+  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data, tile.ld}, n, products, ld);
+  for (int64_t j = 0; j < n; ++j)
+    for (int64_t r = 0; r < b.vecs * kLanes; ++r)
+      out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
 }
 
 // A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
@@ -191,12 +190,11 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       const auto keys =
           read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.keys);
-      score_tile<E>(a, b, scratch, decoded, keys, n);
+      multiply_rows<E>(b, decoded, keys, n, a.head_dim, scratch.queries, scratch.queries_t, scratch.weights);
       if (need_scores) {
         const auto values = read_tile<E>(a.type, a.v, v_base + begin * a.v_strides.token, a.v_strides.token, n,
                                          a.head_dim_v, scratch.values);
-        multiply<E>(n, b.vecs, {values.data, values.ld, kPer<E>}, scratch.dout_t, kAttentionRows,
-                    steps_of<E>(a.head_dim_v), scratch.dscores, kAttentionRows, Start::zero);
+        multiply_rows<E>(b, decoded, values, n, a.head_dim_v, scratch.dout, scratch.dout_t, scratch.dscores);
       }
       with_bools([&](auto edge,
                      auto bias) { differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, int32_t(begin)); },
