@@ -1,4 +1,4 @@
-"""How the rows of a group are called: with inputs that rotate, caches that are scrubbed, results that are kept."""
+"""How the rows of a group are called: rotating inputs, scrubbed caches, results that are kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from foundry_kernels.testing import make_cotangents
 
 
 class Arguments:
-    """Sets of the case's arguments, given out by turns."""
+    """Sets of the case's arguments, handed out in rotation."""
 
     def __init__(self, group: Group) -> None:
         first = group.case.make(group.dtype, DEVICE)
         more = [{n: _copy(t) for n, t in first.items()} for _ in range(set_count(group) - 1)]
         self.sets = [first, *more]
-        #: Whether using them all leaves nothing of the first in the caches.
+        #: Whether the first set has left the caches once all have been used.
         self.rotates = rotates(group, len(self.sets))
         self._turn = itertools.cycle(self.sets)
 
@@ -63,7 +63,7 @@ class Contenders:
                     prepare = _call(group, group.function(name), own, scrub)
                 prepare()()
                 timer()  # what a GPU has to say comes late
-                if group.memory == "cold" and group.limit == "copy" and name not in LIMITS:
+                if group.memory == "cold" and group.limit == "memcpy" and name not in LIMITS:
                     _use_memory(prepare, len(shared.sets), scrub)
             except Exception as error:
                 reason = unavailable(error, ours=name in OURS)
@@ -85,8 +85,8 @@ def _use_memory(prepare: Prepare, count: int, scrub: Scrub | None) -> None:
 
 
 def unavailable(error: Exception, ours: bool) -> str | None:
-    """The reason, in a line, why a call could not be made here; None where that is no excuse, as for an error of our
-    own kernels that is not for want of memory."""
+    """The reason, in a line, why a call could not be made here; None where that is an error: our own kernels may lack
+    memory or a device, no more."""
     text = str(error).strip().splitlines()
     first = f"{type(error).__name__}: {text[0] if text else ''}"[:200]
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
@@ -96,7 +96,7 @@ def unavailable(error: Exception, ours: bool) -> str | None:
 
 
 def _limit(group: Group, name: str) -> Prepare:
-    if name == "matmul":
+    if name == "GEMM":
         a, b = (torch.randn(*[MATMUL[DEVICE]] * 2, device=DEVICE, dtype=group.dtype) for _ in range(2))
         return lambda: lambda: a @ b
     size = max(group.bytes_moved // 2 // 4, 1)
@@ -108,7 +108,7 @@ def _limit(group: Group, name: str) -> Prepare:
         source, into = next(pairs)
         return lambda: into.copy_(source)
 
-    return copy if name == "copy" else lambda: next(pairs)[0].clone
+    return copy if name == "memcpy" else lambda: next(pairs)[0].clone
 
 
 #: Rows and columns of the factors of the matrix product that is the limit.
@@ -123,7 +123,7 @@ def _call(group: Group, function: Callable[..., Any], arguments: Arguments, scru
     def finish(call: Callable[[], object], clean: bool) -> Callable[[], object]:
         if scrub is not None and not clean:
             scrub()
-        return lambda: keep.append(call())  # in the cache of results that are not written to soon again
+        return lambda: keep.append(call())  # results are not written to again while they are in the cache
 
     if group.direction == "forward":
 

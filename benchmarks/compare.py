@@ -1,4 +1,4 @@
-"""This tree against another commit: the quick set of both, by turns in one session, with the spread of the ratios.
+"""Compares this tree with another commit: the quick set of both, alternating in one session, with the spread of ratios.
 
 Each side is a process that imports the package of its own tree and waits while the other measures. The benchmarks are
 those of this tree, so that both are measured alike; a row that only one side has is named at the end.
@@ -38,13 +38,13 @@ serve()
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
-    parser.add_argument("commit", help="what to compare this tree with: a commit, tag or branch")
-    parser.add_argument("-k", metavar="TEXT", default="", help="only rows whose name contains this very text")
-    parser.add_argument("--turns", type=int, default=5, help="of each side (default: 5)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="a turn (default: 0.3)")
+    parser.add_argument("commit", help="the commit, tag or branch to compare this tree with")
+    parser.add_argument("-k", metavar="TEXT", default="", help="only rows whose name contains this text")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each side (default: 5)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="length of a turn (default: 0.3)")
     parser.add_argument("--full", action="store_true", help="all shapes, not the quick set")
     parser.add_argument(
-        "--fail-above", type=float, metavar="RATIO", help="exit with 1 if a row's whole spread is above RATIO"
+        "--fail-above", type=float, metavar="RATIO", help="exit with 1 if the whole spread of a row is above RATIO"
     )
     options = parser.parse_args(argv)
     if options.turns < 2:
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     finally:
         for side in sides:
             side.close()
-    print(f"\nThe other tree stays for the next time; git worktree remove --force {other}")
+    print(f"\nThe other tree is kept for the next run; to remove it: git worktree remove --force {other}")
     return int(options.fail_above is not None and worst > options.fail_above)
 
 
@@ -166,13 +166,13 @@ def run(sides: Sequence[Side], text: str, turns: int, seconds: float, full: bool
         if index % 10 == 0:
             print(f"--- {index} of {len(both)}, {time.monotonic() - started:.0f} s", flush=True)
     for side, mine, theirs in ((sides[0], *listed), (sides[1], *reversed(listed))):
-        apart += [f"{name}: {side.name} alone has it" for name in mine if name not in set(theirs) and text in name]
+        apart += [f"{name}: only {side.name} has it" for name in mine if name not in set(theirs) and text in name]
     print("\n".join(apart))
     return worst
 
 
 class Ratio:
-    """Of this tree's times over the other's, by turns: above 1 this tree is slower."""
+    """This tree's times over the other's, turn by turn: above 1 this tree is slower."""
 
     def __init__(self, this: Sequence[float], other: Sequence[float]) -> None:
         ratios = [a / b for a, b in zip(this, other, strict=True)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 _ABSENT = pytest.StashKey[list[dict[str, Any]]]()
 _FIGURES = "figures"
+_HERE = Path(__file__).parent
+_SIZE = re.compile(r"\b([A-Z][a-z]?)=(\d+)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="all shapes, dtypes and directions; half an hour and more")
+    parser.addoption("--full", action="store_true", help="all shapes, dtypes and directions; over half an hour")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.benchmark_sort = "name"
     if config.option.verbose == -1:  # as pyproject.toml sets it for the tests
         config.option.verbose = 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets -k choose by size: it has no "=", so that `T=512` is T512 to it."""
+    for item in items:
+        if item.path.parent == _HERE:
+            item.extra_keyword_matches.update(f"{letter}{size}" for letter, size in _SIZE.findall(item.name))
 
 
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:

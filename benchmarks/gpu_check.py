@@ -1,6 +1,6 @@
-"""`make gpu-check`: everything that needs a GPU, with the Python at hand and without a network.
+"""`make gpu-check`: everything that needs a GPU, with the current Python and without a network.
 
-Parts, in this order; one that fails does not stop the rest. GPU_CHECK=build|parity|sanitize|bench runs a single one.
+The parts, in order; a failing one does not stop the rest. GPU_CHECK=build|parity|sanitize|bench runs a single one.
     build     the extension, by nvcc
     parity    the whole test suite, with CUDA tensors; CUDA graphs; more than 2^31 elements
     sanitize  compute-sanitizer (memcheck, racecheck, initcheck) on a few cases, where it is installed

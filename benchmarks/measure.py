@@ -16,7 +16,7 @@ import torch
 
 
 def timer() -> float:
-    """Seconds; work that was queued on a GPU before is finished first."""
+    """Seconds; waits for work queued on the GPU first."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -51,10 +51,10 @@ def interleaved(
     least: int = 5,
     first: int = 2,
 ) -> dict[str, list[float]]:
-    """Times of each contender, all taking turns, so that a slow moment of the machine hits each alike.
+    """Times of each contender. All take turns, so that a slow moment of the machine affects each alike.
 
     A contender prepares a round (untimed) and returns what is timed. Each timed run follows `warm_ups` untimed ones of
-    the same contender, so that caches hold its data and not the one before's. Stops after `rounds` or `seconds`,
+    the same contender, so that the caches hold its data and not the previous one's. Stops after `rounds` or `seconds`,
     whichever is first, but not before `least` rounds. Each contender has run `first` times before all.
     """
     for prepare in contenders.values():
@@ -81,7 +81,7 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
 
 
 def device_times(contenders: Mapping[str, Prepare], rounds: int = 11) -> dict[str, list[float]]:
-    """Seconds between two events around a run, of all contenders by turns; needs CUDA.
+    """Seconds between two events around a run, for all contenders in turn; needs CUDA.
 
     A delay is queued in front, so that the host has queued the whole run before the GPU gets there: what is measured is
     the GPU's work, without the gaps in which it would wait for launches.

@@ -1,5 +1,5 @@
-"""Whole models that are timed beside each other: a Llama-style one on the reference and on ours, each also compiled,
-and one of Hugging Face transformers as it is, patched, and patched by Liger."""
+"""Whole models, compared with each other: a Llama-style one on the reference and on our kernels, each also compiled;
+one of Hugging Face transformers unpatched, patched, and patched by Liger."""
 
 from __future__ import annotations
 

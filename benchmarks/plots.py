@@ -1,4 +1,4 @@
-"""Pictures of kept results, as SVG: bandwidth over width, TFLOP/s and memory over tokens, a roofline."""
+"""Pictures of kept results, as SVG: TFLOP/s over tokens, bandwidth over width, memory over tokens, a roofline."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _bandwidth(axes: Any, row: Row) -> None:
 
 def _rate(axes: Any, row: Row) -> None:
     _lines(axes, row, "TFLOP/s")
-    limit = row["lines"].get("matmul", {}).get("TFLOP/s", ())
+    limit = row["lines"].get("GEMM", {}).get("TFLOP/s", ())
     if any(limit):
         axes.axhline(max(filter(None, limit)), linestyle="--", color="gray", linewidth=1.0)
     axes.set(xlabel="tokens", ylabel="TFLOP/s", ylim=(0, None))
@@ -93,19 +93,19 @@ def _roofs(kept: dict[str, Any]) -> list[list[Row]]:
     panels = []
     for dtype in dict.fromkeys(r["dtype"] for r in rows):
         points = [r for r in rows if r["dtype"] == dtype and r.get("TFLOP/s") and r.get("GB/s")]
-        roofs = [r for r in rows if r["dtype"] == dtype and r["row"] in ("matmul", "copy") and r["memory"] == "cold"]
-        if points and {r["row"] for r in roofs} == {"matmul", "copy"}:
+        roofs = [r for r in rows if r["dtype"] == dtype and r["row"] in ("GEMM", "memcpy") and r["memory"] == "cold"]
+        if points and {r["row"] for r in roofs} == {"GEMM", "memcpy"}:
             panels.append(points + roofs)
     return panels
 
 
 def _roofline(axes: Any, rows: list[Row]) -> None:
-    top = max(r["TFLOP/s"] for r in rows if r["row"] == "matmul")
-    slope = max(r["GB/s"] for r in rows if r["row"] == "copy") / 1e3  # TFLOP/s for each operation a byte
+    top = max(r["TFLOP/s"] for r in rows if r["row"] == "GEMM")
+    slope = max(r["GB/s"] for r in rows if r["row"] == "memcpy") / 1e3  # TFLOP/s for each operation a byte
     points = [r for r in rows if r["row"] not in LIMITS]
     at = {id(r): r["TFLOP/s"] * 1e3 / r["GB/s"] for r in points}
     low, high = min(at.values()) / 2, max([*at.values(), 2 * top / slope]) * 2
-    axes.plot([low, top / slope, high], [low * slope, top, top], color="gray", linestyle="--", label="copy, matmul")
+    axes.plot([low, top / slope, high], [low * slope, top, top], color="gray", linestyle="--", label="memcpy, GEMM")
     for name in dict.fromkeys(r["row"] for r in points):
         of_name = [r for r in points if r["row"] == name]
         marker = "o" if name in OURS else "x"
@@ -118,10 +118,10 @@ def _roofline(axes: Any, rows: list[Row]) -> None:
 
 _Panels = Callable[[dict[str, Any]], list[Any]]
 _Paint = Callable[[Any, Any], None]
-#: Title, name of the file, what gives the panels, what paints one.
+#: Title, name of the file, what gives the panels, what paints one. README.md shows the first that there is.
 _KINDS: tuple[tuple[str, str, _Panels, _Paint], ...] = (
-    ("Bandwidth over width", "bandwidth", _widths, _bandwidth),
     ("TFLOP/s over tokens", "tflops", _tokens, _rate),
+    ("Bandwidth over width", "bandwidth", _widths, _bandwidth),
     ("Memory over tokens", "memory", _tokens, _memory),
     ("Roofline", "roofline", _roofs, _roofline),
 )

@@ -1,9 +1,9 @@
-"""Results that are kept, and the pages that are made from them.
+"""Keeps results, and makes pages from them.
 
 python -m benchmarks report RUN.json [NAME]    # keeps a run of --benchmark-json as benchmarks/results/NAME.json and
                                                # makes NAME.md and its pictures; NAME is the device's where left out
-python -m benchmarks report                    # makes the pages of all kept results anew
-python -m benchmarks readme NAME               # the tables and pictures of README.md, from kept results
+python -m benchmarks report                    # makes the pages of all kept results again
+python -m benchmarks readme NAME               # README.md's table and chart, from kept results
 python -m benchmarks compare COMMIT [...]      # this tree against another commit; see --help
 """
 
@@ -31,7 +31,7 @@ _FIGURES = {
 
 
 def keep(source: Path, target: Path) -> None:
-    """What matters of a run: the rows, what they were measured on and when; not every round."""
+    """Keep what matters of a run: the rows, what they were measured on and when, but not every round."""
     run = _read(source)
     for key in ("benchmarks", "machine_info", "datetime", "environment", "device"):
         if key not in run:
@@ -92,7 +92,7 @@ def check(kept: Any, path: Path) -> None:
 
 
 def page(source: Path) -> Path:
-    """Makes the page and the pictures of kept results, beside them."""
+    """Makes the page and the pictures of kept results, in the same folder."""
     kept = load(source)
     pictures = _pictures(kept, source)
     parts = [f"# {source.stem}", tables.header(kept, source.name)]
@@ -112,18 +112,17 @@ def page(source: Path) -> Path:
 
 
 def readme(source: Path, path: Path = ROOT / "README.md") -> None:
-    """Replaces what stands between the markers of README.md, and makes the page."""
+    """Replaces the text between the markers of README.md, and makes the page."""
     text = path.read_text()
     if START not in text or END not in text.split(START)[1]:
-        raise SystemExit(f"error: {path} has no {START} and {END} behind it to put results between")
+        raise SystemExit(f"error: {path} has no {START} followed by {END}, between which results go")
     target, kept = page(source), load(source)
     folder = source.resolve().parent.relative_to(path.resolve().parent)
+    chart = next(((title, p) for title, p in _named(kept, source) if p.exists()), None)
     found = [
-        tables.header(kept, f"{folder}/{source.name}"),
         tables.summary(kept),
-        tables.models(kept),
-        *(f"![{title}]({folder}/{picture.name})" for title, picture in _named(kept, source)),
-        f"More shapes and dtypes, both directions in one, memory, host time, growth: [{folder}/{target.name}]"
+        f"![{chart[0]}]({folder}/{chart[1].name})" if chart else "",
+        f"Backward passes, other shapes, whole models, memory, host time and growth: [{folder}/{target.name}]"
         f"({folder}/{target.name}).",
     ]
     between = "\n\n".join(part for part in found if part)
@@ -160,7 +159,7 @@ def _pictures(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
 
 
 def _named(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
-    """The pictures that are there, without drawing them again."""
+    """The pictures that exist, without drawing them again."""
     try:
         from benchmarks import plots
     except ImportError:

@@ -1,4 +1,4 @@
-"""The figures of a group of rows: times of all contenders by turns, and what follows from them."""
+"""The figures of a group of rows: the times of all contenders, measured in turn, and what follows from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK, FULL = (0.6, 15), (2.0, 25)
 
 class Measured:
     """All contenders of a group, timed. `times` holds a list of seconds for each that could run; `why_not` the reason
-    of each that could not; `wrong` what is wrong with the result of those that computed something else (where it is
+    of each that could not; `wrong` what is wrong with the result of each that computed something else (only where
     `checked`: without, ratios mean nothing)."""
 
     def __init__(
@@ -44,9 +44,9 @@ class Measured:
         with self.memory():
             contenders = Contenders(group, names)
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
-            # What fits in a cache is there after a few runs.
+            # After a few runs the caches hold what fits.
             warm_ups = 4 if group.memory == "warm" else 0
-            if effort == QUICK and group.limit == "matmul":  # calls are long, and vary little
+            if effort == QUICK and group.limit == "GEMM":  # calls are long, and vary little
                 least = 3
             # They have run once at least, to see whether they can.
             self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=1) if self.prepare else {}
@@ -84,17 +84,17 @@ class Measured:
             "spread_us": [round(q * 1e6, 1) for q in (quartiles[0], quartiles[2])],
             "peak_bytes": peak_bytes(self.prepare[name], DEVICE),
         }
-        if name == "matmul":
+        if name == "GEMM":
             return row | {"TFLOP/s": round(2 * MATMUL[DEVICE] ** 3 / middle / 1e12, 3)}
         row |= {"bytes_moved": group.bytes_moved, "GB/s": round(group.bytes_moved / middle / 1e9, 2)}
         if group.flops is not None and name not in LIMITS:
             row["TFLOP/s"] = round(group.flops / middle / 1e12, 4)
-        if (count := getattr(group.op.cases, "tokens_made", lambda case: None)(group.case)) is not None:
+        if (count := group.bench.tokens_made(group.case)) is not None:
             row["tokens/s"] = round(count / middle, 1)
         row |= self._on_device(name)
         if name in LIMITS:
             return row
-        row |= {"limit": group.limit, "time_over_copy": round(median_ratio(mine, self.times["copy"]), 3)}
+        row |= {"limit": group.limit, "time_over_memcpy": round(median_ratio(mine, self.times["memcpy"]), 3)}
         if name in self.wrong:
             return row | {"wrong": self.wrong[name]}
         row["of_limit"] = round(self._of_limit(name), 4)
@@ -111,7 +111,7 @@ class Measured:
     def _of_limit(self, name: str) -> float:
         """The row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
         faster = median_ratio(self.times[self.group.limit], self.times[name])
-        if self.group.limit == "copy":
+        if self.group.limit == "memcpy":
             return faster
         assert self.group.flops is not None
         return faster * self.group.flops / (2 * MATMUL[DEVICE] ** 3)

@@ -1,4 +1,4 @@
-"""What is compared with what: the groups of rows that the registry gives, and how each row of a group is called.
+"""What is compared with what: the groups of rows that the registry yields, and how each row of a group is called.
 
 A row that cannot be measured (a peer that is not installed or refuses the call, too little memory) carries the reason
 in place of figures. A row whose result is not that of the reference carries times and no ratios.
@@ -18,21 +18,20 @@ from torch import Tensor
 import foundry_kernels as fk
 from benchmarks import liger
 from benchmarks.measure import cache_bytes, free_bytes
+from foundry_kernels.op_modules import Bench
 from foundry_kernels.registry import OpSpec, short_dtype
-from foundry_kernels.testing import Arg, Case, assert_parity, run
+from foundry_kernels.testing import Case, assert_parity, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
 DIRECTIONS = ("forward", "backward", "both")
 OURS = ("triton", "native", "reference")
 #: What rows are held against: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
-LIMITS = ("copy", "fresh copy", "matmul")
-#: Above this many operations a byte a call is limited by arithmetic.
+LIMITS = ("memcpy", "fresh memcpy", "GEMM")
+#: Above this many operations a byte a call is compute-bound.
 _INTENSITY = 32
 #: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.
 MOST_SETS = 64
-#: Rows that a check against the reference takes of a larger matrix: it needs several copies in float64.
-_CHECKED_ROWS = 2048
 #: Root mean square error, relative to the result, up to which a peer computes the same: it need not be exact, as ours.
 _SAME = {torch.float32: 1e-3}
 _SAME_LOW = 0.05
@@ -60,7 +59,12 @@ class Group:
     @property
     def quick(self) -> bool:
         """Whether the shape is timed without --full: the op's BENCH_QUICK holds the endings of the names that are."""
-        return self.case.id.endswith(getattr(self.op.cases, "BENCH_QUICK", ("cached", "large")))
+        return self.case.id.endswith(self.bench.BENCH_QUICK)
+
+    @property
+    def bench(self) -> Bench:
+        assert self.op.bench is not None, f"{self.op.name} is not timed: it has no bench module"
+        return self.op.bench
 
     @property
     def ours(self) -> tuple[str, ...]:
@@ -70,21 +74,17 @@ class Group:
 
     @cached_property
     def peers(self) -> dict[str, Callable[..., Any] | str]:
-        """The op's table; or, where the options matter to the peers, what it gives for the case. And torch.compile of
-        "eager", and Liger."""
-        cases = self.op.cases
-        found = dict(
-            cases.peers(self.op.name, self.case, DEVICE) if hasattr(cases, "peers") else cases.PEERS[self.op.name]
-        )
+        """What the op names, torch.compile of "eager", and Liger."""
+        found = dict(self.bench.peers(self.op.name, self.case, DEVICE))
         if "eager" in found:
-            eager = found["eager"]
-            found["torch.compile"] = eager if isinstance(eager, str) else _compiled(self.op, self.case, self.dtype)
+            eager, key = found["eager"], (self.op.name, self.case.id, self.dtype)
+            found["torch.compile"] = eager if isinstance(eager, str) else _compiled(eager, key)
         return found | liger.peers(self.op.name, DEVICE)
 
     @property
     def limits(self) -> tuple[str, ...]:
-        copies = ("copy", "fresh copy") if self.memory == "fresh" else ("copy",)
-        return (*copies, "matmul") if self.limit == "matmul" else copies
+        copies = ("memcpy", "fresh memcpy") if self.memory == "fresh" else ("memcpy",)
+        return (*copies, "GEMM") if self.limit == "GEMM" else copies
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,18 +99,17 @@ class Group:
 
     @property
     def limit(self) -> str:
-        """What bounds the call: "matmul" or "copy"."""
-        return "matmul" if self.flops and self.flops >= _INTENSITY * self.bytes_moved else "copy"
+        """What bounds the call: "GEMM" or "memcpy"."""
+        return "GEMM" if self.flops and self.flops >= _INTENSITY * self.bytes_moved else "memcpy"
 
     @cached_property
     def bytes_moved(self) -> int:
-        return self.op.cases.bytes_moved(_shapes(self.case, self.dtype), self.direction)
+        return self.bench.bytes_moved(_shapes(self.case, self.dtype), self.direction)
 
     @cached_property
     def flops(self) -> int | None:
         """Of the matrix products, None for an operation without."""
-        count = getattr(self.op.cases, "flops", None)
-        return None if count is None else count(_shapes(self.case, self.dtype), self.case.options, self.direction)
+        return self.bench.flops(_shapes(self.case, self.dtype), self.case.options, self.direction)
 
     def function(self, name: str) -> Callable[..., Any]:
         """What is called with the case's arguments for one of `names` that is no limit."""
@@ -122,13 +121,10 @@ class Group:
 
 
 def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
-    """All groups, those of one shape and dtype behind each other. The quick ones: forward and backward, no fresh
+    """All groups, those of one shape and dtype in succession. The quick ones: forward and backward, no fresh
     memory, and of the shapes those whose names end as the op's BENCH_QUICK says."""
     for op in fk.OPS.values():
-        cases = op.cases
-        if not hasattr(cases, "bench_cases"):
-            continue
-        for case in cases.bench_cases(op.name, device):
+        for case in timed_cases(op, device):
             if not full and not Group(op, case, torch.float32, "forward").quick:
                 continue
             for dtype in DTYPES if not full or device == "cpu" else (*DTYPES, torch.float32):
@@ -138,9 +134,13 @@ def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
                             yield Group(op, case, dtype, direction, memory)
 
 
+def timed_cases(op: OpSpec, device: str = DEVICE) -> tuple[Case, ...]:
+    """The shapes that the op's `bench` module names; none where it has no such module."""
+    return () if op.bench is None else op.bench.bench_cases(op.name, device)
+
+
 def smallest_case(op: OpSpec) -> Case:
-    """A case of so few elements that a call of it is all overhead, of the arguments and options that are benchmarked
-    where there are such."""
+    """A case so small that a call is all overhead, with the arguments and options that are benchmarked, if any."""
 
     def given(case: Case) -> set[str]:
         return {n for n, a in case.args.items() if a is not None}
@@ -150,8 +150,7 @@ def smallest_case(op: OpSpec) -> Case:
         for c in op.cases.CASES[op.name]
         if all(a is None or (a.layout == "contiguous" and math.prod(a.shape)) for a in c.args.values())
     ]
-    timed = op.cases.bench_cases(op.name, DEVICE) if hasattr(op.cases, "bench_cases") else ()
-    if timed:
+    if timed := timed_cases(op):
         alike = [c for c in plain if given(c) == given(timed[0])]
         plain = [replace(c, options=timed[0].options) for c in alike]
     return min(plain, key=lambda c: case_bytes(c, torch.float32))
@@ -159,7 +158,7 @@ def smallest_case(op: OpSpec) -> Case:
 
 def memories(op: OpSpec, case: Case, dtype: torch.dtype, full: bool, device: str) -> tuple[str, ...]:
     """The states of memory that make a difference to `case`."""
-    if Group(op, case, dtype, "forward").limit == "matmul":
+    if Group(op, case, dtype, "forward").limit == "GEMM":
         return ("cold",)
     fits = 2 * case_bytes(case, dtype) <= cache_bytes(device)  # the outputs are about as large as the inputs
     if fits and not _decodes(case):
@@ -182,7 +181,7 @@ def case_bytes(case: Case, dtype: torch.dtype) -> int:
 
 
 def _shapes(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """The arguments without memory behind them."""
+    """The arguments as meta tensors."""
     return {
         n: None if a is None else torch.empty(a.shape, dtype=a.dtype or dtype, device="meta")
         for n, a in case.args.items()
@@ -193,17 +192,14 @@ _compiled_for: tuple[str, str, torch.dtype] | None = None
 _compiled_function: Callable[..., Any] | None = None
 
 
-def _compiled(op: OpSpec, case: Case, dtype: torch.dtype) -> Callable[..., Any]:
-    """torch.compile of "eager", compiled anew for each shape: the first one must not make the next one's dynamic."""
+def _compiled(eager: Callable[..., Any], key: tuple[str, str, torch.dtype]) -> Callable[..., Any]:
+    """torch.compile of `eager`, compiled anew for each `key`: the first shape must not make the next one's dynamic."""
 
     def call(**args: Any) -> Any:
         global _compiled_for, _compiled_function
-        key = (op.name, case.id, dtype)
         if _compiled_for != key or _compiled_function is None:
             torch.compiler.reset()
-            cases = op.cases
-            table = cases.peers(op.name, case, DEVICE) if hasattr(cases, "peers") else cases.PEERS[op.name]
-            _compiled_for, _compiled_function = key, torch.compile(table["eager"])
+            _compiled_for, _compiled_function = key, torch.compile(eager)
         return _compiled_function(**args)
 
     return call
@@ -212,30 +208,16 @@ def _compiled(op: OpSpec, case: Case, dtype: torch.dtype) -> Callable[..., Any]:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def checked_case(op: OpSpec, case: Case) -> Case:
-    """`case`, or a smaller one where the check against the reference would need too much: what the op says, or the
-    first rows where all arguments are matrices of as many rows."""
-    if hasattr(op.cases, "parity_case"):
-        return op.cases.parity_case(case)
-    matrices = [a for a in case.args.values() if a is not None and len(a.shape) > 1]
-    if not all(len(a.shape) == 2 and a.shape[0] == matrices[0].shape[0] for a in matrices):
-        return case
-
-    def cut(a: Arg | None) -> Arg | None:
-        return a if a is None or len(a.shape) < 2 else replace(a, shape=(min(a.shape[0], _CHECKED_ROWS), a.shape[1]))
-
-    return replace(case, args={n: cut(a) for n, a in case.args.items()})
-
-
 _checked: dict[tuple[object, ...], str | None] = {}
 
 
-def _failed_parity(op: OpSpec, case: Case, dtype: torch.dtype, backend: str) -> str | None:
+def _failed_parity(group: Group, backend: str) -> str | None:
     """What parity says of the case; asked once for all directions and states of memory."""
-    key = (op.name, case.id, dtype, backend)
+    key = (group.op.name, group.case.id, group.dtype, backend)
     if key not in _checked:
+        case = group.bench.parity_case(group.case)
         try:
-            assert_parity(op, checked_case(op, case), backend=backend, dtype=dtype, device=DEVICE)
+            assert_parity(group.op, case, backend=backend, dtype=group.dtype, device=DEVICE)
             _checked[key] = None
         except AssertionError as error:
             _checked[key] = str(error)
@@ -248,8 +230,8 @@ def wrong(group: Group, name: str) -> str | None:
     if name in LIMITS or name == "reference":
         return None
     if name in OURS:
-        return _failed_parity(group.op, group.case, group.dtype, name)
-    case = checked_case(group.op, group.case)
+        return _failed_parity(group, name)
+    case = group.bench.parity_case(group.case)
     if case.id != group.case.id or case.args != group.case.args:
         return None  # compiled for this shape alone; what it gives there is seen where the shape is small
     with torch.no_grad():
@@ -267,8 +249,8 @@ def wrong(group: Group, name: str) -> str | None:
 def too_large(group: Group) -> str | None:
     """Why the group does not fit the free memory, or None."""
     needed = case_bytes(group.case, group.dtype) * (6 + 4 * set_count(group))
-    needed += 12 * min(case_bytes(checked_case(group.op, group.case), torch.float64), 2**62)
-    needed += getattr(group.op.cases, "workspace_bytes", lambda case: 0)(group.case)
+    needed += 12 * min(case_bytes(group.bench.parity_case(group.case), torch.float64), 2**62)
+    needed += group.bench.workspace_bytes(group.case)
     free = free_bytes(DEVICE)
     if free is None or needed <= free:
         return None
@@ -278,12 +260,12 @@ def too_large(group: Group) -> str | None:
 def set_count(group: Group) -> int:
     if group.memory == "warm":
         return 1
-    if group.limit == "matmul":  # scrubbed caches do: of these, inputs are a small part
+    if group.limit == "GEMM":  # scrubbed caches do: of these, inputs are a small part
         return 2
     wanted = 2 * cache_bytes(DEVICE) // max(case_bytes(group.case, group.dtype), 1) + 1
     return int(max(wanted, 2)) if wanted <= MOST_SETS else 2
 
 
 def rotates(group: Group, count: int) -> bool:
-    """Whether using `count` sets of inputs by turns leaves nothing of the first in the caches."""
+    """Whether the first of `count` sets of inputs has left the caches once all have been used."""
     return group.memory != "warm" and count * case_bytes(group.case, group.dtype) >= 2 * cache_bytes(DEVICE)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 OURS = ("triton", "native", "reference")
-LIMITS = ("copy", "fresh copy", "matmul")
+LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 
 Row = dict[str, Any]
 
 
 def header(kept: dict[str, Any], source: str) -> str:
-    environment = kept["environment"]
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment)
-    return "\n".join(
-        [
-            f"Measured {kept['date']} on {kept['device']} ({versions}), from [{source}]({source}).",
-            "Medians of rounds in which all took turns. `x peer`: the peer's time over ours: above 1 we are faster.",
-            "`of limit`: our rate over that of a copy of the same bytes into memory that exists, or (TFLOP/s) of a",
-            "matrix product. `warm`: the inputs lie in the caches; `cold`: they rotate and do not; `fresh`: cold, and",
-            "outputs cost page faults, which elsewhere they do not.",
-        ]
+    return _paragraph(
+        f"Measured {kept['date']} on {kept['device']} ({_versions(kept)}), from [{source}]({source}). Times are "
+        "medians over rounds in which all contenders took turns. `× peer` is the peer's time over ours: above 1, ours "
+        "is faster. `% of memcpy` is our rate over that of a memcpy of as many bytes into memory that exists, "
+        "`% of GEMM` over that of a square matrix product of the same dtype. `warm`: the inputs are in the caches; "
+        "`cold`: they rotate, so that they are not; `fresh`: cold, and outputs are new memory, page faults included."
     )
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _versions(kept: dict[str, Any]) -> str:
+    environment = kept["environment"]
+    return ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment)
 
 
 def _of(kept: dict[str, Any], kind: str) -> list[Row]:
@@ -50,7 +57,10 @@ def _halves(kept: dict[str, Any]) -> list[list[Row]]:
 
 
 def _shape(row: Row) -> str:
-    return f"{row['case']} {row['memory']}"
+    """The shape, and the words behind it but for those that only say how large it is: "512x2048", "1x4096, decode"."""
+    shape, *words = row["case"].split("-")
+    words = [w for w in words if w not in ("cached", "large")]
+    return f"{shape}, {'-'.join(words)}" if words else shape
 
 
 def _ratio(row: Row, peer: str) -> str:
@@ -60,10 +70,19 @@ def _ratio(row: Row, peer: str) -> str:
     return f"{over[peer]:.2f}" if peer in over else "–"
 
 
-def _of_limit(row: Row) -> str:
+def _of_limit(row: Row, limit: str) -> str:
+    """The row's rate in per cent of that of `limit`, where that is the row's own limit."""
+    if row.get("limit") != limit:
+        return "–"
     if "of_limit" in row:
         return f"{row['of_limit']:.0%}"
-    return f"{1 / row['time_over_copy']:.0%}" if row.get("time_over_copy") else "–"
+    # Of a wrong result only the time is known.
+    return f"{1 / row['time_over_memcpy']:.0%}" if limit == "memcpy" and row.get("time_over_memcpy") else "–"
+
+
+def _limits(rows: list[Row]) -> list[str]:
+    """The limits of the rows, as the columns `% of ...` name them."""
+    return [limit for limit in ("memcpy", "GEMM") if any(r.get("limit") == limit for r in rows)]
 
 
 def _rate(row: Row) -> str:
@@ -81,17 +100,24 @@ def _mega(row: Row, key: str) -> str:
 
 
 def operations(kept: dict[str, Any]) -> str:
-    """Every row of our backends, with its time, memory and what it is relative to the peers."""
+    """Every row of our backends: its time, its memory and how it compares with the peers."""
     parts = []
     for rows in _halves(kept):
         ours, peers = _ours(rows)
         gpu = any("device_us" in r for r in ours)
-        heads = ["operation", "direction", "dtype", "shape", "backend", "µs", *(f"x {p}" for p in peers), "of limit"]
-        heads += ["rate", "peak MB", "saved MB", *(["GPU µs", "in a graph µs"] if gpu else [])]
+        limits = _limits(ours)
+        heads = ["operation", "direction", "dtype", "shape", "memory", "backend", "µs", *(f"× {p}" for p in peers)]
+        heads += [
+            *(f"% of {limit}" for limit in limits),
+            "rate",
+            "peak MB",
+            "saved MB",
+            *(["GPU µs", "in a graph µs"] if gpu else []),
+        ]
         lines = []
         for r in ours:
-            cells = [f"`{r['op']}`", r["direction"], r["dtype"], _shape(r), r["row"], _time(r)]
-            cells += [*(_ratio(r, p) for p in peers), _of_limit(r), _rate(r)]
+            cells = [f"`{r['op']}`", r["direction"], r["dtype"], _shape(r), r["memory"], r["row"], _time(r)]
+            cells += [*(_ratio(r, p) for p in peers), *(_of_limit(r, limit) for limit in limits), _rate(r)]
             cells += [_mega(r, "peak_bytes"), _mega(r, "saved_bytes")]
             cells += [str(r.get(key, "–")) for key in ("device_us", "graph_us")] if gpu else []
             lines.append(cells)
@@ -100,38 +126,55 @@ def operations(kept: dict[str, Any]) -> str:
 
 
 def summary(kept: dict[str, Any]) -> str:
-    """Forward and backward on the shapes of the quick set, dtypes side by side; of a shape that fits the caches the
-    warm rows, of others the cold ones."""
-    parts = []
-    for rows in _halves(kept):
-        ours, peers = _ours(rows)
-        warm = {(r["op"], r["case"]) for r in ours if r["memory"] == "warm"}
-        chosen = [
-            r
-            for r in ours
-            if r["direction"] != "both"
-            and r.get("quick", "cached" in r["case"] or "large" in r["case"])
-            and not ((r["op"], r["case"]) in warm and r["memory"] == "cold")
-        ]
-        dtypes = list(dict.fromkeys(r["dtype"] for r in chosen))
-        groups: dict[tuple[str, ...], dict[str, Row]] = {}
-        for r in chosen:
-            groups.setdefault((r["op"], r["direction"], _shape(r), r["row"]), {})[r["dtype"]] = r
-        lines = []
-        for (op, direction, shape, backend), by_dtype in groups.items():
-            found = [by_dtype[d] for d in dtypes if d in by_dtype]
-            cells = [f"`{op}`", direction, shape, backend, " / ".join(map(_time, found))]
-            cells += [" / ".join(_ratio(r, p) for r in found) for p in peers]
-            cells.append(" / ".join(map(_of_limit, found)))
-            lines.append(cells)
-        heads = ["operation", "direction", "shape", "backend", "µs", *(f"x {p}" for p in peers), "of limit"]
-        if lines:
-            parts += [f"Each cell: {' / '.join(dtypes)}.", _markdown(heads, lines)]
-    return "\n\n".join(parts)
+    """A row an operation: its forward pass on the shape that takes longest, a number a cell."""
+    forward = [r for rows in _halves(kept) for r in _ours(rows)[0] if r["direction"] == "forward"]
+    chosen = {op: _main([r for r in forward if r["op"] == op]) for op in dict.fromkeys(r["op"] for r in forward)}
+    rows = [r for by_dtype in chosen.values() for r in by_dtype.values()]
+    if not rows:
+        return ""
+    dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
+    columns: dict[str, Callable[[Row], str]] = {
+        "× eager": lambda r: _ratio(r, "eager"),
+        "× compiled": lambda r: _ratio(r, _rival(r)),
+        "% of memcpy": lambda r: _of_limit(r, r["limit"]),
+    }
+    lines = []
+    for op, by_dtype in chosen.items():
+        cells = [f"`{op}`", _shape(next(iter(by_dtype.values())))]
+        cells += [show(by_dtype[d]) if d in by_dtype else "–" for show in columns.values() for d in dtypes]
+        lines.append(cells)
+    heads = ["operation", "shape", *(f"{title}, {_SHORT.get(d, d)}" for title in columns for d in dtypes)]
+    backends = " and ".join(dict.fromkeys(r["row"] for r in rows))
+    where = "not in the caches" if all(r["memory"] != "warm" for r in rows) else "in the caches where they fit"
+    caption = (
+        f"Forward passes on {kept['device']} (torch {kept['environment']['torch']}, {kept['date']}), {backends} "
+        f"kernels, inputs {where}. × eager and × compiled: how many times faster than plain PyTorch, as Hugging Face "
+        "models write it, and than `torch.compile` of that. % of memcpy: our rate over that of a memcpy of as many "
+        "bytes. For attention the peer is SDPA's flash kernel instead of `torch.compile`, and the limit a GEMM instead "
+        "of a memcpy."
+    )
+    return _paragraph(caption) + "\n\n" + _markdown(heads, lines)
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def _main(rows: list[Row]) -> dict[str, Row]:
+    """By dtype, the rows of the shape that takes longest, with cold inputs where they were measured, of one backend:
+    the first of `OURS` that there is."""
+    backend = min((r["row"] for r in rows), key=OURS.index)
+    rows = [r for r in rows if r["row"] == backend]
+    longest = max(rows, key=lambda r: (r["memory"] == "cold", r["median_us"]))
+    return {r["dtype"]: r for r in rows if (r["case"], r["memory"]) == (longest["case"], longest["memory"])}
+
+
+def _rival(row: Row) -> str:
+    """The peer that is hardest to beat: of matrix products a fused kernel, else what the compiler makes of eager."""
+    return "SDPA flash" if row["limit"] == "GEMM" else "torch.compile"
 
 
 def models(kept: dict[str, Any]) -> str:
-    """Whole models, each beside the one that its family is held against."""
+    """Whole models, each compared with the first of its family."""
     lines = []
     for r in _of(kept, "model"):
         over = r.get("speedup_over", {})
@@ -186,7 +229,7 @@ def absent(kept: dict[str, Any]) -> str:
     for r in [*kept.get("absent", []), *kept["rows"]]:
         reason = r.get("why_not") or r.get("wrong") or r.get("graph_why_not")
         if reason:
-            found.setdefault((r["op"], r["row"], reason), []).append(r["case"])
+            found.setdefault((r["op"], r["row"], reason), []).append(_shape(r))
     lines = []
     for (op, name, reason), cases in found.items():
         distinct = list(dict.fromkeys(cases))

@@ -1,10 +1,10 @@
 """Every registered operation that has benchmark shapes: our backends beside eager, torch.compile, torch's own, Liger,
-and the limit: a copy of the same bytes or a matrix product.
+and the limit: a memcpy of the same bytes or a GEMM.
 
-`extra_info` of a row holds GB/s (or TFLOP/s), its speed-up over each peer and its share of the limit (medians of rounds
-in which all took turns), the peak memory of one run and, where there is a backward pass, the bytes saved for it; on a
-GPU also the time between events and that of a replayed graph. The copy writes into a tensor that exists; "fresh copy"
-into a new one, which on a CPU also pays for the system's page faults. See `suite.Group` for warm, cold and fresh.
+`extra_info` of a row holds GB/s (or TFLOP/s), its speed-up over each peer and `of_limit`, its share of the limit's rate
+(medians of rounds in which all took turns), the peak memory of one run and, where there is a backward pass, the bytes
+saved for it; on a GPU also the time between events and that of a replayed graph. "memcpy" writes into a tensor that
+exists; "fresh memcpy" into a new one, which on a CPU also pays for page faults. See `suite.Group` on memory.
 """
 
 from __future__ import annotations

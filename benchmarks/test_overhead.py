@@ -1,4 +1,4 @@
-"""What a call costs the calling thread before any kernel: the smallest case of each operation, without gradients."""
+"""Host time of a call: the smallest case of each operation, without gradients."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import foundry_kernels as fk
 from benchmarks.calls import unavailable
 from benchmarks.conftest import Record
 from benchmarks.measure import host_time, replay
-from benchmarks.suite import DEVICE, LIMITS, Group, smallest_case
+from benchmarks.suite import DEVICE, LIMITS, Group, smallest_case, timed_cases
 
 
 def _rows() -> list[Any]:
     rows = []
     for op in fk.OPS.values():
-        if not hasattr(op.cases, "bench_cases"):
+        if op.bench is None:
             continue
         group = Group(op, smallest_case(op), torch.float32, "forward", "warm")
-        peers = group.chosen(False) if op.cases.bench_cases(op.name, DEVICE) else group.ours
+        peers = group.chosen(False) if timed_cases(op) else group.ours
         names = dict.fromkeys(("reference", *(n for n in peers if n not in LIMITS)))
         rows += [pytest.param(group, n, id=f"{op.name}-overhead-{n}") for n in names]
     return rows

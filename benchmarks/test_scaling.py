@@ -1,5 +1,5 @@
-"""How time and memory grow with the shape and with threads, and the exponents that fit: what should be a line and grows
-as a square is seen here. A row is one operation along one axis; its figures hold a line for each contender."""
+"""How time and memory grow with the shape and with threads, and the fitted exponents: this shows what should be linear
+and is quadratic. A row is one operation along one axis; its figures hold a line for each contender."""
 
 from __future__ import annotations
 
@@ -44,12 +44,15 @@ class Scaling:
 def scalings(full: bool) -> Iterator[Scaling]:
     """Quick: in one dtype, forward, and backward where the axis is the tokens of attention."""
     for op in fk.OPS.values():
-        axes = dict(getattr(op.cases, "scaling_cases", lambda *_: {})(op.name, DEVICE))
+        if op.bench is None:
+            continue
+        axes = dict(op.bench.scaling_cases(op.name, DEVICE))
         if DEVICE == "cpu":
             axes |= _threads(op)
         for axis, points in axes.items():
             trains = any(a is not None and a.grad for a in points[-1][1].args.values())
-            directions = DIRECTIONS if full else DIRECTIONS[: 2 if hasattr(op.cases, "flops") and axis == "T" else 1]
+            products = Group(op, points[-1][1], DTYPES[0], "forward").flops is not None
+            directions = DIRECTIONS if full else DIRECTIONS[: 2 if products and axis == "T" else 1]
             for direction in directions if trains else ("forward",):
                 for dtype in DTYPES if full else DTYPES[-1:] if DEVICE == "cuda" else DTYPES[:1]:
                     yield Scaling(op, axis, direction, dtype, points)

@@ -1,11 +1,11 @@
 """Train a small byte-level transformer on a text, once per backend from one seed, and compare.
 
-    python examples/train.py                            # the standard library's source, reference and fastest backend
+    python examples/train.py                            # on the standard library's source: reference, then auto
     python examples/train.py --text shakespeare.txt --steps 1000 --backend native
     python examples/train.py --out runs/a --resume      # go on where runs/a was interrupted
     torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
 
-Each backend starts from the same weights and sees the same batches, so their losses must agree but for rounding.
+Each backend starts from the same weights and sees the same batches, so that losses differ by rounding only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class UsageError(Exception):
-    """Options that cannot be run, in words for the user."""
+    """Options that cannot be run; the message is for the user."""
 
 
 class Interrupt:
@@ -154,7 +154,7 @@ def choose_backends(asked: list[str] | None, recipe: Recipe) -> tuple[dict[str, 
             parameters = sum(p.numel() for p in model.parameters())
             if not asked and name == "auto" and set(served.values()) == {"reference"}:
                 print("Only the reference can run here, so there is nothing to compare it with.", file=sys.stderr)
-                print("`python -m foundry_kernels` tells why.\n", file=sys.stderr)
+                print("`python -m foundry_kernels` says why.\n", file=sys.stderr)
                 continue
             rows[name] = kernels(served)
     return rows, parameters
@@ -186,7 +186,7 @@ def run_all(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def processes_of(options: argparse.Namespace, recipe: Recipe) -> Iterator[Single]:
-    """This process and those that train with it, of which only the first one prints."""
+    """This process and those that train with it; only the first one prints."""
     if not options.parallel:
         yield Single()
         return

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from train_checkpoint import CheckpointError
 from train_memory import PeakMemory
 from train_parallel import Single
+from train_progress import Progress
 from train_text import Text
 
 from foundry_kernels.models import ModelConfig, Transformer
@@ -136,10 +136,7 @@ def train(
             run.peak_bytes = max(run.peak_bytes, memory.bytes())
             processes.save(checkpoint, settings, model, optimizer, _progress(run, order))
 
-    bar = tqdm(
-        total=recipe.steps, initial=run.step, desc=backend, unit="step", disable=not progress, mininterval=0.2, ncols=88
-    )
-    with bar:
+    with Progress(backend, recipe.steps, run.step, progress) as shown:
         while run.step < recipe.steps:
             start = time.perf_counter()
             batch = text.batch(recipe.batch, recipe.seq_len, order)
@@ -147,8 +144,7 @@ def train(
             loss, stopped = processes.agree(part, stop(run.step + 1))
             run.losses.append(loss)  # reading it has waited for the device
             run.seconds.append(time.perf_counter() - start)
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            bar.update()
+            shown.step(loss)
             if stopped or run.step % recipe.checkpoint_every == 0 or run.step == recipe.steps:
                 write()
             if stopped:

@@ -1,6 +1,6 @@
-"""`python -m foundry_kernels`: which backend of which operation works here, and why the others do not.
+"""`python -m foundry_kernels`: which backends of each operation work here, and why the others do not.
 
-`python -m foundry_kernels inspect rms_norm --arch 90`: what its Triton kernels cost on a GPU that need not be there.
+`python -m foundry_kernels inspect rms_norm --arch 90`: what its Triton kernels cost on a GPU that is not present.
 `python -m foundry_kernels patch-report`: what `foundry_kernels.patch` replaces in each family of transformers.
 """
 
@@ -79,19 +79,19 @@ def table(devices: tuple[str, ...]) -> list[str]:
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     if any("-" in r[1:] for r in rows):
-        lines += ["", "-  no such kernel yet"]
+        lines += ["", "-  no kernel yet"]
     return [*lines, *(["", *(f"[{i}] {r}" for i, r in enumerate(reasons, 1))] if reasons else [])]
 
 
 def inspect(argv: list[str]) -> int:
-    """Compile an operation's Triton kernels ahead of time and print a line for each; 1 if one must not ship."""
+    """Compile an operation's Triton kernels ahead of time and print what each costs; 1 if one has a problem."""
     parser = argparse.ArgumentParser(prog="python -m foundry_kernels inspect", description=inspect.__doc__)
     parser.add_argument("op", choices=[name for name, op in OPS.items() if op.impl("triton")])
     parser.add_argument(
         "--arch", type=int, nargs="+", default=[90], help="compute capabilities, 90 for 9.0", metavar="CC"
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
-    parser.add_argument("--all", action="store_true", help="every shape, where an operation picks some by default")
+    parser.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
     parser.add_argument("--ptx", action="store_true", help="print the PTX")
     parser.add_argument("--sass", action="store_true", help="print the machine code")
     options = parser.parse_args(argv)
@@ -128,9 +128,9 @@ def inspect(argv: list[str]) -> int:
 
 
 def patch_report(argv: list[str]) -> int:
-    """Patch a small model of each family and print what was replaced: modules, of how many, by which operations."""
+    """Patch a small model of each family and print how many modules were replaced by which operations."""
     parser = argparse.ArgumentParser(prog="python -m foundry_kernels patch-report", description=patch_report.__doc__)
-    parser.add_argument("family", nargs="*", help="families, by their model type in transformers; all if none")
+    parser.add_argument("family", nargs="*", help="model types of transformers (default: all that are supported)")
     options = parser.parse_args(argv)
     from foundry_kernels import patch
     from foundry_kernels.integrations.patch import parts

@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels for GPUs that need not be there, and reads what they cost.
+"""Compiles the Triton kernels for GPUs that are not present, and reports what they cost.
 
-The launches of an operation are recorded by calling it on its benchmark shapes and on the cases of the parity suite,
-with nothing behind the launch: whatever the launchers choose (kernel, tile, warps, specialisation) is what gets
-compiled. So a new operation is covered by being registered. Recording replaces Triton's launch for the whole process,
-which is why it is only done by `python -m foundry_kernels inspect`.
+The launches of an operation are recorded by calling it on its benchmark shapes and parity cases with Triton's launch
+replaced: what the launchers choose (kernel, tile, warps, specialisation) is what gets compiled, so that a new operation
+is covered as soon as it is registered. CPU tensors are served in the whole process from then on, which is why only
+`python -m foundry_kernels inspect` records.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +21,14 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
-from foundry_kernels.registry import OPS, OpSpec, short_dtype
+from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What limits a kernel on one architecture: bytes of shared memory a block and a multiprocessor may use, warps that
-    a multiprocessor holds. All have 65536 registers a multiprocessor and at most 32 blocks."""
+    """Limits of an architecture: bytes of shared memory per block and per multiprocessor, warps per multiprocessor. All
+    have 65536 registers and at most 32 blocks per multiprocessor."""
 
     block_shared: int
     sm_shared: int
@@ -57,7 +58,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with everything that it is specialised on."""
+    """A kernel and everything that it is specialised on."""
 
     kernel: Any
     signature: tuple[tuple[str, str], ...]
@@ -72,14 +73,14 @@ class Launch:
 
     @property
     def settings(self) -> str:
-        """The constants that are numbers and flags, as a person tells configurations apart."""
+        """The constants that are numbers and flags, by which configurations are told apart."""
         shown = [f"{k}={v}" for k, v in (*self.constants, *self.options) if isinstance(v, int) and k.isupper()]
         return " ".join([*shown, *(f"{k}={v}" for k, v in self.options)])
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the compiler made of a launch. `stack` > 0 means that registers were spilled to memory."""
+    """What a compiled launch needs. `stack` > 0 means that registers were spilled to memory."""
 
     registers: int
     stack: int
@@ -98,7 +99,7 @@ class Cost:
         return min(by_registers, by_shared, 32, gpu.warps // self.warps) * self.warps / gpu.warps
 
     def problems(self, gpu: Gpu) -> list[str]:
-        """Why the kernel must not ship for this GPU."""
+        """What is wrong with the kernel on this GPU; empty if nothing is."""
         found = []
         if self.stack:
             found.append(f"{self.stack} bytes of stack: registers are spilled")
@@ -113,8 +114,8 @@ class Cost:
 
 def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
     """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
-    device of compute capability `arch` (80, 90, ...); of those, without `everything`, the ones that the op's
-    `compiled_cases` picks, if it does."""
+    device of compute capability `arch` (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
+    names any."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
@@ -127,31 +128,31 @@ def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         launches.setdefault(_launch(kernel, args, kwargs, case_id))
 
-    for each in OPS.values():  # a function may hand on to another operation
-        if (impl := each.impl("triton")) is not None:
-            object.__setattr__(impl, "devices", ("cpu", "cuda"))
-    original, JITFunction.run = JITFunction.run, run
-    _triton.serve_cpu_tensors()
-    _triton.record_for(arch)
-    try:
-        if hasattr(op.cases, "compiled_cases") and not everything:
-            unfilled, made = op.cases.compiled_cases(op.name), ()
-        else:
-            unfilled = [(case, dtype) for dtype in DTYPES for case in op.cases.bench_cases(op.name, "cuda")]
-            made = op.cases.CASES[op.name]
+    unfilled = None if everything else op.cases.compiled_cases(op.name)
+    made: tuple[Case, ...] = ()
+    if unfilled is None:
+        timed = op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ()
+        unfilled = tuple((case, dtype) for dtype in DTYPES for case in timed)
+        made = op.cases.CASES[op.name]
+    with ExitStack() as undo:
+        for each in OPS.values():  # a function may hand on to another operation
+            if each.impl("triton") is not None:
+                undo.enter_context(override(each, "triton", devices=("cpu", "cuda")))
+        undo.callback(setattr, JITFunction, "run", JITFunction.run)
+        JITFunction.run = run
+        _triton.serve_cpu_tensors()
+        _triton.record_for(arch)
         for case, dtype in unfilled:
             case_id = f"{case.id} {short_dtype(dtype)}"
             _call(op, case, _unfilled(case, dtype))
         for case in made:
             case_id = case.id
             _call(op, case, case.make(DTYPES[0]))
-    finally:
-        JITFunction.run = original
     return list(launches)
 
 
 def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """Arguments in memory that nobody writes or reads, however large."""
+    """Arguments in uninitialised memory: however large, no page of it is touched."""
     args: dict[str, Tensor | None] = {}
     for name, arg in case.args.items():
         if arg is None or arg.dtype is not None:  # tables and indices are small, and their values are checked

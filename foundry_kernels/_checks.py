@@ -46,6 +46,14 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...], why: str) -> None:
         raise ValueError(f"{name} must have shape {tuple(shape)} ({why}); got {tuple(x.shape)}")
 
 
+def check_int(name: str, value: object, minimum: int | None = None) -> None:
+    """An int, or what stands for one while torch.compile traces."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}; got {value}")
+
+
 def check_eps(eps: float) -> None:
     if not isinstance(eps, (float, int)) or isinstance(eps, bool):
         raise TypeError(f"eps must be a float; got {type(eps).__name__}")

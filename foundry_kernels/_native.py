@@ -1,4 +1,4 @@
-"""Loads the compiled extension once and keeps the reason where it cannot be used.
+"""Loads the compiled extension once, or keeps the reason why it cannot be used.
 
 Importing `foundry_kernels._C` registers the operators `torch.ops.foundry_kernels.*` of `csrc/torch/`.
 """
@@ -25,7 +25,7 @@ def _load() -> tuple[Any, str | None]:
 
 _C, MISSING = _load()
 
-#: Added to the refusal of a CUDA tensor: by an operation for the CPU alone, and where CUDA kernels were not compiled.
+#: Hints for a CUDA tensor: the operation has CPU kernels only; the extension was compiled without CUDA.
 CPU_ONLY = "; it has no CUDA kernels"
 NO_CUDA = (
     "; this extension was compiled without CUDA (rebuild it with a CUDA build of torch, and nvcc on the PATH or in "
@@ -34,22 +34,22 @@ NO_CUDA = (
 
 
 def build_info() -> dict[str, Any]:
-    """Facts about the extension: compiler, torch it was built for, instruction sets, CUDA architectures."""
+    """The extension's compiler, the torch that it was built for, its instruction sets and CUDA architectures."""
     return {} if _C is None else dict(_C.build_info())
 
 
 def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")) -> Impl:
-    """The native row of an operation: `function` of the op's `native` module, or the reason why there is none.
+    """The native backend of an operation: `function` of its `native` module, or the reason why there is none.
 
-    `devices` are those that csrc has kernels of the operation for; "cuda" is served if the extension has its CUDA half.
+    `devices` are those that csrc has kernels for; "cuda" is served if the extension was compiled with CUDA.
     """
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if MISSING is not None:
         return Impl("native", _absent, dtypes=dtypes, missing=MISSING, sources=devices)
     module = importlib.import_module(package + ".native")
     compiled = devices if build_info()["cuda_architectures"] else ("cpu",)
-    elsewhere = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
-    return Impl("native", getattr(module, function), compiled, dtypes, elsewhere=elsewhere, sources=devices)
+    hint = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
+    return Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices)
 
 
 def _absent(*_: Any) -> Any:

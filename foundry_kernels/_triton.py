@@ -1,4 +1,4 @@
-"""What the Triton kernels of at least two operations share. Imports without Triton, and then says why it is missing.
+"""What the Triton kernels of several operations share. Without Triton it still imports, and says why Triton is missing.
 
 Triton's own variable TRITON_INTERPRET=1, set before this package is imported, makes every kernel run on the CPU in
 Triton's interpreter: slow, exact, and how the kernels are tested where there is no GPU.
@@ -25,19 +25,19 @@ except ImportError as error:
     MISSING = f"Triton does not import ({error}); `pip install triton`"
     INTERPRET = False
 
-#: float64 exists for `gradcheck` in the interpreter; on a GPU it is the reference's business.
+#: float64 is for `gradcheck` in the interpreter; on a GPU the reference serves it.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if INTERPRET else ())
 
 
 def impl(package: str, function: str) -> Impl:
-    """The Triton row of an operation: `function` of the op's `triton` module, or the reason why there is none."""
+    """The Triton backend of an operation: `function` of its `triton` module, or the reason why there is none."""
     if MISSING is not None:
         return Impl("triton", _absent, ("cuda",), DTYPES, missing=MISSING)
     module = importlib.import_module(package + ".triton")
     if INTERPRET:
         return Impl("triton", getattr(module, function), ("cpu",), DTYPES)
-    hint = "; TRITON_INTERPRET=1, set before the import, interprets it on the CPU"
-    return Impl("triton", getattr(module, function), ("cuda",), DTYPES, elsewhere=hint)
+    hint = "; set TRITON_INTERPRET=1 before the import to interpret it on the CPU"
+    return Impl("triton", getattr(module, function), ("cuda",), DTYPES, hint=hint)
 
 
 def _absent(*_: Any) -> Any:
@@ -105,7 +105,7 @@ def compute_dtype(dtype: torch.dtype) -> Any:
 
 
 def row_strides(*tensors: torch.Tensor | None) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
-    """How the rows (all dimensions but the last) of tensors of one shape are reached with at most three strides.
+    """At most three strides that reach the rows (all dimensions but the last) of tensors of one shape.
 
     Returns `(rank, n1, n2, strides)` for `row_offset`, `strides` holding one triple a tensor (zeros for None), or None
     where the tensors need more than three dimensions or have a last stride other than 1.
@@ -135,7 +135,7 @@ def row_strides(*tensors: torch.Tensor | None) -> tuple[int, int, int, list[tupl
 
 
 def programs(device: torch.device) -> int:
-    """Programs of a persistent grid: a few for every multiprocessor."""
+    """Number of programs of a persistent grid: two for each multiprocessor."""
     if device.type != "cuda":
         return 4  # the interpreter: few, but more than one, so that sums over programs are exercised
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -150,7 +150,7 @@ def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def capability(device: torch.device) -> int:
-    """Compute capability that a launch on `device` is chosen for, 90 for 9.0; 0 where kernels are interpreted."""
+    """Compute capability of `device`, 90 for 9.0, by which launches are chosen; 0 in the interpreter."""
     if _RECORDED is not None:
         return _RECORDED
     return 0 if device.type != "cuda" else _capability(device)
@@ -166,14 +166,14 @@ _RECORDED: int | None = None
 
 
 def record_for(arch: int) -> None:
-    """From now on launches are chosen as on a device of this compute capability (see `_aot`)."""
+    """From now on choose launches as on a device of this compute capability (see `_aot`)."""
     global _RECORDED
     _RECORDED = arch
 
 
 def refuse_second_derivative(op: str) -> None:
-    """For the backward pass of an operation that autograd cannot differentiate again."""
-    # Under compile the backward pass is traced with gradients enabled; create_graph cannot be told from it there.
+    """Raise if the backward pass of an operation without a second derivative is itself to be differentiated."""
+    # torch.compile traces the backward pass with gradients enabled, so that create_graph cannot be seen there.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
 
@@ -185,7 +185,8 @@ _LAUNCHERS: dict[str, Callable[..., Any]] = {}
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register `foundry_kernels::<schema>` with a launcher and a fake; returns the operator to call.
 
-    An operator, not a bare launch: torch.compile keeps it whole, and selective checkpointing and DTensor can name it.
+    Kernels are launched by operators so that torch.compile does not trace into the launch, and so that selective
+    checkpointing and DTensor can refer to them by name.
     """
     name = schema.split("(")[0]
     _LAUNCHERS[name] = kernel
@@ -196,7 +197,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def serve_cpu_tensors() -> None:
-    """Let the launchers be called with CPU tensors, to record what they would launch (see `_aot`)."""
+    """Register the launchers for CPU tensors too, so that what they would launch can be recorded (see `_aot`)."""
     while _LAUNCHERS:
         name, kernel = _LAUNCHERS.popitem()
         _LIBRARY.impl(name, kernel, "CPU")

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that the operations' `fuzz` modules share. Needs hypothesis, which is for tests only."""
+"""Hypothesis strategies shared by the operations' `fuzz` modules. Needs hypothesis, which only tests use."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from foundry_kernels.testing import Arg, Values, normal
 
-#: Where kernels change their path: nothing, one, primes, and powers of two with their neighbours.
+#: Where kernels take another path: 0, 1, primes, and powers of two with their neighbours.
 _EDGES = (0, 1, 2, 3, 5, 7, 8, 13, *(2**k + d for k in range(4, 13) for d in (-1, 0, 1)))
 
-#: What a float32 tensor may be beside one of the case's own dtype; float64 goes with float64 only.
+#: Dtypes of a tensor beside those of the case's own (None); float64 goes with float64 only.
 LOW_OR_FP32 = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
-#: Elements of a tensor: mostly few, for many cases a second; at times enough to be worth several threads.
+#: Elements of a tensor: mostly few, so that many cases fit in a second; sometimes enough for several threads.
 ELEMENTS = st.sampled_from([3_000, 3_000, 3_000, 100_000])
 
 

@@ -1,4 +1,4 @@
-"""Which implementations an operation has, and which of them can serve a call.
+"""The implementations of each operation, and the choice among them for a call.
 
 An operation is one contract (`OpSpec`) with several implementations (`Impl`): a plain PyTorch reference, a Triton
 kernel, a native (C++/CUDA) kernel. What can run here is decided when the package is imported; a call only compares a
@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+if TYPE_CHECKING:
+    from foundry_kernels.op_modules import Bench, Cases, Fuzz, Sharding
+
 BACKENDS = ("reference", "triton", "native")
 
 #: Order in which `backend="auto"` tries the backends of a device; a device that is not listed gets the reference.
-#: On the CPU Triton can only be interpreted, which serves tests and nobody else.
+#: On the CPU Triton can only be interpreted, which is of use to tests alone.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("triton", "native", "reference"),
     "cpu": ("native", "reference"),
@@ -32,15 +35,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class BackendUnavailable(RuntimeError):
-    """No implementation can serve the call; the message gives the reason of each backend."""
+    """No implementation can serve the call; the message says why for each backend."""
 
 
 @dataclass(frozen=True)
 class Impl:
     """One implementation of an operation.
 
-    `fn` takes the operation's validated arguments without `backend`. `devices` and `dtypes` are what it accepts, `None`
-    meaning any device. `missing` is the reason, fixed at import, why it cannot be used in this process at all.
+    `fn` takes the operation's arguments, checked, without `backend`. `devices` and `dtypes` are those that it accepts
+    (None: any device). `missing` says why it cannot be used in this process at all, and is fixed at import.
     """
 
     backend: str
@@ -48,7 +51,7 @@ class Impl:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     missing: str | None = None
-    elsewhere: str = ""  # what to do about a device that is not among `devices`
+    hint: str = ""  # what to do about a device that is not among `devices`
     sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
@@ -56,15 +59,18 @@ class Impl:
         if self.missing is not None:
             return self.missing
         if self.devices is not None and device not in self.devices:
-            return f"runs on {' and '.join(self.devices)}, not on {device}{self.elsewhere}"
+            return f"runs on {' and '.join(self.devices)}, not on {device}{self.hint}"
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(map(short_dtype, self.dtypes))}, not {short_dtype(dtype)}"
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OpSpec:
-    """An operation: its public function, its implementations and the folder that holds all there is to know of it."""
+    """An operation: its public function, its implementations and the folder that holds all there is to know of it.
+
+    `impls` is what `resolve` reads, and is replaced by `override` alone.
+    """
 
     name: str
     public: Callable[..., Any]
@@ -86,15 +92,32 @@ class OpSpec:
         """The backends that can serve such a tensor."""
         return tuple(b for b in BACKENDS if self.why_not(b, device, dtype) is None)
 
-    @property
-    def cases(self) -> ModuleType:
-        """The op's `cases` module (sample inputs, benchmark shapes, traffic); loaded when asked for."""
-        return importlib.import_module(self.package + ".cases")
+    # The other modules of the folder, imported when asked for; None where the folder has no such module. What each may
+    # offer is written in `foundry_kernels.op_modules`.
 
     @property
-    def fuzz(self) -> ModuleType:
-        """The op's `fuzz` module (a hypothesis strategy for random cases), which needs hypothesis."""
-        return importlib.import_module(self.package + ".fuzz")
+    def cases(self) -> Cases:
+        found: Cases | None = _load("Cases", self.package)
+        if found is None:
+            raise ModuleNotFoundError(f"{self.name} has no cases: {self.package}.cases does not exist")
+        return found
+
+    @property
+    def bench(self) -> Bench | None:
+        return _load("Bench", self.package)
+
+    @property
+    def fuzz(self) -> Fuzz | None:
+        return _load("Fuzz", self.package)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return _load("Sharding", self.package)
+
+
+def _load(kind: str, package: str) -> Any:
+    op_modules = importlib.import_module("foundry_kernels.op_modules")
+    return op_modules.load(getattr(op_modules, kind), package)
 
 
 OPS: dict[str, OpSpec] = {}
@@ -107,8 +130,30 @@ def register(spec: OpSpec) -> OpSpec:
     return spec
 
 
+@contextmanager
+def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
+    """While it lasts, the operation's `backend` is its own `Impl` with `changes`: another `fn`, other `devices`.
+
+    For tests and tools. It holds for every thread of the process.
+
+    Raises:
+        KeyError: the operation has no such backend.
+    """
+    before = spec.impls
+    own = spec.impl(backend)
+    if own is None:
+        raise KeyError(f"{spec.name} has no {backend} kernel")
+    changed = replace(own, **changes)
+    spec.impls = tuple(changed if impl is own else impl for impl in before)
+    try:
+        yield changed
+    finally:
+        spec.impls = before
+
+
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
-    """The function that serves `x`: for "auto" the first usable row, for a named backend that one or an error."""
+    """The function that serves `x`: for "auto" that of the first usable backend, for a named backend its own or an
+    error."""
     if type(x) is not Tensor and type(x) is not Parameter:
         _know_dtensor()
     if _transformed() and backend != "reference":
@@ -129,30 +174,30 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
 
 
 def _know_dtensor() -> None:
-    """Where DTensor is in use, see that it has a rule for each operator; importing it here would cost half a second."""
+    """Register the DTensor rules once DTensor is in use; importing it here would cost half a second every time."""
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("foundry_kernels.distributed.sharding")
 
 
 def _transformed() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) or forward-mode differentiation is at work."""
+    """Whether a torch.func transform (grad, vmap, jvp, ...) or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-# What torch.compiler.assume_constant_result sets: where a call is traced, these run, and their answers count. (Calling
-# it would import the compiler, which takes seconds. The compiler itself watches for a change of transforms.)
+# What torch.compiler.assume_constant_result sets: tracing calls these functions and keeps their results. (Calling it
+# would import the compiler, which takes seconds. The compiler itself guards on a change of transforms.)
 _know_dtensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _transformable(spec: OpSpec, backend: str) -> str:
-    """The backend under a transform: kernels have no rule for any, and torch takes that for a derivative of zero."""
+    """The backend under a transform: kernels have no rule for one, which torch would take for a derivative of zero."""
     check_backend(backend)
     if backend == "auto":
         return "reference"
     raise BackendUnavailable(
         f"{spec.name}: backend {backend!r} supports neither torch.func transforms (grad, vmap, jvp, ...) nor "
-        "forward-mode differentiation; backend 'reference' does, and 'auto' takes it there"
+        "forward-mode differentiation; use backend 'reference', or 'auto', which falls back to it there"
     )
 
 

@@ -6,8 +6,8 @@ implementation, and `r` that of the reference in the same low precision,
     max|a - oracle| <= 2   * max|r - oracle| + tiny
     rms(a - oracle) <= 1.1 * rms(r - oracle) + tiny
 
-so a kernel may be no less exact than plain PyTorch. `tiny` stops a small or cancelling result from being judged by
-luck; see `tiny`. There is no per-test tolerance.
+so that a kernel is as exact as plain PyTorch. `tiny` keeps luck from deciding where a result is small or cancels; see
+`tiny`. There is no per-test tolerance.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ ARITHMETIC = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6, to
 
 
 def tiny(dtype: torch.dtype, scale: float, numel: int) -> float:
-    """The absolute error that is forgiven at `scale`, the size of the terms that were summed.
+    """The absolute error that is allowed at `scale`, the size of the terms that were summed.
 
-    Besides the error of the arithmetic, a result of few elements is forgiven a few roundings to its dtype: whether a
-    handful of values rounds well is luck, which averages out as 1/sqrt(numel), `numel` counting those that are not 0.
+    Besides the error of the arithmetic, a result of few elements is allowed a few roundings to its dtype: whether a
+    handful of values rounds well is luck, which averages out as 1/sqrt(numel), where `numel` counts those that are
+    not 0.
     """
     rounding = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / math.sqrt(max(numel, 1))
     return scale * (ARITHMETIC[dtype] + rounding) + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -165,7 +166,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What a call gave: its outputs and the gradients of the arguments that require them."""
+    """The outputs of a call and the gradients of the arguments that require them."""
 
     outputs: tuple[Tensor, ...]
     grads: dict[str, Tensor]
@@ -267,18 +268,18 @@ def compare(
 
 @contextmanager
 def untouched(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Assert that nothing is written to `tensors` meanwhile, nor to what lies between their elements."""
+    """Assert that the block modifies neither `tensors` nor the memory between their elements."""
     before = {k: (t, t._version, _storage(t).clone()) for k, t in tensors.items() if t is not None}
     yield
     for name, (tensor, version, kept) in before.items():
         now = _storage(tensor).view(torch.uint8)  # bytes: NaN equals NaN
-        assert tensor._version == version, f"{name} was written to"
-        assert torch.equal(now, kept.view(torch.uint8)), f"{name} was written to"
+        assert tensor._version == version, f"{name} was modified in place"
+        assert torch.equal(now, kept.view(torch.uint8)), f"{name} was modified in place"
 
 
 def assert_parity(op: OpSpec, case: Case, *, backend: str, dtype: torch.dtype, device: str = "cpu") -> Result:
-    """Assert that `backend` is as exact as the reference on `case`, outputs and gradients, and writes to nothing that
-    it was given; returns its result."""
+    """Assert that `backend` is as exact as the reference on `case`, outputs and gradients, and modifies none of its
+    inputs in place; returns its result."""
     args = case.make(dtype, device)
     reference = run(op, args, case.options, backend="reference")
     cotangents = make_cotangents(reference.outputs, case.cotangent)
@@ -294,10 +295,9 @@ def assert_parity(op: OpSpec, case: Case, *, backend: str, dtype: torch.dtype, d
         f"gradients of {set(actual.grads)}, expected {set(reference.grads)}"
     )
     scales = op.cases.scales(args64, case.options, cotangents64)
-    from_output = getattr(op.cases, "FROM_OUTPUT", ())
     roundings = (dtype, int((oracle.outputs[0] != 0).any(-1).sum()))
     for name, tensor in actual.items().items():
         key = name.removeprefix("gradient of ")
-        of_rows = roundings if key in from_output else None
+        of_rows = roundings if key in op.cases.FROM_OUTPUT else None
         compare(name, tensor, reference.items()[name], oracle.items()[name], float(scales.get(key, 0.0)), of_rows)
     return actual

@@ -1,5 +1,5 @@
-"""The table that the parity suite runs over: every registered op, backend, device, dtype and case. Nothing here names
-an operation: a new one is covered by being registered."""
+"""The table that the parity suite runs over: every registered op, backend, device, dtype and case. No operation is
+named here: a new one is covered as soon as it is registered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import foundry_kernels as fk
 from foundry_kernels import _native, _triton
-from foundry_kernels.registry import FLOATS, OpSpec, short_dtype
+from foundry_kernels.registry import FLOATS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Case
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -37,19 +37,21 @@ class Row:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While a test of this row runs: swaps the operator library under the checker's row."""
+        """While a test of this row runs: the checker's row calls its own library of operators."""
         if not self.cuda_on_cpu:
             yield
             return
         load_operators()
         impl = self.op.impl("native")
         assert impl is not None
-        plain, library = impl.fn, getattr(torch.ops, LIBRARY)
+        library = getattr(torch.ops, LIBRARY)
+        checked = getattr(library, impl.fn._schema.name.split("::")[1]).default
         library.guard(True)
-        object.__setattr__(impl, "fn", getattr(library, plain._schema.name.split("::")[1]).default)
-        yield
-        object.__setattr__(impl, "fn", plain)
-        library.guard(False)
+        try:
+            with override(self.op, "native", fn=checked):
+                yield
+        finally:
+            library.guard(False)
 
     @property
     def has_cuda(self) -> bool:

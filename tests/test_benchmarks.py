@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -109,13 +110,13 @@ def test_every_operation_is_in_the_quick_set_and_that_is_part_of_the_full_one() 
     quick, full = ([g.id for g in suite.groups(full)] for full in (False, True))
     assert len(set(full)) == len(full)
     assert set(quick) < set(full)
-    timed = {op.name for op in fk.OPS.values() if op.cases.bench_cases(op.name, suite.DEVICE)}
+    timed = {op.name for op in fk.OPS.values() if suite.timed_cases(op)}
     assert {g.op.name for g in suite.groups(False)} == timed
     for name in ("fresh", "both"):
         assert not any(name in part for i in quick for part in i.split("-")), name
     decoding = [g for g in suite.groups(False) if "decode" in g.case.id]
     assert {g.direction for g in decoding} == {"forward"}
-    assert {g.limit for g in decoding} == {"copy"}
+    assert {g.limit for g in decoding} == {"memcpy"}
 
 
 def small_group(**changes: object) -> suite.Group:
@@ -141,8 +142,10 @@ def test_cold_inputs_do_not_fit_the_cache_together(monkeypatch: pytest.MonkeyPat
 
 def test_a_peer_that_computes_something_else_gets_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     group = small_group()
-    monkeypatch.setitem(group.op.cases.PEERS["rms_norm"], "eager", lambda x, weight: x * weight)
-    measured = rows.Measured(group, (0.01, 5), (*group.ours, "eager", "F.rms_norm", "copy"))
+    peers = group.bench.peers(group.op.name, group.case, suite.DEVICE)
+    wrong_peers = {**peers, "eager": lambda x, weight: x * weight}
+    monkeypatch.setattr(group.bench, "peers", lambda *_: wrong_peers)
+    measured = rows.Measured(group, (0.01, 5), (*group.ours, "eager", "F.rms_norm", "memcpy"))
     wrong, ours = measured.row("eager"), measured.row(group.ours[0])
     assert "output 0 is not the reference's" in wrong["wrong"]
     assert "speedup_over" not in wrong
@@ -160,7 +163,7 @@ def test_a_kernel_of_ours_that_fails_parity_gets_no_ratio() -> None:
 
     group = dataclasses.replace(group, op=dataclasses.replace(group.op, public=broken, name="rms_norm"))
     suite._checked.clear()
-    row = rows.Measured(group, (0.01, 5), (backend, "copy")).row(backend)
+    row = rows.Measured(group, (0.01, 5), (backend, "memcpy")).row(backend)
     suite._checked.clear()
     assert "exceeds" in row["wrong"]
     assert "speedup_over" not in row
@@ -265,7 +268,8 @@ def test_a_run_is_kept_and_becomes_pages(run_file: Path, tmp_path: Path) -> None
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "OUTDATED" not in text
-    assert "[./kept.json]" in text or "[kept.json]" in text
+    assert "[./kept.md]" in text or "[kept.md]" in text
+    assert f"| `rms_norm` | {info['case'].split('-')[0]}" in text
 
 
 ROW = {
@@ -276,7 +280,7 @@ ROW = {
     "case": "2x4-cached",
     "memory": "warm",
     "median_us": 3.0,
-    "limit": "copy",
+    "limit": "memcpy",
     "of_limit": 0.5,
     "speedup_over": {"eager": 4.0},
     "GB/s": 7.0,
@@ -288,10 +292,13 @@ KEPT = {"date": "2026-01-02", "device": "A processor, 2 cores", "environment": {
 
 def test_tables() -> None:
     low = ROW | {"dtype": "bfloat16", "median_us": 2.0, "speedup_over": {"eager": 5.0}, "of_limit": 0.25}
-    product = ROW | {"op": "flash_attention", "TFLOP/s": 0.25, "speedup_over": {"SDPA": 2.0}, "case": "T8"}
-    wrong = {k: v for k, v in product.items() if k != "speedup_over"} | {
+    product = ROW | {"op": "flash_attention", "TFLOP/s": 0.25, "speedup_over": {"SDPA flash": 2.0}, "memory": "cold"}
+    product |= {"case": "B=1 H=8 Hk=2 T=8 D=64-causal", "limit": "GEMM"}
+    wrong = {k: v for k, v in product.items() if k not in ("speedup_over", "of_limit")} | {
         "wrong": "max error 1",
         "direction": "backward",
+        "limit": "memcpy",
+        "time_over_memcpy": 6.0,
     }
     line = {"median_us": [1.0, 2.0], "time_exponent": 1.0, "memory_exponent": 2.0, "last_memory_exponent": 2.0}
     growth = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line}}
@@ -301,32 +308,75 @@ def test_tables() -> None:
     kept = {**KEPT, "rows": [ROW, low, product, wrong, growth, model], "absent": absent}
     report.check(kept, Path("kept.json"))
     text = tables.operations(kept)
-    assert (
-        "| `rms_norm` | forward | float32 | 2x4-cached warm | native | 3.0 | 4.00 | 50% | 7.0 GB/s | 2.0 | – |" in text
-    )
-    assert "| `flash_attention` | forward | float32 | T8 warm | native | 3.0 | 2.00 | 50% | 0.25 TFLOP/s |" in text
-    assert "| `flash_attention` | backward | float32 | T8 warm | native | 3.0 | wrong |" in text
-    text = tables.summary(kept)
-    assert "Each cell: float32 / bfloat16." in text
-    assert "| `rms_norm` | forward | 2x4-cached warm | native | 3.0 / 2.0 | 4.00 / 5.00 | 50% / 25% |" in text
+    assert "| × eager | % of memcpy | rate |" in text
+    assert "| `rms_norm` | forward | float32 | 2x4 | warm | native | 3.0 | 4.00 | 50% | 7.0 GB/s | 2.0 | – |" in text
+    assert "| × SDPA flash | % of memcpy | % of GEMM | rate |" in text
+    shape = "B=1 H=8 Hk=2 T=8 D=64, causal"
+    assert f"| `flash_attention` | forward | float32 | {shape} | cold | native | 3.0 | 2.00 | – | 50% | 0.25" in text
+    assert f"| `flash_attention` | backward | float32 | {shape} | cold | native | 3.0 | wrong | 17% | – |" in text
     assert "| **2.00** | **2.00** |" in tables.scaling(kept)
     assert "| ours | 1,234 | 1.50 |" in tables.models(kept)
     reasons = tables.absent(kept)
-    assert "- `rms_norm`, Liger (2x4-cached): not here" in reasons
+    assert "- `rms_norm`, Liger (2x4): not here" in reasons
     assert "max error 1" in reasons
+
+
+def test_the_table_of_the_readme_has_a_row_an_operation_and_a_number_a_cell() -> None:
+    def row(case: str, dtype: str, us: float, **changes: Any) -> dict[str, Any]:
+        return ROW | {"case": case, "dtype": dtype, "median_us": us, "memory": "cold"} | changes
+
+    compiled = {"speedup_over": {"eager": 3.0, "torch.compile": 1.25, "F.rms_norm": 9.0}}
+    product = {"op": "flash_attention", "TFLOP/s": 0.25, "limit": "GEMM", "speedup_over": {"SDPA flash": 2.0}}
+    kept = [
+        row("B=1 H=8 Hk=2 T=8 D=64-causal", "float32", 8.0, **product),
+        row("2x4-cached", "float32", 2.0),
+        row("2x4-cached", "float32", 99.0, memory="warm"),
+        row("4x8-large", "float32", 5.0, **compiled),
+        {k: v for k, v in row("4x8-large", "bfloat16", 4.0, wrong="max error 1").items() if k != "of_limit"},
+        row("4x8-large", "float32", 50.0, direction="backward"),
+        row("4x8-large", "float32", 60.0, row="eager"),
+    ]
+    caption, _, table = tables.summary({**KEPT, "rows": kept}).partition("\n\n")
+    assert (
+        "A processor, 2 cores (torch 2.13.0, 2026-01-02), native kernels, inputs not in the caches"
+        in caption.replace("\n", " ")
+    )
+    assert table.splitlines() == [
+        "| operation | shape | × eager, fp32 | × eager, bf16 | × compiled, fp32 | × compiled, bf16 | "
+        "% of memcpy, fp32 | % of memcpy, bf16 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| `rms_norm` | 4x8 | 3.00 | wrong | 1.25 | wrong | 50% | – |",
+        "| `flash_attention` | B=1 H=8 Hk=2 T=8 D=64, causal | – | – | 2.00 | – | 50% | – |",
+    ]
+    assert tables.summary({**KEPT, "rows": []}) == ""
+
+
+def test_the_readme_shows_what_is_made_of_the_kept_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = (ROOT / "README.md").read_text()
+    [name] = re.findall(r"\(benchmarks/results/([\w-]+)\.md\)", text.split(report.START)[1].split(report.END)[0])
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    for path in report.RESULTS.glob(f"{name}*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    made = tmp_path / "README.md"
+    made.write_text(text)
+    report.readme(folder / f"{name}.json", made)
+    assert made.read_text() == text, f"run `python -m benchmarks readme {name}`"
+    assert (folder / f"{name}.md").read_text() == (report.RESULTS / f"{name}.md").read_text()
 
 
 def test_pictures(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", reason="the pictures need matplotlib")
     line = {"median_us": [1.0, None, 4.0], "GB/s": [3.0, None, 4.0], "peak_bytes": [10, None, 80]}
-    product = {n: {**line, "TFLOP/s": [0.1, None, 0.3]} for n in ("native", "SDPA flash", "matmul")}
-    width = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2, 4], "lines": {"native": line, "copy": line}}
+    product = {n: {**line, "TFLOP/s": [0.1, None, 0.3]} for n in ("native", "SDPA flash", "GEMM")}
+    width = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2, 4], "lines": {"native": line, "memcpy": line}}
     tokens = {**width, "op": "flash_attention", "axis": "T", "lines": product}
     point = ROW | {"TFLOP/s": 0.2, "memory": "cold"}
-    roofs = [point | {"row": "matmul"}, point | {"row": "copy", "GB/s": 40.0}]
+    roofs = [point | {"row": "GEMM"}, point | {"row": "memcpy", "GB/s": 40.0}]
     kept = {**KEPT, "rows": [width, tokens, point, *roofs]}
     drawn = plots.draw(kept, tmp_path / "kept.json")
-    assert [path.name for _, path in drawn] == [f"kept-{n}.svg" for n in ("bandwidth", "tflops", "memory", "roofline")]
+    assert [path.name for _, path in drawn] == [f"kept-{n}.svg" for n in ("tflops", "bandwidth", "memory", "roofline")]
     assert drawn == plots.names(kept, tmp_path / "kept.json")
     for _, path in drawn:
         assert "A processor, 2 cores, torch 2.13.0, 2026-01-02" in path.read_text()
@@ -375,7 +425,7 @@ def test_the_pages_of_the_kept_results_can_be_made() -> None:
 
 def test_the_quick_set_functions() -> None:
     """Each operation x kernel x direction x peer once, and the models; not the large shapes, which are only larger."""
-    chosen = "(cached and warm) or decode-512 or 8.2x512x64 or overhead or scaling or model or 1x4096-decode"
+    chosen = "(cached and warm) or S512 or (T512 and D64) or overhead or scaling or model or 1x4096-decode"
     done = command("pytest", "benchmarks", "--benchmark-disable", "-k", f"({chosen}) and not compile")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout

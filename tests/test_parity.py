@@ -30,7 +30,7 @@ def test_some_kernel_is_tested() -> None:
 @over_cases
 @pytest.mark.usefixtures("poisoned")
 def test_parity(row: Row, dtype: torch.dtype, case: Case) -> None:
-    """Outputs and gradients are as exact as the reference's, laid out as the reference's; inputs stay as they were."""
+    """Outputs and gradients are as exact as the reference's and have its strides; inputs are not modified in place."""
     result = assert_parity(row.op, case, backend=row.backend, dtype=dtype, device=row.device)
     expected = call(row.op, case.make(dtype, row.device), case.options, backend="reference")
     for i, (a, e) in enumerate(zip(result.outputs, expected, strict=True)):
@@ -49,7 +49,7 @@ def test_two_backwards_through_one_graph_are_bit_equal(row: Row, dtype: torch.dt
         second = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
         for a, b in zip(first, second, strict=True):
             assert (a is None and b is None) or torch.equal(a, b), case.id
-        assert all(map(torch.equal, cotangents, kept)), f"{case.id}: an incoming gradient was written to"
+        assert all(map(torch.equal, cotangents, kept)), f"{case.id}: an incoming gradient was modified in place"
 
 
 class _Recorder(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels import _native
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import Impl, OpSpec, override, register, resolve
 
 NATIVE = _native.MISSING is None
 
@@ -54,6 +54,37 @@ def test_no_backend_at_all() -> None:
     with pytest.raises(fk.BackendUnavailable, match=r"no backend cannot|no backend") as error:
         resolve(spec(Impl("native", lambda: "n", missing="not built")), "auto", torch.ones(1))
     assert "sample has no triton kernel" in str(error.value)
+
+
+def test_an_override_lasts_for_its_block() -> None:
+    native = Impl("native", lambda: "n", ("cpu",))
+    op = spec(Impl("reference", lambda: "r"), native)
+
+    def other() -> str:
+        return "o"
+
+    with override(op, "native", fn=other) as changed:
+        assert resolve(op, "auto", torch.ones(1)) is other
+        assert (changed.fn, changed.devices) == (other, ("cpu",))
+        with pytest.raises(fk.BackendUnavailable), override(op, "native", devices=("cuda",)):
+            resolve(op, "native", torch.ones(1))
+        assert resolve(op, "native", torch.ones(1)) is other
+    assert op.impl("native") is native
+    with pytest.raises(ZeroDivisionError), override(op, "reference", missing="gone"):
+        _ = 1 / 0
+    assert resolve(op, "reference", torch.ones(1))() == "r"
+    with pytest.raises(KeyError, match="sample has no triton kernel"), override(op, "triton", missing="gone"):
+        pass
+
+
+def test_a_compiled_call_sees_an_override() -> None:
+    """What `resolve` reads is guarded: a graph of the kernel before is not used for the one after."""
+    compiled = torch.compile(fk.swiglu, fullgraph=True, backend="eager")
+    x = torch.ones(2, 4)
+    before = compiled(x, x, backend="reference")
+    with override(fk.OPS["swiglu"], "reference", fn=lambda gate, up: gate + 41):
+        assert torch.equal(compiled(x, x, backend="reference"), x + 41)
+    assert torch.equal(compiled(x, x, backend="reference"), before)
 
 
 @pytest.mark.parametrize("name", ["cuda", "", "Triton", None])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +66,26 @@ def test_run_reports_and_leaves_what_it_says(text_file, tmp_path, capsys):
     assert len(losses["auto"]) == 6
     assert losses["auto"] == pytest.approx(losses["reference"], abs=1e-5)
     assert sorted(path.name for path in out.iterdir()) == ["checkpoint-auto.pt", "checkpoint-reference.pt", "loss.png"]
+
+
+def test_a_log_gets_a_line_every_tenth_of_the_steps(text_file, capsys):
+    longer = recipe(arguments=["--steps", "25"])
+    text = train_text.read_text(text_file, 16)
+    train_loop.train(longer, "reference", text, None)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    found = re.findall(r"^reference: step (\d+) of 25, loss \d\.\d{3}, \d+ s$", printed.err, re.MULTILINE)
+    assert found == ["3", "5", "8", "10", "13", "15", "18", "20", "23", "25"]
+    assert len(printed.err.splitlines()) == 10
+
+
+def test_a_terminal_gets_a_bar(text_file, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    train_loop.train(recipe(), "reference", train_text.read_text(text_file, 16), None)
+    assert "6/6" in terminal.getvalue()
+    assert "step 6 of 6" not in terminal.getvalue()
 
 
 def test_training_learns(text_file):

@@ -1,4 +1,4 @@
-// What the CPU's and the GPU's kernels of rope and qk_norm_rope are told about heads and tables.
+// What the CPU and GPU kernels of rope and qk_norm_rope are both given: strides, tables, and q and k.
 #pragma once
 
 #include "rows.h"
@@ -6,7 +6,7 @@
 namespace foundry {
 
 // Element strides of a [B, H, T, D] tensor whose last dimension has stride 1.
-struct HeadStrides {
+struct RopeStrides {
   int64_t batch = 0, head = 0, token = 0;
 
   FK_HOST_DEVICE int64_t offset(int64_t b, int64_t h, int64_t t) const { return b * batch + h * head + t * token; }
@@ -35,21 +35,46 @@ struct RopeTables {
   FK_HOST_DEVICE int64_t sin_offset(int64_t b, int64_t row) const { return b * sin_batch_stride + row * sin_stride; }
 };
 
-// q or k; without heads nothing is read or written.
+// q or k; with no heads nothing is read or written.
 struct RopeHeads {
   const void* x;
   void* y;
   int64_t n_heads;
-  HeadStrides x_strides, y_strides;
+  RopeStrides x_strides, y_strides;
 };
 
-struct Rope {
-  RopeHeads heads[2];
+// A call's q and k, as Heads, and what they share.
+template <class Heads>
+struct RopeCall {
+  Heads heads[2];
   RopeTables tables;
   int64_t n_tokens, all_tokens;  // T, B * T
   int64_t width;                 // D
-  bool interleaved, inverse;
+  bool interleaved;
   Dtype type;
+};
+
+struct Rope : RopeCall<RopeHeads> {
+  bool inverse;
+};
+
+// q or k of qk_norm_rope. Each backend adds the weight, in the form that its kernels read.
+struct NormedHeads : RopeHeads {
+  float* rstd;  // [B, H, T] or null
+};
+
+struct NormedGradients {
+  const void* dy;
+  const void* x;
+  const float* rstd;  // [B, H, T]
+  void* dx;           // or null
+  int64_t n_heads;    // 0 where no gradient is wanted
+  RopeStrides dy_strides, x_strides, dx_strides;
+};
+
+template <class Heads>
+struct QkNormRopeCall : RopeCall<Heads> {
+  bool round_before_weight;
 };
 
 }  // namespace foundry

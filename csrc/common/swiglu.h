@@ -1,4 +1,4 @@
-// Gated linear units over raw pointers: what the CPU's and the GPU's kernels are given.
+// Gated linear units over raw pointers: what the CPU and GPU kernels are both given.
 #pragma once
 
 #include "rows.h"
@@ -25,7 +25,7 @@ struct GluBackward {
   const void* up;
   void* dgate;         // or null
   void* dup;           // or null
-  int64_t out_stride;  // from a row of dgate, or of dup, to the next: more than n_cols where both share one tensor
+  int64_t out_stride;  // between rows of dgate, and of dup: more than n_cols where they share one tensor
   Rows rows;
   RowStrides dy_strides, gate_strides, up_strides;
   int64_t n_cols;

@@ -10,12 +10,12 @@
 
 namespace foundry {
 
-constexpr int kAttentionRows = 64;     // rows of a block, which share one tile of scores
-constexpr int kAttentionBlocks = 2;    // blocks of a task, which share one reading of the keys
-constexpr int kAttentionKeys = 64;     // keys of a tile
-constexpr int kAttentionFewRows = 8;   // a task of no more than these is done by attention_few_rows
-constexpr int kAttentionFewKeys = 64;  // keys of its tiles
-constexpr int kAttentionPad = 16;      // widths in scratch are padded to whole registers of any instruction set
+constexpr int kAttentionRows = 64;        // rows of a block, which share one tile of scores
+constexpr int kAttentionBlocks = 2;       // blocks of a task, which share one reading of the keys
+constexpr int kAttentionKeys = 64;        // keys of a tile
+constexpr int kAttentionDecodeRows = 8;   // a task of no more than these is done by attention_decode
+constexpr int kAttentionDecodeKeys = 64;  // keys of its tiles
+constexpr int kAttentionPad = 16;  // head dimensions in scratch are padded to whole registers of any instruction set
 constexpr int64_t kUnbounded = int64_t(1) << 40;  // a side of the window
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -31,17 +31,24 @@ struct AttentionSequence {
   int64_t q_start, q_len, k_start, k_len;
 };
 
+// Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
+// attention_decode.
+inline bool decode_serves(int64_t row, int64_t n_rows) {
+  return row % (kAttentionBlocks * kAttentionRows) == 0 && n_rows - row <= kAttentionDecodeRows;
+}
+
 struct AttentionInputs {
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;
   const AttentionSequence* sequences;
-  int64_t group;               // query heads a key-value head
-  int64_t width, value_width;  // D, Dv
+  int64_t group;                 // query heads a key-value head
+  int64_t head_dim, head_dim_v;  // D, Dv
   float scale;
-  float softcap;                // 0 for none
-  const float* slopes;          // [H] or [B, H], or null
-  int64_t slopes_batch_stride;  // 0 or H
-  int64_t left, right;          // sides of the window, kUnbounded for none
+  float softcap;                      // 0 for none
+  const float* alibi_slopes;          // [H] or [B, H], or null
+  int64_t alibi_slopes_batch_stride;  // 0 or H
+  const float* sinks;                 // [H] or null
+  int64_t window_left, window_right;  // kUnbounded for none
   bool bottom_right;
   Dtype type;               // of q, k, v and outputs
   HeadStrides lse_strides;  // also of the other numbers a row
@@ -51,40 +58,43 @@ struct AttentionInputs {
 };
 
 struct AttentionForward : AttentionInputs {
-  const float* sinks;  // [H] or null
   void* out;
   HeadStrides out_strides;
-  float *lse, *entropy, *max_logit;  // each or null
-  // Where keys are split over several tasks: their unfinished rows, [part][row of the task][3 + Dv]; else null.
-  float* parts;
+  double* lse;  // or null, as the next: in double, see AttentionBackward
+  float *entropy, *max_logit;
+  // Where keys are split over several tasks: their unfinished rows, [split][row of the task][Dv + RowSums]; else null.
+  float* splits;
 };
 
 struct AttentionTask {
   int64_t sequence, kv_head;
   int64_t row_begin, row_end;  // at most kAttentionBlocks * kAttentionRows
   int64_t key_begin, key_end;  // the keys that it may look at
-  int64_t part;                // of AttentionForward::parts
+  int64_t split;               // of AttentionForward::splits or AttentionBackward::splits
 };
 
 // Floats of scratch that a thread needs.
-inline int64_t attention_forward_scratch(int64_t width, int64_t value_width) {
-  const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
+inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
                         kAttentionKeys * (kAttentionRows + d + dv + dv / 2);
-  const int64_t few = kAttentionFewRows * (d + dv + kAttentionFewKeys + kAttentionPad);
-  return tiles > few ? tiles : few;
+  const int64_t decode = kAttentionDecodeRows * (d + dv + kAttentionDecodeKeys + kAttentionPad);
+  return tiles > decode ? tiles : decode;
 }
 
 struct AttentionBackward : AttentionInputs {
   const void* dout;
   HeadStrides dout_strides;
-  const float *lse, *delta;  // delta: see AttentionDelta
-  void *dq, *dk, *dv;        // each null where no gradient is wanted
+  // In double: rounded to float it would change all weights of a row alike, by up to 2e-7 where it is near 5 and by
+  // 4e-6 near 80. The kernel makes two floats of it.
+  const double* lse;
+  const float* delta;  // see AttentionDelta
+  void *dq, *dk, *dv;  // each null where no gradient is wanted
   HeadStrides dq_strides, dk_strides, dv_strides;
   // The sums that make dk and dv, of the keys of one sequence and head: [k_len, D] and, dk_size floats later, [k_len,
-  // Dv]. Where rows are split over several tasks each has a part here of part_size floats; else null.
-  float* parts;
-  int64_t part_size, dk_size;
+  // Dv]. Where rows are split over several tasks each has a split here of split_size floats; else null.
+  float* splits;
+  int64_t split_size, dk_size;
 };
 
 // delta = sum(dout * out) - dlse of each row, 0 for a row without keys.
@@ -92,31 +102,32 @@ struct AttentionDelta {
   const void *out, *dout;
   HeadStrides out_strides, dout_strides, lse_strides;
   const AttentionSequence* sequences;
-  int64_t heads, value_width;
-  const float *lse, *dlse;  // dlse may be null
+  int64_t n_heads, head_dim_v;
+  const double* lse;
+  const float* dlse;  // or null
   Dtype type;
   float* delta;
 };
 
 // As attention_forward_scratch, besides the sums for dk and dv.
-inline int64_t attention_backward_scratch(int64_t width, int64_t value_width) {
-  const int64_t d = round_up(width, kAttentionPad), dv = round_up(value_width, kAttentionPad);
+inline int64_t attention_backward_scratch(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   return kAttentionRows * (3 * d + d / 2 + 2 * dv + dv / 2) +
          kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv);
 }
 
-// Floats of one row in AttentionForward::parts.
-inline int64_t attention_part_size(int64_t value_width) { return round_up(value_width, kAttentionPad) + kAttentionPad; }
+// Floats of one row in AttentionForward::splits.
+inline int64_t attention_split_size(int64_t head_dim_v) { return round_up(head_dim_v, kAttentionPad) + kAttentionPad; }
 
 }  // namespace foundry
 
 FK_DECLARE_PER_ISA(void, attention_forward, const AttentionForward& args, const AttentionTask& task, float* scratch)
-FK_DECLARE_PER_ISA(void, attention_few_rows, const AttentionForward& args, const AttentionTask& task, float* scratch)
-// Merges parts [part, part + n_parts) of the rows of `task` and finishes them.
-FK_DECLARE_PER_ISA(void, attention_merge, const AttentionForward& args, const AttentionTask& task, int64_t n_parts)
+FK_DECLARE_PER_ISA(void, attention_decode, const AttentionForward& args, const AttentionTask& task, float* scratch)
+// Combines splits [split, split + num_splits) of the rows of `task` and finishes them.
+FK_DECLARE_PER_ISA(void, attention_combine, const AttentionForward& args, const AttentionTask& task, int64_t num_splits)
 FK_DECLARE_PER_ISA(void, attention_backward, const AttentionBackward& args, const AttentionTask& task, float* scratch)
 // Writes dk and dv of keys [key_begin, key_end) from the sums of consecutive tasks, which begin at `sums`.
-FK_DECLARE_PER_ISA(void, attention_backward_keys, const AttentionBackward& args, const AttentionTask* tasks,
+FK_DECLARE_PER_ISA(void, attention_backward_combine, const AttentionBackward& args, const AttentionTask* tasks,
                    int64_t n_tasks, int64_t key_begin, int64_t key_end, float* sums)
 FK_DECLARE_PER_ISA(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
                    int64_t token_end)

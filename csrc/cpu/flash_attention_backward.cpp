@@ -1,5 +1,8 @@
 // Attention's backward pass. Compiled once per instruction set (see isa.h).
-#include "flash_attention_rows.h"
+#include "flash_attention_dot.h"
+#include "flash_attention_pairs.h"
+#include "flash_attention_softmax.h"
+#include "transpose.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -7,35 +10,36 @@ namespace FK_ISA {
 namespace {
 
 struct Scratch {
-  // Queries and gradients of the output: a row after the other, transposed, and as a product along the rows takes them
-  // (see across). The gradient of the queries, transposed.
-  float *queries, *queries_t, *queries_across, *grads, *grads_t, *grads_across, *dq;
+  // Queries and gradients of the output: a row after the other, transposed, and in pairs of rows. The gradient of the
+  // queries, transposed.
+  float *queries, *queries_t, *query_pairs, *dout, *dout_t, *dout_pairs, *dq;
   float *weights, *dscores;  // a tile of each, [keys, rows]; of bfloat16 the gradients in pairs of keys
   BFloat16* dscores_rows;    // with pairs: the same gradients, a row for each key
-  float *keys, *keys_across, *values, *sums;
+  float *keys, *key_pairs, *values, *sums;
 
   Scratch(const AttentionBackward& a, float* p) {
-    const int64_t d = round_up(a.width, kAttentionPad), dv = round_up(a.value_width, kAttentionPad);
+    const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
     const auto take = [&](int64_t n) { return std::exchange(p, p + n); };
     queries = take(kAttentionRows * d);
     queries_t = take(kAttentionRows * d);
-    queries_across = take(kAttentionRows * d / 2);
+    query_pairs = take(kAttentionRows * d / 2);
     dq = take(kAttentionRows * d);
-    grads = take(kAttentionRows * dv);
-    grads_t = take(kAttentionRows * dv);
-    grads_across = take(kAttentionRows * dv / 2);
+    dout = take(kAttentionRows * dv);
+    dout_t = take(kAttentionRows * dv);
+    dout_pairs = take(kAttentionRows * dv / 2);
     weights = take(kAttentionKeys * kAttentionRows);
     dscores = take(kAttentionKeys * kAttentionRows);
     dscores_rows = reinterpret_cast<BFloat16*>(take(kAttentionKeys * kAttentionRows / 2));
     keys = take(kAttentionKeys * d);
-    keys_across = take(kAttentionKeys * d / 2);
+    key_pairs = take(kAttentionKeys * d / 2);
     values = take(kAttentionKeys * dv);
     sums = p;
   }
 };
 
 struct Block : BlockRows {
-  alignas(64) float lse[kAttentionRows], delta[kAttentionRows];  // lse infinite where a row has no keys: weights of 0
+  // lse in two parts: its float, infinite where a row has no keys (weights of 0), and what that lacks.
+  alignas(64) float lse[kAttentionRows], lse_rest[kAttentionRows], delta[kAttentionRows];
 };
 
 template <class E>
@@ -49,15 +53,34 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
     std::fill(out + b.count * lanes, out + rows * lanes, 0.0f);
     transpose(out, lanes, rows, lanes, transposed, kAttentionRows);
   };
-  read(a.q, a.q_strides, a.width, scratch.queries, scratch.queries_t);
-  read(a.dout, a.dout_strides, a.value_width, scratch.grads, scratch.grads_t);
+  read(a.q, a.q_strides, a.head_dim, scratch.queries, scratch.queries_t);
+  read(a.dout, a.dout_strides, a.head_dim_v, scratch.dout, scratch.dout_t);
   for (int64_t i = 0; i < b.count; ++i) {
     const int64_t at = row_offset(a.lse_strides, s, head, a.group, b.row + i);
-    b.lse[i] = a.lse[at] == kNone ? -kNone : a.lse[at];
+    const bool empty = a.lse[at] == kNone;
+    b.lse[i] = empty ? -kNone : float(a.lse[at]);
+    b.lse_rest[i] = empty ? 0.0f : float(a.lse[at] - b.lse[i]);
     b.delta[i] = a.delta[at];
   }
   std::fill(b.lse + b.count, b.lse + rows, -kNone);
+  std::fill(b.lse_rest + b.count, b.lse_rest + rows, 0.0f);
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
+}
+
+// out [n, rows] = the products of a tile's rows with those of the block, which are given as they lie and transposed.
+// For rows that decode did, by its products: lse was made of them.
+template <class E>
+void multiply_rows(const Block& b, bool decoded, Tile<E> tile, int64_t n, int64_t width, const float* rows,
+                   const float* rows_t, float* out) {
+  if (!decoded)
+    return multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows_t, kAttentionRows, steps_of<E>(width), out,
+                       kAttentionRows, Start::zero);
+  constexpr int64_t ld = kAttentionKeys + kSums;
+  float products[kAttentionDecodeRows * ld];
+  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data, tile.ld}, n, products, ld);
+  for (int64_t j = 0; j < n; ++j)
+    for (int64_t r = 0; r < b.vecs * kLanes; ++r)
+      out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
 }
 
 // A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
@@ -66,7 +89,8 @@ template <class E, bool kEdge, bool kBias>
 void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, int64_t n, int32_t key) {
   const Vec unit = splat(kBias ? 1.0f : a.scale);
   for (int v = 0; v < b.vecs; ++v) {
-    const Vec lse = Whole::load(b.lse + v * kLanes), delta = Whole::load(b.delta + v * kLanes);
+    const Vec lse = Whole::load(b.lse + v * kLanes), lse_rest = Whole::load(b.lse_rest + v * kLanes);
+    const Vec delta = Whole::load(b.delta + v * kLanes);
     float *weights = scratch.weights + v * kLanes, *gradients = scratch.dscores + v * kLanes;
     const auto differentiate = [&](int64_t j, Vec& p, Vec& ds) FK_INLINE {
       Vec s = Whole::load(weights + j * kAttentionRows);
@@ -74,9 +98,9 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
       if constexpr (kBias) {
         s = capped(a, s);
         if (a.softcap > 0.0f) ds *= 1.0f - s * s * (1.0f / (a.softcap * a.softcap));
-        if (a.slopes) s -= alibi(b, v, key + int32_t(j));
+        if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
       }
-      p = exp2((s * unit - lse) * kLog2E);
+      p = exp((s * unit - lse) - lse_rest);
       if constexpr (kEdge) p = seen(b, v, key + int32_t(j), p, 0.0f);
       ds *= p;
     };
@@ -108,22 +132,23 @@ struct KeyRange {
   KeyRange(const AttentionInputs& a, const AttentionTask& task) {
     const AttentionSequence& s = a.sequences[task.sequence];
     const int64_t offset = a.offset(s);
-    begin = std::max<int64_t>(0, task.row_begin / a.group + offset - a.left);
-    end = std::min(s.k_len, (task.row_end - 1) / a.group + offset + a.right + 1);
+    begin = std::max<int64_t>(0, task.row_begin / a.group + offset - a.window_left);
+    end = std::min(s.k_len, (task.row_end - 1) / a.group + offset + a.window_right + 1);
     if (task.row_begin >= task.row_end || begin >= end) begin = end = 0;
   }
 };
 
 void write_queries(const AttentionBackward& a, const AttentionSequence& s, int64_t head, const Block& b,
                    const Scratch& scratch) {
-  const int64_t width = round_up(a.width, kAttentionPad);
-  transpose(scratch.dq, kAttentionRows, width, b.vecs * kLanes, scratch.queries, width);
+  const int64_t d = round_up(a.head_dim, kAttentionPad);
+  transpose(scratch.dq, kAttentionRows, d, b.vecs * kLanes, scratch.queries, d);
   const Vec scale = splat(a.scale);
   with_type(a.type, [&](auto* type) {
     for (int64_t i = 0; i < b.count; ++i) {
-      float* row = scratch.queries + i * width;
-      for (int64_t c = 0; c < width; c += kLanes) Whole::store(row + c, Whole::load(row + c) * scale);
-      narrow(row, a.width, static_cast<decltype(type)>(a.dq) + row_offset(a.dq_strides, s, head, a.group, b.row + i));
+      float* row = scratch.queries + i * d;
+      for (int64_t c = 0; c < d; c += kLanes) Whole::store(row + c, Whole::load(row + c) * scale);
+      narrow(row, a.head_dim,
+             static_cast<decltype(type)>(a.dq) + row_offset(a.dq_strides, s, head, a.group, b.row + i));
     }
   });
 }
@@ -133,14 +158,14 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
   const Scratch scratch(a, scratch_memory);
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t head = task.kv_head * a.group, kv_head = task.kv_head;
-  const int64_t width = round_up(a.width, kAttentionPad), value_width = round_up(a.value_width, kAttentionPad);
-  const int64_t lanes = lanes_of<E>(a.width), value_lanes = lanes_of<E>(a.value_width);
+  const int64_t padded_d = round_up(a.head_dim, kAttentionPad), padded_dv = round_up(a.head_dim_v, kAttentionPad);
+  const int64_t lanes = lanes_of<E>(a.head_dim), value_lanes = lanes_of<E>(a.head_dim_v);
   const bool need_scores = a.dq || a.dk;
   const KeyRange range(a, task);
-  float* dk = a.parts ? a.parts + task.part * a.part_size : scratch.sums;
+  float* dk = a.splits ? a.splits + task.split * a.split_size : scratch.sums;
   float* dv = dk + a.dk_size;
-  if (a.dk) std::fill(dk + range.begin * width, dk + range.end * width, 0.0f);
-  if (a.dv) std::fill(dv + range.begin * value_width, dv + range.end * value_width, 0.0f);
+  if (a.dk) std::fill(dk + range.begin * padded_d, dk + range.end * padded_d, 0.0f);
+  if (a.dv) std::fill(dv + range.begin * padded_dv, dv + range.end * padded_dv, 0.0f);
 
   const int64_t k_base = key_offset(a.k_strides, s, kv_head, 0);
   const int64_t v_base = key_offset(a.v_strides, s, kv_head, 0);
@@ -153,43 +178,42 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
   Block b;
   for (int64_t row = task.row_begin; row < task.row_end; row += kAttentionRows) {
     b.set(a, s, task.sequence, head, row, task.row_end, 0, s.k_len);
-    std::fill(scratch.dq, scratch.dq + width * kAttentionRows, 0.0f);
+    std::fill(scratch.dq, scratch.dq + padded_d * kAttentionRows, 0.0f);
     if (b.key_begin < b.key_end) read_block<E>(a, s, head, b, scratch);
+    const bool decoded = decode_serves(row, s.q_len * a.group);
     const auto as_tile = [](const float* rows, int64_t n) {
       return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
     };
-    const auto queries = across(as_tile(scratch.queries, lanes), b.count, a.width, scratch.queries_across);
-    const auto grads = across(as_tile(scratch.grads, value_lanes), b.count, a.value_width, scratch.grads_across);
+    const auto queries = pack_pairs(as_tile(scratch.queries, lanes), b.count, a.head_dim, scratch.query_pairs);
+    const auto dout = pack_pairs(as_tile(scratch.dout, value_lanes), b.count, a.head_dim_v, scratch.dout_pairs);
     for (int64_t begin = b.key_begin; begin < b.key_end; begin += kAttentionKeys) {
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       const auto keys =
-          read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.width, scratch.keys);
-      multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows, steps_of<E>(a.width),
-                  scratch.weights, kAttentionRows, Start::zero);
+          read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.keys);
+      multiply_rows<E>(b, decoded, keys, n, a.head_dim, scratch.queries, scratch.queries_t, scratch.weights);
       if (need_scores) {
         const auto values = read_tile<E>(a.type, a.v, v_base + begin * a.v_strides.token, a.v_strides.token, n,
-                                         a.value_width, scratch.values);
-        multiply<E>(n, b.vecs, {values.data, values.ld, kPer<E>}, scratch.grads_t, kAttentionRows,
-                    steps_of<E>(a.value_width), scratch.dscores, kAttentionRows, Start::zero);
+                                         a.head_dim_v, scratch.values);
+        multiply_rows<E>(b, decoded, values, n, a.head_dim_v, scratch.dout, scratch.dout_t, scratch.dscores);
       }
       with_bools([&](auto edge,
                      auto bias) { differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, int32_t(begin)); },
                  begin < b.full_begin || begin + n > b.full_end, has_bias(a));
       if (a.dv)
-        multiply<E>(n, value_width / kLanes, weights, right(grads), grads.ld / kPer<E>, steps_of<E>(b.count),
-                    dv + begin * value_width, value_width, Start::add);
+        multiply<E>(n, padded_dv / kLanes, weights, right(dout), dout.ld / kPer<E>, steps_of<E>(b.count),
+                    dv + begin * padded_dv, padded_dv, Start::add);
       if (a.dk)
-        multiply<E>(n, width / kLanes, dscores, right(queries), queries.ld / kPer<E>, steps_of<E>(b.count),
-                    dk + begin * width, width, Start::add);
+        multiply<E>(n, padded_d / kLanes, dscores, right(queries), queries.ld / kPer<E>, steps_of<E>(b.count),
+                    dk + begin * padded_d, padded_d, Start::add);
       if (a.dq) {
-        const auto keys_across = across(keys, n, a.width, scratch.keys_across);
-        multiply<E>(a.width, b.vecs, {keys_across.data, kPer<E>, keys_across.ld}, scratch.dscores, kAttentionRows,
+        const auto key_pairs = pack_pairs(keys, n, a.head_dim, scratch.key_pairs);
+        multiply<E>(a.head_dim, b.vecs, {key_pairs.data, kPer<E>, key_pairs.ld}, scratch.dscores, kAttentionRows,
                     steps_of<E>(n), scratch.dq, kAttentionRows, Start::add);
       }
     }
     if (a.dq) write_queries(a, s, head, b, scratch);
   }
-  if (!a.parts) attention_backward_keys(a, &task, 1, 0, s.k_len, scratch.sums);
+  if (!a.splits) attention_backward_combine(a, &task, 1, 0, s.k_len, scratch.sums);
 }
 
 }  // namespace
@@ -201,8 +225,8 @@ void attention_backward(const AttentionBackward& a, const AttentionTask& task, f
   backward<float>(a, task, scratch);
 }
 
-void attention_backward_keys(const AttentionBackward& a, const AttentionTask* tasks, int64_t n_tasks, int64_t key_begin,
-                             int64_t key_end, float* sums) {
+void attention_backward_combine(const AttentionBackward& a, const AttentionTask* tasks, int64_t n_tasks,
+                                int64_t key_begin, int64_t key_end, float* sums) {
   const AttentionSequence& s = a.sequences[tasks->sequence];
   const auto write = [&](void* gradient, const HeadStrides& strides, int64_t width, int64_t from, float factor) {
     if (!gradient) return;
@@ -215,26 +239,26 @@ void attention_backward_keys(const AttentionBackward& a, const AttentionTask* ta
           for (int64_t t = 0; t < n_tasks; ++t) {
             const KeyRange seen_by(a, tasks[t]);
             if (key >= seen_by.begin && key < seen_by.end)
-              total += Whole::load(sums + t * a.part_size + from + key * padded + i);
+              total += Whole::load(sums + t * a.split_size + from + key * padded + i);
           }
           at.store(out + i, total * factor);
         });
       });
   };
-  write(a.dk, a.dk_strides, a.width, 0, a.scale);
-  write(a.dv, a.dv_strides, a.value_width, a.dk_size, 1.0f);
+  write(a.dk, a.dk_strides, a.head_dim, 0, a.scale);
+  write(a.dv, a.dv_strides, a.head_dim_v, a.dk_size, 1.0f);
 }
 
 void attention_delta(const AttentionDelta& a, int64_t sequence, int64_t token_begin, int64_t token_end) {
   const AttentionSequence& s = a.sequences[sequence];
-  for (int64_t row = token_begin * a.heads; row < token_end * a.heads; ++row) {
-    const int64_t at = row_offset(a.lse_strides, s, 0, a.heads, row);
+  for (int64_t row = token_begin * a.n_heads; row < token_end * a.n_heads; ++row) {
+    const int64_t at = row_offset(a.lse_strides, s, 0, a.n_heads, row);
     Vec products[4] = {};
     with_type(a.type, [&](auto* type) {
       typedef std::remove_pointer_t<decltype(type)> T;
-      const T* out = static_cast<const T*>(a.out) + row_offset(a.out_strides, s, 0, a.heads, row);
-      const T* dout = static_cast<const T*>(a.dout) + row_offset(a.dout_strides, s, 0, a.heads, row);
-      for_each_vec(a.value_width, [&](int64_t i, auto access, int k) FK_INLINE {
+      const T* out = static_cast<const T*>(a.out) + row_offset(a.out_strides, s, 0, a.n_heads, row);
+      const T* dout = static_cast<const T*>(a.dout) + row_offset(a.dout_strides, s, 0, a.n_heads, row);
+      for_each_vec(a.head_dim_v, [&](int64_t i, auto access, int k) FK_INLINE {
         products[k] += access.load(out + i) * access.load(dout + i);
       });
     });

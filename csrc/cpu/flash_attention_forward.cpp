@@ -1,5 +1,7 @@
 // Attention's forward pass. Compiled once per instruction set (see isa.h).
-#include "flash_attention_rows.h"
+#include "flash_attention_pairs.h"
+#include "flash_attention_softmax.h"
+#include "transpose.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -8,32 +10,33 @@ namespace {
 
 struct Block : BlockRows {
   float *queries, *out;  // transposed: [D, kAttentionRows], [Dv, kAttentionRows]
-  alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];  // the last to the base 2
+  alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];
 };
 
 struct Scratch {
-  float *queries, *out, *turned, *scores, *keys, *values, *values_across;
+  float *queries, *out, *by_rows, *scores, *keys, *values, *value_pairs;
 
   Scratch(const AttentionForward& a, float* p) {
-    const int64_t d = round_up(a.width, kAttentionPad), dv = round_up(a.value_width, kAttentionPad);
+    const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
     const auto take = [&](int64_t n) { return std::exchange(p, p + n); };
     queries = take(kAttentionBlocks * kAttentionRows * d);
     out = take(kAttentionBlocks * kAttentionRows * dv);
-    turned = take(kAttentionRows * std::max(d, dv));
+    by_rows = take(kAttentionRows * std::max(d, dv));
     scores = take(kAttentionKeys * kAttentionRows);
     keys = take(kAttentionKeys * d);
     values = take(kAttentionKeys * dv);
-    values_across = take(kAttentionKeys * dv / 2);
+    value_pairs = take(kAttentionKeys * dv / 2);
   }
 };
 
 template <class E>
-void read_queries(const AttentionForward& a, const AttentionSequence& s, int64_t head, Block& b, float* turned) {
-  const int64_t lanes = lanes_of<E>(a.width), rows = b.vecs * kLanes;
+void read_queries(const AttentionForward& a, const AttentionSequence& s, int64_t head, Block& b, float* by_rows) {
+  const int64_t lanes = lanes_of<E>(a.head_dim), rows = b.vecs * kLanes;
   for (int64_t i = 0; i < b.count; ++i)
-    read_row<E>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.width, turned + i * lanes, lanes);
-  std::fill(turned + b.count * lanes, turned + rows * lanes, 0.0f);
-  transpose(turned, lanes, rows, lanes, b.queries, kAttentionRows);
+    read_row<E>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim, by_rows + i * lanes,
+                lanes);
+  std::fill(by_rows + b.count * lanes, by_rows + rows * lanes, 0.0f);
+  transpose(by_rows, lanes, rows, lanes, b.queries, kAttentionRows);
 }
 
 // One tile of scores [n, rows] becomes weights, relative to the largest logit so far; `scale` is left the factor by
@@ -49,7 +52,7 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
       Vec s = Whole::load(column + j * kAttentionRows);
       if constexpr (kBias) {
         s = capped(a, s);
-        if (a.slopes) s -= alibi(b, v, key + int32_t(j));
+        if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
       }
       if constexpr (kEdge) s = seen(b, v, key + int32_t(j), s, kNone);
       if constexpr (kBias || kEdge) Whole::store(column + j * kAttentionRows, s);
@@ -58,12 +61,10 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
     const auto row = [&](float* of) { return of + v * kLanes; };
     const Vec before = Whole::load(row(b.max)), now = larger(larger(top[0], top[1]) * unit, before);
     const Vec at = now == splat(kNone) ? Vec{} : now;  // a row that has seen no key yet
-    const Vec moved = (before - at) * kLog2E, factor = exp2(moved);
-    Vec sum = Whole::load(row(b.sum)), entropy{};
-    if constexpr (kEntropy) entropy = factor > Vec{} ? factor * (Whole::load(row(b.entropy)) + moved * sum) : Vec{};
-    sum *= factor;
+    const Vec moved = before - at, factor = exp(moved);
+    Vec sum{}, entropy{};  // of this tile
     const auto weight = [&](int64_t j) FK_INLINE {
-      const Vec t = (Whole::load(column + j * kAttentionRows) * unit - at) * kLog2E, p = exp2(t);
+      const Vec t = Whole::load(column + j * kAttentionRows) * unit - at, p = exp(t);
       sum += p;
       if constexpr (kEntropy) entropy += p > Vec{} ? p * t : Vec{};
       return p;
@@ -76,18 +77,22 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
         store_pairs(column + j / 2 * kAttentionRows, p, j + 1 < n ? weight(j + 1) : Vec{});
       }
     }
+    const Vec sum_before = Whole::load(row(b.sum));
     Whole::store(row(b.max), now);
-    Whole::store(row(b.sum), sum);
-    if constexpr (kEntropy) Whole::store(row(b.entropy), entropy);
+    Whole::store(row(b.sum), sum_before * factor + sum);
+    if constexpr (kEntropy) {
+      const Vec all_before = Whole::load(row(b.entropy)) + moved * sum_before;
+      Whole::store(row(b.entropy), entropy + (factor > Vec{} ? factor * all_before : Vec{}));
+    }
     Whole::store(row(scale), factor);
   }
 }
 
-void write_block(const AttentionForward& a, const AttentionTask& task, const Block& b, float* turned) {
-  const int64_t width = round_up(a.value_width, kAttentionPad);
-  transpose(b.out, kAttentionRows, width, b.vecs * kLanes, turned, width);
+void write_block(const AttentionForward& a, const AttentionTask& task, const Block& b, float* by_rows) {
+  const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
+  transpose(b.out, kAttentionRows, dv, b.vecs * kLanes, by_rows, dv);
   for (int64_t i = 0; i < b.count; ++i)
-    write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i] * kLn2}, turned + i * width);
+    write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i]}, by_rows + i * dv);
 }
 
 template <class E>
@@ -95,7 +100,7 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
   const Scratch scratch(a, scratch_memory);
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t head = task.kv_head * a.group;
-  const int64_t lanes = lanes_of<E>(a.width), value_width = round_up(a.value_width, kAttentionPad);
+  const int64_t lanes = lanes_of<E>(a.head_dim), dv = round_up(a.head_dim_v, kAttentionPad);
   alignas(64) float scale[kAttentionRows];
   Block blocks[kAttentionBlocks];
   int n_blocks = 0;
@@ -104,12 +109,12 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
     Block& b = blocks[n_blocks];
     b.set(a, s, task.sequence, head, row, task.row_end, task.key_begin, task.key_end);
     b.queries = scratch.queries + n_blocks * kAttentionRows * lanes;
-    b.out = scratch.out + n_blocks * kAttentionRows * value_width;
+    b.out = scratch.out + n_blocks * kAttentionRows * dv;
     std::fill(b.max, b.max + kAttentionRows, kNone);
     std::fill(b.sum, b.sum + kAttentionRows, 0.0f);
     std::fill(b.entropy, b.entropy + kAttentionRows, 0.0f);
-    std::fill(b.out, b.out + value_width * kAttentionRows, 0.0f);
-    if (b.key_begin < b.key_end) read_queries<E>(a, s, head, b, scratch.turned);
+    std::fill(b.out, b.out + dv * kAttentionRows, 0.0f);
+    if (b.key_begin < b.key_end) read_queries<E>(a, s, head, b, scratch.by_rows);
     key_begin = std::min(key_begin, b.key_begin);
     key_end = std::max(key_end, b.key_end);
   }
@@ -118,11 +123,11 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
   const int64_t v_base = key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = key_begin; tile < key_end; tile += kAttentionKeys) {
     const int64_t n_tile = std::min<int64_t>(kAttentionKeys, key_end - tile);
-    const auto keys =
-        read_tile<E>(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile, a.width, scratch.keys);
-    const auto values = across(read_tile<E>(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token, n_tile,
-                                            a.value_width, scratch.values),
-                               n_tile, a.value_width, scratch.values_across);
+    const auto keys = read_tile<E>(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile,
+                                   a.head_dim, scratch.keys);
+    const auto values = pack_pairs(read_tile<E>(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token,
+                                                n_tile, a.head_dim_v, scratch.values),
+                                   n_tile, a.head_dim_v, scratch.value_pairs);
     for (int i = 0; i < n_blocks; ++i) {
       Block& b = blocks[i];
       int64_t skipped = std::max<int64_t>(0, b.key_begin - tile);
@@ -130,47 +135,49 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
       const int64_t begin = tile + skipped, end = std::min(tile + n_tile, b.key_end), n = end - begin;
       if (n <= 0) continue;
       multiply<E>(n, b.vecs, {keys.data + skipped * keys.ld, keys.ld, kPer<E>}, b.queries, kAttentionRows,
-                  steps_of<E>(a.width), scratch.scores, kAttentionRows, Start::zero);
+                  steps_of<E>(a.head_dim), scratch.scores, kAttentionRows, Start::zero);
       with_bools(
           [&](auto edge, auto bias, auto entropy) {
             softmax_tile<E, edge.value, bias.value, entropy.value>(a, b, scratch.scores, n,
                                                                    int32_t(begin - task.key_begin), scale);
           },
           begin < b.full_begin || end > b.full_end, has_bias(a), a.entropy != nullptr);
-      multiply<E>(a.value_width, b.vecs, {values.data + skipped / kPer<E> * values.ld, kPer<E>, values.ld},
+      multiply<E>(a.head_dim_v, b.vecs, {values.data + skipped / kPer<E> * values.ld, kPer<E>, values.ld},
                   scratch.scores, kAttentionRows, steps_of<E>(n), b.out, kAttentionRows, Start::scaled, scale);
     }
   }
-  for (int i = 0; i < n_blocks; ++i) write_block(a, task, blocks[i], scratch.turned);
+  for (int i = 0; i < n_blocks; ++i) write_block(a, task, blocks[i], scratch.by_rows);
 }
 
 }  // namespace
 
 void attention_forward(const AttentionForward& a, const AttentionTask& task, float* scratch) {
-  if (task.row_end - task.row_begin <= kAttentionFewRows) return attention_few_rows(a, task, scratch);
+  if (decode_serves(task.row_begin, a.sequences[task.sequence].q_len * a.group))
+    return attention_decode(a, task, scratch);
   if constexpr (kPairs) {
     if (a.type == Dtype::bf16) return forward<BFloat16>(a, task, scratch);
   }
   forward<float>(a, task, scratch);
 }
 
-void attention_merge(const AttentionForward& a, const AttentionTask& task, int64_t n_parts) {
+void attention_combine(const AttentionForward& a, const AttentionTask& task, int64_t num_splits) {
   const AttentionSequence& s = a.sequences[task.sequence];
-  const int64_t head = task.kv_head * a.group, width = round_up(a.value_width, kAttentionPad);
-  const int64_t size = attention_part_size(a.value_width), part_size = kAttentionBlocks * kAttentionRows * size;
+  const int64_t head = task.kv_head * a.group, dv = round_up(a.head_dim_v, kAttentionPad);
+  const int64_t size = attention_split_size(a.head_dim_v), split_size = kAttentionBlocks * kAttentionRows * size;
   for (int64_t row = task.row_begin; row < task.row_end; ++row) {
-    float* total = a.parts + task.part * part_size + (row - task.row_begin) * size;  // the first part takes the sums
+    float* total =
+        a.splits + task.split * split_size + (row - task.row_begin) * size;  // the first split takes the sums
     RowSums sums;
-    std::memcpy(&sums, total + width, sizeof(sums));
-    for (int64_t p = 1; p < n_parts; ++p) {
-      const float* part = total + p * part_size;
+    std::memcpy(&sums, total + dv, sizeof(sums));
+    for (int64_t n = 1; n < num_splits; ++n) {
+      const float* split = total + n * split_size;
       RowSums more;
-      std::memcpy(&more, part + width, sizeof(more));
+      std::memcpy(&more, split + dv, sizeof(more));
       float mine, theirs;
-      sums.merge(more, mine, theirs);
+      sums.combine(more, mine, theirs);
       const Vec x = splat(mine), y = splat(theirs);
-      for (int64_t i = 0; i < width; i += kLanes)
-        Whole::store(total + i, Whole::load(total + i) * x + Whole::load(part + i) * y);
+      for (int64_t i = 0; i < dv; i += kLanes)
+        Whole::store(total + i, Whole::load(total + i) * x + Whole::load(split + i) * y);
     }
     finish_values(a, s, head, row, sums, total);
   }

@@ -1,5 +1,5 @@
-// Kernels in csrc/cpu are one source, compiled once per instruction set into a namespace of its own, and picked once
-// at run time. The build sets FK_ISA to baseline, avx2, avx512 or avx512_bf16 for each of those compilations.
+// A kernel in csrc/cpu is one source, compiled once per instruction set, each time into a namespace of its own. One of
+// them is picked at run time. The build sets FK_ISA to baseline, avx2, avx512 or avx512_bf16 for each compilation.
 #pragma once
 
 namespace foundry {
@@ -7,7 +7,7 @@ namespace foundry {
 enum class Isa { baseline, avx2, avx512, avx512_bf16 };
 constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512_bf16};
 
-// The best instruction set that was compiled in and that this processor has, or the one forced by force_isa.
+// The best instruction set that is compiled in and that this processor has, or the one set by force_isa.
 Isa chosen_isa();
 bool isa_usable(Isa isa);  // compiled in, and this processor has it
 void force_isa(Isa isa);   // for tests; the caller has checked isa_usable

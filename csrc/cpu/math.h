@@ -8,6 +8,29 @@
 namespace foundry {
 namespace FK_ISA {
 
+// The larger of two; the second where one is NaN.
+inline Vec larger(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_max_ps(0xFFFF, (__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE__)
+  return (Vec)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// p * 2^n for an integer n; of magnitude up to 200 where the processor has no instruction for it.
+inline Vec scale_by_power(Vec p, Vec n) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else  // in two factors, which are normal numbers where 2^n itself may not be
+  const VecI whole = __builtin_convertvector(n, VecI), half = whole >> 1;
+  return p * bit_cast<Vec>((half + 127) << 23) * bit_cast<Vec>((whole - half + 127) << 23);
+#endif
+}
+
 // 2^t. At most 1.5 units in the last place from the truth where that is a normal number, at most one subnormal step
 // below; 0 below -150, infinity from 128 on, NaN for NaN.
 //
@@ -33,15 +56,35 @@ inline Vec exp2(Vec t) {
   p = p * f + 0x1.ebfbdcp-3f;
   p = p * f + 0x1.62e43p-1f;
   p = p * f + 1.0f;
-#if defined(__AVX512F__)
-  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else  // in two factors, which are normal numbers where 2^n itself may not be
-  const VecI whole = __builtin_convertvector(n, VecI), half = whole >> 1;
-  return p * bit_cast<Vec>((half + 127) << 23) * bit_cast<Vec>((whole - half + 127) << 23);
-#endif
+  return scale_by_power(p, n);
 }
 
 constexpr float kLog2E = 1.44269504f;
+
+// e^x for x up to 88: at most 1 unit in the last place from the truth, 0 below -104, NaN for NaN. Other than by exp2 of
+// a product with log2(e), the error does not grow with |x|.
+//
+// e^x = 2^n e^r, n = x / ln 2 rounded, r = x - n ln 2 with ln 2 in two parts, of which n times the first is exact.
+inline Vec exp(Vec x) {
+  constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  x = larger(splat(-105.0f), x);
+  const Vec t = x * kLog2E;
+#if defined(__AVX512F__)
+  const Vec n = (Vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec n = (t + shift) - shift;
+#endif
+  const Vec r = (x - n * kLn2High) - n * kLn2Low;
+  Vec p = splat(0x1.6a23bcp-10f);
+  p = p * r + 0x1.123a2ap-7f;
+  p = p * r + 0x1.5558f4p-5f;
+  p = p * r + 0x1.555490p-3f;
+  p = p * r + 0x1.fffffcp-2f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return scale_by_power(p, n);
+}
 
 // 1 + e^-v, whose inverse is the logistic function; infinity where e^-v is.
 inline Vec logistic_denominator(Vec v) { return 1.0f + exp2(v * -kLog2E); }
@@ -67,6 +110,25 @@ inline Normal normal(Vec v) {
   p = p * t + 0.139621293f;
   const Vec tail = density * (p * t);
   return {density, v < splat(0.0f) ? tail : 1.0f - tail};
+}
+
+// tanh, within 3e-7 of itself: with e = 2^y - 1 formed without cancellation, y = -2 |v| / ln 2, it is -e / (e + 2).
+inline Vec tanh(Vec v) {
+  const Vec magnitude = v < Vec{} ? -v : v;
+  Vec y = larger(magnitude * (-2.0f * kLog2E), splat(-60.0f));
+  y = v == v ? y : v;
+  const Vec shift = splat(12582912.0f);
+  const Vec n = (y + shift) - shift, r = y - n;
+  Vec p = splat(0.00015345812f);  // (2^r - 1) / r
+  p = p * r + 0.0013399931f;
+  p = p * r + 0.0096184891f;
+  p = p * r + 0.055503286f;
+  p = p * r + 0.24022646f;
+  p = p * r + 0.69314718f;
+  const Vec power = bit_cast<Vec>((__builtin_convertvector(n, VecI) + 127) << 23);
+  const Vec e = (power - 1.0f) + power * (p * r);
+  const Vec t = e / (e + 2.0f);
+  return v < Vec{} ? t : -t;
 }
 
 }  // namespace FK_ISA

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "vec.h"
+#include "dispatch.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -41,8 +41,8 @@ struct Input {
   }
 };
 
-// A row is read twice: for its sum of squares, and to be scaled, when it is in the nearest cache. Meanwhile the next
-// row of a large input is fetched: the processor's own prefetcher would only start with its first read.
+// A row is read twice: for its sum of squares, then, from the L1 cache, to be scaled. Meanwhile the next row of a large
+// input is prefetched: the hardware prefetcher would only start at its first read.
 template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
@@ -80,20 +80,20 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
       const X* dh = a.dh ? static_cast<const X*>(a.dh) + a.dh_strides.offset(a.rows, row) : nullptr;
       const Vec r = splat(a.rstd[row]);
 
-      // The first walk adds to dW and forms the one sum that dX needs of a row.
+      // First pass: adds to dW, and forms the one sum over the row that dX needs.
       Vec products[4] = {};
       for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
-        const Vec g = at.load(dy + i), normed = at.load(x + i) * r;
-        if (dw) at.store(dw + i, at.load(dw + i) + g * (kRoundFirst ? rounded<X>(normed) : normed));
-        products[k] += (a.weight ? g * at.load(a.weight + i) : g) * normed;
+        const Vec grad = at.load(dy + i), normed = at.load(x + i) * r;
+        if (dw) at.store(dw + i, at.load(dw + i) + grad * (kRoundFirst ? rounded<X>(normed) : normed));
+        products[k] += (a.weight ? grad * at.load(a.weight + i) : grad) * normed;
       });
       if (!a.dx) continue;
 
       X* dx = static_cast<X*>(a.dx) + row * n;
       const Vec mean = splat(sum(products) / static_cast<float>(n));
       for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-        const Vec g = at.load(dy + i);
-        Vec v = r * ((a.weight ? g * at.load(a.weight + i) : g) - at.load(x + i) * r * mean);
+        const Vec grad = at.load(dy + i);
+        Vec v = r * ((a.weight ? grad * at.load(a.weight + i) : grad) - at.load(x + i) * r * mean);
         if (dh) v += at.load(dh + i);
         at.template store_to<kStream>(dx + i, v);
       });
@@ -121,15 +121,13 @@ void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
   if (streamed) stream_fence();
 }
 
-// Calls f(X*, Y*) for the memory types of x and y.
+// Calls f(X*, Y*) for the memory types of x and y, of which y is that of x or float.
 template <class F>
 void with_types(Dtype x, Dtype y, F&& f) {
-  switch (x) {
-    case Dtype::f32: return f((float*)nullptr, (float*)nullptr);
-    case Dtype::bf16:
-      return y == Dtype::f32 ? f((BFloat16*)nullptr, (float*)nullptr) : f((BFloat16*)nullptr, (BFloat16*)nullptr);
-    case Dtype::f16: return y == Dtype::f32 ? f((Half*)nullptr, (float*)nullptr) : f((Half*)nullptr, (Half*)nullptr);
-  }
+  with_type(x, [&](auto* x_type) {
+    if (y == Dtype::f32) return f(x_type, (float*)nullptr);
+    f(x_type, x_type);
+  });
 }
 
 }  // namespace
@@ -159,7 +157,7 @@ void sum_chunks(const SumChunks& a, int64_t begin, int64_t end) {
 
 void widen_weight(const WidenWeight& a) {
   const Vec offset = splat(a.offset);
-  with_types(a.type, a.type, [&](auto* type, auto*) {
+  with_type(a.type, [&](auto* type) {
     const auto* in = static_cast<decltype(type)>(const_cast<void*>(a.in));
     for_each_vec(a.n, [&](int64_t i, auto at, int) FK_INLINE { at.store(a.out + i, at.load(in + i) + offset); });
   });

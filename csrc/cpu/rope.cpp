@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "vec.h"
+#include "dispatch.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -27,8 +27,8 @@ inline Vec swap_neighbours(Vec v) {
 #endif
 }
 
-// a * b + c, rounded once where the instruction set can: left to the compiler, which of a sum's two products is rounded
-// first may differ between one copy of a loop and another.
+// a * b + c, rounded once where the instruction set can. Left to the compiler, two copies of one loop may round
+// different products first and so differ in the last bit.
 inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -39,18 +39,8 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// Calls f(T*) for the memory type.
-template <class F>
-void with_type(Dtype type, F&& f) {
-  switch (type) {
-    case Dtype::f32: return f((float*)nullptr);
-    case Dtype::bf16: return f((BFloat16*)nullptr);
-    case Dtype::f16: return f((Half*)nullptr);
-  }
-}
-
-// cos and sin of a few tokens of one sequence in float, as `turn` wants them. Read once, they serve all heads of q and
-// k; few enough tokens that they stay in the nearest cache.
+// cos and sin of a few tokens of one sequence, in float and as `rotate` reads them. They are read once for all heads of
+// q and k, and are few enough to stay in the L1 cache.
 class TableBlock {
  public:
   TableBlock(const RopeTables& tables, bool interleaved, bool inverse)
@@ -81,10 +71,10 @@ class TableBlock {
   }
 
  private:
-  // Rows start at multiples of a register, so that no read crosses two lines of the cache.
+  // Rows start at multiples of a register, so that no read crosses a cache line.
   static int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-  // A value times `odd`; both members of an interleaved pair take it, the first of them times `even`.
+  // Widens a row, times `odd`. Interleaved, both members of a pair get the value, the first of them times `even`.
   template <class T>
   void widen(const T* in, float* out, float even, float odd) {
     const int64_t half = tables_.half;
@@ -109,10 +99,10 @@ class TableBlock {
   float* values_;
 };
 
-// Turns one head of one token: `read(i, access)` gives input elements, `write(i, access, k, v)` takes results.
+// Rotates one head of one token: `read(i, access)` gives input elements, `write(i, access, k, v)` takes results.
 template <bool kInterleaved, class Read, class Write>
-inline FK_INLINE void turn(const float* cos, const float* sin, int64_t half, int64_t width,
-                                               Read&& read, Write&& write) {
+inline FK_INLINE void rotate(const float* cos, const float* sin, int64_t half, int64_t width,
+                                                 Read&& read, Write&& write) {
   if constexpr (kInterleaved) {
     for_each_vec(2 * half, [&](int64_t i, auto at, int k) FK_INLINE {
       const Vec v = read(i, at);
@@ -131,8 +121,8 @@ inline FK_INLINE void turn(const float* cos, const float* sin, int64_t half, int
   });
 }
 
-// Calls f(batch, begin, end) for pieces of the tokens [begin, end) of B * T, each within one sequence and no more than
-// `most` tokens.
+// Cuts the tokens [begin, end) of B * T into blocks of at most `most` tokens of one sequence, and calls
+// f(batch, begin, end) for each.
 template <class F>
 void for_each_block(int64_t begin, int64_t end, int64_t n_tokens, int64_t most, F&& f) {
   while (begin < end) {
@@ -143,20 +133,19 @@ void for_each_block(int64_t begin, int64_t end, int64_t n_tokens, int64_t most, 
   }
 }
 
-// Calls f(head, token) for all heads of some tokens, in the order in which they lie in memory.
+// Calls f(head, token) for all heads of some tokens, in memory order.
 template <class F>
-inline FK_INLINE void for_each_row(const HeadStrides& strides, int64_t n_heads, int64_t begin,
+inline FK_INLINE void for_each_row(const RopeStrides& strides, int64_t n_heads, int64_t begin,
                                                        int64_t end, F&& f) {
-  if (strides.head < strides.token) {
-    for (int64_t t = begin; t < end; ++t)
-      for (int64_t h = 0; h < n_heads; ++h) f(h, t);
-  } else {
-    for (int64_t h = 0; h < n_heads; ++h)
-      for (int64_t t = begin; t < end; ++t) f(h, t);
-  }
+  const bool heads_first = strides.head < strides.token;
+  const int64_t n_tokens = end - begin, n_outer = heads_first ? n_tokens : n_heads;
+  const int64_t n_inner = heads_first ? n_heads : n_tokens;
+  // One loop for both orders: f is inlined, and a second copy of it would double the time to compile this file.
+  for (int64_t i = 0; i < n_outer; ++i)
+    for (int64_t j = 0; j < n_inner; ++j) f(heads_first ? j : i, begin + (heads_first ? i : j));
 }
 
-// Whether an output of so many rows is larger than the caches, and every vector of it aligned as streaming needs.
+// Whether an output is larger than the caches, and all its vectors are aligned as streaming stores need.
 template <class T>
 bool worth_streaming(const void* out, int64_t n_rows, int64_t width, int64_t half) {
   constexpr uintptr_t kAlign = kLanes * sizeof(T);
@@ -169,7 +158,7 @@ void rope_heads(const RopeHeads& heads, const Rope& a, const TableBlock& table, 
   for_each_row(heads.y_strides, heads.n_heads, begin, end, [&](int64_t h, int64_t t) FK_INLINE {
     const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
     X* y = static_cast<X*>(heads.y) + heads.y_strides.offset(b, h, t);
-    turn<kInterleaved>(
+    rotate<kInterleaved>(
         table.cos(t - begin), table.sin(t - begin), a.tables.half, a.width,
         [&](int64_t i, auto at) FK_INLINE { return at.load(x + i); },
         [&](int64_t i, auto at, int, Vec v) FK_INLINE { at.template store_to<kStream>(y + i, v); });
@@ -191,7 +180,7 @@ void norm_heads(const QkNormRopeHeads& heads, const QkNormRopeForward& a, const 
     const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
     if (heads.rstd) heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t] = rstd;
     const Vec r = splat(rstd);
-    turn<kInterleaved>(
+    rotate<kInterleaved>(
         table.cos(t - begin), table.sin(t - begin), a.tables.half, n,
         [&](int64_t i, auto at) FK_INLINE {
           Vec v = at.load(x + i) * r;
@@ -203,34 +192,34 @@ void norm_heads(const QkNormRopeHeads& heads, const QkNormRopeForward& a, const 
   });
 }
 
-// `turned` has room for one head's gradient behind the norm.
+// `dnormed` is scratch space for one head: the gradient of the norm's result, times the weight.
 template <class X, bool kInterleaved, bool kRoundFirst, bool kStream>
 void norm_gradients(const QkNormRopeGradients& heads, const QkNormRopeBackward& a, const TableBlock& table,
-                    float* turned, float* dw, int64_t b, int64_t begin, int64_t end) {
+                    float* dnormed, float* dw, int64_t b, int64_t begin, int64_t end) {
   const int64_t n = a.width;
   for_each_row(heads.x_strides, heads.n_heads, begin, end, [&](int64_t h, int64_t t) FK_INLINE {
     const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
     const X* dy = static_cast<const X*>(heads.dy) + heads.dy_strides.offset(b, h, t);
     const Vec r = splat(heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t]);
 
-    // The first walk turns the gradient back, adds to dW and forms the one sum that dX needs of a head.
+    // First pass: rotates the gradient back, adds to dW, and forms the one sum over the head that dX needs.
     Vec products[4] = {};
-    turn<kInterleaved>(
+    rotate<kInterleaved>(
         table.cos(t - begin), table.sin(t - begin), a.tables.half, n,
         [&](int64_t i, auto at) FK_INLINE { return at.load(dy + i); },
-        [&](int64_t i, auto at, int k, Vec g) FK_INLINE {
+        [&](int64_t i, auto at, int k, Vec grad) FK_INLINE {
           const Vec normed = at.load(x + i) * r;
-          if (dw) at.store(dw + i, at.load(dw + i) + g * (kRoundFirst ? rounded<X>(normed) : normed));
-          if (heads.weight) g *= at.load(heads.weight + i);
-          products[k] += g * normed;
-          at.store(turned + i, g);
+          if (dw) at.store(dw + i, at.load(dw + i) + grad * (kRoundFirst ? rounded<X>(normed) : normed));
+          if (heads.weight) grad *= at.load(heads.weight + i);
+          products[k] += grad * normed;
+          at.store(dnormed + i, grad);
         });
     if (!heads.dx) return;
 
     X* dx = static_cast<X*>(heads.dx) + heads.dx_strides.offset(b, h, t);
     const Vec mean = splat(sum(products) / static_cast<float>(n));
     for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-      at.template store_to<kStream>(dx + i, r * (at.load(turned + i) - at.load(x + i) * r * mean));
+      at.template store_to<kStream>(dx + i, r * (at.load(dnormed + i) - at.load(x + i) * r * mean));
     });
   });
 }
@@ -269,7 +258,7 @@ void forward_typed(const QkNormRopeForward& a, int64_t begin, int64_t end) {
 template <class X>
 void backward_typed(const QkNormRopeBackward& a, int64_t chunk_begin, int64_t chunk_end) {
   TableBlock table(a.tables, a.interleaved, true);
-  std::vector<float> turned(a.width);
+  std::vector<float> dnormed(a.width);
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
     for (const QkNormRopeGradients& heads : a.heads)
       if (heads.dw_chunks) std::fill_n(heads.dw_chunks + chunk * a.width, a.width, 0.0f);
@@ -280,8 +269,8 @@ void backward_typed(const QkNormRopeBackward& a, int64_t chunk_begin, int64_t ch
         float* dw = heads.dw_chunks ? heads.dw_chunks + chunk * a.width : nullptr;
         if (!dw && !heads.dx) continue;
         const auto run = [&](auto interleaved, auto round_first, auto streamed) {
-          norm_gradients<X, interleaved.value, round_first.value, streamed.value>(heads, a, table, turned.data(), dw, b,
-                                                                                  t_begin, t_end);
+          norm_gradients<X, interleaved.value, round_first.value, streamed.value>(heads, a, table, dnormed.data(), dw,
+                                                                                  b, t_begin, t_end);
         };
         with_bools(run, a.interleaved, a.round_before_weight,
                    worth_streaming<X>(heads.dx, heads.n_heads * a.all_tokens, a.width, a.tables.half));

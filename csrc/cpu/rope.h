@@ -1,5 +1,5 @@
-// RoPE, alone or behind RMSNorm of each head, on the CPU over raw pointers. Threads are the caller's: each call does a
-// range of the B * T tokens (or of chunks of them), all heads of q and of k together.
+// RoPE, alone or after RMSNorm of each head, on the CPU over raw pointers. The caller starts the threads: each call
+// does a range of the B * T tokens (or of chunks of them), for all heads of q and k.
 #pragma once
 
 #include "../common/rope.h"
@@ -7,38 +7,21 @@
 
 namespace foundry {
 
-struct QkNormRopeHeads : RopeHeads {
+struct QkNormRopeHeads : NormedHeads {
   const float* weight;  // [D], the offset added, or null
-  float* rstd;          // [B, H, T] or null
 };
 
-struct QkNormRopeForward {
-  QkNormRopeHeads heads[2];
-  RopeTables tables;
-  int64_t n_tokens, all_tokens, width;
+struct QkNormRopeForward : QkNormRopeCall<QkNormRopeHeads> {
   float eps;
-  bool round_before_weight, interleaved;
-  Dtype type;
 };
 
-struct QkNormRopeGradients {
-  const void* dy;
-  const void* x;
+struct QkNormRopeGradients : NormedGradients {
   const float* weight;  // as in forward
-  const float* rstd;    // [B, H, T]
-  void* dx;             // or null
   float* dw_chunks;     // [chunks, D] or null; a chunk's sum over its heads and tokens
-  int64_t n_heads;
-  HeadStrides dy_strides, x_strides, dx_strides;
 };
 
-struct QkNormRopeBackward {
-  QkNormRopeGradients heads[2];
-  RopeTables tables;
-  int64_t n_tokens, all_tokens, width;
+struct QkNormRopeBackward : QkNormRopeCall<QkNormRopeGradients> {
   int64_t chunk_tokens;
-  bool round_before_weight, interleaved;
-  Dtype type;
 };
 
 }  // namespace foundry

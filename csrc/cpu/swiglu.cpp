@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "dispatch.h"
 #include "math.h"
 
 namespace foundry {
@@ -95,18 +96,13 @@ using Constant = std::integral_constant<Activation, kValue>;
 // Calls f(X*, Constant) for the memory type and the activation.
 template <class F>
 void with_kinds(Dtype type, Activation activation, F&& f) {
-  const auto typed = [&](auto* x) {
+  with_type(type, [&](auto* x) {
     switch (activation) {
       case Activation::silu: return f(x, Constant<Activation::silu>{});
       case Activation::gelu: return f(x, Constant<Activation::gelu>{});
       case Activation::gelu_tanh: return f(x, Constant<Activation::gelu_tanh>{});
     }
-  };
-  switch (type) {
-    case Dtype::f32: return typed((float*)nullptr);
-    case Dtype::bf16: return typed((BFloat16*)nullptr);
-    case Dtype::f16: return typed((Half*)nullptr);
-  }
+  });
 }
 
 }  // namespace

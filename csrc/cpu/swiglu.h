@@ -1,4 +1,4 @@
-// Gated linear units on the CPU. Threads are the caller's: each call does a range of tiles.
+// Gated linear units on the CPU. The caller starts the threads: each call does a range of tiles.
 #pragma once
 
 #include "../common/swiglu.h"
@@ -6,7 +6,7 @@
 
 namespace foundry {
 
-// A row is cut into tiles of this many columns, the last one shorter, and tiles are numbered through all rows.
+// Rows are cut into tiles of this many columns (the last one may be shorter), numbered through all rows.
 constexpr int64_t kGluTile = 8192;
 inline int64_t glu_tiles_a_row(int64_t n_cols) { return (n_cols + kGluTile - 1) / kGluTile; }
 

@@ -1,7 +1,7 @@
-// A register of floats, and how float, bfloat16 and float16 memory is read into and written from one.
+// A register of floats, and loads and stores of it as float, bfloat16 and float16.
 //
-// Written with the vector types of GCC and Clang, so that one source serves every instruction set; what those cannot
-// say well (float16) uses intrinsics. All memory access is unaligned.
+// Written with the vector types of GCC and Clang, so that one source serves every instruction set; what those do not
+// express well (float16) uses intrinsics. No load or store needs alignment.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +11,19 @@
 #include "../common/rows.h"
 
 #if defined(__SSE2__)
-#if defined(__GNUC__) && !defined(__clang__)  // GCC 12 takes what its own header leaves undefined for a mistake
+#if defined(__GNUC__) && !defined(__clang__)  // GCC 12 warns of values that its own header leaves undefined
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 #endif
 
-// Lambdas of inner loops: left to itself the compiler calls some of them.
+// For lambdas of inner loops, some of which the compiler would not inline by itself.
 #define FK_INLINE __attribute__((always_inline))
 
 namespace foundry {
 
-// Outputs of more bytes than this are streamed past the caches.
+// Outputs of more bytes than this are written past the caches.
 constexpr int64_t kStreamBytes = 16 << 20;
 
 namespace FK_ISA {
@@ -140,8 +140,8 @@ template <> struct Convert<Half> {
 // v as it is after being stored as T.
 template <class T> inline Vec rounded(Vec v) { return Convert<T>::widen(Convert<T>::round(v)); }
 
-// Writes past the caches: worth it where what is written is larger than they are, for then the line need not be read
-// first. `p` must be aligned to sizeof(bits); elsewhere than on x86 this is an ordinary store.
+// Writes past the caches, which saves reading the line first: worth it for outputs larger than the caches. `p` must be
+// aligned to sizeof(bits). Without SSE2 this is an ordinary store.
 template <class T, class Bits>
 inline void stream(T* p, Bits bits) {
 #if defined(__AVX512F__)
@@ -156,14 +156,14 @@ inline void stream(T* p, Bits bits) {
   std::memcpy(p, &bits, sizeof(bits));
 }
 
-// Orders streamed writes before what other threads are told next.
+// Makes streamed writes visible before later ones.
 inline void stream_fence() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// Whether an output is larger than the caches, and every row of it aligned as streaming needs.
+// Whether an output is larger than the caches, and all its rows are aligned as streaming stores need.
 template <class T>
 bool worth_streaming(const T* out, const Rows& rows, int64_t n_cols) {
   constexpr uintptr_t kAlign = kLanes * sizeof(T);
@@ -202,8 +202,8 @@ struct Part {
   template <bool kStream, class T> void store_to(T* p, Vec v) const { store(p, v); }
 };
 
-// Calls f(i, access, k) for i = 0, kLanes, ... < n. `k` runs through 0..3: which of four accumulators to add to, so
-// that successive additions do not wait for each other.
+// Calls f(i, access, k) for i = 0, kLanes, ... < n. `k` cycles through 0..3: which of four accumulators to add to, so
+// that successive additions do not depend on each other.
 template <class F>
 inline FK_INLINE void for_each_vec(int64_t n, F&& f) {
   int64_t i = 0;
@@ -231,7 +231,7 @@ inline float sum(const Vec (&acc)[4]) {
 #endif
 }
 
-// Calls f(std::bool_constant...) for run-time booleans, so that a kernel is specialised on each of them.
+// Calls f(std::bool_constant...) for run-time booleans: a kernel is specialised on each of them.
 template <class F>
 void with_bools(F&& f) {
   f();

@@ -1,5 +1,5 @@
-// How kernels are launched and what their blocks share. nvcc compiles this for a GPU; g++ compiles it against
-// tests/cuda_on_cpu, which runs the threads of a block one after another and watches what they share.
+// How kernels are launched, and device functions that all of them use. nvcc compiles this for a GPU; g++ compiles it
+// against tests/cuda_on_cpu, which runs a block's threads one after another and checks their accesses.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-// Arrays in shared memory; of the dynamic kind a kernel has one. Under the checker they notice indices out of range,
-// values never written, and two threads at one element without a barrier between them.
+// Arrays in shared memory; a kernel has at most one of the dynamic kind. Under the checker they detect indices out of
+// range, reads of values never written, and races of two threads on an element.
 #define FK_SHARED(type, name, count) __shared__ type name[count]
 #define FK_DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char fk_dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(fk_dynamic_shared)
-// A GPU faults where such an access is not aligned; the checker has to be told to look.
+// A GPU faults on a misaligned access; for the checker it has to be said.
 #define FK_CHECK_ALIGNED(p, bytes)
 // Barrier number `id` (1..15) of `count` threads, a multiple of 32.
 #define FK_NAMED_BARRIER(id, count) asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory")
@@ -69,7 +69,7 @@ template <> __device__ __forceinline__ float from_float(float v) { return v; }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 
-// Sum over groups of kThreads neighbouring lanes of a warp; every lane gets it.
+// Sum over groups of kThreads neighbouring lanes of a warp, in every lane.
 template <int kThreads>
 __device__ __forceinline__ float warp_sum(float v) {
   constexpr int kWidth = kThreads < 32 ? kThreads : 32;
@@ -78,7 +78,7 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
-// out[c] = sum over blocks of partial[., c], rounded. A block does 32 columns with kSumRows threads for each.
+// out[c] = sum over blocks of partial[., c], rounded. A block takes 32 columns, with kSumRows threads for each.
 constexpr int kSumRows = 8;
 
 template <class W>

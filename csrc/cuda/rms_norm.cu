@@ -1,34 +1,34 @@
 // RMSNorm forward and backward.
 //
 // A group of kThreads threads takes a row; narrow rows share a block. A thread reads kVec neighbouring values (16 bytes
-// where rows are aligned to that, else one value) at a stride of the group, and keeps the first kHeld of those reads in
-// registers; a row wider than the group can hold is read again for the rest. Sums are in float.
+// where rows are aligned to that, else one value) at a stride of the group, and caches the first kCached of those reads
+// in registers; the rest of a wider row is read again. Sums are in float.
 //
-// Backward: blocks stay and take row after row. dW is summed by each block over its rows (in registers, or in the
-// block's row of the partial buffer for what is not held) and then over the blocks by a second kernel, always in the
-// same order: no atomics.
+// Backward: the blocks are persistent and take row after row. Each block sums dW over its rows (in registers, or in the
+// block's row of the partial buffer for what is not cached); a second kernel sums over the blocks, always in the same
+// order and without atomics.
 #include "rms_norm.h"
 
-#include "launch.cuh"
+#include "dispatch.cuh"
 
 namespace foundry {
 namespace cuda {
 namespace {
 
-constexpr int kHeld = 4;
-constexpr int kBlock = 128;  // threads of a block, where a row does not need more
+constexpr int kCached = 4;
+constexpr int kBlock = 128;  // threads of a block, unless a row needs more
 
-// Sum over the kThreads threads of a row. `scratch` has two halves, used in turns, so that one barrier is enough: the
-// next sum writes to the other half.
+// Sum over the kThreads threads of a row. Calls alternate between two halves of `scratch`, so that one barrier is
+// enough: the next call writes to the other half.
 template <int kThreads>
-__device__ __forceinline__ float group_sum(float v, int turn) {
+__device__ __forceinline__ float group_sum(float v, int call) {
   v = warp_sum<kThreads>(v);
   if constexpr (kThreads <= 32) {
     return v;
   } else {
     constexpr int kWarps = kThreads / 32;
     FK_SHARED(float, scratch, 2 * kWarps);
-    const int half = (turn & 1) * kWarps;
+    const int half = (call & 1) * kWarps;
     if (threadIdx.x % 32 == 0) scratch[half + threadIdx.x / 32] = v;
     __syncthreads();
     float total = 0.f;
@@ -82,14 +82,14 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) forward
   };
   const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };
 
-  Pack<X, kVec> held[kHeld];
+  Pack<X, kVec> cached[kCached];
 #pragma unroll
-  for (int j = 0; j < kHeld; ++j)  // all reads are issued before any is used
-    if (column(j) < a.n_cols) held[j] = read(column(j));
+  for (int j = 0; j < kCached; ++j)  // all reads are issued before any is used
+    if (column(j) < a.n_cols) cached[j] = read(column(j));
 #pragma unroll
-  for (int j = 0; j < kHeld; ++j)
-    if (column(j) < a.n_cols) add_squares(held[j]);
-  for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec) add_squares(read(col));
+  for (int j = 0; j < kCached; ++j)
+    if (column(j) < a.n_cols) add_squares(cached[j]);
+  for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec) add_squares(read(col));
 
   const float mean = group_sum<kThreads>(squares, 0) / static_cast<float>(a.n_cols);
   const float rstd = 1.f / sqrtf(mean + a.eps);
@@ -109,9 +109,9 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) forward
     store(y + col, out);
   };
 #pragma unroll
-  for (int j = 0; j < kHeld; ++j)
-    if (column(j) < a.n_cols) write(column(j), held[j]);
-  for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec) write(col, read(col));
+  for (int j = 0; j < kCached; ++j)
+    if (column(j) < a.n_cols) write(column(j), cached[j]);
+  for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec) write(col, read(col));
 }
 
 template <class X, class W, class Y, int kVec, int kThreads>
@@ -120,11 +120,11 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) back
   const int64_t n_rows = a.rows.count();
   const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };
   float* partial = a.dw_partial ? a.dw_partial + static_cast<int64_t>(blockIdx.x) * a.n_cols : nullptr;
-  float dw[kHeld][kVec] = {};
+  float dw[kCached][kVec] = {};
 
-  int turn = 0;
+  int iteration = 0;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < n_rows; first += stride, ++turn) {
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < n_rows; first += stride, ++iteration) {
     const bool live = first + group < n_rows;
     const int64_t row = live ? first + group : n_rows - 1;  // as in the forward pass
     const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
@@ -133,35 +133,35 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) back
     X* dx = static_cast<X*>(a.dx) + row * a.n_cols;
     const float rstd = live ? a.rstd[row] : 0.f;
 
-    // v = dy * weight and the sum of v * x * rstd; what the row adds to dW goes to `add`.
+    // Adds to the sum of dy * weight * x * rstd; what the row adds to dW goes to `add`.
     float products = 0.f;
-    const auto gather = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy, auto&& add) {
+    const auto accumulate = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy, auto&& add) {
       const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const float g = to_float(pdy.values[i]), n = to_float(px.values[i]) * rstd;
-        products += g * w.values[i] * n;
-        add(i, g * (a.round_before_weight ? to_float(from_float<X>(n)) : n));
+        const float grad = to_float(pdy.values[i]), n = to_float(px.values[i]) * rstd;
+        products += grad * w.values[i] * n;
+        add(i, grad * (a.round_before_weight ? to_float(from_float<X>(n)) : n));
       }
     };
-    Pack<X, kVec> held_x[kHeld];
-    Pack<Y, kVec> held_dy[kHeld];
+    Pack<X, kVec> cached_x[kCached];
+    Pack<Y, kVec> cached_dy[kCached];
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j)
+    for (int j = 0; j < kCached; ++j)
       if (column(j) < a.n_cols) {
-        held_x[j] = load<X, kVec>(x + column(j));
-        held_dy[j] = load<Y, kVec>(dy + column(j));
+        cached_x[j] = load<X, kVec>(x + column(j));
+        cached_dy[j] = load<Y, kVec>(dy + column(j));
       }
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j)
+    for (int j = 0; j < kCached; ++j)
       if (column(j) < a.n_cols)
-        gather(column(j), held_x[j], held_dy[j], [&](int i, float v) { dw[j][i] += live ? v : 0.f; });
-    for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec)  // only where one group is the block
-      gather(col, load<X, kVec>(x + col), load<Y, kVec>(dy + col), [&](int i, float v) {
-        if (partial) partial[col + i] = turn == 0 ? v : partial[col + i] + v;
+        accumulate(column(j), cached_x[j], cached_dy[j], [&](int i, float v) { dw[j][i] += live ? v : 0.f; });
+    for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec)  // only where one group is the block
+      accumulate(col, load<X, kVec>(x + col), load<Y, kVec>(dy + col), [&](int i, float v) {
+        if (partial) partial[col + i] = iteration == 0 ? v : partial[col + i] + v;
       });
 
-    const float mean = group_sum<kThreads>(products, turn) / static_cast<float>(a.n_cols);
+    const float mean = group_sum<kThreads>(products, iteration) / static_cast<float>(a.n_cols);
     if (!a.dx || !live) continue;
     const auto write = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy) {
       const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
@@ -176,50 +176,36 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) back
       store(dx + col, out);
     };
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j)
-      if (column(j) < a.n_cols) write(column(j), held_x[j], held_dy[j]);
-    for (int64_t col = column(kHeld); col < a.n_cols; col += kThreads * kVec)
+    for (int j = 0; j < kCached; ++j)
+      if (column(j) < a.n_cols) write(column(j), cached_x[j], cached_dy[j]);
+    for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec)
       write(col, load<X, kVec>(x + col), load<Y, kVec>(dy + col));
   }
   if (!partial) return;
 
   if constexpr (kThreads >= kBlock) {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j)
+    for (int j = 0; j < kCached; ++j)
       if (column(j) < a.n_cols) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) partial[column(j) + i] = dw[j][i];
       }
   } else {  // the groups of the block add up in shared memory, one after another
-    FK_SHARED(float, sums, kThreads * kHeld * kVec);
-    for (int turn_of = 0; turn_of < groups; ++turn_of) {
-      if (group == turn_of)
+    FK_SHARED(float, sums, kThreads * kCached * kVec);
+    for (int adding = 0; adding < groups; ++adding) {
+      if (group == adding)
 #pragma unroll
-        for (int j = 0; j < kHeld; ++j)
+        for (int j = 0; j < kCached; ++j)
 #pragma unroll
           for (int i = 0; i < kVec; ++i) {
             const int at = static_cast<int>(column(j)) + i;
-            sums[at] = turn_of == 0 ? dw[j][i] : sums[at] + dw[j][i];
+            sums[at] = adding == 0 ? dw[j][i] : sums[at] + dw[j][i];
           }
       __syncthreads();
     }
     for (int col = threadIdx.x; col < a.n_cols; col += blockDim.x) partial[col] = sums[col];
   }
 }
-
-bool aligned(const void* p, const RowStrides& strides, int bytes) {
-  if (p == nullptr) return true;
-  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) return false;
-  for (const int64_t stride : strides.stride)
-    if (stride * bytes % 16 != 0) return false;
-  return true;
-}
-
-int size_of(Dtype type) { return type == Dtype::f32 ? 4 : 2; }
-
-template <class T> struct Tag {
-  using type = T;
-};
 
 // Calls f(Tag<X>, Tag<W>, Tag<Y>) for the memory types.
 template <class F>
@@ -232,31 +218,23 @@ cudaError_t with_types(Dtype x, Dtype w, Dtype y, F&& f) {
   return x == Dtype::bf16 ? half(Tag<__nv_bfloat16>{}) : half(Tag<__half>{});
 }
 
-template <int kValue> struct Int {
-  static constexpr int value = kValue;
-};
-
-// Calls f(values a read, threads a row). Rows without alignment are rare: two sizes serve them.
+// Calls f(values per read, threads per row). Rows that are not aligned are rare: two sizes serve them.
 template <int kVec, class F>
 cudaError_t with_shape(int64_t n_cols, bool vectors, F&& f) {
-  if (!vectors) return n_cols <= 32 * kHeld ? f(Int<1>{}, Int<32>{}) : f(Int<1>{}, Int<256>{});
+  if (!vectors) return n_cols <= 32 * kCached ? f(Constant<1>{}, Constant<32>{}) : f(Constant<1>{}, Constant<256>{});
   const int64_t reads = n_cols / kVec;
-  if (reads <= 8 * kHeld) return f(Int<kVec>{}, Int<8>{});
-  if (reads <= 32 * kHeld) return f(Int<kVec>{}, Int<32>{});
-  if (reads <= 128 * kHeld) return f(Int<kVec>{}, Int<128>{});
-  return f(Int<kVec>{}, Int<256>{});
+  if (reads <= 8 * kCached) return f(Constant<kVec>{}, Constant<8>{});
+  if (reads <= 32 * kCached) return f(Constant<kVec>{}, Constant<32>{});
+  if (reads <= 128 * kCached) return f(Constant<kVec>{}, Constant<128>{});
+  return f(Constant<kVec>{}, Constant<256>{});
 }
-
-// The value type of a Tag argument.
-#define FK_TYPE(tag) typename decltype(tag)::type
 
 }  // namespace
 
 cudaError_t rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
-  const int bytes = size_of(a.x_type);
-  const bool vectors = a.n_cols * bytes % 16 == 0 && aligned(a.x, a.x_strides, bytes) &&
-                       aligned(a.residual, a.residual_strides, bytes) && aligned(a.weight, {}, bytes) &&
-                       aligned(a.y, {}, bytes) && aligned(a.h, {}, bytes);
+  const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) && aligned(a.x, a.x_type, a.rows, a.x_strides) &&
+                       aligned(a.residual, a.x_type, a.rows, a.residual_strides) && aligned(a.weight) && aligned(a.y) &&
+                       aligned(a.h);
   return with_types(a.x_type, a.weight_type, a.y_type, [&](auto x, auto w, auto y) {
     using X = FK_TYPE(x);
     using W = FK_TYPE(w);
@@ -265,7 +243,7 @@ cudaError_t rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
       constexpr int kVec = decltype(vec)::value, kThreads = decltype(threads)::value;
       const int block = kThreads > kBlock ? kThreads : kBlock;
       const int64_t per_block = block / kThreads, blocks = (a.rows.count() + per_block - 1) / per_block;
-      if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+      if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
       const dim3 grid(static_cast<unsigned>(blocks));
       return launch(forward_kernel<X, W, Y, kVec, kThreads>, grid, dim3(block), 0, stream, a);
     });
@@ -273,17 +251,16 @@ cudaError_t rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
 }
 
 int rms_norm_backward_blocks(int64_t n_rows, int64_t n_cols, int multiprocessors) {
-  const int64_t rows_a_block = n_cols <= 256 ? 16 : n_cols <= 1024 ? 4 : 1;  // no fewer than a block takes at a time
-  const int64_t useful = (n_rows + rows_a_block - 1) / rows_a_block;
+  const int64_t rows_per_block = n_cols <= 256 ? 16 : n_cols <= 1024 ? 4 : 1;  // at least what a block takes at a time
+  const int64_t useful = (n_rows + rows_per_block - 1) / rows_per_block;
   const int64_t resident = 4LL * multiprocessors;
   return static_cast<int>(useful < resident ? useful : resident);
 }
 
 cudaError_t rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
-  const int bytes = size_of(a.x_type);
-  const bool vectors = a.n_cols * bytes % 16 == 0 && aligned(a.x, a.x_strides, bytes) &&
-                       aligned(a.dy, a.dy_strides, size_of(a.y_type)) && aligned(a.dh, a.dh_strides, bytes) &&
-                       aligned(a.weight, {}, bytes) && aligned(a.dx, {}, bytes);
+  const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) && aligned(a.x, a.x_type, a.rows, a.x_strides) &&
+                       aligned(a.dy, a.y_type, a.rows, a.dy_strides) && aligned(a.dh, a.x_type, a.rows, a.dh_strides) &&
+                       aligned(a.weight) && aligned(a.dx);
   return with_types(a.x_type, a.weight_type, a.y_type, [&](auto x, auto w, auto y) {
     using X = FK_TYPE(x);
     using W = FK_TYPE(w);

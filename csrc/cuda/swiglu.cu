@@ -1,12 +1,11 @@
 // Gated linear units, forward and backward.
 //
-// A block takes a tile of one row; tensors without gaps come as one long row. A thread does kReads reads of kVec
+// A block takes a tile of one row; contiguous tensors come as one long row. A thread does kReads reads of kVec
 // neighbouring values (16 bytes where rows are aligned to that, else one value) of each tensor, at a stride of the
-// block, and issues them all before it uses any. The fewer than kVec values that may be left at the end of a row are
-// done one by one.
+// block, and issues them all before it uses any. The remainder of a row, fewer than kVec values, is done one by one.
 #include "swiglu.h"
 
-#include "launch.cuh"
+#include "dispatch.cuh"
 
 namespace foundry {
 namespace cuda {
@@ -17,7 +16,7 @@ constexpr int kMaxThreads = 128;
 
 // activation(g), and its derivative.
 struct Activated {
-  float value, slope;
+  float value, derivative;
 };
 
 // 1 / (1 + e^-v).
@@ -39,7 +38,7 @@ __device__ __forceinline__ Activated activate(float g) {
   }
 }
 
-// The columns of a row that a block does, and which of them the thread does.
+// The columns of a row that a block takes, and which of them this thread takes.
 template <int kVec>
 struct Tile {
   int64_t row, begin, n_cols;
@@ -52,8 +51,8 @@ struct Tile {
     return begin + (static_cast<int64_t>(read) * blockDim.x + threadIdx.x) * kVec;
   }
   __device__ bool whole(int read) const { return column(read) + kVec <= n_cols; }
-  // The column, of the last ones that no read covers, that is this thread's; n_cols if none is.
-  __device__ int64_t left_over() const {
+  // The column of the row's remainder, which no whole read covers, that this thread takes; n_cols if none.
+  __device__ int64_t remainder() const {
     const int64_t col = n_cols - n_cols % kVec + threadIdx.x;
     return kVec > 1 && begin + width(blockDim.x) >= n_cols && col < n_cols ? col : n_cols;
   }
@@ -83,7 +82,7 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a
 #pragma unroll
   for (int j = 0; j < kReads; ++j)
     if (tile.whole(j)) write(tile.column(j), g[j], u[j]);
-  if (const int64_t col = tile.left_over(); col < a.n_cols) write(col, load<X, 1>(gate + col), load<X, 1>(up + col));
+  if (const int64_t col = tile.remainder(); col < a.n_cols) write(col, load<X, 1>(gate + col), load<X, 1>(up + col));
 }
 
 template <class X, Activation kActivation, int kVec>
@@ -99,10 +98,10 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
     auto into_gate = d, into_up = d;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(X)); ++i) {
-      const float flowing = to_float(d.values[i]);
+      const float grad = to_float(d.values[i]);
       const Activated gated = activate<kActivation>(to_float(g.values[i]));
-      into_gate.values[i] = from_float<X>(flowing * to_float(u.values[i]) * gated.slope);
-      into_up.values[i] = from_float<X>(flowing * gated.value);
+      into_gate.values[i] = from_float<X>(grad * to_float(u.values[i]) * gated.derivative);
+      into_up.values[i] = from_float<X>(grad * gated.value);
     }
     if (dgate) store(dgate + col, into_gate);
     if (dup) store(dup + col, into_up);
@@ -118,57 +117,35 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
 #pragma unroll
   for (int j = 0; j < kReads; ++j)
     if (tile.whole(j)) write(tile.column(j), d[j], g[j], u[j]);
-  if (const int64_t col = tile.left_over(); col < a.n_cols)
+  if (const int64_t col = tile.remainder(); col < a.n_cols)
     write(col, load<X, 1>(dy + col), load<X, 1>(gate + col), load<X, 1>(up + col));
 }
 
-int size_of(Dtype type) { return type == Dtype::f32 ? 4 : 2; }
+// Of an output: any two rows are a multiple of `stride` apart.
+RowStrides row_by_row(int64_t stride) { return {{stride, stride, stride}}; }
 
-// Whether every row starts where 16 bytes can be moved at once.
-bool aligned(const void* p, const Rows& rows, const RowStrides& strides, Dtype type) {
-  bool all = reinterpret_cast<uintptr_t>(p) % 16 == 0;
-  for (int d = 0; d < kRowRank; ++d) all &= rows.size[d] == 1 || strides.stride[d] * size_of(type) % 16 == 0;
-  return all;
-}
-
-bool aligned(const void* p, const Rows& rows, int64_t stride, Dtype type) {
-  return aligned(p, rows, RowStrides{{stride, stride, stride}}, type);
-}
-
-template <class T> struct Tag {
-  using type = T;
-};
-template <Activation kValue> struct Kind {
-  static constexpr Activation value = kValue;
-};
-template <int kValue> struct Int {
-  static constexpr int value = kValue;
-};
-
-// Calls f(Tag<X>, Kind, values a read) for the memory type, the activation and the alignment.
+// Calls f(Tag<X>, activation, values per read).
 template <class F>
 cudaError_t with_kinds(Dtype type, Activation activation, bool vectors, F&& f) {
   const auto sized = [&](auto x, auto kind) {
-    constexpr int kVec = 16 / sizeof(typename decltype(x)::type);
-    return vectors ? f(x, kind, Int<kVec>{}) : f(x, kind, Int<1>{});
+    constexpr int kVec = 16 / sizeof(FK_TYPE(x));
+    return vectors ? f(x, kind, Constant<kVec>{}) : f(x, kind, Constant<1>{});
   };
-  const auto typed = [&](auto x) {
-    if (activation == Activation::silu) return sized(x, Kind<Activation::silu>{});
-    if (activation == Activation::gelu) return sized(x, Kind<Activation::gelu>{});
-    return sized(x, Kind<Activation::gelu_tanh>{});
-  };
-  if (type == Dtype::f32) return typed(Tag<float>{});
-  return type == Dtype::bf16 ? typed(Tag<__nv_bfloat16>{}) : typed(Tag<__half>{});
+  return with_type(type, [&](auto x) {
+    if (activation == Activation::silu) return sized(x, Constant<Activation::silu>{});
+    if (activation == Activation::gelu) return sized(x, Constant<Activation::gelu>{});
+    return sized(x, Constant<Activation::gelu_tanh>{});
+  });
 }
 
-// Launches one block a tile: of as many threads as a narrow row needs, at most kMaxThreads.
+// Launches one block per tile, of as many threads as a narrow row needs, at most kMaxThreads.
 template <int kVec, class Args>
 cudaError_t launch_tiles(void (*kernel)(Args, unsigned), const Args& a, cudaStream_t stream) {
-  const int64_t a_warp = Tile<kVec>::width(32), warps = (a.n_cols + a_warp - 1) / a_warp;
+  const int64_t of_a_warp = Tile<kVec>::width(32), warps = (a.n_cols + of_a_warp - 1) / of_a_warp;
   const int threads = static_cast<int>(warps * 32 < kMaxThreads ? warps * 32 : kMaxThreads);
   const int64_t width = Tile<kVec>::width(threads), tiles = (a.n_cols + width - 1) / width;
   const int64_t blocks = a.rows.count() * tiles;
-  if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks));
   return launch(kernel, grid, dim3(threads), 0, stream, a, static_cast<unsigned>(tiles));
 }
@@ -176,21 +153,22 @@ cudaError_t launch_tiles(void (*kernel)(Args, unsigned), const Args& a, cudaStre
 }  // namespace
 
 cudaError_t glu_forward(const GluForward& a, cudaStream_t stream) {
-  const bool vectors = aligned(a.gate, a.rows, a.gate_strides, a.type) && aligned(a.up, a.rows, a.up_strides, a.type) &&
-                       aligned(a.y, a.rows, a.n_cols, a.type);
+  const bool vectors = aligned(a.gate, a.type, a.rows, a.gate_strides) && aligned(a.up, a.type, a.rows, a.up_strides) &&
+                       aligned(a.y, a.type, a.rows, row_by_row(a.n_cols));
   return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
     constexpr int kVec = decltype(vec)::value;
-    return launch_tiles<kVec>(forward_kernel<typename decltype(x)::type, decltype(kind)::value, kVec>, a, stream);
+    return launch_tiles<kVec>(forward_kernel<FK_TYPE(x), decltype(kind)::value, kVec>, a, stream);
   });
 }
 
 cudaError_t glu_backward(const GluBackward& a, cudaStream_t stream) {
-  const bool vectors = aligned(a.dy, a.rows, a.dy_strides, a.type) && aligned(a.gate, a.rows, a.gate_strides, a.type) &&
-                       aligned(a.up, a.rows, a.up_strides, a.type) && aligned(a.dgate, a.rows, a.out_stride, a.type) &&
-                       aligned(a.dup, a.rows, a.out_stride, a.type);
+  const bool vectors = aligned(a.dy, a.type, a.rows, a.dy_strides) && aligned(a.gate, a.type, a.rows, a.gate_strides) &&
+                       aligned(a.up, a.type, a.rows, a.up_strides) &&
+                       aligned(a.dgate, a.type, a.rows, row_by_row(a.out_stride)) &&
+                       aligned(a.dup, a.type, a.rows, row_by_row(a.out_stride));
   return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
     constexpr int kVec = decltype(vec)::value;
-    return launch_tiles<kVec>(backward_kernel<typename decltype(x)::type, decltype(kind)::value, kVec>, a, stream);
+    return launch_tiles<kVec>(backward_kernel<FK_TYPE(x), decltype(kind)::value, kVec>, a, stream);
   });
 }
 

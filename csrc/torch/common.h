@@ -50,22 +50,22 @@ inline void advise_huge_pages(const at::Tensor& t) {
 #endif
 }
 
-// The dimensions of a tensor from the outermost to the innermost in memory, the last one always counted as innermost;
-// those without a place of their own (of size 1 or stride 0) keep the one that they have in the shape. The same as
+// The dimensions of a tensor from the outermost to the innermost in memory. The last one always counts as innermost;
+// those of size 1 or stride 0, which no memory order distinguishes, stay where they are in the shape. The same as
 // foundry_kernels/_layout.py.
 inline std::vector<int64_t> storage_order(const Tensor& x) {
   std::vector<int64_t> order(x.dim());
   for (int64_t d = 0; d < x.dim(); ++d) order[d] = d;
   if (x.is_contiguous()) return order;
-  std::vector<int64_t> placed, ranked;
+  std::vector<int64_t> slots, ranked;
   for (int64_t d = 0; d + 1 < x.dim(); ++d)
-    if (x.sym_size(d) > 1 && x.sym_stride(d) > 0) placed.push_back(d);
-  for (const int64_t d : placed) {
+    if (x.sym_size(d) > 1 && x.sym_stride(d) > 0) slots.push_back(d);
+  for (const int64_t d : slots) {
     auto at = ranked.end();
     while (at != ranked.begin() && x.sym_stride(*(at - 1)) < x.sym_stride(d)) --at;
     ranked.insert(at, d);
   }
-  for (size_t i = 0; i < placed.size(); ++i) order[placed[i]] = ranked[i];
+  for (size_t i = 0; i < slots.size(); ++i) order[slots[i]] = ranked[i];
   return order;
 }
 
@@ -83,8 +83,8 @@ inline Tensor empty_in_order(const Tensor& x, at::IntArrayRef order) {
 
 inline Tensor empty_in_storage_order(const Tensor& x) { return empty_in_order(x, storage_order(x)); }
 
-// How the rows of tensors of one shape are reached: undefined tensors get zero strides.
-// Returns false where they need more than kRowRank dimensions or a last stride other than 1.
+// The strides that reach the rows of tensors of one shape; undefined tensors get zeros.
+// Returns false where that takes more than kRowRank dimensions, or a last stride is not 1.
 template <size_t N>
 bool row_layout(const std::array<const at::Tensor*, N>& tensors, Rows& rows, std::array<RowStrides, N>& strides) {
   const at::Tensor* shape = nullptr;
@@ -93,7 +93,7 @@ bool row_layout(const std::array<const at::Tensor*, N>& tensors, Rows& rows, std
     if (!shape) shape = t;
     if (t->stride(-1) != 1 && t->size(-1) > 1) return false;
   }
-  int rank = 0;  // dimensions so far; the newest is the last of the arrays, so that unused ones lead
+  int rank = 0;  // dimensions so far; the newest is last in the arrays, so that unused ones come first
   for (int64_t axis = 0; axis < shape->dim() - 1; ++axis) {
     const int64_t size = shape->size(axis);
     if (size == 1) continue;
@@ -116,7 +116,7 @@ bool row_layout(const std::array<const at::Tensor*, N>& tensors, Rows& rows, std
   return true;
 }
 
-// As row_layout, after copying what cannot be reached.
+// As row_layout, but copies the tensors where it cannot be done.
 template <size_t N>
 void make_row_layout(const std::array<at::Tensor*, N>& tensors, Rows& rows, std::array<RowStrides, N>& strides) {
   std::array<const at::Tensor*, N> view;

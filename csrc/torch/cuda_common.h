@@ -1,4 +1,4 @@
-// The GPU's side of the operators: the stream, the device, and errors that say what to do.
+// The GPU side of the operators: the stream, the device, and errors that say what to do.
 #pragma once
 
 #include <cuda_runtime_api.h>

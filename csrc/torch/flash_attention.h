@@ -1,25 +1,25 @@
 // What the operators foundry_kernels::flash_attention_fwd and _bwd share: shapes, checks and outputs.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "common.h"
+#include "flash_attention_options.h"
 
 namespace foundry {
 
-using OptionalInt = std::optional<c10::SymInt>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // q [B, H, T, D], or packed [total_q, H, D] where cu_seqlens are given; heads are dimension 1 in both.
-inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
-                            const OptionalTensor& cu_seqlens_k, const OptionalTensor& slopes,
-                            const OptionalTensor& sinks) {
-  const bool packed = cu_seqlens_q.has_value();
+inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+  const OptionalTensor &cu_seqlens_q = options.cu_seqlens_q, &cu_seqlens_k = options.cu_seqlens_k;
+  const OptionalTensor &alibi_slopes = options.alibi_slopes, &sinks = options.sinks;
+  const bool packed = options.packed();
   const int64_t rank = packed ? 3 : 4;
   TORCH_CHECK_VALUE(cu_seqlens_k.has_value() == packed, "cu_seqlens_q and cu_seqlens_k must be given together");
   TORCH_CHECK_VALUE(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k and v must have ", rank,
@@ -43,35 +43,43 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
     for (const OptionalTensor* t : {&cu_seqlens_q, &cu_seqlens_k})
       TORCH_CHECK_VALUE((*t)->dim() == 1 && (*t)->sym_size(0) == batch + 1 && batch >= 0,
                         "cu_seqlens_q and cu_seqlens_k must both be [B + 1]");
-  if (slopes.has_value())
-    TORCH_CHECK_VALUE(slopes->sym_size(-1) == q.sym_size(1) &&
-                          (slopes->dim() == 1 || (slopes->dim() == 2 && slopes->sym_size(0) == batch)),
-                      "alibi_slopes must be [H] or [B, H]; got ", slopes->sym_sizes());
+  if (alibi_slopes.has_value())
+    TORCH_CHECK_VALUE(
+        alibi_slopes->sym_size(-1) == q.sym_size(1) &&
+            (alibi_slopes->dim() == 1 || (alibi_slopes->dim() == 2 && alibi_slopes->sym_size(0) == batch)),
+        "alibi_slopes must be [H] or [B, H]; got ", alibi_slopes->sym_sizes());
   if (sinks.has_value())
     TORCH_CHECK_VALUE(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), "sinks must be [H]; got ",
                       sinks->sym_sizes());
 }
 
 // [B, H, T, Dv] of q's dtype, dense in q's storage order; [total_q, H, Dv] contiguous.
-inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& width, bool packed) {
+inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& head_dim_v, bool packed) {
   std::vector<c10::SymInt> sizes = q.sym_sizes().vec();
-  sizes.back() = width;
-  if (packed) return at::empty_symint(sizes, q.options());
-  if (q.sym_size(-1) == width) return empty_in_storage_order(q);
+  sizes.back() = head_dim_v;
+  if (packed || q.is_contiguous()) return at::empty_symint(sizes, q.options());
+  if (q.sym_size(-1) == head_dim_v) return empty_in_storage_order(q);
   return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
 }
 
-// out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device.
+// In place of an output that was not asked for. There are up to three a call, and at::empty takes a third of a
+// microsecond to find out what is known here.
+inline Tensor absent(const Tensor& x, at::ScalarType dtype) {
+  return x.is_cpu() ? Tensor(at::detail::empty_cpu({0}, dtype)) : at::empty({0}, x.options().dtype(dtype));
+}
+
+// out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device. lse is
+// in double for the backward pass (see AttentionBackward), which the caller of foundry_kernels::flash_attention does
+// not see.
 inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool packed, bool save_lse, bool save_stats) {
   std::vector<c10::SymInt> rows{q.sym_size(0), q.sym_size(1)};
   if (packed) std::swap(rows[0], rows[1]);
   else rows.push_back(q.sym_size(2));
-  const auto numbers = q.options().dtype(at::kFloat);
-  const auto row_tensor = [&](bool wanted) {
-    return wanted ? at::empty_symint(rows, numbers) : at::empty({0}, numbers);
+  const auto row_tensor = [&](bool wanted, at::ScalarType dtype) {
+    return wanted ? at::empty_symint(rows, q.options().dtype(dtype)) : absent(q, dtype);
   };
-  return {empty_attention_out(q, v.sym_size(-1), packed), row_tensor(save_lse), row_tensor(save_stats),
-          row_tensor(save_stats)};
+  return {empty_attention_out(q, v.sym_size(-1), packed), row_tensor(save_lse, at::kDouble),
+          row_tensor(save_stats, at::kFloat), row_tensor(save_stats, at::kFloat)};
 }
 
 // dq, dk, dv and dsinks, each laid out as its tensor, empty where it is not needed.
@@ -79,7 +87,7 @@ inline FourTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const T
                                        bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) {
   TORCH_CHECK_VALUE(!need_dsinks || sinks.has_value(), "there are no sinks to give a gradient for");
   const auto like = [&](const Tensor& t, bool wanted) {
-    return wanted ? empty_in_storage_order(t) : at::empty({0}, t.options());
+    return wanted ? empty_in_storage_order(t) : absent(t, t.scalar_type());
   };
   return {like(q, need_dq), like(k, need_dk), like(v, need_dv), like(sinks.value_or(q), need_dsinks)};
 }

@@ -38,177 +38,165 @@ HeadStrides row_strides(const Tensor& q) {
 
 Tensor unit_last_stride(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
 
-// Sequences from their starts, which are read as int64 and must lie within the tensors.
+// Sequences from cu_seqlens, which are read as int64 and must lie within the tensors.
 std::vector<AttentionSequence> packed_sequences(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens_q,
                                                 const Tensor& cu_seqlens_k) {
-  const auto starts = [](const char* name, const Tensor& cu_seqlens, int64_t total) {
+  const auto read = [](const char* name, const Tensor& cu_seqlens, int64_t total) {
     const Tensor t = cu_seqlens.to(at::kLong).contiguous();
     std::vector<int64_t> values(t.const_data_ptr<int64_t>(), t.const_data_ptr<int64_t>() + t.numel());
     TORCH_CHECK_VALUE(std::is_sorted(values.begin(), values.end()) && values.front() == 0 && values.back() == total,
                       name, " must start at 0, never decrease and end at the ", total, " packed tokens");
     return values;
   };
-  const auto at_q = starts("cu_seqlens_q", cu_seqlens_q, q.size(0)),
-             at_k = starts("cu_seqlens_k", cu_seqlens_k, k.size(0));
+  const auto starts_q = read("cu_seqlens_q", cu_seqlens_q, q.size(0)),
+             starts_k = read("cu_seqlens_k", cu_seqlens_k, k.size(0));
   std::vector<AttentionSequence> sequences;
-  for (size_t n = 0; n + 1 < at_q.size(); ++n)
-    sequences.push_back({0, at_q[n], at_q[n + 1] - at_q[n], at_k[n], at_k[n + 1] - at_k[n]});
+  for (size_t n = 0; n + 1 < starts_q.size(); ++n)
+    sequences.push_back({0, starts_q[n], starts_q[n + 1] - starts_q[n], starts_k[n], starts_k[n + 1] - starts_k[n]});
   return sequences;
 }
 
-std::vector<AttentionSequence> sequences_of(const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
-                                            const OptionalTensor& cu_seqlens_k) {
-  if (cu_seqlens_q.has_value()) return packed_sequences(q, k, *cu_seqlens_q, *cu_seqlens_k);
+std::vector<AttentionSequence> sequences_of(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
+  if (options.packed()) return packed_sequences(q, k, *options.cu_seqlens_q, *options.cu_seqlens_k);
   std::vector<AttentionSequence> sequences;
   for (int64_t b = 0; b < q.size(0); ++b) sequences.push_back({b, 0, q.size(2), 0, k.size(2)});
   return sequences;
 }
 
-// The tensors that the pointers of AttentionInputs point into.
-struct Held {
-  Tensor q, k, v, slopes, sinks;
+// Owns what the pointers of AttentionInputs point into.
+struct KeepAlive {
+  Tensor q, k, v, alibi_slopes, sinks;
   std::vector<AttentionSequence> sequences;
 };
 
-void set_inputs(AttentionInputs& a, Held& held, const Tensor& q, const Tensor& k, const Tensor& v,
-                const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, double scale, OptionalInt left,
-                OptionalInt right, std::optional<double> softcap, const OptionalTensor& slopes, bool bottom_right) {
-  held.q = unit_last_stride(q);
-  held.k = unit_last_stride(k);
-  held.v = unit_last_stride(v);
-  held.sequences = sequences_of(q, k, cu_seqlens_q, cu_seqlens_k);
-  a.q = held.q.const_data_ptr();
-  a.k = held.k.const_data_ptr();
-  a.v = held.v.const_data_ptr();
-  a.q_strides = head_strides(held.q);
-  a.k_strides = head_strides(held.k);
-  a.v_strides = head_strides(held.v);
-  a.sequences = held.sequences.data();
+void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tensor& k, const Tensor& v,
+                const AttentionOptions& options) {
+  keep.q = unit_last_stride(q);
+  keep.k = unit_last_stride(k);
+  keep.v = unit_last_stride(v);
+  keep.sequences = sequences_of(q, k, options);
+  a.q = keep.q.const_data_ptr();
+  a.k = keep.k.const_data_ptr();
+  a.v = keep.v.const_data_ptr();
+  a.q_strides = head_strides(keep.q);
+  a.k_strides = head_strides(keep.k);
+  a.v_strides = head_strides(keep.v);
+  a.sequences = keep.sequences.data();
   a.group = q.size(1) / k.size(1);
-  a.width = q.size(-1);
-  a.value_width = v.size(-1);
-  a.scale = static_cast<float>(scale);
-  a.softcap = static_cast<float>(softcap.value_or(0.0));
-  if (slopes.has_value()) {
-    held.slopes = slopes->to(at::kFloat).contiguous();
-    a.slopes = held.slopes.const_data_ptr<float>();
-    a.slopes_batch_stride = slopes->dim() == 2 ? q.size(1) : 0;
+  a.head_dim = q.size(-1);
+  a.head_dim_v = v.size(-1);
+  a.scale = static_cast<float>(options.scale);
+  a.softcap = static_cast<float>(options.softcap.value_or(0.0));
+  if (options.alibi_slopes.has_value()) {
+    keep.alibi_slopes = options.alibi_slopes->to(at::kFloat).contiguous();
+    a.alibi_slopes = keep.alibi_slopes.const_data_ptr<float>();
+    a.alibi_slopes_batch_stride = keep.alibi_slopes.dim() == 2 ? q.size(1) : 0;
+  }
+  if (options.sinks.has_value()) {
+    keep.sinks = options.sinks->to(at::kFloat).contiguous();
+    a.sinks = keep.sinks.const_data_ptr<float>();
   }
   const auto side = [](const OptionalInt& n) {
     return n.has_value() ? std::min(n->guard_int(__FILE__, __LINE__), kUnbounded) : kUnbounded;
   };
-  a.left = side(left);
-  a.right = side(right);
-  a.bottom_right = bottom_right;
+  a.window_left = side(options.window_left);
+  a.window_right = side(options.window_right);
+  a.bottom_right = options.bottom_right;
   a.type = dtype_of(q);
   a.lse_strides = row_strides(q);
 }
 
-constexpr int64_t kFewTasks = 32;    // with fewer, keys are split, if there are
-constexpr int64_t kSplitKeys = 512;  // at least so many a part
+int64_t max_seqlen_k(const KeepAlive& keep) {
+  int64_t longest = 0;
+  for (const auto& s : keep.sequences) longest = std::max(longest, s.k_len);
+  return longest;
+}
 
-// The tasks of a forward pass, the longest of a head first, and how many parts each row's keys are in. All of it
-// follows from the shapes, so that the result is the same bits whatever the number of threads.
-std::vector<AttentionTask> forward_tasks(const AttentionForward& a, const Held& held, int64_t& n_parts) {
-  const int64_t rows = kAttentionBlocks * kAttentionRows, kv_heads = held.k.size(1);
-  int64_t n_tasks = 0, most_keys = 0;
-  for (const auto& s : held.sequences) {
-    n_tasks += (s.q_len * a.group + rows - 1) / rows * kv_heads;
-    most_keys = std::max(most_keys, s.k_len);
-  }
-  n_parts = std::max<int64_t>(1, std::min(most_keys / kSplitKeys, kFewTasks / std::max<int64_t>(1, n_tasks)));
+constexpr int64_t kForwardTasks = 32;  // with fewer, keys are split, if there are
+constexpr int64_t kSplitKeys = 512;    // at least so many a split
+
+// The tasks of a forward pass, the longest of a head first, and into how many splits each row's keys are divided. All
+// of it follows from the shapes, so that the result is bitwise the same whatever the number of threads.
+std::vector<AttentionTask> forward_tasks(const AttentionForward& a, const KeepAlive& keep, int64_t& num_splits) {
+  const int64_t rows = kAttentionBlocks * kAttentionRows, n_kv_heads = keep.k.size(1);
+  int64_t n_tasks = 0;
+  for (const auto& s : keep.sequences) n_tasks += (s.q_len * a.group + rows - 1) / rows * n_kv_heads;
+  num_splits =
+      std::max<int64_t>(1, std::min(max_seqlen_k(keep) / kSplitKeys, kForwardTasks / std::max<int64_t>(1, n_tasks)));
   std::vector<AttentionTask> tasks;
-  tasks.reserve(n_tasks * n_parts);
-  for (size_t n = 0; n < held.sequences.size(); ++n) {
-    const auto& s = held.sequences[n];
-    const int64_t total = s.q_len * a.group, part_keys = round_up((s.k_len + n_parts - 1) / n_parts, kAttentionKeys);
-    for (int64_t head = 0; head < kv_heads; ++head)
+  tasks.reserve(n_tasks * num_splits);
+  for (size_t n = 0; n < keep.sequences.size(); ++n) {
+    const auto& s = keep.sequences[n];
+    const int64_t total = s.q_len * a.group,
+                  split_keys = round_up((s.k_len + num_splits - 1) / num_splits, kAttentionKeys);
+    for (int64_t head = 0; head < n_kv_heads; ++head)
       for (int64_t begin = (total - 1) / rows * rows; begin >= 0 && total > 0; begin -= rows)
-        for (int64_t p = 0; p < n_parts; ++p)
-          tasks.push_back({int64_t(n), head, begin, std::min(begin + rows, total), std::min(p * part_keys, s.k_len),
-                           std::min((p + 1) * part_keys, s.k_len), int64_t(tasks.size())});
+        for (int64_t i = 0; i < num_splits; ++i)
+          tasks.push_back({int64_t(n), head, begin, std::min(begin + rows, total), std::min(i * split_keys, s.k_len),
+                           std::min((i + 1) * split_keys, s.k_len), int64_t(tasks.size())});
   }
   return tasks;
 }
 
-FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
-                    const OptionalTensor& cu_seqlens_k, double scale, OptionalInt left, OptionalInt right,
-                    std::optional<double> softcap, const OptionalTensor& slopes, const OptionalTensor& sinks,
-                    bool bottom_right, bool save_lse, bool save_stats) {
-  check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks);
-  auto [out, lse, entropy, max_logit] = empty_attention_fwd(q, v, cu_seqlens_q.has_value(), save_lse, save_stats);
+FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
+                    bool save_stats) {
+  check_attention(q, k, v, options);
+  auto [out, lse, entropy, max_logit] = empty_attention_fwd(q, v, options.packed(), save_lse, save_stats);
   if (q.numel() == 0) return {out, lse, entropy, max_logit};
   advise_huge_pages(out);
   AttentionForward a{};
-  Held held;
-  set_inputs(a, held, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, left, right, softcap, slopes, bottom_right);
-  if (sinks.has_value()) {
-    held.sinks = sinks->to(at::kFloat).contiguous();
-    a.sinks = held.sinks.const_data_ptr<float>();
-  }
+  KeepAlive keep;
+  set_inputs(a, keep, q, k, v, options);
   a.out = out.mutable_data_ptr();
   a.out_strides = head_strides(out);
-  a.lse = save_lse ? lse.mutable_data_ptr<float>() : nullptr;
+  a.lse = save_lse ? lse.mutable_data_ptr<double>() : nullptr;
   a.entropy = save_stats ? entropy.mutable_data_ptr<float>() : nullptr;
   a.max_logit = save_stats ? max_logit.mutable_data_ptr<float>() : nullptr;
 
-  int64_t n_parts;
-  const auto tasks = forward_tasks(a, held, n_parts);
+  int64_t num_splits;
+  const auto tasks = forward_tasks(a, keep, num_splits);
   const int64_t n_tasks = static_cast<int64_t>(tasks.size());
-  Tensor parts;
-  if (n_parts > 1) {
-    parts = at::empty({n_tasks, kAttentionBlocks * kAttentionRows, attention_part_size(a.value_width)}, at::kFloat);
-    a.parts = parts.mutable_data_ptr<float>();
+  Tensor splits;
+  if (num_splits > 1) {
+    splits = at::empty({n_tasks, kAttentionBlocks * kAttentionRows, attention_split_size(a.head_dim_v)}, at::kFloat);
+    a.splits = splits.mutable_data_ptr<float>();
   }
   const auto kernel = FK_CHOOSE_ISA(attention_forward);
-  const auto merge = FK_CHOOSE_ISA(attention_merge);
-  std::vector<std::atomic<int64_t>> done(n_parts > 1 ? n_tasks / n_parts : 0);
-  for_each_task(n_tasks, attention_forward_scratch(a.width, a.value_width), [&](int64_t i, float* scratch) {
+  const auto combine = FK_CHOOSE_ISA(attention_combine);
+  std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
+  for_each_task(n_tasks, attention_forward_scratch(a.head_dim, a.head_dim_v), [&](int64_t i, float* scratch) {
     kernel(a, tasks[i], scratch);
-    // Whoever does the last part of some rows merges them: waking threads once more would cost more than that.
-    if (n_parts > 1 && done[i / n_parts].fetch_add(1, std::memory_order_acq_rel) == n_parts - 1)
-      merge(a, tasks[i / n_parts * n_parts], n_parts);
+    // Whoever does the last split of some rows combines them: waking threads once more would cost more than that.
+    if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
+      combine(a, tasks[i / num_splits * num_splits], num_splits);
   });
   return {out, lse, entropy, max_logit};
 }
 
 constexpr int64_t kBackwardTasks = 16;  // with fewer sequences x heads, rows are split, if there are
-constexpr int64_t kSplitRows = 512;     // at least so many a part
+constexpr int64_t kSplitRows = 512;     // at least so many a split
 
-// The tasks of a backward pass, `n_parts` in a row for each sequence and key-value head, from the shapes alone.
-std::vector<AttentionTask> backward_tasks(const AttentionInputs& a, const Held& held, int64_t& n_parts) {
-  const int64_t kv_heads = held.k.size(1), n_pairs = static_cast<int64_t>(held.sequences.size()) * kv_heads;
+// The tasks of a backward pass, `num_splits` in a row for each sequence and key-value head, from the shapes alone.
+std::vector<AttentionTask> backward_tasks(const AttentionInputs& a, const KeepAlive& keep, int64_t& num_splits) {
+  const int64_t n_kv_heads = keep.k.size(1), n_pairs = static_cast<int64_t>(keep.sequences.size()) * n_kv_heads;
   int64_t most_rows = 0;
-  for (const auto& s : held.sequences) most_rows = std::max(most_rows, s.q_len * a.group);
-  n_parts = std::max<int64_t>(1, std::min(most_rows / kSplitRows, kBackwardTasks / std::max<int64_t>(1, n_pairs)));
+  for (const auto& s : keep.sequences) most_rows = std::max(most_rows, s.q_len * a.group);
+  num_splits = std::max<int64_t>(1, std::min(most_rows / kSplitRows, kBackwardTasks / std::max<int64_t>(1, n_pairs)));
   std::vector<AttentionTask> tasks;
-  tasks.reserve(n_pairs * n_parts);
-  for (size_t n = 0; n < held.sequences.size(); ++n) {
-    const auto& s = held.sequences[n];
-    const int64_t rows = s.q_len * a.group, part_rows = round_up((rows + n_parts - 1) / n_parts, kAttentionRows);
-    for (int64_t head = 0; head < kv_heads; ++head)
-      for (int64_t p = 0; p < n_parts; ++p)
-        tasks.push_back({int64_t(n), head, std::min(p * part_rows, rows), std::min((p + 1) * part_rows, rows), 0,
+  tasks.reserve(n_pairs * num_splits);
+  for (size_t n = 0; n < keep.sequences.size(); ++n) {
+    const auto& s = keep.sequences[n];
+    const int64_t rows = s.q_len * a.group, split_rows = round_up((rows + num_splits - 1) / num_splits, kAttentionRows);
+    for (int64_t head = 0; head < n_kv_heads; ++head)
+      for (int64_t i = 0; i < num_splits; ++i)
+        tasks.push_back({int64_t(n), head, std::min(i * split_rows, rows), std::min((i + 1) * split_rows, rows), 0,
                          s.k_len, int64_t(tasks.size())});
   }
   return tasks;
 }
 
-FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
-                    const Tensor& out, const Tensor& lse, const OptionalTensor& cu_seqlens_q,
-                    const OptionalTensor& cu_seqlens_k, double scale, OptionalInt left, OptionalInt right,
-                    std::optional<double> softcap, const OptionalTensor& slopes, const OptionalTensor& sinks,
-                    bool bottom_right, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) {
-  check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks);
-  auto [dq, dk, dv, dsinks] = empty_attention_bwd(q, k, v, sinks, need_dq, need_dk, need_dv, need_dsinks);
-  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()};
-  for (const Tensor* t : {&dq, &dk, &dv}) advise_huge_pages(*t);
-  AttentionBackward a{};
-  Held held;
-  set_inputs(a, held, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, left, right, softcap, slopes, bottom_right);
-  const Tensor dout = unit_last_stride(dout_), dlse = dlse_.has_value() ? dlse_->contiguous() : Tensor();
-  const Tensor delta = at::empty_like(lse);
-
+AttentionDelta delta_args(const AttentionInputs& a, const Tensor& q, const Tensor& out, const Tensor& dout,
+                          const Tensor& lse, const Tensor& dlse, const Tensor& delta) {
   AttentionDelta d{};
   d.out = out.const_data_ptr();
   d.dout = dout.const_data_ptr();
@@ -216,74 +204,101 @@ FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
   d.dout_strides = head_strides(dout);
   d.lse_strides = a.lse_strides;
   d.sequences = a.sequences;
-  d.heads = q.size(1);
-  d.value_width = a.value_width;
-  d.lse = lse.const_data_ptr<float>();
+  d.n_heads = q.size(1);
+  d.head_dim_v = a.head_dim_v;
+  d.lse = lse.const_data_ptr<double>();
   d.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
   d.type = a.type;
   d.delta = delta.mutable_data_ptr<float>();
-  const auto delta_kernel = FK_CHOOSE_ISA(attention_delta);
-  const int64_t n_sequences = static_cast<int64_t>(held.sequences.size());
-  for (int64_t n = 0; n < n_sequences; ++n)
-    at::parallel_for(0, held.sequences[n].q_len, std::max<int64_t>(1, kGrain / (d.heads * d.value_width)),
-                     [&](int64_t begin, int64_t end) { delta_kernel(d, n, begin, end); });
-  if (need_dsinks) {
-    const Tensor logits = sinks->to(at::kFloat).contiguous(), total = at::empty({d.heads}, logits.options());
-    const auto kernel = FK_CHOOSE_ISA(attention_dsink);
-    at::parallel_for(0, d.heads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t h = begin; h < end; ++h)
-        total.mutable_data_ptr<float>()[h] = kernel(d, n_sequences, h, logits.const_data_ptr<float>()[h]);
-    });
-    dsinks.copy_(total);
+  return d;
+}
+
+void compute_delta(const AttentionDelta& d, const KeepAlive& keep) {
+  const auto kernel = FK_CHOOSE_ISA(attention_delta);
+  for (size_t n = 0; n < keep.sequences.size(); ++n)
+    at::parallel_for(0, keep.sequences[n].q_len, std::max<int64_t>(1, kGrain / (d.n_heads * d.head_dim_v)),
+                     [&](int64_t begin, int64_t end) { kernel(d, static_cast<int64_t>(n), begin, end); });
+}
+
+void compute_dsinks(const AttentionDelta& d, const KeepAlive& keep, const Tensor& dsinks) {
+  const Tensor total = at::empty({d.n_heads}, keep.sinks.options());
+  const float* sinks = keep.sinks.const_data_ptr<float>();
+  float* sums = total.mutable_data_ptr<float>();
+  const auto kernel = FK_CHOOSE_ISA(attention_dsink);
+  at::parallel_for(0, d.n_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t h = begin; h < end; ++h) sums[h] = kernel(d, static_cast<int64_t>(keep.sequences.size()), h, sinks[h]);
+  });
+  dsinks.copy_(total);
+}
+
+void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
+  int64_t num_splits;
+  const int64_t longest = max_seqlen_k(keep);
+  const auto tasks = backward_tasks(a, keep, num_splits);
+  a.dk_size = a.dk ? longest * round_up(a.head_dim, kAttentionPad) : 0;
+  a.split_size = a.dk_size + (a.dv ? longest * round_up(a.head_dim_v, kAttentionPad) : 0);
+  const int64_t n_tasks = static_cast<int64_t>(tasks.size());
+  Tensor splits;
+  if (num_splits > 1) {
+    splits = at::empty({n_tasks, a.split_size}, at::kFloat);
+    advise_huge_pages(splits);
+    a.splits = splits.mutable_data_ptr<float>();
   }
+  const auto kernel = FK_CHOOSE_ISA(attention_backward);
+  const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v) + (num_splits > 1 ? 0 : a.split_size);
+  // The last rows of a causal sequence see the most keys: they go first.
+  for_each_task(n_tasks, scratch, [&](int64_t i, float* memory) { kernel(a, tasks[n_tasks - 1 - i], memory); });
+  if (num_splits == 1) return;
+  const auto combine = FK_CHOOSE_ISA(attention_backward_combine);
+  const int64_t blocks = (longest + kAttentionKeys - 1) / kAttentionKeys;
+  at::parallel_for(0, n_tasks / num_splits * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const AttentionTask* first = &tasks[i / blocks * num_splits];
+      const int64_t keys = keep.sequences[first->sequence].k_len, key = i % blocks * kAttentionKeys;
+      combine(a, first, num_splits, std::min(key, keys), std::min(key + kAttentionKeys, keys),
+              a.splits + first->split * a.split_size);
+    }
+  });
+}
+
+FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
+                    bool need_dv, bool need_dsinks) {
+  check_attention(q, k, v, options);
+  auto [dq, dk, dv, dsinks] = empty_attention_bwd(q, k, v, options.sinks, need_dq, need_dk, need_dv, need_dsinks);
+  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()};
+  for (const Tensor* t : {&dq, &dk, &dv}) advise_huge_pages(*t);
+  AttentionBackward a{};
+  KeepAlive keep;
+  set_inputs(a, keep, q, k, v, options);
+  const Tensor dout = unit_last_stride(dout_), dlse = dlse_.has_value() ? dlse_->contiguous() : Tensor();
+  const Tensor delta = at::empty_like(lse, at::kFloat);
+  const AttentionDelta d = delta_args(a, q, out, dout, lse, dlse, delta);
+  compute_delta(d, keep);
+  if (need_dsinks) compute_dsinks(d, keep, dsinks);
   if (!need_dq && !need_dk && !need_dv) return {dq, dk, dv, dsinks};
 
   a.dout = d.dout;
   a.dout_strides = d.dout_strides;
   a.lse = d.lse;
   a.delta = d.delta;
-  a.dq = need_dq ? dq.mutable_data_ptr() : nullptr;
-  a.dk = need_dk ? dk.mutable_data_ptr() : nullptr;
-  a.dv = need_dv ? dv.mutable_data_ptr() : nullptr;
-  if (need_dq) a.dq_strides = head_strides(dq);
-  if (need_dk) a.dk_strides = head_strides(dk);
-  if (need_dv) a.dv_strides = head_strides(dv);
-  int64_t n_parts, most_keys = 0;
-  const auto tasks = backward_tasks(a, held, n_parts);
-  for (const auto& s : held.sequences) most_keys = std::max(most_keys, s.k_len);
-  a.dk_size = need_dk ? most_keys * round_up(a.width, kAttentionPad) : 0;
-  a.part_size = a.dk_size + (need_dv ? most_keys * round_up(a.value_width, kAttentionPad) : 0);
-  const int64_t n_tasks = static_cast<int64_t>(tasks.size());
-  Tensor parts;
-  if (n_parts > 1) {
-    parts = at::empty({n_tasks, a.part_size}, at::kFloat);
-    advise_huge_pages(parts);
-    a.parts = parts.mutable_data_ptr<float>();
-  }
-  const auto kernel = FK_CHOOSE_ISA(attention_backward);
-  const int64_t scratch = attention_backward_scratch(a.width, a.value_width) + (n_parts > 1 ? 0 : a.part_size);
-  // The last rows of a causal sequence see the most keys: they go first.
-  for_each_task(n_tasks, scratch, [&](int64_t i, float* memory) { kernel(a, tasks[n_tasks - 1 - i], memory); });
-  if (n_parts > 1) {
-    const auto merge = FK_CHOOSE_ISA(attention_backward_keys);
-    const int64_t blocks = (most_keys + kAttentionKeys - 1) / kAttentionKeys;
-    at::parallel_for(0, n_tasks / n_parts * blocks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const AttentionTask* first = &tasks[i / blocks * n_parts];
-        const int64_t keys = held.sequences[first->sequence].k_len, key = i % blocks * kAttentionKeys;
-        merge(a, first, n_parts, std::min(key, keys), std::min(key + kAttentionKeys, keys),
-              a.parts + first->part * a.part_size);
-      }
-    });
-  }
+  const auto write_to = [](const Tensor& gradient, bool needed, void*& data, HeadStrides& strides) {
+    if (!needed) return;
+    data = gradient.mutable_data_ptr();
+    strides = head_strides(gradient);
+  };
+  write_to(dq, need_dq, a.dq, a.dq_strides);
+  write_to(dk, need_dk, a.dk, a.dk_strides);
+  write_to(dv, need_dv, a.dv, a.dv_strides);
+  compute_dqkv(a, keep);
   return {dq, dk, dv, dsinks};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("flash_attention_fwd", &fwd_cpu);
-  m.impl("flash_attention_bwd", &bwd_cpu);
+  m.impl("flash_attention_fwd", flat_kernel<&fwd_cpu>);
+  m.impl("flash_attention_bwd", flat_kernel<&bwd_cpu>);
 }
 
 }  // namespace foundry

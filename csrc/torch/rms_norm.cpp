@@ -6,8 +6,9 @@
 // returns (y, h, rstd), of which h is empty without a residual and rstd is empty unless it was asked for.
 #include "rms_norm.h"
 
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include "autograd.h"
 
 namespace foundry {
 namespace {
@@ -34,10 +35,10 @@ std::tuple<Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTenso
 
 class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
  public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& x,
-                                                const OptionalTensor& residual, const OptionalTensor& weight,
-                                                double eps, double weight_offset, bool round_before_weight) {
-    ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
+                               const OptionalTensor& weight, double eps, double weight_offset,
+                               bool round_before_weight) {
+    ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, true);
     ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), rstd});
@@ -48,46 +49,39 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
     return {y, h};
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list grads) {
-    TORCH_CHECK(!at::GradMode::is_enabled(),
-                "rms_norm has no second derivative: backward was called with create_graph=True");
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("rms_norm");
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_bwd", "")
                                .typed<decltype(bwd_meta)>();
-    const auto saved = ctx->get_saved_variables();
-    const bool need_x = ctx->needs_input_grad(0);
-    // needs_input_grad counts the tensors that were given, so an absent residual moves the weight forward.
-    const bool has_residual = grads.size() > 1;
-    const bool need_residual = has_residual && ctx->needs_input_grad(1);
-    const bool need_dw = saved[1].defined() && ctx->needs_input_grad(has_residual ? 2 : 1);
-    const Tensor dh = has_residual ? grads[1] : Tensor();
-    // With no gradient of y, that of h passes the sum and nothing reaches the weight.
-    if (!grads[0].defined()) return {need_x ? dh : Tensor(), need_residual ? dh : Tensor(), {}, {}, {}, {}};
-    auto [dx, dw] =
-        op.call(grads[0], wrap(dh), saved[0], wrap(saved[1]), saved[2], ctx->saved_data["weight_offset"].toDouble(),
-                ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
-    // The sum x + residual passes one gradient to both of its terms.
-    return {
-        need_x ? dx : Tensor(), need_residual ? dx : Tensor(), need_dw ? dw : Tensor(), Tensor(), Tensor(), Tensor()};
+    const auto [x, weight, rstd] = saved_tensors<3>(ctx);
+    const bool has_residual = grads.size() == 2;
+    const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
+    NeedsGrad needs(ctx);
+    const bool need_x = needs.next(), need_residual = needs.next_if(has_residual),
+               need_dw = needs.next_if(weight.defined());
+    const auto gradients = [&](const Tensor& dx, const Tensor& dw) -> variable_list {
+      // The sum x + residual passes one gradient to both of its terms.
+      return {need_x ? dx : Tensor(),    need_residual ? dx : Tensor(), dw, /*eps*/ {}, /*weight_offset*/ {},
+              /*round_before_weight*/ {}};
+    };
+    if (!dy.defined()) return gradients(dh, Tensor());  // the gradient of h passes through, the weight gets none
+    auto [dx, dw] = op.call(dy, wrap(dh), x, wrap(weight), rstd, ctx->saved_data["weight_offset"].toDouble(),
+                            ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
+    return gradients(dx, need_dw ? dw : Tensor());
   }
 };
 
-bool needs_grad(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight) {
-  return at::GradMode::is_enabled() &&
-         (x.requires_grad() || (residual && residual->requires_grad()) || (weight && weight->requires_grad()));
-}
-
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
                 bool round_before_weight) {
-  if (needs_grad(x, std::nullopt, weight))
+  if (any_requires_grad(x, weight))
     return RmsNormFunction::apply(x, OptionalTensor(), weight, eps, weight_offset, round_before_weight)[0];
   return std::get<0>(call_fwd(x, std::nullopt, weight, eps, weight_offset, round_before_weight, false));
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                         double eps, double weight_offset, bool round_before_weight) {
-  if (needs_grad(x, residual, weight)) {
+  if (any_requires_grad(x, residual, weight)) {
     auto out = RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, weight_offset, round_before_weight);
     return {out[0], out[1]};
   }

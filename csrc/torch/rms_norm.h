@@ -1,4 +1,4 @@
-// What the CPU and CUDA sides of the operator share: shapes, checks and outputs.
+// What the CPU and CUDA sides of the operator share: shapes, checks, outputs, and what the kernels are given.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +7,7 @@
 
 #include <tuple>
 
+#include "../common/rms_norm.h"
 #include "common.h"
 
 namespace foundry {
@@ -42,6 +43,46 @@ inline std::tuple<Tensor, Tensor> empty_bwd(const Tensor& x, const Tensor& weigh
   Tensor dx = need_dx ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
   Tensor dw = need_dw ? at::empty_symint(weight.sym_sizes(), weight.options()) : at::empty({0}, x.options());
   return {dx, dw};
+}
+
+// What both kinds of kernels are given. `x` and `residual` are replaced by copies where strides do not reach their
+// rows. Of the outputs, those that are empty are not written.
+inline void set_forward(RmsNormForwardCall& args, Tensor& x, Tensor& residual, const Tensor& y, const Tensor& h,
+                        const Tensor& rstd, double eps, bool round_before_weight) {
+  std::array<RowStrides, 2> strides{};
+  make_row_layout<2>({&x, &residual}, args.rows, strides);
+  const auto [x_strides, residual_strides] = strides;
+  args.x = x.const_data_ptr();
+  args.residual = residual.defined() ? residual.const_data_ptr() : nullptr;
+  args.y = y.mutable_data_ptr();
+  args.h = h.numel() ? h.mutable_data_ptr() : nullptr;
+  args.rstd = rstd.numel() ? rstd.mutable_data_ptr<float>() : nullptr;
+  args.x_strides = x_strides;
+  args.residual_strides = residual_strides;
+  args.n_cols = x.size(-1);
+  args.eps = static_cast<float>(eps);
+  args.round_before_weight = round_before_weight;
+  args.x_type = dtype_of(x);
+  args.y_type = dtype_of(y);
+}
+
+inline void set_backward(RmsNormBackwardCall& args, Tensor& dy, Tensor& dh, Tensor& x, const Tensor& rstd,
+                         const Tensor& dx, bool round_before_weight) {
+  std::array<RowStrides, 3> strides{};
+  make_row_layout<3>({&dy, &dh, &x}, args.rows, strides);
+  const auto [dy_strides, dh_strides, x_strides] = strides;
+  args.dy = dy.const_data_ptr();
+  args.dh = dh.defined() ? dh.const_data_ptr() : nullptr;
+  args.x = x.const_data_ptr();
+  args.rstd = rstd.const_data_ptr<float>();
+  args.dx = dx.numel() ? dx.mutable_data_ptr() : nullptr;
+  args.dy_strides = dy_strides;
+  args.dh_strides = dh_strides;
+  args.x_strides = x_strides;
+  args.n_cols = x.size(-1);
+  args.round_before_weight = round_before_weight;
+  args.x_type = dtype_of(x);
+  args.y_type = dtype_of(dy);
 }
 
 }  // namespace foundry

@@ -1,4 +1,4 @@
-// The CPU's launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
+// The CPU launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
 #include "rms_norm.h"
 
 #include <torch/library.h>
@@ -21,22 +21,9 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTenso
   if (residual.defined()) advise_huge_pages(h);
 
   RmsNormForward args{};
-  std::array<RowStrides, 2> strides{};
-  make_row_layout<2>({&x, &residual}, args.rows, strides);
+  set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
   const Tensor scale = float_weight(weight, weight_offset);
-  args.x = x.const_data_ptr();
-  args.residual = residual.defined() ? residual.const_data_ptr() : nullptr;
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  args.y = y.mutable_data_ptr();
-  args.h = residual.defined() ? h.mutable_data_ptr() : nullptr;
-  args.rstd = save_rstd ? rstd.mutable_data_ptr<float>() : nullptr;
-  args.x_strides = strides[0];
-  args.residual_strides = strides[1];
-  args.n_cols = x.size(-1);
-  args.eps = static_cast<float>(eps);
-  args.round_before_weight = round_before_weight;
-  args.x_type = dtype_of(x);
-  args.y_type = dtype_of(y);
   const auto kernel = FK_CHOOSE_ISA(rms_norm_forward);
   at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
@@ -54,35 +41,22 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_,
   if (need_dx) advise_huge_pages(dx);
 
   RmsNormBackward args{};
-  std::array<RowStrides, 3> strides{};
-  make_row_layout<3>({&dy, &dh, &x}, args.rows, strides);
-  const int64_t n_cols = x.size(-1), n_rows = args.rows.count();
-  // Rows are cut into chunks by the shape alone, so that dW is the same bits whatever the number of threads.
+  set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
+  const Tensor scale = float_weight(weight, weight_offset);
+  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
+  const int64_t n_cols = args.n_cols, n_rows = args.rows.count();
+  // Rows are cut into chunks by the shape alone, so that dW does not depend on the number of threads.
   args.chunk_rows = std::max<int64_t>({1, std::min<int64_t>(64, kGrain / n_cols), (n_rows + 127) / 128});
   const int64_t n_chunks = (n_rows + args.chunk_rows - 1) / args.chunk_rows;
-  const Tensor scale = float_weight(weight, weight_offset);
   Tensor dw_chunks;
-  if (need_dw) dw_chunks = at::empty({n_chunks, n_cols}, x.options().dtype(at::kFloat));
-  args.dy = dy.const_data_ptr();
-  args.dh = dh.defined() ? dh.const_data_ptr() : nullptr;
-  args.x = x.const_data_ptr();
-  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  args.rstd = rstd.const_data_ptr<float>();
-  args.dx = need_dx ? dx.mutable_data_ptr() : nullptr;
-  args.dw_chunks = need_dw ? dw_chunks.mutable_data_ptr<float>() : nullptr;
-  args.dy_strides = strides[0];
-  args.dh_strides = strides[1];
-  args.x_strides = strides[2];
-  args.n_cols = n_cols;
-  args.round_before_weight = round_before_weight;
-  args.x_type = dtype_of(x);
-  args.y_type = dtype_of(dy);
+  if (need_dw) {
+    dw_chunks = at::empty({n_chunks, n_cols}, x.options().dtype(at::kFloat));
+    args.dw_chunks = dw_chunks.mutable_data_ptr<float>();
+  }
   const auto kernel = FK_CHOOSE_ISA(rms_norm_backward);
   at::parallel_for(0, n_chunks, std::max<int64_t>(1, kGrain / (args.chunk_rows * n_cols)),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-  if (!need_dw) return {dx, dw};
-
-  sum_chunks_into(dw, dw_chunks);
+  if (need_dw) sum_chunks_into(dw, dw_chunks);
   return {dx, dw};
 }
 

@@ -1,4 +1,4 @@
-// The GPU's launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
+// The GPU launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
 #include "../cuda/rms_norm.h"
 
 #include <torch/library.h>
@@ -9,8 +9,8 @@
 namespace foundry {
 namespace {
 
-// A weight of the dtypes that kernels are compiled for: that of x, or float.
-Tensor usable_weight(const Tensor& weight, const Tensor& x) {
+// The weight in a dtype that kernels are compiled for: that of x, or float.
+Tensor weight_of_compiled_dtype(const Tensor& weight, const Tensor& x) {
   if (!weight.defined()) return weight;
   const bool compiled = weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat;
   return (compiled ? weight : weight.to(x.scalar_type() == at::kFloat ? x.scalar_type() : at::kFloat)).contiguous();
@@ -31,23 +31,10 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cuda(const Tensor& x_, const OptionalTens
   auto [y, h, rstd] = empty_fwd(x, residual, unwrap(weight_), round_before_weight, save_rstd);
   if (x.numel() == 0) return {y, h, rstd};
   const OnDevice device(x);
-  const Tensor weight = usable_weight(unwrap(weight_), x);
+  const Tensor weight = weight_of_compiled_dtype(unwrap(weight_), x);
 
   cuda::RmsNormForward args{};
-  std::array<RowStrides, 2> strides{};
-  make_row_layout<2>({&x, &residual}, args.rows, strides);
-  args.x = x.const_data_ptr();
-  args.residual = residual.defined() ? residual.const_data_ptr() : nullptr;
-  args.y = y.mutable_data_ptr();
-  args.h = residual.defined() ? h.mutable_data_ptr() : nullptr;
-  args.rstd = save_rstd ? rstd.mutable_data_ptr<float>() : nullptr;
-  args.x_strides = strides[0];
-  args.residual_strides = strides[1];
-  args.n_cols = x.size(-1);
-  args.eps = static_cast<float>(eps);
-  args.round_before_weight = round_before_weight;
-  args.x_type = dtype_of(x);
-  args.y_type = dtype_of(y);
+  set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
   set_weight(args, weight, weight_offset);
   check_cuda(cuda::rms_norm_forward(args, device.stream()), "rms_norm forward");
   return {y, h, rstd};
@@ -61,31 +48,18 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_
   if (x.numel() == 0) return {dx, dw.zero_()};
   if (!need_dx && !need_dw) return {dx, dw};
   const OnDevice device(x);
-  const Tensor weight = usable_weight(unwrap(weight_), x);
+  const Tensor weight = weight_of_compiled_dtype(unwrap(weight_), x);
 
   cuda::RmsNormBackward args{};
-  std::array<RowStrides, 3> strides{};
-  make_row_layout<3>({&dy, &dh, &x}, args.rows, strides);
-  args.n_cols = x.size(-1);
+  set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
   args.n_blocks = cuda::rms_norm_backward_blocks(args.rows.count(), args.n_cols, device.multiprocessors());
   Tensor partial, dw_out;
   if (need_dw) {
     partial = at::empty({args.n_blocks, args.n_cols}, x.options().dtype(at::kFloat));
     dw_out = weight.scalar_type() == dw.scalar_type() ? dw : at::empty_like(weight);
+    args.dw_partial = partial.mutable_data_ptr<float>();
+    args.dw = dw_out.mutable_data_ptr();
   }
-  args.dy = dy.const_data_ptr();
-  args.dh = dh.defined() ? dh.const_data_ptr() : nullptr;
-  args.x = x.const_data_ptr();
-  args.rstd = rstd.const_data_ptr<float>();
-  args.dx = need_dx ? dx.mutable_data_ptr() : nullptr;
-  args.dw = need_dw ? dw_out.mutable_data_ptr() : nullptr;
-  args.dw_partial = need_dw ? partial.mutable_data_ptr<float>() : nullptr;
-  args.dy_strides = strides[0];
-  args.dh_strides = strides[1];
-  args.x_strides = strides[2];
-  args.round_before_weight = round_before_weight;
-  args.x_type = dtype_of(x);
-  args.y_type = dtype_of(dy);
   set_weight(args, weight, weight_offset);
   check_cuda(cuda::rms_norm_backward(args, device.stream()), "rms_norm backward");
   if (need_dw && !dw_out.is_same(dw)) dw.copy_(dw_out);

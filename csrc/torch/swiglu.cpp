@@ -6,8 +6,9 @@
 // was asked for.
 #include "swiglu.h"
 
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include "autograd.h"
 
 namespace foundry {
 namespace {
@@ -28,32 +29,30 @@ Tensor call_fwd(const Tensor& gate, const OptionalTensor& up, c10::string_view a
 
 class GluFunction : public torch::autograd::Function<GluFunction> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& gate, const OptionalTensor& up,
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate, const OptionalTensor& up,
                         c10::string_view activation) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->save_for_backward({gate, up.has_value() ? *up : Tensor()});
+    ctx->save_for_backward({gate, unwrap(up)});
     ctx->saved_data["activation"] = std::string(activation);
     return call_fwd(gate, up, activation);
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list grads) {
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const std::string activation = ctx->saved_data["activation"].toStringRef();
-    TORCH_CHECK(!at::GradMode::is_enabled(), activation == "silu" ? "swiglu" : "geglu",
-                " has no second derivative: backward was called with create_graph=True");
+    refuse_second_derivative(activation == "silu" ? "swiglu" : "geglu");
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::glu_bwd", "").typed<decltype(bwd_meta)>();
-    const auto saved = ctx->get_saved_variables();
-    const OptionalTensor up = saved[1].defined() ? OptionalTensor(saved[1]) : std::nullopt;
-    const bool need_dgate = ctx->needs_input_grad(0), need_dup = up.has_value() && ctx->needs_input_grad(1);
-    auto [dgate, dup] = op.call(grads[0], saved[0], up, activation, need_dgate, need_dup);
-    return {need_dgate ? dgate : Tensor(), need_dup ? dup : Tensor(), Tensor()};
+    const auto [gate, up] = saved_tensors<2>(ctx);
+    const Tensor& dy = grads.front();
+    NeedsGrad needs(ctx);
+    const bool need_dgate = needs.next(), need_dup = needs.next_if(up.defined());
+    auto [dgate, dup] = op.call(dy, gate, wrap(up), activation, need_dgate, need_dup);
+    return {need_dgate ? dgate : Tensor(), need_dup ? dup : Tensor(), /*activation*/ {}};
   }
 };
 
 Tensor glu(const Tensor& gate, const OptionalTensor& up, c10::string_view activation) {
-  if (at::GradMode::is_enabled() && (gate.requires_grad() || (up && up->requires_grad())))
-    return GluFunction::apply(gate, up, activation);
+  if (any_requires_grad(gate, up)) return GluFunction::apply(gate, up, activation);
   return call_fwd(gate, up, activation);
 }
 

@@ -1,20 +1,15 @@
 // What the CPU and CUDA sides of the operators share: shapes, checks, outputs, and what the kernels are given.
 #pragma once
 
-#include "../common/swiglu.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <optional>
 #include <tuple>
 
+#include "../common/swiglu.h"
 #include "common.h"
 
 namespace foundry {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 inline Activation activation_of(c10::string_view name) {
   if (name == "silu") return Activation::silu;
@@ -59,17 +54,17 @@ inline std::tuple<Tensor, Tensor> glu_halves(const Tensor& gate, const OptionalT
   return {gate.narrow(-1, 0, half), gate.narrow(-1, half, half)};
 }
 
-// Rows that follow each other without a gap, in every tensor and in the output, are one long row.
+// Rows that are contiguous in every tensor and in the output are one long row.
 template <size_t N>
 void merge_contiguous(Rows& rows, std::array<RowStrides, N>& strides, int64_t out_stride, int64_t& n_cols) {
-  bool gapless = rows.size[0] == 1 && rows.size[1] == 1 && out_stride == n_cols;
-  for (const RowStrides& s : strides) gapless &= rows.size[2] == 1 || s.stride[2] == n_cols;
-  if (!gapless) return;
+  bool contiguous = rows.size[0] == 1 && rows.size[1] == 1 && out_stride == n_cols;
+  for (const RowStrides& s : strides) contiguous &= rows.size[2] == 1 || s.stride[2] == n_cols;
+  if (!contiguous) return;
   n_cols *= rows.size[2];
   rows = Rows{};
 }
 
-// `gate` and `up` (of glu_halves) are replaced by copies where their rows cannot be reached by strides.
+// `gate` and `up` (of glu_halves) are replaced by copies where strides do not reach their rows.
 inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Activation activation) {
   GluForward args{};
   std::array<RowStrides, 2> strides{};
@@ -86,7 +81,7 @@ inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Ac
   return args;
 }
 
-// `dgate` and `dup` are of glu_halves too where they are one packed tensor; without elements where not wanted.
+// `dgate` and `dup` are of glu_halves too where they are one packed tensor, and empty where they are not wanted.
 inline GluBackward glu_backward_args(Tensor& dy, Tensor& gate, Tensor& up, const Tensor& dgate, const Tensor& dup,
                                      Activation activation, bool packed) {
   GluBackward args{};

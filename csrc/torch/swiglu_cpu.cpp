@@ -1,22 +1,20 @@
-// The CPU's launches of foundry_kernels::glu_fwd and glu_bwd; see swiglu.cpp for the operators.
+// The CPU launches of foundry_kernels::glu_fwd and glu_bwd; see swiglu.cpp for the operators.
 #include "../cpu/swiglu.h"
 
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "cpu_common.h"
 #include "swiglu.h"
 
 namespace foundry {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;  // elements that are worth waking a thread for
-
 template <class Args>
 void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
   const int64_t tiles = args.rows.count() * glu_tiles_a_row(args.n_cols);
-  at::parallel_for(0, tiles, std::max<int64_t>(1, kGrain / std::min(args.n_cols, kGluTile)),
+  at::parallel_for(0, tiles, std::max<int64_t>(1, kGluGrain / std::min(args.n_cols, kGluTile)),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 

@@ -1,4 +1,4 @@
-// The GPU's launches of foundry_kernels::glu_fwd and glu_bwd; see swiglu.cpp for the operators.
+// The GPU launches of foundry_kernels::glu_fwd and glu_bwd; see swiglu.cpp for the operators.
 #include "../cuda/swiglu.h"
 
 #include <torch/library.h>

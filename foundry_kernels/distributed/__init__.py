@@ -1,8 +1,8 @@
-"""The model and the operations on several devices, on torch's own engine.
+"""The model and the operations on several devices, by PyTorch's own means.
 
-Data parallelism needs nothing from here: ``fully_shard`` and ``DistributedDataParallel`` take the model as it is. What
-is here is the plan for tensor parallelism and, registered by importing this module or by the first call with a DTensor,
-the rules by which DTensor runs the kernels' operators (`foundry_kernels.distributed.sharding`).
+Data parallelism needs nothing from here: ``fully_shard`` and ``DistributedDataParallel`` take the model as it is. This
+package holds the plan for tensor parallelism, and the rules by which DTensor runs the kernels' operators
+(`foundry_kernels.distributed.sharding`), registered by importing it or by the first call with a DTensor.
 
     mesh = init_device_mesh("cuda", (8,))
     parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))

@@ -36,7 +36,7 @@ def tensor_parallel_plan(
 
     Heads, the feed-forward width and the vocabulary are divided; the residual stream and its norms are divided along
     the sequence (Korthikanti et al., 2022, arXiv:2205.05198). A block gathers the sequence before attention and before
-    the feed-forward part and scatters the sums behind them: four collectives forward, and four backward. Rotary
+    the feed-forward part and scatters the sums after them: four collectives forward and four backward. Rotary
     embedding, SwiGLU and attention run on plain tensors, each device on its own heads.
 
     Inputs are the same on every device, and so are logits and loss. Parameters come from the first device of the mesh.
@@ -48,9 +48,9 @@ def tensor_parallel_plan(
             then be computed inside ``torch.distributed.tensor.parallel.loss_parallel()``.
 
     Raises:
-        TypeError: `model` is no Transformer.
-        ValueError: the mesh has several dimensions, its size divides not both numbers of heads, or the embeddings are
-            tied.
+        TypeError: `model` is not a Transformer.
+        ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, or the embeddings
+            are tied.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")

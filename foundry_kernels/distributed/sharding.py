@@ -1,17 +1,16 @@
-"""DTensor: how the operators of the kernels run on tensors that are split over devices.
+"""DTensor rules: how the operators of the kernels run on tensors that are sharded over devices.
 
-Each operation says in its `sharding` module which dimensions its tensors have, by letters, and along which of them the
-work may be divided. From that follows a rule a letter: every tensor that has the letter is split along it, every input
-that lacks it is whole on each device, and a gradient that lacks it is a partial sum. So no activation is ever gathered
-for being split along such a dimension, and a weight's gradient stays unreduced until somebody reads it.
+The `sharding` module of an operation names the dimensions of its tensors by letters, and the letters along which the
+work may be divided. Each such letter gives a rule: a tensor with the letter is sharded along it, an input without it
+is replicated, and a gradient that lacks it is a partial sum. So an activation that is sharded along such a dimension
+is never gathered, and a weight's gradient stays unreduced until it is read.
 
-The rules are registered when this module is imported, and that is when an operation first meets a tensor that may be a
-DTensor (`foundry_kernels.registry.resolve`): torch.distributed.tensor takes half a second to import.
+The rules are registered when this module is imported: by the first call with a tensor that may be a DTensor
+(`foundry_kernels.registry.resolve`), since torch.distributed.tensor takes half a second to import.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,13 +25,13 @@ from foundry_kernels.registry import OPS
 #: `sharding(args)` of an operation's `sharding` module, for the arguments of one call by name.
 Rule = Callable[[Mapping[str, Any]], tuple[dict[str, str], str]]
 
-#: One way to run an operator on one dimension of a mesh: placements of its outputs, and of its arguments (None where an
-#: argument is no tensor).
+#: One way to run an operator on one dimension of a mesh: the placements of its outputs and of its arguments (None for
+#: an argument that is no tensor).
 Strategy = tuple[list[Placement], list[Placement | None]]
 
 
 def expand(dims: str, rank: int) -> tuple[str, ...]:
-    """Letters of a tensor's dimensions, "..." standing for as many as the rank leaves: "...n", 3 -> ("0", "1", "n")."""
+    """The letters of a tensor's dimensions; "..." stands for all that are not named: "...n", 3 -> ("0", "1", "n")."""
     before, dots, after = dims.partition("...")
     named = len(before) + len(after)
     if rank < named or (rank > named and not dots):
@@ -96,8 +95,8 @@ def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence
 
 
 def _splits(letter: str, tensors: Mapping[str, Any], inputs: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether devices get matching parts along `letter`. Where sizes differ (a group of query heads a key-value head)
-    the parts match only if every size divides evenly over the devices that split it."""
+    """Whether the shards along `letter` belong together on each device. Where sizes differ (several query heads to a
+    key-value head) they do only if every size divides evenly."""
     sizes, split_by = set(), set()
     for name, spec in tensors.items():
         if letter in inputs[name]:
@@ -119,8 +118,8 @@ def _sums(letter: str, op: torch._ops.OpOverload, outputs: Sequence[tuple[str, .
 
 def _register(op: torch._ops.OpOverload, rule: Rule) -> None:
     register_sharding(op)(lambda *given: strategies(op, rule, given))
-    # What is not a tensor decides too: which tensors are absent, which outputs are wanted. `register_sharding` counts
-    # integers only, and would answer a later call with the outputs of an earlier one.
+    # Arguments that are no tensors matter too: which tensors are absent, which outputs are wanted. `register_sharding`
+    # caches by integers only, and would answer a later call with the outputs of an earlier one.
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(0)
 
 
@@ -131,10 +130,12 @@ def composed(name: str) -> bool:
 
 
 def operators() -> dict[torch._ops.OpOverload, Rule]:
-    """Every operator of a kernel that exists in this process, with the rule of its operation."""
+    """Every operator of a kernel that exists in this process, with the rule of its operation; an operation without a
+    `sharding` module has none."""
     found: dict[torch._ops.OpOverload, Rule] = {}
-    for package in dict.fromkeys(spec.package for spec in OPS.values()):
-        module = importlib.import_module(package + ".sharding")
+    for spec in OPS.values():
+        if (module := spec.sharding) is None:
+            continue
         for name in module.OPERATORS:
             for prefix in ("", "triton_"):
                 # An operator that is composed of others is taken apart before DTensor sees it.

@@ -59,6 +59,12 @@ FAMILIES: dict[str, tuple[str, Norm, Adapter | str, Attention]] = {
     "phi3": ("Phi3", LLAMA, PACKED, Attention(packed=True, passes=_config_window, uses=("getattr",))),
     "granite": ("Granite", LLAMA, GATED, PLAIN),
     "olmo2": ("Olmo2", ROUNDED_ONCE, GATED, Attention(norms="projection")),
+    "olmo3": (
+        "Olmo3",
+        ROUNDED_ONCE,
+        GATED,
+        Attention(norms="projection", passes=_layer_window, uses=("sliding_window",)),
+    ),
     "smollm3": (
         "SmolLM3",
         LLAMA,

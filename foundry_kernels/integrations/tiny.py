@@ -37,6 +37,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "phi3": {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "olmo3": {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "gpt_oss": {
         "head_dim": 16,

@@ -57,10 +57,11 @@ class Transformer(nn.Module):
 
     Args:
         config: the shape.
-        backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" takes the fastest
-            that can serve each call. A named backend is used for every operation that it has a kernel for, and never
-            replaced in silence: where a kernel cannot serve, the call raises `BackendUnavailable`; operations of which
-            the package has no such kernel run on the reference, which a warning and `backends` tell.
+        backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" takes the first
+            that can serve each call: on a GPU triton, native, reference; on a CPU native, reference. A named backend is
+            used for every operation that it has a kernel for, and never replaced in silence: where a kernel cannot
+            serve, the call raises `BackendUnavailable`; operations of which the package has no such kernel run on the
+            reference, which a warning and `backends` tell.
         device, dtype: of the parameters. On the meta device nothing is initialised: ``to_empty(device=...)``, then
             `init_weights()` or a checkpoint.
 

@@ -129,10 +129,13 @@ def run_rms_norm(text: str, shape: tuple[int, int]) -> tuple[str, dict[str, Tens
 
 
 def source_text() -> str:
-    """The kernels with the shared header in place, so that both can be broken."""
-    folder = ROOT / "csrc" / "cuda"
-    header = (folder / "launch.cuh").read_text().replace("#pragma once", "#include <stdexcept>\n#include <string>")
-    return (folder / "rms_norm.cu").read_text().replace('#include "launch.cuh"', header)
+    """The kernels with the shared headers in place, so that all of it can be broken."""
+    text = "#include <stdexcept>\n#include <string>\n" + (ROOT / "csrc" / "cuda" / "rms_norm.cu").read_text()
+    for header in ("dispatch.cuh", "launch.cuh"):
+        include = f'#include "{header}"'
+        assert text.count(include) == 1
+        text = text.replace(include, (ROOT / "csrc" / "cuda" / header).read_text().replace("#pragma once", ""))
+    return text
 
 
 def test_the_intact_copy_is_right() -> None:
@@ -153,7 +156,7 @@ BROKEN = {
         "wide",
         "race|read before it is written",
     ),
-    "scratch reused without its turn": ("(turn & 1) * kWarps", "0 * turn", "wide", "race: shared memory is written"),
+    "scratch reused too early": ("(call & 1) * kWarps", "0 * call", "wide", "race: shared memory is written"),
     "wrong shuffle mask": (
         "__shfl_xor_sync(0xFFFFFFFFu",
         "__shfl_xor_sync(0xFFFFu",
@@ -161,13 +164,13 @@ BROKEN = {
         "its mask|mask that lacks",
     ),
     "read past the end": (
-        "column(j) < a.n_cols) held[j]",
-        "column(j) <= a.n_cols) held[j]",
+        "column(j) < a.n_cols) cached[j]",
+        "column(j) <= a.n_cols) cached[j]",
         "ragged",
         "outside of an allocation",
     ),
-    "shared value never written": ("turn_of == 0 ? dw[j][i] : ", "", "narrow", "read before it is written"),
-    "shared index by one": ("sums[at] = turn_of", "sums[at + 1] = turn_of", "narrow", "index 128 is outside"),
+    "shared value never written": ("adding == 0 ? dw[j][i] : ", "", "narrow", "read before it is written"),
+    "shared index by one": ("sums[at] = adding", "sums[at + 1] = adding", "narrow", "index 128 is outside"),
     "divergent barrier": (
         "scratch[half + threadIdx.x / 32] = v;\n    __syncthreads();",
         "{ scratch[half + threadIdx.x / 32] = v; __syncthreads(); }",
@@ -182,7 +185,7 @@ BROKEN = {
         "which has left",
     ),
     "vectors where rows are not aligned": (
-        "const bool vectors = a.n_cols * bytes % 16 == 0 &&",
+        "const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) &&",
         "const bool vectors = true ||",
         "odd",
         "misaligned access",

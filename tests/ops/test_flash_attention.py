@@ -50,11 +50,11 @@ def seen(t: int, s: int, options: Mapping[str, Any]) -> Tensor:
     mask = torch.zeros(t, s, dtype=torch.bool)
     for i in range(t):
         for j in range(s):
-            ahead = j - (i + offset)
+            rel_pos = j - (i + offset)
             mask[i, j] = not (
-                (options.get("causal") and ahead > 0)
-                or (left is not None and ahead < -left)
-                or (right is not None and ahead > right)
+                (options.get("causal") and rel_pos > 0)
+                or (left is not None and rel_pos < -left)
+                or (right is not None and rel_pos > right)
             )
     return mask
 
@@ -272,21 +272,22 @@ def test_compiles_with_dynamic_shapes(everything: bool) -> None:
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_varlen_is_attention_within_each_sequence(index: torch.dtype, align: str, per_sequence: bool) -> None:
     lengths_q, lengths_k = (5, 0, 3, 4, 2), (7, 2, 0, 4, 1)
-    starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0).to(index) for n in (lengths_q, lengths_k))
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, *n]).cumsum(0).to(index) for n in (lengths_q, lengths_k))
     generator = torch.Generator().manual_seed(0)
     shapes = ((14, H, D), (14, HK, D), (14, HK, DV))
     q, k, v = (torch.randn(x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes)
     sinks = torch.randn(H, generator=generator, dtype=torch.float64).requires_grad_()
     slopes = torch.rand(5, H, dtype=torch.float64) if per_sequence else torch.rand(H, dtype=torch.float64)
     options = {"causal": True, "window": (3, None), "softcap": 2.0, "align": align, "sinks": sinks}
-    out, lse = attend_varlen(q, k, v, starts_q, starts_k, 5, 7, **options, alibi_slopes=slopes, return_lse=True)
+    out, lse = attend_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, 5, 7, **options, alibi_slopes=slopes, return_lse=True)
     assert out.shape == (14, H, DV)
     assert out.is_contiguous()
     assert lse.shape == (H, 14)
     expected_out, expected_lse = [], []
     for n in range(5):
         one = [
-            x[a[n] : a[n + 1]].transpose(0, 1).unsqueeze(0) for x, a in ((q, starts_q), (k, starts_k), (v, starts_k))
+            x[a[n] : a[n + 1]].transpose(0, 1).unsqueeze(0)
+            for x, a in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
         ]
         own = slopes[n : n + 1] if per_sequence else slopes
         dense, dense_lse = attend(*one, **options, alibi_slopes=own, return_lse=True)
@@ -307,8 +308,8 @@ def test_varlen_is_attention_within_each_sequence(index: torch.dtype, align: str
 
 def test_varlen_without_a_sequence() -> None:
     q, k, v = (torch.zeros(0, h, D, requires_grad=True) for h in (H, HK, HK))
-    starts = torch.zeros(1, dtype=torch.int32)
-    out, lse = attend_varlen(q, k, v, starts, starts, 0, 0, alibi_slopes=torch.zeros(0, H), return_lse=True)
+    cu_seqlens = torch.zeros(1, dtype=torch.int32)
+    out, lse = attend_varlen(q, k, v, cu_seqlens, cu_seqlens, 0, 0, alibi_slopes=torch.zeros(0, H), return_lse=True)
     assert out.shape == (0, H, D)
     assert lse.shape == (H, 0)
     out.sum().backward()
@@ -388,7 +389,7 @@ def test_bad_input_is_refused(error: type[Exception], message: str, arguments: d
         flash_attention(**{**good, **arguments})
 
 
-def starts(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def cu_seqlens(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
@@ -398,17 +399,21 @@ VARLEN: Bad = [
     (ValueError, "v must be .total_k, Hk, Dv. with k's", {"v": zeros(8, HK, DV)}),
     (TypeError, "cu_seqlens_q must be int32 or int64; got torch.float32", {"cu_seqlens_q": zeros(3)}),
     (TypeError, "cu_seqlens_k must be a torch.Tensor; got list", {"cu_seqlens_k": [0, 9]}),
-    (ValueError, "cu_seqlens_q must be .B . 1.; got shape .1, 3.", {"cu_seqlens_q": starts(0, 4, 9)[None]}),
-    (ValueError, "cu_seqlens_q must be .B . 1., starting with 0; got shape .0,.", {"cu_seqlens_q": starts()}),
-    (ValueError, "cu_seqlens_k must be on k's device", {"cu_seqlens_k": starts(0, 4, 9).to("meta")}),
-    (ValueError, "cu_seqlens_k must have shape .3,. .that of cu_seqlens_q.; got .2,.", {"cu_seqlens_k": starts(0, 9)}),
-    (ValueError, "cu_seqlens_q must start at 0", {"cu_seqlens_q": starts(1, 4, 9)}),
+    (ValueError, "cu_seqlens_q must be .B . 1.; got shape .1, 3.", {"cu_seqlens_q": cu_seqlens(0, 4, 9)[None]}),
+    (ValueError, "cu_seqlens_q must be .B . 1., starting with 0; got shape .0,.", {"cu_seqlens_q": cu_seqlens()}),
+    (ValueError, "cu_seqlens_k must be on k's device", {"cu_seqlens_k": cu_seqlens(0, 4, 9).to("meta")}),
+    (
+        ValueError,
+        "cu_seqlens_k must have shape .3,. .that of cu_seqlens_q.; got .2,.",
+        {"cu_seqlens_k": cu_seqlens(0, 9)},
+    ),
+    (ValueError, "cu_seqlens_q must start at 0", {"cu_seqlens_q": cu_seqlens(1, 4, 9)}),
     (
         ValueError,
         "cu_seqlens_q must start at 0, .*end at the 9 packed tokens; got .0, 4, 8.",
-        {"cu_seqlens_q": starts(0, 4, 8)},
+        {"cu_seqlens_q": cu_seqlens(0, 4, 8)},
     ),
-    (ValueError, "cu_seqlens_k must .*never decrease", {"cu_seqlens_k": starts(0, 10, 9)}),
+    (ValueError, "cu_seqlens_k must .*never decrease", {"cu_seqlens_k": cu_seqlens(0, 10, 9)}),
     (ValueError, "max_seqlen_q must be at least the longest sequence, 5; got 4", {"max_seqlen_q": 4}),
     (ValueError, "max_seqlen_k must be >= 0; got -1", {"max_seqlen_k": -1}),
     (TypeError, "max_seqlen_k must be an int; got Tensor", {"max_seqlen_k": torch.tensor(5)}),
@@ -416,14 +421,19 @@ VARLEN: Bad = [
     (ValueError, "v must have a head dimension of at most 256; got 257", {"v": zeros(9, HK, 257)}),
     (ValueError, "k must have q's dtype", {"k": zeros(9, HK, D, dtype=torch.float16)}),
     (ValueError, "multiple of k's 3 heads; got 4", {"k": zeros(9, 3, D), "v": zeros(9, 3, DV)}),
-    (ValueError, "cu_seqlens_q must start at 0, .*got .0, 4, 12.", {"cu_seqlens_q": starts(0, 4, 12)}),
+    (ValueError, "cu_seqlens_q must start at 0, .*got .0, 4, 12.", {"cu_seqlens_q": cu_seqlens(0, 4, 12)}),
 ]
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), VARLEN + OPTIONS, ids=range(len(VARLEN + OPTIONS)))
 def test_bad_packed_input_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
     good = {"q": zeros(9, H, D), "k": zeros(9, HK, D), "v": zeros(9, HK, DV)}
-    lengths = {"cu_seqlens_q": starts(0, 4, 9), "cu_seqlens_k": starts(0, 4, 9), "max_seqlen_q": 5, "max_seqlen_k": 5}
+    lengths = {
+        "cu_seqlens_q": cu_seqlens(0, 4, 9),
+        "cu_seqlens_k": cu_seqlens(0, 4, 9),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 5,
+    }
     with pytest.raises(error, match=message):
         flash_attention_varlen(**{**good, **lengths, **arguments})
 

@@ -16,6 +16,7 @@ import foundry_kernels as fk
 from foundry_kernels import _native
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.cases import _case, _varlen
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, assert_parity, normal
 
 pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
@@ -27,13 +28,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPLIT = (
     _case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
     _case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
-    _case(1, (3, 1), (2, 1300), 59, "decode-uneven", slopes=(3,), causal=True, value_width=72, return_stats=True),
+    _case(1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
     _case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
     _case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
     _case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
     _case(1, (2, 1), (20, 1100), 32, "top-left", causal=True, align="top_left", return_lse=True),
     _case(1, (4, 1), (300, 300), 32, "rows", causal=True, return_lse=True),
-    _case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), value_width=24),
+    _case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), head_dim_v=24),
     _case(1, (1, 1), (1100, 1100), 16, "rows-top-left", align="top_left", window=(30, 30), frozen="q"),
 )
 PACKED = (
@@ -148,7 +149,8 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
     q, k, v = (x.detach() for x in inputs())
     sinks = torch.zeros(4)
-    options = (None, None, 0.1, None, None, None, None, sinks, True)
+    call = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, sinks, True, True, False)
+    options = call.operator_args()
     out, lse, _, _ = torch.ops.foundry_kernels.flash_attention_fwd(q, k, v, *options, True, False)
     for mask in range(16):
         needed = [bool(mask >> i & 1) for i in range(4)]
@@ -209,34 +211,39 @@ def test_a_row_that_is_not_finite_stays_by_itself(t: int) -> None:
 def test_the_bare_operator_checks_too() -> None:
     """torch.ops.foundry_kernels.flash_attention is reachable without the public function."""
     q, k, v = (x.detach() for x in inputs())
-    attend = torch.ops.foundry_kernels.flash_attention
-    varlen = torch.ops.foundry_kernels.flash_attention_varlen
-    rest = (0.1, None, None, None, None, None, True, False, False)
+    plain = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, None, True, False, False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+        torch.ops.foundry_kernels.flash_attention(q, k, v, *plain._replace(**options))
+
     with pytest.raises(ValueError, match="k must have q's head dimension"):
-        attend(q, k[..., :5], v, *rest)
+        attend(q, k[..., :5], v)
     with pytest.raises(ValueError, match="v must have k's heads and tokens"):
-        attend(q, k, v[:, :1], *rest)
+        attend(q, k, v[:, :1])
     with pytest.raises(ValueError, match="multiple of k's 3 heads"):
-        attend(q, k[:, :1].expand(1, 3, 70, 32), v[:, :1].expand(1, 3, 70, 32), *rest)
+        attend(q, k[:, :1].expand(1, 3, 70, 32), v[:, :1].expand(1, 3, 70, 32))
     with pytest.raises(TypeError, match="k must have q's dtype"):
-        attend(q, k.half(), v, *rest)
+        attend(q, k.half(), v)
     with pytest.raises(TypeError, match="unsupported dtype"):
-        attend(q.double(), k.double(), v.double(), *rest)
+        attend(q.double(), k.double(), v.double())
     with pytest.raises(ValueError, match=r"sinks must be \[H\]"):
-        attend(q, k, v, 0.1, None, None, None, None, torch.zeros(3), True, False, False)
+        attend(q, k, v, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match=r"alibi_slopes must be \[H\] or \[B, H\]"):
-        attend(q, k, v, 0.1, None, None, None, torch.zeros(3), None, True, False, False)
+        attend(q, k, v, alibi_slopes=torch.zeros(3))
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_k must be given together"):
+        attend(*packed, cu_seqlens_q=torch.tensor([0, 70]))
     for bad in ([0, 50, 40, 70], [0, 71], [1, 70], [0, -5, 70]):
-        starts, good = torch.tensor(bad), torch.tensor([0] + [70] * (len(bad) - 1))
+        good = torch.tensor([0] + [70] * (len(bad) - 1))
         with pytest.raises(ValueError, match="cu_seqlens_k must start at 0, never decrease and end at the 70"):
-            varlen(*packed, good, starts, *rest)
+            attend(*packed, cu_seqlens_q=good, cu_seqlens_k=torch.tensor(bad))
 
 
 def test_meta_tensors() -> None:
     q, k, v = (torch.empty(2, h, 5, 8, device="meta") for h in (4, 2, 2))
+    options = AttentionOptions(None, None, 5, 5, 0.1, None, 0, None, None, None, True, True, False)
     out, lse, entropy, _ = torch.ops.foundry_kernels.flash_attention(
-        q.transpose(1, 2).contiguous().transpose(1, 2), k, v[..., :3], 0.1, None, 0, None, None, None, True, True, False
+        q.transpose(1, 2).contiguous().transpose(1, 2), k, v[..., :3], *options
     )
     assert out.is_meta
     assert out.shape == (2, 4, 5, 3)

@@ -14,6 +14,7 @@ from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.cases import field_cases
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import assert_parity
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
@@ -45,11 +46,11 @@ class Launches:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that calls would launch."""
-    from foundry_kernels.ops.flash_attention import triton
+    from foundry_kernels.ops.flash_attention.triton import launch
 
     seen: list[str] = []
     for name in KERNELS:
-        monkeypatch.setattr(triton, f"flash_attention_{name}_kernel", Launches(name, seen))
+        monkeypatch.setattr(launch, f"flash_attention_{name}_kernel", Launches(name, seen))
     return seen
 
 
@@ -85,12 +86,12 @@ def test_memory_grows_with_the_length_and_not_with_its_square(packed: bool) -> N
         q, k, v = inputs(t, t, heads=(heads, kv_heads), d=d)
         if packed:
             q, k, v = (x[0].detach().transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v))
-        starts = torch.tensor([0, t // 2, t], dtype=torch.int32, device=DEVICE)
+        cu_seqlens = torch.tensor([0, t // 2, t], dtype=torch.int32, device=DEVICE)
         cotangent = torch.ones_like(q)
 
         def run() -> object:
             if packed:
-                out = flash_attention_varlen(q, k, v, starts, starts, t, t, causal=True, backend="triton")
+                out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, t, t, causal=True, backend="triton")
             else:
                 out = flash_attention(q, k, v, causal=True, backend="triton")
             return out, torch.autograd.grad(out, (q, k, v), cotangent)
@@ -123,8 +124,8 @@ def test_tiles_outside_of_the_window_are_not_read() -> None:
     assert torch.equal(dv[:, :, 128:], grads[2][:, :, 128:])
 
 
-def test_starts_that_overrun_touch_nothing_outside() -> None:
-    """On a GPU they are not checked: what they say is cut to the tensors. Beyond these lies NaN."""
+def test_cu_seqlens_that_overrun_touch_nothing_outside() -> None:
+    """On a GPU they are not checked, but clamped to the tensors. Beyond these lies NaN."""
     from foundry_kernels.ops.flash_attention import triton
 
     def view(x: Tensor) -> Tensor:
@@ -135,17 +136,31 @@ def test_starts_that_overrun_touch_nothing_outside() -> None:
     q, k, v = (view(x[0].transpose(0, 1)) for x in inputs(40, 40))
     bad = torch.tensor([0, 33, 90], dtype=torch.int32, device=DEVICE)
     good = torch.tensor([0, 33, 40], dtype=torch.int32, device=DEVICE)
-    options = (0.25, None, 0, None, None, None, True, False, False)
+    options = AttentionOptions(
+        cu_seqlens_q=bad,
+        cu_seqlens_k=bad,
+        max_seqlen_q=60,
+        max_seqlen_k=60,
+        scale=0.25,
+        window_left=None,
+        window_right=0,
+        softcap=None,
+        alibi_slopes=None,
+        sinks=None,
+        bottom_right=True,
+        return_lse=False,
+        return_stats=False,
+    )
     for x in (q, k, v):
         x.requires_grad_()
     results = []
-    for starts in (bad, good):
-        out = triton.flash_attention_varlen(q, k, v, starts, starts, 60, 60, *options)
+    for cu_seqlens in (bad, good):
+        out = triton.flash_attention_varlen(q, k, v, options._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens))
         results.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
     assert all(torch.equal(a, e) and a.isfinite().all() for a, e in zip(*results, strict=True))
 
 
-def test_bits_are_the_same_in_every_run() -> None:
+def test_is_bitwise_deterministic() -> None:
     q, k, v = inputs(70, 90, heads=(4, 2))
     sinks = draw(4)
     runs = []

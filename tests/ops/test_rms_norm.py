@@ -1,4 +1,4 @@
-"""What the table of cases cannot say: errors, threads, instruction sets, huge strides, what is computed and kept."""
+"""What the parity cases do not cover: errors, threads, instruction sets, huge strides, what is computed and saved."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def test_the_reference_is_the_llama_form() -> None:
 @pytest.mark.parametrize(("backend", "device"), KERNELS)
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_is_computed_for_what_needs_no_gradient(backend: str, device: str, op: str) -> None:
-    """A frozen weight gets no dW, a frozen input no dX: the backward operator returns empty tensors in their place."""
+    """The backward operator returns empty tensors for the dW of a frozen weight and the dX of a frozen input."""
     name = "triton_rms_norm_bwd" if backend == "triton" else "rms_norm_bwd"
     backward = getattr(torch.ops.foundry_kernels, name)
-    g = torch.randn(4, 8, device=device)
+    dy = torch.randn(4, 8, device=device)
     weight, rstd = torch.ones(8, device=device), torch.ones(4, device=device)
     for need_dx, need_dw in ((True, False), (False, True), (False, False)):
-        dx, dw = backward(g, g if op == "add_rms_norm" else None, g, weight, rstd, 0.0, False, need_dx, need_dw)
+        dx, dw = backward(dy, dy if op == "add_rms_norm" else None, dy, weight, rstd, 0.0, False, need_dx, need_dw)
         assert (dx.numel(), dw.numel()) == (32 * need_dx, 8 * need_dw)
 
 
@@ -199,7 +199,7 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], name: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
 def test_outputs_larger_than_the_caches(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
-    """Above 16 MB outputs are streamed: the same bits as from small calls, which are not."""
+    """Above 16 MB outputs are streamed: bitwise equal to small calls, whose outputs are not."""
     instruction_set(name)
     rows, width = (17 << 20) // (2048 * dtype.itemsize), 2048
     g = torch.Generator().manual_seed(0)

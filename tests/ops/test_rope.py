@@ -1,5 +1,5 @@
-"""RoPE: the reference against complex multiplication, the tables against closed forms and transformers, norms in front,
-what a gradient keeps, and what is refused."""
+"""RoPE: the reference against complex multiplication, the tables against closed forms and transformers, norms before
+the rotation, what is saved for backward, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def inputs(dtype: torch.dtype = torch.float64, layout: str = "contiguous", token
 
 
 def by_complex_numbers(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """x [B, H, T, D] float64 turned by angles [T, R/2] or [B, 1, T, R/2]: multiplication by exp(i angle)."""
+    """x [B, H, T, D] float64 rotated by angles [T, R/2] or [B, 1, T, R/2]: multiplication by exp(i angle)."""
     half = angles.shape[-1]
-    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    paired, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
-        z = torch.view_as_complex(turning.reshape(*x.shape[:-1], half, 2).contiguous())
+        z = torch.view_as_complex(paired.reshape(*x.shape[:-1], half, 2).contiguous())
     else:
-        z = torch.complex(turning[..., :half].contiguous(), turning[..., half:].contiguous())
+        z = torch.complex(paired[..., :half].contiguous(), paired[..., half:].contiguous())
     z = z * torch.polar(torch.ones_like(angles), angles)
-    turned = torch.view_as_real(z).flatten(-2) if interleaved else torch.cat([z.real, z.imag], -1)
-    return torch.cat([turned, rest], -1)
+    rotated = torch.view_as_real(z).flatten(-2) if interleaved else torch.cat([z.real, z.imag], -1)
+    return torch.cat([rotated, rest], -1)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -82,9 +82,9 @@ def test_scores_depend_on_the_distance_only() -> None:
     cos, sin = rope_table(D, 2000)
     scores = []
     for query, key in ((3, 1), (1502, 1500)):
-        turned_q, _ = rope(q, q, cos.double(), sin.double(), positions=torch.tensor([query]), backend="reference")
-        turned_k, _ = rope(k, k, cos.double(), sin.double(), positions=torch.tensor([key]), backend="reference")
-        scores.append((turned_q * turned_k).sum(-1))
+        rotated_q, _ = rope(q, q, cos.double(), sin.double(), positions=torch.tensor([query]), backend="reference")
+        rotated_k, _ = rope(k, k, cos.double(), sin.double(), positions=torch.tensor([key]), backend="reference")
+        scores.append((rotated_q * rotated_k).sum(-1))
     torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)  # the tables are float32
 
 
@@ -94,10 +94,10 @@ def test_gradcheck(interleaved: bool, layout: str) -> None:
     q, k = (x.requires_grad_() for x in inputs(layout=layout))
     cos, sin = (x.double() for x in rope_table(8, T))
 
-    def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rope(q, k, cos, sin, interleaved=interleaved, backend="reference")
 
-    assert torch.autograd.gradcheck(turn, (q, k))
+    assert torch.autograd.gradcheck(rotate, (q, k))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -177,7 +177,7 @@ def test_a_position_outside_of_the_table_is_an_error(backend: str) -> None:
 def test_the_kernel_gives_nan_for_a_position_outside_of_the_table(
     interleaved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU, which nobody waits for, does instead of the error: no other token or dimension is touched."""
+    """What a GPU does, where an error would need a synchronization: no other token or dimension is affected."""
     q, k = inputs(torch.float32)
     cos, sin = rope_table(8, 9)
     options: dict[str, Any] = {"interleaved": interleaved, "backend": "triton"}
@@ -191,7 +191,7 @@ def test_the_kernel_gives_nan_for_a_position_outside_of_the_table(
 
 
 @over_backends
-def test_what_does_not_turn_is_copied_beside_infinities(backend: str) -> None:
+def test_dimensions_that_are_not_rotated_are_copied_beside_infinities(backend: str) -> None:
     """0 * inf is NaN: a dimension that is only copied must not be multiplied by anything."""
     q, k = inputs(torch.float32)
     q[..., 9], q[..., 10], k[..., 8] = torch.inf, torch.nan, -torch.inf
@@ -201,21 +201,44 @@ def test_what_does_not_turn_is_copied_beside_infinities(backend: str) -> None:
             assert torch.equal(y[..., 8:].nan_to_num(7e7), x[..., 8:].nan_to_num(7e7))
 
 
+@over_backends
+@pytest.mark.parametrize("empty", ["B", "H", "Hk", "T", "D"])
+@pytest.mark.parametrize("where", ["rows", "positions", "table-BT"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_any_dimension_may_be_zero(backend: str, empty: str, where: str, interleaved: bool) -> None:
+    size = {"B": 2, "H": 4, "Hk": 3, "T": 5, "D": 12} | {empty: 0}
+    q, k = (torch.randn(size["B"], size[h], size["T"], size["D"]).requires_grad_() for h in ("H", "Hk"))
+    rows = (size["B"], size["T"]) if where == "table-BT" else (9,)
+    cos, sin = (torch.randn(*rows, size["D"] // 2) for _ in range(2))
+    positions = torch.arange(size["T"]) if where == "positions" else None
+    outputs = rope(q, k, cos, sin, interleaved=interleaved, positions=positions, backend=backend)
+    grads = torch.autograd.grad(outputs, (q, k), [torch.ones_like(o) for o in outputs])
+    for x, y, dx in zip((q, k), outputs, grads, strict=True):
+        assert y.shape == dx.shape == x.shape
+        assert y.isfinite().all()
+    if empty == "D":
+        with pytest.raises(ValueError, match="q must have a last dimension of at least 2, for it is normalised"):
+            qk_norm_rope(q, k, None, None, cos, sin, positions=positions, backend=backend)
+    else:
+        q_out, k_out = qk_norm_rope(q, k, None, None, cos, sin, positions=positions, backend=backend)
+        assert (q_out.shape, k_out.shape) == (q.shape, k.shape)
+
+
 NORMS: list[dict[str, Any]] = [{}, {"eps": 0.1}, {"weight_offset": 1.0}, {"round_before_weight": True}]
 
 
 @pytest.mark.parametrize("options", NORMS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if torch.float64 in fk.OPS["rope"].impl(b).dtypes])
-def test_norms_in_front_are_rms_norm(options: dict[str, Any], interleaved: bool, backend: str) -> None:
+def test_norms_before_the_rotation_are_rms_norm(options: dict[str, Any], interleaved: bool, backend: str) -> None:
     """In float64, where nothing is rounded: outputs and all gradients are those of rms_norm and then rope."""
     q, k = (x.requires_grad_() for x in inputs(layout="swapped"))
     weights = [torch.linspace(0.5, 2.0, D, dtype=torch.float64).requires_grad_() for _ in range(2)]
     cos, sin = (x.double() for x in rope_table(8, 20))
-    turning: dict[str, Any] = {"interleaved": interleaved, "positions": torch.tensor([3, 0, 19, 7, 7])}
-    fused = qk_norm_rope(q, k, *weights, cos, sin, **options, **turning, backend=backend)
+    rotation: dict[str, Any] = {"interleaved": interleaved, "positions": torch.tensor([3, 0, 19, 7, 7])}
+    fused = qk_norm_rope(q, k, *weights, cos, sin, **options, **rotation, backend=backend)
     apart = (rms_norm(x, w, backend="reference", **options) for x, w in zip((q, k), weights, strict=True))
-    expected = rope(*apart, cos, sin, **turning, backend="reference")
+    expected = rope(*apart, cos, sin, **rotation, backend="reference")
     cotangents = [torch.randn_like(y) for y in expected]
     wanted = [q, k, *weights]
     for a, e in zip(
@@ -264,7 +287,7 @@ def test_norms_keep_their_input_and_one_number_a_row(backend: str, frozen: str) 
 @interpreted
 def test_nothing_is_launched_for_what_takes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen side is not in the backward launch, and the sums of weights are made for wanted gradients only."""
-    from foundry_kernels.ops.rope import triton as launches
+    from foundry_kernels.ops.rope.triton import launch as launches
 
     seen: list[tuple[Any, ...]] = []
 
@@ -294,14 +317,14 @@ def test_nothing_is_launched_for_what_takes_no_gradient(monkeypatch: pytest.Monk
     weight = torch.ones(D).requires_grad_()
     out = qk_norm_rope(q, k.detach(), weight, torch.ones(D), cos, sin, backend="triton")
     torch.autograd.grad(out[0].sum(), weight)
-    dyq, dyk, q_, k_, *_, dq, dk, dqw, dkw = seen[1]
-    assert [x is not None for x in (dyq, q_, dqw)] == [True] * 3
-    assert [x is None for x in (dyk, k_, dq, dk, dkw)] == [True] * 5
+    dq_out, dk_out, q_, k_, *_, dq, dk, dq_weight, dk_weight = seen[1]
+    assert [x is not None for x in (dq_out, q_, dq_weight)] == [True] * 3
+    assert [x is None for x in (dk_out, k_, dq, dk, dk_weight)] == [True] * 5
 
 
 def test_compiles_with_dynamic_shapes() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         return rope(q, k, cos, sin, positions=positions, backend="reference")
 
     cos, sin = rope_table(8, 30)
@@ -309,7 +332,7 @@ def test_compiles_with_dynamic_shapes() -> None:
         q, k = (x.requires_grad_() for x in inputs(torch.float32, layout, tokens))
         for positions in (None, torch.arange(tokens) + 3):
             expected = rope(q, k, cos, sin, positions=positions, backend="reference")
-            actual = turn(q, k, cos, sin, positions)
+            actual = rotate(q, k, cos, sin, positions)
             for a, e in zip(actual, expected, strict=True):
                 assert torch.equal(a, e)
                 assert a.stride() == e.stride()
@@ -354,24 +377,24 @@ def test_dynamic_changes_nothing_up_to_the_trained_length_and_the_base_beyond() 
 
 def test_llama3_keeps_short_wavelengths_and_divides_long_ones() -> None:
     scaling = RopeScaling("llama3", 8.0, 1000, low_freq_factor=1.0, high_freq_factor=4.0)
-    # turns over 1000 positions: 159 and 15.9 (kept), 1.59 (0.197 of the way from 1 to 4), 0.159 (divided)
-    turns = 1000 * 0.01 / (2 * math.pi)
-    keep = (turns - 1) / 3
+    # rotations over 1000 positions: 159 and 15.9 (kept), 1.59 (0.197 of the way from 1 to 4), 0.159 (divided)
+    rotations = 1000 * 0.01 / (2 * math.pi)
+    keep = (rotations - 1) / 3
     assert 0.19 < keep < 0.2
     assert_frequencies(frequencies(8, scaling), [1.0, 0.1, 0.01 * (keep + (1 - keep) / 8), 0.001 / 8])
 
 
 def test_yarn_blends_between_fast_and_slow_pairs() -> None:
     common: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 1000, "attention_factor": 1.0}
-    # a pair makes 1000 * 10^-i / (2 pi) turns: 16 at i = 0.998 and 1 at i = 2.2018
-    bounds = [math.log10(1000 / (2 * math.pi * turns)) for turns in (16, 1)]
+    # a pair makes 1000 * 10^-i / (2 pi) rotations: 16 at i = 0.998 and 1 at i = 2.2018
+    bounds = [math.log10(1000 / (2 * math.pi * rotations)) for rotations in (16, 1)]
     assert bounds == pytest.approx([0.9977, 2.2018], abs=1e-4)
     exact = frequencies(8, RopeScaling("yarn", beta_fast=16, truncate=False, **common))
     kept = [1.0, *(1 - (i - bounds[0]) / (bounds[1] - bounds[0]) for i in (1, 2)), 0.0]
     assert_frequencies(exact, [10.0**-i * (w + (1 - w) / 4) for i, w in enumerate(kept)])
     rounded = frequencies(8, RopeScaling("yarn", beta_fast=16, **common))  # bounds 0 and 3
     assert_frequencies(rounded, [10.0**-i * (w + (1 - w) / 4) for i, w in enumerate([1, 2 / 3, 1 / 3, 0])])
-    assert_frequencies(frequencies(8, RopeScaling("yarn", 4.0, 10**9)), [1.0, 0.1, 0.01, 0.001])  # all turn often
+    assert_frequencies(frequencies(8, RopeScaling("yarn", 4.0, 10**9)), [1.0, 0.1, 0.01, 0.001])  # all rotate often
     # so short a length that both bounds fall on pair 0: a step behind it
     assert_frequencies(frequencies(8, RopeScaling("yarn", 4.0, 3)), [1.0, 0.025, 0.0025, 0.00025])
 
@@ -400,8 +423,8 @@ LLAMA_3_1 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-#: Name, base, head dimension, share of it that turns, length of the table (below 100 rows: the trained length matters
-#: only to dynamic scaling), and Hugging Face's parameters.
+#: Name, base, head dimension, share of it that is rotated, length of the table (below 100 rows: the trained length
+#: matters only to dynamic scaling), and Hugging Face's parameters.
 PUBLISHED: list[tuple[str, float, int, float, int, dict[str, Any]]] = [
     ("linear", 10000.0, 128, 1.0, 2, {"rope_type": "linear", "factor": 4.0}),
     ("linear-partial", 10000.0, 80, 0.4, 2, {"rope_type": "linear", "factor": 2.5}),
@@ -557,8 +580,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def both(**kw: Any) -> dict[str, Any]:
-    return {"cos": zeros(T, 6, **kw), "sin": zeros(T, 6, **kw)}
+def both(half: int = 6, **kw: Any) -> dict[str, Any]:
+    return {"cos": zeros(T, half, **kw), "sin": zeros(T, half, **kw)}
 
 
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -582,6 +605,8 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "float64 only where q is", both(dtype=torch.float64)),
     (ValueError, "R/2 of 1 to D/2", {"cos": zeros(T, 7), "sin": zeros(T, 7)}),
     (ValueError, "R/2 of 1 to D/2", {"cos": zeros(T, 0), "sin": zeros(T, 0)}),
+    (ValueError, "R/2 of 1 to D/2", {"q": zeros(B, H, T, 0), "k": zeros(B, HK, T, 0)}),
+    (ValueError, "R/2 of 1 to D/2", {"q": zeros(B, H, T, 1), "k": zeros(B, HK, T, 1), **both(0)}),
     (ValueError, "a row for each of 5 positions", {"cos": zeros(T - 1, 6), "sin": zeros(T - 1, 6)}),
     (ValueError, "cos must be .*with .2, 5.", {"cos": zeros(B + 1, T, 6), "sin": zeros(B + 1, T, 6)}),
     (ValueError, "cos must be .*with .2, 5.", {"cos": zeros(B, T + 1, 6), "sin": zeros(B, T + 1, 6)}),

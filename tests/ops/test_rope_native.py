@@ -1,5 +1,5 @@
-"""What the table of cases cannot say of the native rope and qk_norm_rope: instruction sets, threads, streamed outputs,
-storage order, positions outside of the table, what is computed and kept."""
+"""What the parity cases do not cover of the native rope and qk_norm_rope: instruction sets, threads, streamed outputs,
+storage order, positions outside the table, what is computed and what is saved."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_number_of_threads_does_not_change_a_bit(op: str, shape: tuple[Any, 
 def test_outputs_larger_than_the_caches(
     instruction_set: Callable[[str], None], op: str, name: str, dtype: torch.dtype, interleaved: bool
 ) -> None:
-    """Above 16 MB outputs are streamed: the same bits as from calls for a few heads, whose outputs are not."""
+    """Above 16 MB outputs are streamed: bitwise equal to calls for a few heads, whose outputs are not."""
     instruction_set(name)
     heads, width = 8, 128
     q, k = inputs((heads, 1), (17 << 20) // (heads * width * dtype.itemsize), width, dtype, batch=1)
@@ -138,7 +138,7 @@ def test_outputs_and_gradients_keep_the_storage_order(row: Row, order: tuple[int
 @pytest.mark.parametrize("outside", [9, -1, 2**31 - 1])
 @over_rows
 def test_a_position_outside_of_the_table(row: Row, outside: int, index: torch.dtype) -> None:
-    """On the CPU an error. A GPU cannot raise without waiting: it reads no memory and the token becomes NaN."""
+    """On the CPU an error. A GPU cannot raise without a synchronization: nothing is read and the token becomes NaN."""
     q, k = (x.requires_grad_() for x in inputs((4, 3), 5, 16))
     positions = torch.tensor([[0, 1, 2, 3, outside], [4, 3, 2, 1, 0]], dtype=index)
     cos, sin = rope_table(12, 9)
@@ -173,7 +173,7 @@ def test_the_backward_operators_check_positions_too() -> None:
 
 @over_rows
 def test_nothing_is_computed_for_what_needs_no_gradient(row: Row) -> None:
-    """A frozen input or weight gets nothing: the backward operators return empty tensors in its place."""
+    """The backward operators return empty tensors for a frozen input or weight."""
     library = getattr(torch.ops, row.op.impl("native").fn._schema.name.split("::")[0])  # type: ignore[union-attr]
     q, k = inputs((4, 3), 5, 8)
     cos, sin = rope_table(8, 5)
@@ -251,3 +251,33 @@ def test_the_bare_operators_check_too() -> None:
         op(q.double(), k.double(), cos, sin, False, None)
     with pytest.raises(ValueError, match="q_weight must have shape"):
         normed(q, k, torch.ones(7), None, cos, sin, 1e-6, 0.0, False, False, None)
+    with pytest.raises(ValueError, match="q must have a last dimension of at least 2"):
+        normed(q[..., :0], k[..., :0], None, None, cos[:, :0], sin[:, :0], 1e-6, 0.0, False, False, None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_bare_backward_operator_takes_a_side_whole_or_not_at_all(device: str) -> None:
+    q, k = (x.to(device) for x in inputs((2, 1), 3, 8))
+    cos, sin = (t.to(device) for t in rope_table(8, 3))
+    q_rstd, k_rstd = (torch.ones(x.shape[:3], device=device) for x in (q, k))
+    given = {"dq_out": q, "dk_out": k, "q": q, "k": k, "q_weight": None, "k_weight": None, "cos": cos, "sin": sin}
+    given |= {"q_rstd": q_rstd, "k_rstd": k_rstd, "weight_offset": 0.0, "round_before_weight": False}
+    given |= {"interleaved": False, "positions": None, "need_dq": True, "need_dk": False}
+    given |= {"need_dq_weight": False, "need_dk_weight": False}
+    backward = torch.ops.foundry_kernels.qk_norm_rope_bwd
+    without_k = given | {"dk_out": None, "k": None, "k_rstd": None}
+    dq, *others = backward(**without_k)
+    assert dq.shape == q.shape
+    assert [t.numel() for t in others] == [0, 0, 0]
+    without_q = given | {"dq_out": None, "q": None, "q_rstd": None}
+    for message, wrong in (
+        ("dk_out, k and k_rstd must be given together", given | {"k": None}),
+        ("dq_out, q and q_rstd must be given together", given | {"q_rstd": None}),
+        ("there is no q to give a gradient for", without_q),
+        ("there is no k_weight to give a gradient for", given | {"need_dk_weight": True}),
+        ("dq_out must have the shape of q", given | {"dq_out": q[:, :1]}),
+        ("q_rstd must be .B, H, T. of q", given | {"q_rstd": q_rstd[:, :1]}),
+        ("q or k must be given", without_q | {"dk_out": None, "k": None, "k_rstd": None}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backward(**wrong)

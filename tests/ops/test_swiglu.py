@@ -1,4 +1,4 @@
-"""SwiGLU and GEGLU: the references against torch's activations, what the table of cases cannot say of the kernels, and
+"""SwiGLU and GEGLU: the references against torch's activations, what the parity cases do not cover of the kernels, and
 what is refused."""
 
 from __future__ import annotations
@@ -170,16 +170,16 @@ def test_extremes_are_those_of_the_reference(
 @kernels
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_nothing_is_computed_for_what_needs_no_gradient(backend: str, device: str, packed: bool) -> None:
-    """The backward operator returns empty tensors in place of gradients that were not asked for."""
+    """The backward operator returns empty tensors for gradients that are not wanted."""
     backward = getattr(torch.ops.foundry_kernels, "triton_glu_bwd" if backend == "triton" else "glu_bwd")
-    g = torch.randn(4, 8, device=device)
+    dy = torch.randn(4, 8, device=device)
     if packed:
-        dgate, dup = backward(g[:, :4], g, None, "silu", True, False)
+        dgate, dup = backward(dy[:, :4], dy, None, "silu", True, False)
         assert dgate.shape == (4, 8)
         assert dup.numel() == 0
         return
     for need_dgate, need_dup in ((True, False), (False, True), (False, False)):
-        dgate, dup = backward(g, g, g, "gelu", need_dgate, need_dup)
+        dgate, dup = backward(dy, dy, dy, "gelu", need_dgate, need_dup)
         assert (dgate.numel(), dup.numel()) == (32 * need_dgate, 32 * need_dup)
 
 
@@ -195,7 +195,7 @@ def test_only_the_inputs_are_kept(backend: str, device: str) -> None:
 
 @kernels
 def test_a_packed_gradient_is_that_of_its_halves(backend: str, device: str) -> None:
-    """The same bits, in one contiguous tensor."""
+    """Bitwise equal, in one contiguous tensor."""
     packed = torch.randn(5, 3, 34, device=device).bfloat16().requires_grad_()
     gate, up = (half.detach().clone().requires_grad_() for half in packed.chunk(2, -1))
     dy = torch.randn(5, 3, 17, device=device).bfloat16()
@@ -275,7 +275,7 @@ def test_the_exponential_keeps_its_relative_error(instruction_set: Callable[[str
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_outputs_larger_than_the_caches(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
-    """Above 16 MB outputs are streamed: the same bits as from small calls, which are not."""
+    """Above 16 MB outputs are streamed: bitwise equal to small calls, whose outputs are not."""
     instruction_set(name)
     n_rows, width = (17 << 20) // (2048 * dtype.itemsize), 2048
     packed = normal(n_rows, 2 * width, dtype=dtype)

@@ -7,20 +7,20 @@ For a query :math:`q_i`, the keys :math:`k_j` and values :math:`v_j` of its head
           \ell_i = \log \Bigl(e^{\sigma} + \sum_{j \in W_i} e^{s_{ij}}\Bigr), \qquad
           p_{ij} = e^{s_{ij} - \ell_i}, \qquad y_i = \sum_{j \in W_i} p_{ij} v_j
 
-where the soft cap :math:`c`, the ALiBi slope :math:`m` and the sink :math:`\sigma` are there only if given (in that
-order: the cap comes before ALiBi, the mask last) and :math:`W_i = \{j : i + o - left \le j \le i + o + right\}`.
-With the gradients :math:`g_i` of :math:`y_i` and :math:`\lambda_i` of :math:`\ell_i`
+where :math:`W_i = \{j : i + o - left \le j \le i + o + right\}`. The soft cap :math:`c`, the ALiBi slope :math:`m` and
+the sink :math:`\sigma` are optional; the cap comes before ALiBi, the mask last. With the gradients :math:`g_i` of
+:math:`y_i` (``dout``) and :math:`\lambda_i` of :math:`\ell_i` (``dlse``)
 
 .. math:: \delta_i = g_i \cdot y_i - \lambda_i, \quad
           \partial L / \partial s_{ij} = p_{ij} (g_i \cdot v_j - \delta_i), \quad
           \partial L / \partial v_j = \sum_i p_{ij} g_i, \quad
           \partial L / \partial \sigma = -\sum_i e^{\sigma - \ell_i} \delta_i ,
 
-so the backward pass needs the inputs, the output and one number a row, :math:`\ell_i`. The derivative of the cap is
-:math:`1 - (\cdot / c)^2` of the capped score. Two statistics show the health of a training run: the entropy of a row's
-distribution, :math:`\ell_i - \sum_j p_{ij} s_{ij}` (nats; where there is a sink, it is one more outcome), which falls
-to 0 when attention collapses, and the largest logit, :math:`\max_{j \in W_i} s_{ij}`, which grows when training
-diverges. Both come out of the same pass: a kernel does one multiply-add more a score and writes two numbers a row.
+so the backward pass needs the inputs, the output and one number per row, :math:`\ell_i`. The derivative of the cap is
+:math:`1 - (s_{ij} / c)^2` of the capped score. Two statistics show the health of a training run: the entropy of a row's
+distribution, :math:`\ell_i - \sum_j p_{ij} s_{ij}` (in nats; a sink counts as one more outcome), which falls to 0 when
+attention collapses, and the largest logit, :math:`\max_{j \in W_i} s_{ij}`, which grows when training diverges. Both
+are computed in the same pass: one more multiply-add per score, and two numbers written per row.
 
 Dao et al., "FlashAttention", 2022, arXiv:2205.14135; Dao, "FlashAttention-2", 2023, arXiv:2307.08691. Grouped heads:
 Ainslie et al., 2023, arXiv:2305.13245. ALiBi: Press et al., 2021, arXiv:2108.12409. Soft cap: Gemma 2, 2024,
@@ -30,21 +30,28 @@ Entropy collapse: Zhai et al., 2023, arXiv:2303.06296; clipping by the largest l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_tensor
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
-from foundry_kernels.ops.flash_attention.checks import check_dense, check_options, check_varlen, sides
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.ops.flash_attention.checks import (
+    check_dense,
+    check_options,
+    check_varlen,
+    is_bottom_right,
+    scale_or_default,
+    window_sides,
+)
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.registry import resolve
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments that both functions take besides those that decide what they return."""
+    """The keyword arguments of both functions, without those that decide what they return."""
 
     causal: bool
     scale: float | None
@@ -104,50 +111,53 @@ def flash_attention(
         q: ``[B, H, T, D]`` float32, bfloat16, float16 or float64, any strides, 1 <= D <= 256. B, T and S may be 0.
         k: ``[B, Hk, S, D]``, of q's dtype and device; H must be a multiple of Hk.
         v: ``[B, Hk, S, Dv]``, likewise; Dv need not be D, 1 <= Dv <= 256.
-        causal: a query sees no key after its own position, whatever `window` says.
+        causal: a query sees no key after its own position, also if `window` would allow it.
         scale: factor on the scores, finite and > 0; ``1 / sqrt(D)`` if None.
         window: ``(left, right)``: query i sees keys ``i - left <= j <= i + right`` after alignment; each is >= 0 or
             None for unbounded. None for both.
-        softcap: c > 0 bounds the scores smoothly, ``c * tanh(s / c)``.
+        softcap: c > 0 bounds the scores smoothly: ``c * tanh(s / c)``.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32; subtracts ``slope * |i - j|`` (after alignment). Takes no gradient.
-        sinks: ``[H]``, floating-point: a logit a head that joins the softmax's denominator and `lse` and has no value.
-        align: which query sees which key where T != S: "bottom_right" puts the last query on the last key (a key-value
-            cache), "top_left" the first on the first (the ``is_causal`` of torch's scaled_dot_product_attention).
+        sinks: ``[H]``, floating-point: one logit per head that counts in the softmax's denominator and in `lse`, but
+            has no value.
+        align: which query sees which key where T != S. "bottom_right" aligns the last query with the last key (as with
+            a key-value cache), "top_left" the first with the first (as ``is_causal`` of torch's
+            scaled_dot_product_attention does).
         return_lse: also return the log-sum-exp of each row.
-        return_stats: also return, last, the entropy and the largest logit of each row. Costs a kernel one multiply-add
-            a score, beside ``2 (D + Dv)`` floating-point operations, and 8 bytes a row.
+        return_stats: also return, last, the entropy and the largest logit of each row. This costs a kernel one
+            multiply-add per score, next to ``2 (D + Dv)`` floating-point operations, and 8 bytes per row.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
         ``out [B, H, T, Dv]`` of q's dtype, dense in q's storage order: if `q` is a view of ``[B, T, H, D]`` memory,
-        `out` is one of ``[B, T, H, Dv]``. With `return_lse`, ``(out, lse)``; ``lse [B, H, T]`` is contiguous, float32
-        (float64 for float64 inputs), in natural logarithm, and differentiable. A query that sees no key has output 0,
-        lse -inf (with sinks too) and no part in any gradient.
+        `out` is a view of ``[B, T, H, Dv]`` memory. With `return_lse`, ``(out, lse)``; ``lse [B, H, T]`` is contiguous,
+        float32 (float64 for float64 inputs), a natural logarithm, and differentiable. A query that sees no key has
+        output 0 and lse -inf (with sinks too), and contributes to no gradient.
 
-        With `return_stats` two more, ``(out, entropy, max_logit)`` or ``(out, lse, entropy, max_logit)``: each
-        ``[B, H, T]``, of lse's dtype, and not differentiable. `entropy` is that of the softmax in nats, between 0 and
-        the logarithm of the number of keys seen (plus one with sinks: a sink counts as an outcome). `max_logit` is the
-        largest score that enters the softmax, after scale, cap and ALiBi; a sink is not one of them. A query that sees
-        no key has entropy 0 and max_logit -inf.
+        With `return_stats`, ``(out, entropy, max_logit)`` or ``(out, lse, entropy, max_logit)``: each ``[B, H, T]``, of
+        lse's dtype, and not differentiable. `entropy` is that of the softmax in nats, between 0 and the logarithm of
+        the number of keys seen (plus one with sinks: a sink counts as an outcome). `max_logit` is the largest score
+        that enters the softmax, after scale, cap and ALiBi, sinks not included. A query that sees no key has entropy 0
+        and max_logit -inf.
 
     Raises:
-        TypeError: an argument is no tensor or number of the kind said above.
-        ValueError: shapes, dtypes or devices do not fit together, an option is out of its range, `alibi_slopes`
-            requires a gradient, the backend's name is unknown.
+        TypeError: an argument is not a tensor or number of the kind listed above.
+        ValueError: shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
+            gradient, or the backend's name is unknown.
         BackendUnavailable: the named backend cannot serve this device or dtype.
 
-    Under ``torch.autocast`` q, k and v (unless float64) are cast to its dtype first, as torch does for its own
-    attention. The softmax is in float32 in any case.
+    Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first, as torch does for its own
+    attention. The softmax is always computed in float32 or wider.
     """
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)
     check_dense(q, k, v)
-    check_options(q, q.shape[0], scale, softcap, alibi_slopes, sinks, align)
-    left, right = sides(window, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    attend = resolve(FLASH_ATTENTION, backend, q)
-    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse, return_stats)
-    return attend(q, k, v, *options)
+    left, right = window_sides(window, causal)
+    options = AttentionOptions(  # by position, which takes half the time
+        None, None, q.shape[2], k.shape[2], scale_or_default(scale, q), left, right, softcap, alibi_slopes, sinks,
+        is_bottom_right(align), return_lse, return_stats,
+    )  # fmt: skip
+    check_options(q, options)
+    return resolve(FLASH_ATTENTION, backend, q)(q, k, v, options)
 
 
 @overload
@@ -212,7 +222,7 @@ def flash_attention_varlen(
     return_stats: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention within each of B sequences that are packed one after the other, without padding.
+    """Attention within each of B sequences, packed one after the other without padding.
 
     Sequence n has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1] - 1`` and the keys and values
     ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1] - 1``; for it, this is :func:`flash_attention`.
@@ -221,22 +231,22 @@ def flash_attention_varlen(
         q: ``[total_q, H, D]`` float32, bfloat16, float16 or float64, any strides.
         k: ``[total_k, Hk, D]``, of q's dtype and device; H must be a multiple of Hk.
         v: ``[total_k, Hk, Dv]``, likewise.
-        cu_seqlens_q: ``[B + 1]`` int32 or int64 on q's device: 0, then the running total of the sequences' lengths, so
-            that the last entry is total_q. A length may be 0.
-        cu_seqlens_k: ``[B + 1]``, the same for keys, ending at total_k.
-        max_seqlen_q: the longest length in `cu_seqlens_q` or any number above it.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64 on q's device: the cumulative lengths of the sequences, from 0 to
+            total_q. A length may be 0.
+        cu_seqlens_k: ``[B + 1]``, the same for keys, from 0 to total_k.
+        max_seqlen_q: the longest length in `cu_seqlens_q`, or any number above it.
         max_seqlen_k: the same for keys.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
         causal, scale, window, softcap, sinks, align, return_lse, return_stats, backend: as for
-            :func:`flash_attention`; `align` holds within each sequence.
+            :func:`flash_attention`; `align` applies within each sequence.
 
     Returns:
-        ``out [total_q, H, Dv]`` of q's dtype, contiguous. With `return_lse` and `return_stats` more, as from
+        ``out [total_q, H, Dv]`` of q's dtype, contiguous. `return_lse` and `return_stats` add the same results as in
         :func:`flash_attention`, each ``[H, total_q]``.
 
     Raises:
-        As :func:`flash_attention`. What stands in `cu_seqlens_q` and `cu_seqlens_k` is checked (ValueError) where it
-        can be read without waiting for a GPU: on the CPU, outside of ``torch.compile``. Elsewhere it is the caller's
+        As :func:`flash_attention`. The values of `cu_seqlens_q` and `cu_seqlens_k` are checked (ValueError) where
+        reading them does not wait for a GPU: on the CPU, outside of ``torch.compile``. Elsewhere they are the caller's
         responsibility.
 
     The reference reads the lengths back to loop over sequences; under ``torch.compile``, where it cannot, it forms the
@@ -245,13 +255,13 @@ def flash_attention_varlen(
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_options(q, cu_seqlens_q.shape[0] - 1, scale, softcap, alibi_slopes, sinks, align)
-    left, right = sides(window, causal)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    attend = resolve(FLASH_ATTENTION_VARLEN, backend, q)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (scale, left, right, softcap, alibi_slopes, sinks, align == "bottom_right", return_lse, return_stats)
-    return attend(q, k, v, *lengths, *options)
+    left, right = window_sides(window, causal)
+    options = AttentionOptions(  # by position, which takes half the time
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale_or_default(scale, q), left, right, softcap,
+        alibi_slopes, sinks, is_bottom_right(align), return_lse, return_stats,
+    )  # fmt: skip
+    check_options(q, options)
+    return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,11 +278,5 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if castable else x
 
 
-def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
-    name = public.__name__
-    native = _native.impl(__name__, name, devices=("cpu",))
-    return OpSpec(name, public, (Impl("reference", plain), _triton.impl(__name__, name), native), __name__)
-
-
-FLASH_ATTENTION = register(_spec(flash_attention, reference.flash_attention))
-FLASH_ATTENTION_VARLEN = register(_spec(flash_attention_varlen, reference.flash_attention_varlen))
+FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, native_devices=("cpu",))
+FLASH_ATTENTION_VARLEN = register_op(flash_attention_varlen, reference.flash_attention_varlen, native_devices=("cpu",))

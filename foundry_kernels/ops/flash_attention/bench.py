@@ -22,27 +22,28 @@ _SHAPES: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
 #: Keys that one new query sees, heads of Llama-3-8B; and sequences at a time, by device.
 _DECODE_KEYS = (512, 1024, 2048, 4096, 8192, 16384)
 _DECODE_BATCH = {"cpu": (1,), "cuda": (1, 16)}
-#: Beyond this many queries the forms that keep the whole matrix of scores are left out.
+#: Beyond this many queries, implementations that materialize the matrix of scores are left out.
 _WHOLE_MATRIX = 4096
-#: Beyond this many tokens the check against the reference, which keeps it in float64, is of a shorter sequence.
+#: Beyond this many tokens, a shorter sequence is compared with the reference, which materializes it in float64.
 _CHECKED = 2048
 #: Endings of the cases that are timed without --full.
 BENCH_QUICK = (
-    *("8.2x512x64-causal", "8.2x2048x64-causal", "8.2x1024x128-causal"),
-    *("32.8x4096x128-causal", "32.8x16384x128-causal", "32.8x4096x64-causal"),
-    *("decode-512", "decode-4096", "decode-16384"),
+    *("Hk=2 T=512 D=64-causal", "Hk=2 T=2048 D=64-causal", "Hk=2 T=1024 D=128-causal"),
+    *("Hk=8 T=4096 D=128-causal", "Hk=8 T=16384 D=128-causal", "Hk=8 T=4096 D=64-causal"),
+    *("S=512 D=128-decode", "S=4096 D=128-decode", "S=16384 D=128-decode"),
 )
 
 
 def bench_case(b: int, h: int, hk: int, t: int, d: int, causal: bool) -> Case:
     args: dict[str, Arg | None] = {"q": Arg((b, h, t, d)), "k": Arg((b, hk, t, d)), "v": Arg((b, hk, t, d))}
-    return Case(f"{b}x{h}.{hk}x{t}x{d}-{'causal' if causal else 'full'}", args, {"causal": causal})
+    return Case(f"B={b} H={h} Hk={hk} T={t} D={d}-{'causal' if causal else 'full'}", args, {"causal": causal})
 
 
 def decode_case(b: int, keys: int) -> Case:
     """One new token: its query against the keys and values of a cache; no gradient."""
     kv = Arg((b, 8, keys, 128), grad=False)
-    return Case(f"{b}x32.8x1x128-decode-{keys}", {"q": Arg((b, 32, 1, 128), grad=False), "k": kv, "v": kv}, _FULL)
+    q = Arg((b, 32, 1, 128), grad=False)
+    return Case(f"B={b} H=32 Hk=8 T=1 S={keys} D=128-decode", {"q": q, "k": kv, "v": kv}, _FULL)
 
 
 _FULL = {"causal": False}
@@ -68,24 +69,24 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 
 
 def parity_case(case: Case) -> Case:
-    """`case`, or a shorter one where the reference's scores would be too many: one sequence of `_CHECKED` tokens."""
+    """`case`, or one sequence of `_CHECKED` tokens where the reference would materialize too many scores."""
     q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None
     if max(q.shape[2], k.shape[2]) <= _CHECKED or q.shape[2] == 1:
         return case
     args = {n: a and replace(a, shape=(1, a.shape[1], _CHECKED, a.shape[3])) for n, a in case.args.items()}
-    return replace(case, id=f"1x{q.shape[1]}.{k.shape[1]}x{_CHECKED}x{q.shape[3]}", args=args)
+    return replace(case, id=f"B=1 H={q.shape[1]} Hk={k.shape[1]} T={_CHECKED} D={q.shape[3]}", args=args)
 
 
 def tokens_made(case: Case) -> int | None:
-    """Tokens that a call makes, where that is what matters: one a sequence while decoding."""
+    """Tokens that a call generates: one per sequence in decoding, None elsewhere."""
     q = case.args["q"]
     return q.shape[0] if q is not None and q.shape[2] == 1 else None
 
 
 def workspace_bytes(case: Case) -> int:
-    """What the forms that keep the whole matrix of scores need for it: some copies, in the check in float64."""
+    """What a materialized matrix of scores needs: some copies, and in the check against the reference float64."""
     q, k = case.args["q"], parity_case(case).args["k"]
     assert q is not None
     assert k is not None
@@ -95,8 +96,8 @@ def workspace_bytes(case: Case) -> int:
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: q, k, v and the output once. Backward: these and the incoming
-    gradient are read, three gradients written. What belongs to a row and has no width (lse) is left out."""
+    """The least that must be read and written. Forward: q, k, v and out once. Backward: these and dout are read, and
+    dq, dk and dv written. lse, one number per row, is left out."""
     q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
     out = q.numel() // q.shape[-1] * v.shape[-1]
     once = q.numel() + k.numel() + v.numel()
@@ -106,8 +107,8 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Of the matrix products over the pairs of query and key that see each other, two a multiply-add. Forward: q k and
-    p v. Backward: q k again, g v, and those of the three gradients; what a kernel computes twice counts once."""
+    """Of the matrix products over the pairs of query and key that see each other, two per multiply-add. Forward: q k
+    and p v. Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
     q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
     (b, h, t, d), dv = q.shape, v.shape[-1]
     pairs = b * h * (t * (t + 1) // 2 if options["causal"] else t * k.shape[2])
@@ -162,7 +163,7 @@ def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | st
     assert q is not None
     too_long = None
     if device != "cpu" and q.shape[2] > _WHOLE_MATRIX:
-        too_long = f"keeps the whole matrix of scores, left out beyond {_WHOLE_MATRIX} tokens"
+        too_long = f"materializes the matrix of scores, left out beyond {_WHOLE_MATRIX} tokens"
     found: dict[str, Callable[..., Any] | str] = {"eager": too_long or partial(_eager, causal=causal)}
     for name, kernel in _KERNELS.items():
         reason = "has no CPU kernel" if device == "cpu" and name not in _ON_CPU else None

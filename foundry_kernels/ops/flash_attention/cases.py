@@ -1,4 +1,4 @@
-"""Sample inputs, and the scale of what a gradient sums; the parity suite and the benchmarks enumerate this."""
+"""Sample inputs, and the size of what a result sums; the parity suite enumerates this."""
 
 from __future__ import annotations
 
@@ -10,39 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.flash_attention.bench import (
-    BENCH_QUICK,
-    bench_case,
-    bench_cases,
-    bytes_moved,
-    flops,
-    parity_case,
-    peers,
-    scaling_cases,
-    tokens_made,
-    workspace_bytes,
-)
-from foundry_kernels.ops.flash_attention.checks import sides
+from foundry_kernels.ops.flash_attention.bench import bench_case
+from foundry_kernels.ops.flash_attention.checks import window_sides
 from foundry_kernels.testing import Arg, Case, Values, normal
 
-__all__ = [
-    "BENCH_QUICK",
-    "CASES",
-    "bench_cases",
-    "bytes_moved",
-    "compiled_cases",
-    "field_cases",
-    "flops",
-    "parity_case",
-    "peers",
-    "scales",
-    "scaling_cases",
-    "tokens_made",
-    "workspace_bytes",
-]
 
-
-def _slopes(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+def alibi_slopes_of(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     """A geometric series over the heads, another for each sequence."""
     slopes = 2.0 ** (-8.0 * torch.arange(1, shape[-1] + 1, dtype=torch.float64) / shape[-1])
     return slopes if len(shape) == 1 else slopes * torch.arange(1, shape[0] + 1, dtype=torch.float64)[:, None]
@@ -56,7 +29,7 @@ def _one_huge(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Starts:
+class CuSeqlens:
     lengths: tuple[int, ...]
 
     def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
@@ -67,71 +40,71 @@ def _case(
     b: int,
     heads: tuple[int, int],
     tokens: tuple[int, int],
-    width: int,
+    head_dim: int,
     note: str = "",
     *,
-    value_width: int | None = None,
+    head_dim_v: int | None = None,
     layout: str = "contiguous",
     k_layout: str | None = None,
     v_layout: str | None = None,
     cotangent: str = "contiguous",
     q_values: Values | None = None,
     k_values: Values | None = None,
-    slopes: tuple[int, ...] | None = None,
+    alibi_slopes: tuple[int, ...] | None = None,
     sinks: Values | None = None,
     frozen: str = "",
     interpreted: bool = True,
     **options: Any,
 ) -> Case:
-    """heads: (H, Hk); tokens: (T, S); `slopes` is the shape of the ALiBi slopes; `frozen` the letters of the inputs
-    that take no gradient."""
-    (h, hk), (t, s), dv = heads, tokens, value_width or width
+    """heads: (H, Hk); tokens: (T, S); alibi_slopes: their shape; frozen: letters of inputs without gradient."""
+    (h, hk), (t, s), dv = heads, tokens, head_dim_v or head_dim
     normal_values = normal()
     args: dict[str, Arg | None] = {
-        "q": Arg((b, h, t, width), layout, q_values or normal_values, grad="q" not in frozen),
-        "k": Arg((b, hk, s, width), k_layout or layout, k_values or normal_values, grad="k" not in frozen),
+        "q": Arg((b, h, t, head_dim), layout, q_values or normal_values, grad="q" not in frozen),
+        "k": Arg((b, hk, s, head_dim), k_layout or layout, k_values or normal_values, grad="k" not in frozen),
         "v": Arg((b, hk, s, dv), v_layout or layout, grad="v" not in frozen),
     }
-    if slopes is not None:
-        args["alibi_slopes"] = Arg(slopes, values=_slopes, dtype=torch.float32, grad=False)
+    if alibi_slopes is not None:
+        args["alibi_slopes"] = Arg(alibi_slopes, values=alibi_slopes_of, dtype=torch.float32, grad=False)
     if sinks is not None:
         args["sinks"] = Arg((h,), values=sinks, grad="s" not in frozen)
-    return Case(f"{b}x{h}.{hk}x{t}.{s}x{width}" + ("-" + note if note else ""), args, options, cotangent, interpreted)
+    id = f"{b}x{h}.{hk}x{t}.{s}x{head_dim}" + ("-" + note if note else "")
+    return Case(id, args, options, cotangent, interpreted)
 
 
 def _varlen(
     lengths_q: tuple[int, ...],
     lengths_k: tuple[int, ...],
     heads: tuple[int, int],
-    width: int,
+    head_dim: int,
     note: str = "",
     *,
-    value_width: int | None = None,
+    head_dim_v: int | None = None,
     layout: str = "contiguous",
     index: torch.dtype = torch.int32,
-    slopes: tuple[int, ...] | None = None,
+    alibi_slopes: tuple[int, ...] | None = None,
     sinks: Values | None = None,
     slack: int = 0,
     **options: Any,
 ) -> Case:
     """`slack` is added to the maximal lengths, which need only be bounds."""
     h, hk = heads
-    starts = (len(lengths_q) + 1,)
+    shape = (len(lengths_q) + 1,)
     args: dict[str, Arg | None] = {
-        "q": Arg((sum(lengths_q), h, width), layout),
-        "k": Arg((sum(lengths_k), hk, width), layout),
-        "v": Arg((sum(lengths_k), hk, value_width or width), layout),
-        "cu_seqlens_q": Arg(starts, values=_Starts(lengths_q), dtype=index, grad=False),
-        "cu_seqlens_k": Arg(starts, values=_Starts(lengths_k), dtype=index, grad=False),
+        "q": Arg((sum(lengths_q), h, head_dim), layout),
+        "k": Arg((sum(lengths_k), hk, head_dim), layout),
+        "v": Arg((sum(lengths_k), hk, head_dim_v or head_dim), layout),
+        "cu_seqlens_q": Arg(shape, values=CuSeqlens(lengths_q), dtype=index, grad=False),
+        "cu_seqlens_k": Arg(shape, values=CuSeqlens(lengths_k), dtype=index, grad=False),
     }
-    if slopes is not None:
-        args["alibi_slopes"] = Arg(slopes, values=_slopes, dtype=torch.float32, grad=False)
+    if alibi_slopes is not None:
+        args["alibi_slopes"] = Arg(alibi_slopes, values=alibi_slopes_of, dtype=torch.float32, grad=False)
     if sinks is not None:
         args["sinks"] = Arg((h,), values=sinks)
     options["max_seqlen_q"] = max(lengths_q, default=0) + slack
     options["max_seqlen_k"] = max(lengths_k, default=0) + slack
-    shape = f"{'+'.join(map(str, lengths_q))}.{'+'.join(map(str, lengths_k))}x{h}.{hk}x{width}"
-    return Case(shape + ("-" + note if note else ""), args, options)
+    sizes = f"{'+'.join(map(str, lengths_q))}.{'+'.join(map(str, lengths_k))}x{h}.{hk}x{head_dim}"
+    return Case(sizes + ("-" + note if note else ""), args, options)
 
 
 _ALL_OPTIONS: dict[str, Any] = {"causal": True, "window": (20, 3), "softcap": 3.0, "scale": 0.3, "return_lse": True}
@@ -164,20 +137,20 @@ _DENSE = (
     _case(1, (2, 1), (33, 33), 32, "scale", scale=0.05),
     _case(1, (2, 1), (33, 65), 32, "softcap", softcap=5.0, return_lse=True),
     _case(1, (2, 1), (65, 65), 32, "softcap-saturated", softcap=2.0, causal=True, q_values=normal(30.0)),
-    _case(2, (4, 2), (33, 65), 32, "alibi", slopes=(4,), causal=True, return_lse=True),
-    _case(2, (4, 2), (65, 33), 32, "alibi-per-sequence", slopes=(2, 4)),
-    _case(2, (3, 1), (33, 65), 32, "alibi-top-left", slopes=(3,), align="top_left"),
+    _case(2, (4, 2), (33, 65), 32, "alibi", alibi_slopes=(4,), causal=True, return_lse=True),
+    _case(2, (4, 2), (65, 33), 32, "alibi-per-sequence", alibi_slopes=(2, 4)),
+    _case(2, (3, 1), (33, 65), 32, "alibi-top-left", alibi_slopes=(3,), align="top_left"),
     _case(1, (4, 2), (33, 65), 32, "sinks", sinks=normal(), return_lse=True),
     _case(1, (4, 2), (65, 65), 32, "sinks-causal", sinks=normal(3.0), causal=True),
     _case(1, (2, 1), (50, 17), 32, "sinks-rows-without-keys", sinks=normal(), causal=True, return_lse=True),
     _case(1, (2, 1), (33, 33), 32, "sinks-large", sinks=normal(1.0, 60.0), return_lse=True),
     _case(1, (2, 1), (33, 33), 32, "sinks-frozen", sinks=normal(), frozen="s"),
     _case(1, (2, 1), (33, 33), 32, "sinks-only", sinks=normal(), frozen="qkv"),
-    _case(2, (4, 2), (50, 70), 40, "all-options", slopes=(2, 4), sinks=normal(), **_ALL_OPTIONS),
-    _case(2, (4, 2), (70, 50), 40, "all-options-rows-without-keys", slopes=(4,), sinks=normal(), **_ALL_OPTIONS),
-    _case(1, (2, 1), (33, 40), 64, "value-width-32", value_width=32, causal=True),
-    _case(1, (2, 1), (33, 40), 40, "value-width-96", value_width=96, causal=True),
-    _case(1, (2, 1), (17, 17), 192, "value-width-128", value_width=128, causal=True),
+    _case(2, (4, 2), (50, 70), 40, "all-options", alibi_slopes=(2, 4), sinks=normal(), **_ALL_OPTIONS),
+    _case(2, (4, 2), (70, 50), 40, "all-options-rows-without-keys", alibi_slopes=(4,), sinks=normal(), **_ALL_OPTIONS),
+    _case(1, (2, 1), (33, 40), 64, "head-dim-v-32", head_dim_v=32, causal=True),
+    _case(1, (2, 1), (33, 40), 40, "head-dim-v-96", head_dim_v=96, causal=True),
+    _case(1, (2, 1), (17, 17), 192, "head-dim-v-128", head_dim_v=128, causal=True),
     *(
         _case(2, (4, 2), (17, 33), 40, layout, layout=layout, cotangent=layout, causal=True)
         for layout in ("swapped", "sliced", "offset", "expanded", "strided")
@@ -196,7 +169,7 @@ _DENSE = (
     _case(1, (4, 2), (65, 97), 40, "stats", causal=True, return_stats=True),
     _case(1, (2, 1), (50, 17), 32, "stats-rows-without-keys", causal=True, return_stats=True, return_lse=True),
     _case(1, (2, 1), (50, 17), 32, "stats-sinks", causal=True, sinks=normal(), return_stats=True),
-    _case(2, (4, 2), (50, 70), 40, "stats-all", slopes=(4,), sinks=normal(), return_stats=True, **_ALL_OPTIONS),
+    _case(2, (4, 2), (50, 70), 40, "stats-all", alibi_slopes=(4,), sinks=normal(), return_stats=True, **_ALL_OPTIONS),
     _case(1, (2, 1), (65, 65), 64, "stats-logits-60", q_values=normal(60.0), causal=True, return_stats=True),
     _case(2, (2, 1), (5, 0), 32, "stats-no-keys", sinks=normal(), return_stats=True),
     _case(0, (2, 1), (5, 7), 32, "no-batch", return_lse=True),
@@ -214,11 +187,11 @@ _PACKED = (
     _varlen((20, 33, 3), (5, 40, 3), (2, 1), 32, "top-left", causal=True, align="top_left"),
     _varlen((40, 66), (40, 66), (2, 1), 32, "window-causal", causal=True, window=(9, None)),
     _varlen((40, 30), (30, 66), (2, 2), 59, "window", window=(9, 4)),
-    _varlen((17, 40), (33, 40), (4, 1), 32, "alibi", slopes=(4,)),
-    _varlen((17, 40), (33, 40), (4, 1), 32, "alibi-per-sequence", slopes=(2, 4), causal=True),
-    _varlen((30, 0, 40), (20, 5, 44), (4, 2), 40, "all", slopes=(3, 4), sinks=normal(), **_ALL_OPTIONS),
+    _varlen((17, 40), (33, 40), (4, 1), 32, "alibi", alibi_slopes=(4,)),
+    _varlen((17, 40), (33, 40), (4, 1), 32, "alibi-per-sequence", alibi_slopes=(2, 4), causal=True),
+    _varlen((30, 0, 40), (20, 5, 44), (4, 2), 40, "all", alibi_slopes=(3, 4), sinks=normal(), **_ALL_OPTIONS),
     _varlen((17, 40), (33, 40), (2, 1), 32, "sinks", sinks=normal()),
-    _varlen((17, 40), (33, 40), (2, 1), 64, "value-width-32", value_width=32, causal=True),
+    _varlen((17, 40), (33, 40), (2, 1), 64, "head-dim-v-32", head_dim_v=32, causal=True),
     _varlen((17, 40), (33, 40), (2, 1), 32, "int64", index=torch.int64, causal=True),
     _varlen((17, 40), (33, 40), (2, 1), 32, "loose-maximum", slack=100, causal=True),
     *(_varlen((17, 20), (17, 20), (2, 1), 40, x, layout=x) for x in ("swapped", "sliced", "offset", "strided")),
@@ -229,7 +202,7 @@ _PACKED = (
     _varlen((), (), (2, 1), 32, "no-sequences", return_lse=True),
 )
 
-# --- every length with every kind of head, mask and width -------------------------------------------------------------
+# --- every length with every kind of head, mask and head dimension ----------------------------------------------------
 
 _TOKENS = (
     *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211)),
@@ -238,36 +211,36 @@ _TOKENS = (
 _HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
 _MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": (64, 16)}}
 _CAPS: dict[str, dict[str, Any]] = {"": {}, "-softcap": {"softcap": 15.0}}
-_WIDTHS = (32, 40, 59, 64, 96, 111, 128, 192, 256)
+_HEAD_DIMS = (32, 40, 59, 64, 96, 111, 128, 192, 256)
 
 
-def _field(tokens: tuple[int, int], heads: str, mask: str, cap: str, width: int) -> Case:
-    small = tokens[0] * tokens[1] <= 16_000 and width <= 64 and heads != "gqa"
+def _field(tokens: tuple[int, int], heads: str, mask: str, cap: str, head_dim: int) -> Case:
+    small = tokens[0] * tokens[1] <= 16_000 and head_dim <= 64 and heads != "gqa"
     options = {**_MASKS[mask], **_CAPS[cap]}
-    return _case(1, _HEADS[heads], tokens, width, f"field-{mask}{cap}", interpreted=small, **options)
+    return _case(1, _HEADS[heads], tokens, head_dim, f"field-{mask}{cap}", interpreted=small, **options)
 
 
 def _paired() -> Iterator[Case]:
-    """Every length with every kind of head and mask, every width with every one of them, capped and not, in turn."""
+    """Every length with every kind of head and mask; head dimensions and the cap take turns, so that each meets all."""
     for i, tokens in enumerate(_TOKENS):
         for j, heads in enumerate(_HEADS):
             mask = list(_MASKS)[(i + j) % 3]
-            yield _field(tokens, heads, mask, list(_CAPS)[(i // 2 + j) % 2], _WIDTHS[(i + 3 * j + i // 9) % 9])
+            yield _field(tokens, heads, mask, list(_CAPS)[(i // 2 + j) % 2], _HEAD_DIMS[(i + 3 * j + i // 9) % 9])
 
 
 def field_cases() -> Iterator[Case]:
     """The whole product, for a GPU."""
-    return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, _WIDTHS))
+    return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, _HEAD_DIMS))
 
 
 CASES: dict[str, tuple[Case, ...]] = {"flash_attention": (*_DENSE, *_paired()), "flash_attention_varlen": _PACKED}
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
-    """What is compiled ahead of time unless everything is asked for: each row of the table of configurations, and the
-    options that need most registers. (All cases take an hour.)"""
+    """What is compiled ahead of time by default: each row of the table of configurations, and the options that need
+    most registers. (All cases take an hour.)"""
     half, single = torch.bfloat16, torch.float32
-    everything = {**_ALL_OPTIONS, "slopes": (8,), "sinks": normal(), "return_stats": True}
+    everything = {**_ALL_OPTIONS, "alibi_slopes": (8,), "sinks": normal(), "return_stats": True}
     if op == "flash_attention":
         return (
             *((bench_case(2, 8, 2, 512, d, True), half) for d in (64, 128, 256)),
@@ -282,8 +255,8 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     )
 
 
-#: Gradients that a kernel makes from delta, one number a row, and that from the output as it was rounded: whatever
-#: their own dtype and size, they are judged as so many roundings as there are rows.
+#: Gradients that a kernel computes from delta, which comes from the rounded output: whatever their own dtype and size,
+#: they are allowed one rounding for each row.
 FROM_OUTPUT = ("q", "k", "sinks")
 
 #: Two float32 roundings, as a part of what tiny() forgives a sum.
@@ -293,26 +266,27 @@ _ROUNDING = 1 / 16
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Size of the terms that a result sums (float64 inputs), by name: the root of the sum of their squares.
+    """Size of the terms that each result sums (float64 inputs), by name: the root of the sum of their squares.
 
-    What cancels in gradients: ``g . v - delta`` in that of every score, and the sums over keys (q), queries (k, v) and
-    all (sinks). In all results: a score is itself a sum, whose error the exponential multiplies by ``p``, so that large
-    scores that happen to leave a small or saturated result are not held to its size.
+    In gradients ``dout . v - delta`` of each score cancels, and so do the sums over keys (q), queries (k, v) and both
+    (sinks). In all results a score is itself a sum, and the exponential multiplies its error by ``p``: large scores
+    that happen to leave a small or saturated result are not held to the size of that result.
     """
     q, k, v = (x.detach() for x in (args["q"], args["k"], args["v"]) if x is not None)
-    slopes, sinks = args.get("alibi_slopes"), args.get("sinks")
+    alibi_slopes, sinks = args.get("alibi_slopes"), args.get("sinks")
     cotangents = cotangents[: 2 if options.get("return_lse") else 1]  # statistics have none
     sinks = None if sinks is None else sinks.detach()
     if "cu_seqlens_q" not in args:
-        return _scales(q, k, v, slopes, sinks, options, cotangents)
-    starts_q, starts_k = args["cu_seqlens_q"], args["cu_seqlens_k"]
-    assert starts_q is not None
-    assert starts_k is not None
+        return _scales(q, k, v, alibi_slopes, sinks, options, cotangents)
+    cu_seqlens_q, cu_seqlens_k = args["cu_seqlens_q"], args["cu_seqlens_k"]
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
     most: dict[str, float] = {}
-    for n, ((q0, q1), (k0, k1)) in enumerate(zip(*(pairwise(s.tolist()) for s in (starts_q, starts_k)), strict=True)):
+    parts = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for n, ((q0, q1), (k0, k1)) in enumerate(parts):
         one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1], cotangents[0][q0:q1])]
         into_lse = tuple(c[None, :, q0:q1] for c in cotangents[1:])
-        own = slopes[n] if slopes is not None and slopes.dim() == 2 else slopes
+        own = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         found = _scales(one[0], one[1], one[2], own, sinks, options, (one[3], *into_lse))
         most |= {name: max(size, most.get(name, 0.0)) for name, size in found.items()}
     return most
@@ -322,7 +296,7 @@ def _scales(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: Tensor | None,
+    alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     options: Mapping[str, Any],
     cotangents: tuple[Tensor, ...],
@@ -339,13 +313,13 @@ def _scales(
         scores = cap * (scores / cap).tanh()
         error2 = error2 * (1 - (scores / cap).square()).square()
     offset = 0 if options.get("align") == "top_left" else s - t
-    distance = torch.arange(s) - torch.arange(t)[:, None] - offset
-    if slopes is not None:
-        bias = slopes.detach()[..., None, None] * distance.abs()
+    rel_pos = torch.arange(s) - torch.arange(t)[:, None] - offset
+    if alibi_slopes is not None:
+        bias = alibi_slopes.detach()[..., None, None] * rel_pos.abs()
         scores, error2 = scores - bias, error2 + (_ROUNDING * bias).square()
-    left, right = sides(options.get("window"), options.get("causal", False))
-    hidden = torch.zeros_like(distance, dtype=torch.bool) if left is None else distance < -left
-    hidden = hidden if right is None else hidden | (distance > right)
+    left, right = window_sides(options.get("window"), options.get("causal", False))
+    hidden = torch.zeros_like(rel_pos, dtype=torch.bool) if left is None else rel_pos < -left
+    hidden = hidden if right is None else hidden | (rel_pos > right)
     scores = scores.masked_fill(hidden, -torch.inf)
     sink = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if sinks is not None:
@@ -361,12 +335,12 @@ def _scales(
     found = {f"output {i}": float(x.max().sqrt()) for i, x in enumerate(kept)}
     error2 = error2 + (every_p.square() * error2).sum(-1, keepdim=True)  # of a weight's logarithm: score - lse
 
-    g2 = cotangents[0].square()
-    delta2 = (g2 * (out.square() + kept[0])).sum(-1, keepdim=True)
+    dout2 = cotangents[0].square()
+    delta2 = (dout2 * (out.square() + kept[0])).sum(-1, keepdim=True)
     if len(cotangents) > 1:
         delta2 = delta2 + cotangents[1].square()[..., None]
     p2 = p.square() * (1 + error2[..., :-1])
-    ds2 = p2 * (g2 @ v.square().transpose(-1, -2) + delta2)
+    ds2 = p2 * (dout2 @ v.square().transpose(-1, -2) + delta2)
 
     def over_group(squares: Tensor) -> float:
         return float(squares.unflatten(1, (-1, group)).sum(2).max().sqrt())
@@ -374,7 +348,7 @@ def _scales(
     found |= {
         "q": scale * float((ds2 @ k.square()).max().sqrt()),
         "k": scale * over_group(ds2.transpose(-1, -2) @ q.square()),
-        "v": over_group(p2.transpose(-1, -2) @ g2),
+        "v": over_group(p2.transpose(-1, -2) @ dout2),
     }
     if sinks is not None:
         found["sinks"] = float((p_sink.square() * (1 + error2[..., -1:]) * delta2).sum((0, 2, 3)).max().sqrt())

@@ -1,7 +1,8 @@
 """Plain PyTorch, differentiated by autograd: what every kernel of the op must equal.
 
-In bfloat16 and float16 both matrix products take and give that dtype and all between them is in float32, which is what
-a model without a fused kernel computes. `q` is folded to ``[B, Hk, G*T, D]`` so that no key or value is repeated.
+In bfloat16 and float16 both matrix products take and return that dtype, and everything between them is in float32,
+which is what a model without a fused kernel computes. `q` is folded to ``[B, Hk, G*T, D]`` so that no key or value is
+repeated.
 """
 
 from __future__ import annotations
@@ -10,48 +11,41 @@ import torch
 from torch import Tensor
 
 from foundry_kernels._layout import inverse, storage_order
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    bottom_right: bool,
-    return_lse: bool,
-    return_stats: bool,
-) -> Tensor | tuple[Tensor, ...]:
-    distance = None
-    if alibi_slopes is not None or left is not None or right is not None:
-        t, s = q.shape[2], k.shape[2]
-        i = torch.arange(t, device=q.device) + (s - t if bottom_right else 0)
-        distance = torch.arange(s, device=q.device) - i[:, None]
-    slopes = None if alibi_slopes is None else alibi_slopes[..., None, None]
-    out, *rows = _attend(q, k, v, scale, softcap, sinks, distance, _outside(distance, left, right), slopes)
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
+    out, *rows = _dense(q, k, v, options)
     order = storage_order(q)
-    return _wanted(out.permute(order).contiguous().permute(inverse(order)), rows, return_lse, return_stats)
+    return options.select(out.permute(order).contiguous().permute(inverse(order)), *rows)
 
 
-def _wanted(out: Tensor, rows: list[Tensor], return_lse: bool, return_stats: bool) -> Tensor | tuple[Tensor, ...]:
-    """What the caller asked for of `out` and `rows`: lse, entropy, max_logit."""
-    kept = (rows[:1] if return_lse else []) + (rows[1:] if return_stats else [])
-    return (out, *kept) if kept else out
+def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
+    attend = _in_one_matrix if torch.compiler.is_compiling() else _one_by_one
+    return options.select(*(x.contiguous() for x in attend(q, k, v, options)))
 
 
-def _outside(distance: Tensor | None, left: int | None, right: int | None) -> Tensor | None:
-    """Which keys lie outside of the window; `distance` is how far key j lies ahead of query i, ``j - (i + offset)``."""
-    if distance is None or (left is None and right is None):
+def _dense(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    """(out, lse, entropy, max_logit) of ``[B, H, T, D]`` queries."""
+    rel_pos = None
+    if options.alibi_slopes is not None or options.window_left is not None or options.window_right is not None:
+        t, s = q.shape[2], k.shape[2]
+        q_pos = torch.arange(t, device=q.device) + (s - t if options.bottom_right else 0)
+        rel_pos = torch.arange(s, device=q.device) - q_pos[:, None]
+    slopes = None if options.alibi_slopes is None else options.alibi_slopes[..., None, None]
+    return _attend(q, k, v, options, rel_pos, _outside_window(rel_pos, options), slopes)
+
+
+def _outside_window(rel_pos: Tensor | None, options: AttentionOptions) -> Tensor | None:
+    """Which keys lie outside of the window; `rel_pos` is the key's position minus the query's, after alignment."""
+    left, right = options.window_left, options.window_right
+    if rel_pos is None or (left is None and right is None):
         return None
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    hidden = torch.zeros_like(rel_pos, dtype=torch.bool)
     if left is not None:
-        hidden = hidden | (distance < -left)
+        hidden = hidden | (rel_pos < -left)
     if right is not None:
-        hidden = hidden | (distance > right)
+        hidden = hidden | (rel_pos > right)
     return hidden
 
 
@@ -59,37 +53,35 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    distance: Tensor | None,
+    options: AttentionOptions,
+    rel_pos: Tensor | None,
     hidden: Tensor | None,
     slopes: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """(out, lse, entropy, max_logit); `distance` and `hidden` are ``[T, S]``, slopes broadcast to ``[B, H, T, S]``."""
+    """(out, lse, entropy, max_logit); `rel_pos` and `hidden` are ``[T, S]``, slopes broadcast to ``[B, H, T, S]``."""
     b, h, t, d = q.shape
     hk, s, dv = k.shape[1], k.shape[2], v.shape[3]
     rows = (h // hk) * t
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.matmul(q.reshape(b, hk, rows, d), k.transpose(-1, -2)).view(b, h, t, s).to(compute) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.matmul(q.reshape(b, hk, rows, d), k.transpose(-1, -2)).view(b, h, t, s).to(compute) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     if slopes is not None:
-        assert distance is not None
-        scores = scores - slopes.to(compute) * distance.abs()
+        assert rel_pos is not None
+        scores = scores - slopes.to(compute) * rel_pos.abs()
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
-    probabilities, *per_row = _softmax(scores, sinks)
+    probabilities, *per_row = _softmax(scores, options.sinks)
     probabilities = probabilities.to(v.dtype).view(b, hk, rows, s)
     return (torch.matmul(probabilities, v).view(b, h, t, dv), *per_row)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Softmax of ``[B, H, T, S]`` over the last dimension with a sink a head, and of each row ``[B, H, T]`` its
-    log-sum-exp and, outside of autograd, its entropy and largest score.
+    """Softmax of ``[B, H, T, S]`` over the last dimension with one sink per head and, for each row ``[B, H, T]``, its
+    log-sum-exp and (outside of autograd) its entropy and largest score.
 
-    A row of -inf gives probabilities 0 and lse -inf. Every value that is not finite is replaced before the function
-    whose derivative it would spoil, since autograd multiplies the masked branch of a `where` by 0 and 0 * inf is NaN.
+    A row of -inf gives probabilities 0 and lse -inf. Autograd multiplies the masked branch of a `where` by 0, and
+    0 * inf is NaN: so every value that is not finite is replaced before the function whose derivative it would spoil.
     """
     peak = scores.detach().new_full((*scores.shape[:-1], 1), -torch.inf)
     if scores.shape[-1] > 0:
@@ -114,89 +106,45 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tens
     return weights / total, lse.squeeze(-1), entropy.squeeze(-1), largest.squeeze(-1)
 
 
-def flash_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    bottom_right: bool,
-    return_lse: bool,
-    return_stats: bool,
-) -> Tensor | tuple[Tensor, ...]:
-    options = (scale, left, right, softcap, alibi_slopes, sinks, bottom_right)
-    attend = _in_one_matrix if torch.compiler.is_compiling() else _one_by_one
-    out, *rows = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-    return _wanted(out.contiguous(), [x.contiguous() for x in rows], return_lse, return_stats)
-
-
-def _one_by_one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    bottom_right: bool,
-) -> tuple[Tensor, ...]:
-    """Each sequence by itself: the least work, but the lengths must be read."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    if len(starts_q) == 1:  # no sequence: one without tokens keeps the result on the graph
-        starts_q, starts_k, alibi_slopes = [0, 0], [0, 0], None
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    """One sequence after the other: the least work, but the lengths must be read."""
+    assert options.cu_seqlens_q is not None
+    assert options.cu_seqlens_k is not None
+    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
+    alibi_slopes = options.alibi_slopes
+    if len(cu_seqlens_q) == 1:  # no sequence: one without tokens keeps the result on the graph
+        cu_seqlens_q, cu_seqlens_k, alibi_slopes = [0, 0], [0, 0], None
     found = []
-    for n in range(len(starts_q) - 1):
-        tokens_q, tokens_k = slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1])
+    for n in range(len(cu_seqlens_q) - 1):
+        tokens_q, tokens_k = slice(*cu_seqlens_q[n : n + 2]), slice(*cu_seqlens_k[n : n + 2])
         qn, kn, vn = (x.transpose(0, 1).unsqueeze(0) for x in (q[tokens_q], k[tokens_k], v[tokens_k]))
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        out, *rows = flash_attention(qn, kn, vn, scale, left, right, softcap, slopes, sinks, bottom_right, True, True)
+        out, *rows = _dense(qn, kn, vn, options._replace(alibi_slopes=slopes))
         found.append((out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows)))
-    out, *rows = (list(x) for x in zip(*found, strict=True))
-    return (torch.cat(out), *(torch.cat(x, dim=1) for x in rows))
+    outs, *each = (list(x) for x in zip(*found, strict=True))
+    return (torch.cat(outs), *(torch.cat(rows, dim=1) for rows in each))
 
 
-def _in_one_matrix(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scale: float,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    bottom_right: bool,
-) -> tuple[Tensor, ...]:
-    """All sequences as one with the pairs of different ones hidden: nothing is read, so torch.compile can trace it."""
+def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    """All sequences as one, with the pairs of different ones hidden: torch.compile can trace it, as nothing is read."""
+    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
     index_q = torch.arange(q.shape[0], device=q.device)
     index_k = torch.arange(k.shape[0], device=q.device)
     sequence_q = torch.searchsorted(cu_seqlens_q[1:], index_q, right=True)
     sequence_k = torch.searchsorted(cu_seqlens_k[1:], index_k, right=True)
-    place_q = index_q - cu_seqlens_q[sequence_q]
-    if bottom_right:
-        place_q = place_q + (cu_seqlens_k.diff() - cu_seqlens_q.diff())[sequence_q]
-    distance = index_k - cu_seqlens_k[sequence_k] - place_q[:, None]
+    q_pos = index_q - cu_seqlens_q[sequence_q]
+    if options.bottom_right:
+        q_pos = q_pos + (cu_seqlens_k.diff() - cu_seqlens_q.diff())[sequence_q]
+    rel_pos = index_k - cu_seqlens_k[sequence_k] - q_pos[:, None]
     hidden = sequence_q[:, None] != sequence_k
-    outside = _outside(distance, left, right)
+    outside = _outside_window(rel_pos, options)
     if outside is not None:
         hidden = hidden | outside
-    slopes = alibi_slopes
+    slopes = options.alibi_slopes
     if slopes is not None:
         slopes = slopes[:, None, None] if slopes.dim() == 1 else slopes[sequence_q].t()[..., None]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out, *rows = _attend(q, k, v, scale, softcap, sinks, distance, hidden, slopes)
+    out, *rows = _attend(q, k, v, options, rel_pos, hidden, slopes)
     return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))

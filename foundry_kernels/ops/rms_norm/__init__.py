@@ -4,29 +4,26 @@ For a row :math:`x \in R^N` with weight :math:`w` and offset :math:`o`
 
 .. math:: r = 1 / \sqrt{\tfrac1N \sum_i x_i^2 + \epsilon}, \qquad y_i = x_i \, r \, (w_i + o)
 
-and, with :math:`g_i = \partial L / \partial y_i`, :math:`v_i = g_i (w_i + o)`,
+and, with :math:`dy_i = \partial L / \partial y_i` and :math:`v_i = dy_i (w_i + o)`,
 
 .. math:: \partial L / \partial x_i = r \, v_i - x_i \, \frac{r^3}{N} \sum_j v_j x_j, \qquad
-          \partial L / \partial w_i = \sum_{rows} g_i \, x_i \, r .
+          \partial L / \partial w_i = \sum_{rows} dy_i \, x_i \, r .
 
-The backward pass needs the input and one number a row, :math:`r` (`rstd`), which is kept only where a gradient is
-wanted. Arithmetic is in float32 (float64 for float64 inputs); results are rounded once.
+The backward pass needs the input and one number per row, :math:`r` (`rstd`), which is saved only where a gradient is
+needed. Arithmetic is in float32 (float64 for float64 inputs); results are rounded once.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_device, check_eps, check_float, check_shape
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rms_norm import reference
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 
 def rms_norm(
@@ -48,20 +45,20 @@ def rms_norm(
         eps: added to the mean square, >= 0.
         weight_offset: added to the weight: 1.0 for Gemma, whose weights are stored around 0. Needs a weight.
         round_before_weight: False rounds once, after the weight (as ``F.rms_norm``, OLMo2, Gemma). True rounds
-            ``x / rms`` to ``x.dtype`` first and then multiplies, as Llama, Mistral and Qwen do; the result then has the
-            dtype that ``x`` and ``weight`` promote to.
+            ``x / rms`` to ``x.dtype`` before it is multiplied (as Llama, Mistral, Qwen); the result then has the dtype
+            that ``x`` and ``weight`` promote to.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
         ``y [..., N]``, contiguous, of ``x.dtype`` (but see `round_before_weight`).
 
     Raises:
-        TypeError: an argument is no tensor or has no floating-point dtype.
-        ValueError: `x` has no dimension or zero width, `weight` does not fit it or lies on another device, `eps` is
-            negative, `weight_offset` is given without a weight, the backend's name is unknown.
+        TypeError: an argument is not a tensor or does not have a floating-point dtype.
+        ValueError: `x` is a scalar or N is 0, `weight` does not match it or is on another device, `eps` is negative,
+            `weight_offset` is given without a weight, or the backend is unknown.
         BackendUnavailable: the named backend cannot serve this device or dtype.
 
-    Autocast does not change the computation, which is in float32 in any case. There is no second derivative.
+    Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
     _check(x, weight, eps, weight_offset)
     return resolve(RMS_NORM, backend, x)(x, weight, eps, weight_offset, round_before_weight)
@@ -81,16 +78,16 @@ def add_rms_norm(
 
     Args:
         x: ``[..., N]``, as for :func:`rms_norm`.
-        residual: ``[..., N]``, of x's shape and device. If its dtype is another one, the sum is formed in the dtype
-            that both promote to before it is rounded to ``x.dtype``.
+        residual: ``[..., N]``, of x's shape and device. If its dtype differs, the sum is formed in the dtype that both
+            promote to and then rounded to ``x.dtype``.
         weight, eps, weight_offset, round_before_weight, backend: as for :func:`rms_norm`.
 
     Returns:
         ``(y, h)``, both ``[..., N]`` and contiguous. ``h`` is the sum rounded to ``x.dtype``, the next residual; ``y``
-        is the norm of that rounded sum, of the dtype that :func:`rms_norm` gives.
+        is ``rms_norm(h)``.
 
     Raises:
-        As :func:`rms_norm`; ValueError where `residual` does not match `x`.
+        As :func:`rms_norm`; ValueError if `residual` does not match `x`.
     """
     _check(x, weight, eps, weight_offset)
     check_float("residual", residual)
@@ -120,15 +117,5 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -
     check_eps(eps)
 
 
-def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
-    name = public.__name__
-    return OpSpec(
-        name,
-        public,
-        (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name)),
-        __name__,
-    )
-
-
-RMS_NORM = register(_spec(rms_norm, reference.rms_norm))
-ADD_RMS_NORM = register(_spec(add_rms_norm, reference.add_rms_norm))
+RMS_NORM = register_op(rms_norm, reference.rms_norm)
+ADD_RMS_NORM = register_op(add_rms_norm, reference.add_rms_norm)

@@ -1,4 +1,4 @@
-"""Sample inputs, and what a call moves; the parity suite and the benchmarks enumerate this."""
+"""Sample inputs, and the size of what a gradient sums; the parity suite enumerates this."""
 
 from __future__ import annotations
 
@@ -103,83 +103,3 @@ def scales(
         into = max(into, float(cotangents[1].abs().max()))
     over_rows = terms.reshape(-1, x.shape[-1]).square().sum(0).sqrt().max()
     return {"x": into, "residual": into, "weight": float(over_rows)}
-
-
-# --- benchmarks -----------------------------------------------------------------------------------------------------
-
-
-def _bench(rows: int, width: int, residual: bool, name: str) -> Case:
-    args: dict[str, Arg | None] = {"x": Arg((rows, width)), "weight": Arg((width,))}
-    if residual:
-        args = {"x": Arg((rows, width)), "residual": Arg((rows, width)), "weight": Arg((width,))}
-    return Case(f"{rows}x{width}-{name}", args, {"round_before_weight": True})
-
-
-#: Shapes to time, by device: the width of a model and rows that fit in the cache or do not.
-_BENCH_SHAPES = {
-    "cpu": ((512, 2048, "cached"), (4096, 4096, "large"), (8192, 128, "heads"), (1, 4096, "decode")),
-    "cuda": (
-        (16384, 1024, "qwen3-0.6b"),
-        (16384, 4096, "llama-8b"),
-        (16384, 8192, "llama-70b"),
-        (16384, 32768, "wide"),
-        (131072, 128, "heads"),
-        (1, 4096, "decode"),
-    ),
-}
-
-
-#: Endings of the cases that are timed without --full.
-BENCH_QUICK = ("cached", "large", "llama-8b", "decode")
-
-
-def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(_bench(rows, width, op == "add_rms_norm", name) for rows, width, name in _BENCH_SHAPES[device])
-
-
-def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
-    """Growing shapes, by the size that grows: N is the width, T the rows."""
-    rows, width, top = (1024, 2048, 13) if device == "cpu" else (16384, 4096, 15)
-    residual = op == "add_rms_norm"
-    return {
-        "N": tuple((2**i, _bench(rows, 2**i, residual, "width")) for i in range(7, top + 1, 2)),
-        "T": tuple((2**i, _bench(2**i, width, residual, "rows")) for i in range(6, top + 1, 2)),
-    }
-
-
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written. Forward: each input once, each output once (weight and rstd, which are
-    small, are left out). Backward: x (or the sum h), dy and, for the sum, dh are read and one dx is written."""
-    x = args["x"]
-    assert x is not None
-    tensors = {"forward": 2, "backward": 3} if "residual" not in args else {"forward": 4, "backward": 4}
-    tensors["both"] = tensors["forward"] + tensors["backward"]
-    return tensors[direction] * x.numel() * x.element_size()
-
-
-def _eager(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """As models in Hugging Face's transformers write it."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def _eager_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    h = x + residual
-    return _eager(h, weight), h
-
-
-def _torch_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    h = x + residual
-    return torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6), h
-
-
-def _torch(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
-
-
-#: What else computes this, by name; "eager" is also what torch.compile is given.
-PEERS = {
-    "rms_norm": {"eager": _eager, "F.rms_norm": _torch},
-    "add_rms_norm": {"eager": _eager_add, "F.rms_norm": _torch_add},
-}

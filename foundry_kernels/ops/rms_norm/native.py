@@ -1,4 +1,4 @@
-"""RMSNorm of the compiled extension: `csrc/torch/rms_norm.cpp` over `csrc/cpu/rms_norm.cpp`."""
+"""RMSNorm of the compiled extension: `csrc/torch/rms_norm*.cpp` over kernels in `csrc/{cpu,cuda}/rms_norm.*`."""
 
 import torch
 

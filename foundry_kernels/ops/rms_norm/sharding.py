@@ -1,6 +1,6 @@
-"""The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
+"""The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
-A row is normalised on one device; rows may be divided.
+A row is normalised on one device; rows may be divided over devices.
 """
 
 from collections.abc import Mapping

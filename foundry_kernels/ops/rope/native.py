@@ -1,4 +1,4 @@
-"""RoPE of the compiled extension: `csrc/torch/rope.cpp` over `csrc/cpu/rope.cpp` and `csrc/cuda/rope.cu`."""
+"""RoPE of the compiled extension: `csrc/torch/rope*.cpp` over kernels in `csrc/{cpu,cuda}/*rope.*`."""
 
 import torch
 

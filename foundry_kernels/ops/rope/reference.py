@@ -55,7 +55,7 @@ def _tables(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tu
     tables = []
     for table in (cos, sin):
         if positions is not None:
-            table = embedding(positions, table)  # an index outside of the table is an error, a negative one too
+            table = embedding(positions, table)  # an index outside the table is an error, a negative one too
         elif table.dim() == 2:
             table = table[:rows]
         tables.append((table if table.dim() == 3 else table.unsqueeze(0)).unsqueeze(1).to(compute))
@@ -63,8 +63,8 @@ def _tables(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tu
 
 
 def _in_memory_order(x: Tensor, function: Any, cos: Tensor, sin: Tensor, option: Any) -> Tensor:
-    """``function(x, cos, sin, option)`` of x ``[B, H, T, D]`` and tables with their dimensions put in the order that
-    x's have in memory: so the output is contiguous in that order, and the gradient too."""
+    """``function(x, cos, sin, option)`` of x ``[B, H, T, D]`` and the tables, all permuted to x's storage order, so
+    that output and gradient are dense in that order."""
     order = storage_order(x)
     out = function(x.permute(order), cos.permute(order), sin.permute(order), option)
     return out.contiguous().permute(inverse(order))
@@ -72,9 +72,9 @@ def _in_memory_order(x: Tensor, function: Any, cos: Tensor, sin: Tensor, option:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
-    turned, rest = x.split([2 * half, x.shape[-1] - 2 * half], -1)
-    one, two = turned.unflatten(-1, (half, 2)).unbind(-1) if interleaved else turned.split(half, -1)
+    pairs, rest = x.split([2 * half, x.shape[-1] - 2 * half], -1)
+    one, two = pairs.unflatten(-1, (half, 2)).unbind(-1) if interleaved else pairs.split([half, half], -1)
     one, two = one.to(cos.dtype), two.to(cos.dtype)
     pair = [(one * cos - two * sin).to(x.dtype), (two * cos + one * sin).to(x.dtype)]
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([turned, rest], -1)
+    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([rotated, rest], -1)

@@ -1,4 +1,4 @@
-"""The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
+"""The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
 Sequences and heads may be divided; tokens only where each brings its own position, since a part of a sequence that has
 none would count from 0.
@@ -7,11 +7,11 @@ none would count from 0.
 from collections.abc import Mapping
 from typing import Any
 
-OPERATORS = ("rope", "rope_apply", "qk_norm_rope_fwd", "qk_norm_rope_bwd")
+OPERATORS = ("rope_apply", "qk_norm_rope_fwd", "qk_norm_rope_bwd")
 
 _DIMS = (
-    dict.fromkeys(("q", "k", "q_out", "k_out", "yq", "yk"), "bhtd")
-    | dict.fromkeys(("q_weight", "k_weight", "qw", "kw"), "d")
+    dict.fromkeys(("q", "k", "q_out", "k_out"), "bhtd")
+    | dict.fromkeys(("q_weight", "k_weight"), "d")
     | dict.fromkeys(("q_rstd", "k_rstd"), "bht")
 )
 
@@ -19,6 +19,6 @@ _DIMS = (
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     cos, positions = args["cos"], args.get("positions")
     tables = "btr" if cos.ndim == 3 else "pr"
-    place = "bt" if positions is not None and positions.ndim == 2 else "t"
+    position_dims = "bt" if positions is not None and positions.ndim == 2 else "t"
     own_positions = cos.ndim == 3 or positions is not None
-    return _DIMS | {"cos": tables, "sin": tables, "positions": place}, "bht" if own_positions else "bh"
+    return _DIMS | {"cos": tables, "sin": tables, "positions": position_dims}, "bht" if own_positions else "bh"

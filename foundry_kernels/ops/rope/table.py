@@ -1,18 +1,19 @@
-r"""Tables of angles, and the ways to stretch them beyond the length that a model was trained on.
+r"""Tables of angles, and the ways to extend them beyond the length that a model was trained on.
 
-Pair :math:`i` of R/2 turns with frequency :math:`\theta_i = b^{-2i/R}`: at position p by the angle :math:`p \theta_i`.
+Pair :math:`i` of R/2 has the frequency :math:`\theta_i = b^{-2i/R}`: at position p its angle is :math:`p \theta_i`.
 With the factor f and the trained length L (`original_max_position_embeddings`), a scaling replaces the frequencies by
 
 - linear: :math:`\theta_i / f`. Chen et al., "Extending Context Window via Positional Interpolation", 2023,
   arXiv:2306.15595.
 - dynamic (NTK-aware): those of the base :math:`b \, (f n / L - (f - 1))^{R/(R-2)}` where n is the table's length or
-  L, whichever is more: nothing changes up to L, and beyond it the lowest frequency is stretched.
-- yarn: a blend of :math:`\theta_i / f` and :math:`\theta_i` by the number of turns :math:`L \theta_i / 2\pi` that the
-  pair makes over the trained length: at least `beta_fast` turns keep the frequency, at most `beta_slow` divide it,
-  linear in i between. cos and sin are multiplied by the attention factor, by default :math:`0.1 \ln f + 1`.
+  L, whichever is larger: nothing changes up to L; beyond it the lowest frequency decreases.
+- yarn: a blend of :math:`\theta_i / f` and :math:`\theta_i` by the number of rotations :math:`L \theta_i / 2\pi`
+  that the pair makes over the trained length: with `beta_fast` or more it keeps its frequency, with `beta_slow` or
+  fewer the frequency is divided by f; between, the blend is linear in i. cos and sin are multiplied by the attention
+  factor, by default :math:`0.1 \ln f + 1`.
   Peng et al., "YaRN", 2023, arXiv:2309.00071.
-- llama3: a wavelength :math:`2\pi/\theta_i` up to L / `high_freq_factor` keeps the frequency, one from
-  L / `low_freq_factor` on divides it by f, and between them the blend is linear in the number of turns.
+- llama3: a pair of wavelength :math:`2\pi/\theta_i` up to L / `high_freq_factor` keeps its frequency; from
+  L / `low_freq_factor` on the frequency is divided by f; between, the blend is linear in the number of rotations.
   "The Llama 3 Herd of Models", 2024, arXiv:2407.21783.
 """
 
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from foundry_kernels._checks import check_int
 
 #: By type: the parameters that must be given and those that may be.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -38,23 +41,23 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a rotary table is stretched; the names are those of Hugging Face's ``rope_scaling``.
+    """How a rotary table is extended; the names are those of Hugging Face's ``rope_scaling``.
 
     Args:
         rope_type: "linear", "dynamic", "yarn" or "llama3"; see the formulas of this module.
-        factor: ratio of the wanted to the trained length, >= 1.
-        original_max_position_embeddings: the trained length; needed by all but "linear".
-        low_freq_factor, high_freq_factor: bounds of llama3's blend, in turns over the trained length; needed by it
-            (Llama 3.1 has 1 and 4), 0 < low < high.
-        beta_fast, beta_slow: bounds of yarn's blend, in turns; 32 and 1 if None.
-        attention_factor: what yarn multiplies cos and sin by. If None, ``0.1 * mscale * ln(factor) + 1`` divided by the
-            same with `mscale_all_dim` where both of these are given, else ``0.1 * ln(factor) + 1``.
+        factor: ratio of the extended to the trained length, >= 1.
+        original_max_position_embeddings: the trained length; required by all but "linear".
+        low_freq_factor, high_freq_factor: bounds of llama3's blend, in rotations over the trained length; required by
+            it (1 and 4 in Llama 3.1), 0 < low < high.
+        beta_fast, beta_slow: bounds of yarn's blend, in rotations; 32 and 1 if None.
+        attention_factor: yarn multiplies cos and sin by it. If None, ``0.1 * mscale * ln(factor) + 1`` divided by the
+            same with `mscale_all_dim` if both are given, else ``0.1 * ln(factor) + 1``.
         mscale, mscale_all_dim: see `attention_factor`; a 0 counts as not given.
         truncate: whether yarn rounds the bounds of its blend outwards to whole pairs; True if None (gpt-oss: False).
 
     Raises:
-        TypeError: a parameter is no number (or, for `truncate`, no bool).
-        ValueError: the type is unknown, a parameter is missing, out of range, or without meaning for the type.
+        TypeError: a parameter is not a number (or, for `truncate`, not a bool).
+        ValueError: the type is unknown, or a parameter is missing, out of range or meaningless for the type.
     """
 
     rope_type: str
@@ -118,24 +121,24 @@ def rope_table(
     ``cos[p, i] = cos(p * base^(-2i / rotary_dim))``, sin likewise; the frequencies changed by `scaling`, if any.
 
     Args:
-        rotary_dim: R, the number of dimensions that turn: even, >= 2.
+        rotary_dim: R, the number of rotated dimensions: even, >= 2.
         max_positions: P >= 0, the rows of the table. With "dynamic" scaling the frequencies depend on it.
         base: b > 1 (``rope_theta``).
         scaling: a :class:`RopeScaling` or None.
-        device: where the result lies; torch's default device if None.
+        device: of the result; torch's default device if None.
 
     Returns:
         ``(cos, sin)``, each ``[P, R/2]`` float32. They are computed in float64 on the CPU and rounded once, so that
-        late positions are as exact as early ones and every device gets the same bits.
+        late positions are as exact as early ones and the tables are bitwise equal on all devices.
 
     Raises:
-        TypeError: an argument is no number, or `scaling` no RopeScaling.
-        ValueError: an argument is out of its range.
+        TypeError: an argument is not a number, or `scaling` not a RopeScaling.
+        ValueError: an argument is out of range.
 
     Su et al., "RoFormer", 2021, arXiv:2104.09864.
     """
-    _check_int("rotary_dim", rotary_dim)
-    _check_int("max_positions", max_positions)
+    check_int("rotary_dim", rotary_dim)
+    check_int("max_positions", max_positions)
     _check_number("base", base)
     if rotary_dim < 2 or rotary_dim % 2 != 0:
         raise ValueError(f"rotary_dim must be even and >= 2; got {rotary_dim}")
@@ -173,17 +176,17 @@ def _frequencies(rotary_dim: int, length: int, base: float, scaling: RopeScaling
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None
     assert high is not None
-    turns = trained * plain / (2.0 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    rotations = trained * plain / (2.0 * math.pi)
+    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     return keep * plain + (1.0 - keep) * slow, 1.0
 
 
 def _yarn_keep(scaling: RopeScaling, trained: int, pairs: Tensor, rotary_dim: int, base: float) -> Tensor:
     """How much of its own frequency a pair keeps: 1 for fast pairs, 0 for slow ones."""
 
-    def pair_of(turns: float) -> float:
-        """The (fractional) pair that makes this number of turns over the trained length."""
-        return rotary_dim * math.log(trained / (turns * 2.0 * math.pi)) / (2.0 * math.log(base))
+    def pair_of(rotations: float) -> float:
+        """The (fractional) pair that makes this many rotations over the trained length."""
+        return rotary_dim * math.log(trained / (rotations * 2.0 * math.pi)) / (2.0 * math.log(base))
 
     first, last = pair_of(scaling._beta_fast), pair_of(scaling._beta_slow)
     if scaling.truncate is not False:
@@ -204,11 +207,6 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
     return magnitude(1.0)
-
-
-def _check_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
 
 
 def _check_number(name: str, value: object, minimum: float | None = None) -> None:

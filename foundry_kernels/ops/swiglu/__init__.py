@@ -6,8 +6,8 @@ With the logistic function :math:`\sigma` and the normal distribution's :math:`\
    \qquad \mathrm{geglu} = a(g) \, u, \quad a(g) = g \, \Phi(g), \quad a'(g) = \Phi(g) + g \, \varphi(g)
 
 and in GEGLU's "tanh" form :math:`a(g) = \tfrac12 g (1 + \tanh(\sqrt{2/\pi} (g + 0.044715 g^3)))`. The gradients of g
-and u are :math:`y' u \, a'(g)` and :math:`y' a(g)`, so the backward pass needs the inputs only. Arithmetic is in
-float32 (float64 for float64 inputs); results are rounded once.
+and u are :math:`dy \, u \, a'(g)` and :math:`dy \, a(g)`, so the backward pass needs only the inputs. Arithmetic is
+in float32 (float64 for float64 inputs); results are rounded once.
 
 Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202; Hendrycks and Gimpel, "Gaussian Error Linear
 Units", 2016, arXiv:1606.08415.
@@ -15,15 +15,12 @@ Units", 2016, arXiv:1606.08415.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_shape
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.swiglu import reference
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -41,14 +38,14 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> 
         ``[..., N]``, contiguous, of gate's dtype.
 
     Raises:
-        TypeError: an argument is no tensor or has no floating-point dtype.
-        ValueError: `gate` has no dimension, or an odd last one without `up`; `up` does not match `gate`; the backend's
-            name is unknown.
+        TypeError: an argument is not a tensor or does not have a floating-point dtype.
+        ValueError: `gate` is a scalar, or its last dimension is odd and `up` None; `up` does not match `gate`; the
+            backend is unknown.
         BackendUnavailable: the named backend cannot serve this device or dtype.
 
-    Autocast does not change the computation, which is in float32 in any case. Only the inputs are kept for a backward
-    pass, which computes nothing for an input that needs no gradient and writes a packed gradient in place. There is no
-    second derivative.
+    Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward, which computes
+    nothing for an input that needs no gradient and writes a packed gradient directly. Kernels have no second
+    derivative.
     """
     _check(gate, up)
     return resolve(SWIGLU, backend, gate)(gate, up)
@@ -66,7 +63,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
         ``[..., N]``, contiguous, of gate's dtype.
 
     Raises:
-        As :func:`swiglu`; ValueError where `approximate` is neither of the two.
+        As :func:`swiglu`; ValueError if `approximate` is neither of the two.
     """
     _check(gate, up)
     if approximate not in APPROXIMATIONS:
@@ -88,15 +85,5 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
     check_device("up", up, "gate", gate)
 
 
-def _spec(public: Callable[..., Any], plain: Callable[..., Any]) -> OpSpec:
-    name = public.__name__
-    return OpSpec(
-        name,
-        public,
-        (Impl("reference", plain), _triton.impl(__name__, name), _native.impl(__name__, name)),
-        __name__,
-    )
-
-
-SWIGLU = register(_spec(swiglu, reference.swiglu))
-GEGLU = register(_spec(geglu, reference.geglu))
+SWIGLU = register_op(swiglu, reference.swiglu)
+GEGLU = register_op(geglu, reference.geglu)

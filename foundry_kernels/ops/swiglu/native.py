@@ -1,4 +1,4 @@
-"""SwiGLU and GEGLU of the compiled extension: `csrc/torch/swiglu.cpp` over `csrc/cpu/swiglu.cpp`."""
+"""SwiGLU and GEGLU of the compiled extension: `csrc/torch/swiglu*.cpp` over kernels in `csrc/{cpu,cuda}/swiglu.*`."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
+"""The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
-Elements are independent of each other; but where the gate holds both halves, its last dimension is not the output's.
+Elements are independent; but the last dimension of a packed gate is not that of the output.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,11 @@
 """SwiGLU and GEGLU in Triton.
 
-One kernel forward and one backward serve the three activations. A program does a block of at most 1024 elements of some
-rows; tensors without gaps are one long row. A packed tensor's halves are views of it, and so are those of its gradient,
-which is how they are written in place.
+One kernel forward and one backward serve the three activations. A program takes a block of at most 1024 elements of
+some rows; contiguous tensors are one long row. The halves of a packed tensor are views of it, and so are those of its
+gradient, which is thereby written packed.
 
-Names: `n1, n2, *s` are what `row_offset` needs to find a row; b_ is a block of values, o_ offsets.
+Names: n1, n2 and stride_gate0, stride_gate1, stride_gate2 are what `row_offset` needs to find a row of gate; b_ is a
+block of values, o_ offsets.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_kernels._triton import compute_dtype, define, round_to, row_offset, row_strides
+from foundry_kernels._triton import (
+    compute_dtype,
+    define,
+    refuse_second_derivative,
+    round_to,
+    row_offset,
+    row_strides,
+)
 
 
 @triton.jit
-def _activate(b_g, ACTIVATION: tl.constexpr):
-    """The share of g that passes, so that g times it is the activation."""
+def _share(b_g, ACTIVATION: tl.constexpr):
+    """activation(g) / g."""
     if ACTIVATION == "silu":
         return 1.0 / (1.0 + tl.exp(-b_g))
     elif ACTIVATION == "gelu":
@@ -31,8 +39,8 @@ def _activate(b_g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _slope(b_g, b_share, ACTIVATION: tl.constexpr):
-    """The activation's derivative."""
+def _derivative(b_g, b_share, ACTIVATION: tl.constexpr):
+    """The activation's derivative, from `_share`."""
     if ACTIVATION == "silu":
         return b_share * (1.0 + b_g * (1.0 - b_share))
     elif ACTIVATION == "gelu":
@@ -44,7 +52,7 @@ def _slope(b_g, b_share, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _block(n_rows, n_cols, n_tiles, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """This program's rows [R], columns [1, C] and mask [R, C]: tiles of a row follow each other."""
+    """This program's rows [R], columns [1, C] and mask [R, C]. The tiles of a row follow each other."""
     program = tl.program_id(0)
     rows = (program // n_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = ((program % n_tiles).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS))[None, :]
@@ -54,38 +62,39 @@ def _block(n_rows, n_cols, n_tiles, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.con
 @triton.jit
 def glu_fwd_kernel(
     gate_ptr, up_ptr, y_ptr,
-    n_rows, n_cols, n_tiles, n1, n2, gs0, gs1, gs2, us0, us1, us2,
+    n_rows, n_cols, n_tiles, n1, n2, stride_gate0, stride_gate1, stride_gate2, stride_up0, stride_up1, stride_up2,
     RANK: tl.constexpr, ACTIVATION: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
-    o_gate = row_offset(rows, n1, n2, gs0, gs1, gs2, RANK)[:, None] + cols
-    o_up = row_offset(rows, n1, n2, us0, us1, us2, RANK)[:, None] + cols
+    o_gate = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None] + cols
+    o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
     b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
     b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
-    b_y = b_g * _activate(b_g, ACTIVATION) * b_u
+    b_y = b_g * _share(b_g, ACTIVATION) * b_u
     tl.store(y_ptr + (rows * n_cols)[:, None] + cols, round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def glu_bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, out_stride,
-    n_rows, n_cols, n_tiles, n1, n2, ys0, ys1, ys2, gs0, gs1, gs2, us0, us1, us2,
+    n_rows, n_cols, n_tiles, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_gate0, stride_gate1, stride_gate2,
+    stride_up0, stride_up1, stride_up2,
     RANK: tl.constexpr, ACTIVATION: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """`out_stride` is from a row of dgate, or of dup, to the next."""
+    """`out_stride` is the distance between rows of dgate, and of dup."""
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
-    o_dy = row_offset(rows, n1, n2, ys0, ys1, ys2, RANK)[:, None] + cols
-    o_gate = row_offset(rows, n1, n2, gs0, gs1, gs2, RANK)[:, None] + cols
+    o_dy = row_offset(rows, n1, n2, stride_dy0, stride_dy1, stride_dy2, RANK)[:, None] + cols
+    o_gate = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None] + cols
     o_out = (rows * out_stride)[:, None] + cols
     b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
     b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
-    b_share = _activate(b_g, ACTIVATION)
+    b_share = _share(b_g, ACTIVATION)
     if NEED_DGATE:
-        o_up = row_offset(rows, n1, n2, us0, us1, us2, RANK)[:, None] + cols
+        o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
         b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
-        b_dgate = b_dy * b_u * _slope(b_g, b_share, ACTIVATION)
+        b_dgate = b_dy * b_u * _derivative(b_g, b_share, ACTIVATION)
         tl.store(dgate_ptr + o_out, round_to(b_dgate, dgate_ptr.dtype.element_ty), mask=mask)
     if NEED_DUP:
         b_dup = b_dy * (b_g * b_share)
@@ -96,7 +105,7 @@ _BLOCK = 1024  # 8 elements a thread
 
 
 def _tiles(n_rows: int, n_cols: int) -> tuple[tuple[int], dict[str, int], int]:
-    """Grid, block and tiles a row: narrow rows share a program."""
+    """Grid, block and tiles per row. Narrow rows share a program."""
     cols = min(_BLOCK, triton.next_power_of_2(n_cols))
     rows = min(_BLOCK // cols, triton.next_power_of_2(n_rows))
     n_tiles = triton.cdiv(n_cols, cols)
@@ -115,7 +124,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _layout(out_gap: int, *tensors: Tensor) -> tuple[list[Tensor], tuple[int, int, int, int, int, Any]]:
     """The tensors, copied where strides do not reach their rows, and (rank, n_rows, n_cols, n1, n2, strides).
 
-    Rows that follow each other without a gap, in every tensor and in the output, are one long row.
+    Rows that are contiguous in every tensor and, with an `out_gap` of 0, in the output are one long row.
     """
     layout = row_strides(*tensors)
     if layout is None:
@@ -125,7 +134,7 @@ def _layout(out_gap: int, *tensors: Tensor) -> tuple[list[Tensor], tuple[int, in
     rank, n1, n2, strides = layout
     n_cols = tensors[0].shape[-1]
     n_rows = tensors[0].numel() // n_cols
-    if rank == 1 and out_gap == 0 and (n_rows == 1 or all(s[2] == n_cols for s in strides)):
+    if rank == 1 and out_gap == 0 and (n_rows == 1 or all(row_stride == n_cols for *_, row_stride in strides)):
         n_rows, n_cols = 1, n_rows * n_cols
     return list(tensors), (rank, n_rows, n_cols, n1, n2, strides)
 
@@ -139,10 +148,10 @@ def _fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y = _empty_fwd(gate, up)
     if y.numel() == 0:
         return y
-    (gate, up), (rank, n_rows, n_cols, n1, n2, (gs, us)) = _layout(0, *_halves(gate, up))
+    (gate, up), (rank, n_rows, n_cols, n1, n2, (gate_strides, up_strides)) = _layout(0, *_halves(gate, up))
     grid, block, n_tiles = _tiles(n_rows, n_cols)
     glu_fwd_kernel[grid](
-        gate, up, y, n_rows, n_cols, n_tiles, n1, n2, *gs, *us,
+        gate, up, y, n_rows, n_cols, n_tiles, n1, n2, *gate_strides, *up_strides,
         RANK=rank, ACTIVATION=activation, COMPUTE=compute_dtype(gate.dtype), **block,
     )  # fmt: skip
     return y
@@ -165,26 +174,34 @@ def _bwd(
     into_gate, into_up = _halves(dgate, None if up is None else dup)
     width = dy.shape[-1]
     out_gap = 0 if up is not None else width
-    (dy, gate, up), (rank, n_rows, n_cols, n1, n2, (ys, gs, us)) = _layout(out_gap, dy, *_halves(gate, up))
+    (dy, gate, up), (rank, n_rows, n_cols, n1, n2, strides) = _layout(out_gap, dy, *_halves(gate, up))
+    dy_strides, gate_strides, up_strides = strides
     grid, block, n_tiles = _tiles(n_rows, n_cols)
     glu_bwd_kernel[grid](
-        dy, gate, up, into_gate, into_up, width + out_gap, n_rows, n_cols, n_tiles, n1, n2, *ys, *gs, *us,
+        dy, gate, up, into_gate, into_up, width + out_gap, n_rows, n_cols, n_tiles, n1, n2,
+        *dy_strides, *gate_strides, *up_strides,
         RANK=rank, ACTIVATION=activation, NEED_DGATE=into_gate.numel() > 0, NEED_DUP=into_up.numel() > 0,
         COMPUTE=compute_dtype(gate.dtype), **block,
     )  # fmt: skip
     return dgate, dup
 
 
-_glu_fwd = define(
-    "triton_glu_fwd(Tensor gate, Tensor? up, str activation) -> Tensor",
-    _fwd,
-    lambda gate, up, activation: _empty_fwd(gate, up),
-)
+def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    return _empty_fwd(gate, up)
+
+
+def _bwd_fake(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_dgate: bool, need_dup: bool
+) -> tuple[Tensor, Tensor]:
+    return _empty_bwd(gate, up, need_dgate, need_dup)
+
+
+_glu_fwd = define("triton_glu_fwd(Tensor gate, Tensor? up, str activation) -> Tensor", _fwd, _fwd_fake)
 _glu_bwd = define(
     "triton_glu_bwd(Tensor dy, Tensor gate, Tensor? up, str activation, bool need_dgate, bool need_dup) "
     "-> (Tensor dgate, Tensor dup)",
     _bwd,
-    lambda dy, gate, up, activation, need_dgate, need_dup: _empty_bwd(gate, up, need_dgate, need_dup),
+    _bwd_fake,
 )
 
 
@@ -197,12 +214,9 @@ class _GLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        # Under compile the backward pass is traced with gradients enabled; create_graph cannot be told from it there.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            name = "swiglu" if ctx.activation == "silu" else "geglu"
-            raise RuntimeError(f"{name} has no second derivative: backward was called with create_graph=True")
+        refuse_second_derivative("swiglu" if ctx.activation == "silu" else "geglu")
         gate, up = ctx.saved_tensors
-        need_dgate, need_dup = ctx.needs_input_grad[:2]
+        need_dgate, need_dup, _ = ctx.needs_input_grad
         dgate, dup = _glu_bwd(dy, gate, up, ctx.activation, need_dgate, need_dup)
         return dgate if need_dgate else None, dup if need_dup else None, None
 

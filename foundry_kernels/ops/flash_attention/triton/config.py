@@ -1,9 +1,8 @@
-"""Tiles, warps and pipeline stages: a table keyed on kernel, class of device, width of the heads and dtype.
+"""Tiles, warps and pipeline stages: a table keyed on kernel, class of device, head dimension and dtype.
 
-BLOCK_M counts queries, BLOCK_N keys. What a row may be is bounded by the compiler's report (`python -m foundry_kernels
-inspect flash_attention`): no register spilled and the shared memory of the class, with every option in use. Where that
-left a choice, a row starts from tiles published for the same kernel shape and has not been measured by us: no GPU has
-run it yet.
+BLOCK_M counts queries, BLOCK_N keys. The compiler's report (`python -m foundry_kernels inspect flash_attention`) bounds
+each row: no spilled register and the class's shared memory, with every option in use. Where that left a choice, a row
+starts from tiles published for the same kernel shape; none has been measured here, since no GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 
 Row = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
 
-#: The interpreter: small, so that small cases walk several tiles.
+#: The interpreter: small, so that small cases have several tiles.
 _INTERPRETED: Row = (32, 32, 4, 1)
 
-#: 16-bit inputs, by class of device and by the width (a power of two, at least 64) of the wider of D and Dv.
+#: 16-bit inputs, by class of device and by the head dimension (a power of two, at least 64), the wider of D and Dv.
 _HALF: dict[str, dict[str, dict[int, Row]]] = {
     # 99 KB of shared memory (8.6, 8.9, 12.x): mma.sync keeps q and both accumulators in registers.
     "small": {
@@ -60,26 +59,27 @@ def device_class(capability: int) -> str:
     return {9: "hopper", 10: "blackwell"}.get(capability // 10, "small")
 
 
-def config(kernel: str, capability: int, width: int, dtype: torch.dtype, crowded: bool) -> dict[str, Any]:
-    """Of "fwd", "dkdv", "dq" or "delta" for heads of `width` (the padded D or Dv); capability 0 is the interpreter.
+def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool) -> dict[str, Any]:
+    """The launch of "fwd", "dkdv", "dq" or "delta" for the padded `head_dim`, the wider of D and Dv. Capability 0 is
+    the interpreter.
 
-    `crowded`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their block, whose
-    masks do: fewer keys or queries, or more warps, to hold them. In float32 `maxnreg` is all that the warps can
-    have: without it ptxas spills a few for an occupancy that it guesses at.
+    `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
+    block, whose masks do. Fewer keys or queries, or more warps, make room. In float32 `maxnreg` is all that the warps
+    can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
     """
     if kernel == "delta":
-        return {"BLOCK_M": 32 if capability == 0 else 4096 // max(64, width), "num_warps": 4}
+        return {"BLOCK_M": 32 if capability == 0 else 4096 // max(64, head_dim), "num_warps": 4}
     if capability == 0:
         row = _INTERPRETED
     else:
         table = _HALF[device_class(capability)] if dtype.itemsize == 2 else _SINGLE
-        row = table[kernel][max(64, width)]
+        row = table[kernel][max(64, head_dim)]
     m, n, warps, stages = row
-    if crowded and kernel == "dkdv" and n > 32:
+    if needs_registers and kernel == "dkdv" and n > 32:
         n //= 2
-    if crowded and kernel == "fwd":
+    if needs_registers and kernel == "fwd":
         warps = 8
-        if width > 128:
+        if head_dim > 128:
             m = min(m, 64)
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     return launch if dtype.itemsize == 2 else launch | {"maxnreg": min(255, 65536 // (32 * warps))}

@@ -1,16 +1,17 @@
-"""The kernels: rotary embedding with and without norms in front of it, and the gradient through the norms.
+"""The kernels: rotary embedding, with or without norms before it, and the gradient through the norms.
 
-One launch serves q and k. A program takes `BLOCK_TOKENS` tokens of one sequence, loads their angles once and walks
-over chunks of `BLOCK_HEADS` heads of q, then of k; the walk is shared out among `splits` programs. The gradient of a
-rotation is the rotation back, by the same kernel. The gradient through the norms has a persistent grid: each program
-keeps its share of the weights' gradients in float32, and one more kernel sums them. No atomics, so a gradient is the
-same bits in every run on one device.
+One launch serves q and k. A program takes `BLOCK_TOKENS` tokens of one sequence, loads their angles once and loops over
+chunks of `BLOCK_HEADS` heads of q, then of k; `splits` programs share the chunks. The gradient of a rotation is the
+rotation back, by the same kernel. The gradient through the norms has a persistent grid: each program sums its share of
+the weights' gradients in float32, and one more kernel sums the programs'. There are no atomics, so gradients are
+bitwise deterministic on one device.
 
-A head is held as pairs (a, b): a row's D values are two blocks of `BLOCK` >= D/2, so norms and rotation read alike for
-both pairings. Where D > R, the values behind the first R make up pairs of their own, which are not turned.
+The D values of a head are kept as pairs (a, b), two blocks of `BLOCK` >= D/2, so that norms and rotation are the same
+code for both pairings. Where D > R, the values after the first R form pairs too, which are not rotated.
 
-Names: x is q or k, y its result; *s0, *s1, *s2 are strides over batch, heads and tokens; b_ is a block of values,
-m_ a mask, o_ offsets; N = BLOCK_TOKENS * BLOCK_HEADS rows, a row being one head of one token.
+Names: x is q or k, y its result; stride_xb, stride_xh and stride_xt are x's strides over batch, heads and tokens (qo is
+q_out, dqo its gradient); b_ is a block of values, m_ a mask, o_ offsets; N = BLOCK_TOKENS * BLOCK_HEADS rows, a row
+being one head of one token.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from foundry_kernels._triton import normalized, reciprocal_rms, round_to
 
 @triton.jit
 def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns [1, BLOCK] of a and b in a row of pairs (i, i + HALF); those behind 2 * HALF are split in the middle."""
+    """Columns [1, BLOCK] of a and b in a row of pairs (i, i + HALF); those from 2 * HALF on are split in the middle."""
     pair = tl.arange(0, BLOCK)[None, :]
     if 2 * HALF == D:
         return pair, pair + HALF
     REST: tl.constexpr = (D - 2 * HALF + 1) // 2
-    # Both parts start at multiples of this, which the compiler cannot see: it decides how wide the accesses are.
+    # Both parts start at multiples of this, which decides how wide the accesses are and which the compiler cannot see.
     VECTOR: tl.constexpr = (HALF | REST) & -(HALF | REST)
     o_a = tl.where(pair < HALF, pair, pair + HALF)
     o_b = tl.where(pair < HALF, pair + HALF, pair + HALF + REST)
@@ -40,8 +41,8 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _load_pairs(ptr, o_rows, m_rows, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
                 BLOCK: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
-    """a and b [N, BLOCK] of the rows at ptr + o_rows [N]; zero where there is nothing."""
-    if INTERLEAVED:  # whole rows, so that accesses are wide; neighbours part in registers
+    """a and b [N, BLOCK] of the rows at ptr + o_rows [N]; zero where masked or past the row."""
+    if INTERLEAVED:  # whole rows, so that accesses are wide; pairs are separated in registers
         cols = tl.arange(0, 2 * BLOCK)[None, :]
         b_x = tl.load(ptr + o_rows[:, None] + cols, mask=m_rows[:, None] & (cols < D), other=0.0).to(COMPUTE)
         return tl.split(tl.reshape(b_x, [b_x.shape[0], BLOCK, 2]))
@@ -83,15 +84,15 @@ def _rotate(b_a, b_b, b_cos, b_sin, D: tl.constexpr, HALF: tl.constexpr, BLOCK: 
     b_ya = b_a * b_cos - b_b * b_sin
     b_yb = b_b * b_cos + b_a * b_sin
     if 2 * HALF != D:
-        turns = tl.arange(0, BLOCK)[None, :] < HALF
-        b_ya = tl.where(turns, b_ya, b_a)
-        b_yb = tl.where(turns, b_yb, b_b)
+        m_rotated = tl.arange(0, BLOCK)[None, :] < HALF
+        b_ya = tl.where(m_rotated, b_ya, b_a)
+        b_yb = tl.where(m_rotated, b_yb, b_b)
     return b_ya, b_yb
 
 
 @triton.jit
-def _tile(tile, n_tokens, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
-    """The batch of tile number `tile`, the tokens [N] of its rows, and their heads [N] within a chunk."""
+def _tile_rows(tile, n_tokens, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """Of tile number `tile`: its batch, the tokens [N] of its rows, and their heads [N] within a chunk."""
     tiles = tl.cdiv(n_tokens, BLOCK_TOKENS)
     row = tl.arange(0, BLOCK_TOKENS * BLOCK_HEADS)
     tokens = (tile % tiles) * BLOCK_TOKENS + row // BLOCK_HEADS
@@ -99,38 +100,43 @@ def _tile(tile, n_tokens, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr)
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions, cs0, cs1, ss0, ss1, ps0, ps1,
-            HALF: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
-    """cos and sin [N, BLOCK] of the tokens. A position outside of the table is not read: its cos is NaN."""
+def _load_angles(
+    cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions,
+    stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """cos and sin [N, BLOCK] of the tokens. For a position outside the table nothing is read, and cos is NaN."""
     rows = tokens
     m_rows = tokens < n_tokens
     if pos_ptr is not None:
-        rows = tl.load(pos_ptr + batch * ps0 + tokens * ps1, mask=m_rows, other=0).to(tl.int64)
+        rows = tl.load(pos_ptr + batch * stride_pos_b + tokens * stride_pos_t, mask=m_rows, other=0).to(tl.int64)
         m_known = (rows >= 0) & (rows < n_positions)
         m_rows = m_rows & m_known
     pair = tl.arange(0, BLOCK)[None, :]
     mask = m_rows[:, None] & (pair < HALF)
-    b_cos = tl.load(cos_ptr + (batch * cs0 + rows * cs1)[:, None] + pair, mask=mask, other=0.0).to(COMPUTE)
-    b_sin = tl.load(sin_ptr + (batch * ss0 + rows * ss1)[:, None] + pair, mask=mask, other=0.0).to(COMPUTE)
+    o_cos = (batch * stride_cos_b + rows * stride_cos_p)[:, None] + pair
+    o_sin = (batch * stride_sin_b + rows * stride_sin_p)[:, None] + pair
+    b_cos = tl.load(cos_ptr + o_cos, mask=mask, other=0.0).to(COMPUTE)
+    b_sin = tl.load(sin_ptr + o_sin, mask=mask, other=0.0).to(COMPUTE)
     if pos_ptr is not None:
         b_cos = tl.where(m_known[:, None], b_cos, float("nan"))
     return b_cos, b_sin
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     x_ptr, w_ptr, y_ptr, rstd_ptr, b_cos, b_sin, batch, tokens, heads, first, step, n_tokens, n_heads,
-    xs0, xs1, xs2, ys0, ys1, ys2, eps, offset,
+    stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt, eps, offset,
     NORM: tl.constexpr, ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """y of x's chunks `first`, `first + step`, ..."""
+    """Normalises and rotates x's chunks `first`, `first + step`, ... into y."""
     if w_ptr is not None:
         b_wa, b_wb = _load_weight(w_ptr, offset, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
     for chunk in range(first, tl.cdiv(n_heads, BLOCK_HEADS), step):
         head = chunk * BLOCK_HEADS + heads
         mask = (head < n_heads) & (tokens < n_tokens)
-        o_x = batch * xs0 + head * xs1 + tokens * xs2
+        o_x = batch * stride_xb + head * stride_xh + tokens * stride_xt
         b_a, b_b = _load_pairs(x_ptr, o_x, mask, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
         if NORM:
             rstd = reciprocal_rms(tl.sum(b_a * b_a + b_b * b_b, 1), D, eps)
@@ -142,66 +148,77 @@ def _turn_heads(
                 b_a *= b_wa
                 b_b *= b_wb
         b_a, b_b = _rotate(b_a, b_b, b_cos, b_sin, D, HALF, BLOCK)
-        o_y = batch * ys0 + head * ys1 + tokens * ys2
+        o_y = batch * stride_yb + head * stride_yh + tokens * stride_yt
         _store_pairs(y_ptr, o_y, mask, b_a, b_b, D, HALF, INTERLEAVED, BLOCK)
 
 
-# Numbers that no access is aligned by: a launch with other ones needs no other code.
-_COUNTS = ["n_tokens", "n_q", "n_k", "n_positions", "ps0", "ps1"]
+# Numbers that do not affect alignment: other values need no other code.
+_COUNTS = ["n_tokens", "n_heads", "n_kv_heads", "n_positions", "stride_pos_b", "stride_pos_t"]
 
 
 @triton.jit(do_not_specialize=[*_COUNTS, "splits"])
 def rope_kernel(
-    q_ptr, k_ptr, qw_ptr, kw_ptr, yq_ptr, yk_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr,
-    n_tokens, n_q, n_k, n_positions, splits, qs0, qs1, qs2, ks0, ks1, ks2, yqs0, yqs1, yqs2, yks0, yks1, yks2,
-    cs0, cs1, ss0, ss1, ps0, ps1, direction, eps, offset,
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr,
+    n_tokens, n_heads, n_kv_heads, n_positions, splits,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_qob, stride_qoh, stride_qot, stride_kob, stride_koh, stride_kot,
+    stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, direction, eps, offset,
     NORM: tl.constexpr, ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q and k, normalised first if NORM, turned by their angles (direction 1.0) or back (-1.0). Without q_ptr there is
-    no q."""
+    """Rotates q and k, normalised first if NORM, by their angles (direction 1.0) or back (-1.0). q_ptr or k_ptr may be
+    None."""
     program = tl.program_id(0)
-    batch, tokens, heads = _tile(program // splits, n_tokens, BLOCK_TOKENS, BLOCK_HEADS)
-    b_cos, b_sin = _angles(cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions, cs0, cs1, ss0, ss1,
-                           ps0, ps1, HALF, BLOCK, COMPUTE)  # fmt: skip
+    batch, tokens, heads = _tile_rows(program // splits, n_tokens, BLOCK_TOKENS, BLOCK_HEADS)
+    b_cos, b_sin = _load_angles(
+        cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions,
+        stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, HALF, BLOCK, COMPUTE,
+    )  # fmt: skip
     b_sin *= direction
-    # The programs of a tile take turns over the chunks of q and go on with those of k.
+    # Chunks are dealt to the tile's programs round-robin, first those of q, then those of k.
     first_q = program % splits
-    first_k = (first_q + splits - tl.cdiv(n_q, BLOCK_HEADS) % splits) % splits
+    first_k = (first_q + splits - tl.cdiv(n_heads, BLOCK_HEADS) % splits) % splits
     if q_ptr is not None:
-        _turn_heads(q_ptr, qw_ptr, yq_ptr, q_rstd_ptr, b_cos, b_sin, batch, tokens, heads, first_q, splits, n_tokens,
-                    n_q, qs0, qs1, qs2, yqs0, yqs1, yqs2, eps, offset,
-                    NORM, ROUND_FIRST, D, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK, COMPUTE)  # fmt: skip
+        _rotate_heads(
+            q_ptr, q_weight_ptr, q_out_ptr, q_rstd_ptr, b_cos, b_sin, batch, tokens, heads, first_q, splits,
+            n_tokens, n_heads, stride_qb, stride_qh, stride_qt, stride_qob, stride_qoh, stride_qot, eps, offset,
+            NORM, ROUND_FIRST, D, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK, COMPUTE,
+        )  # fmt: skip
     if k_ptr is not None:
-        _turn_heads(k_ptr, kw_ptr, yk_ptr, k_rstd_ptr, b_cos, b_sin, batch, tokens, heads, first_k, splits, n_tokens,
-                    n_k, ks0, ks1, ks2, yks0, yks1, yks2, eps, offset,
-                    NORM, ROUND_FIRST, D, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK, COMPUTE)  # fmt: skip
+        _rotate_heads(
+            k_ptr, k_weight_ptr, k_out_ptr, k_rstd_ptr, b_cos, b_sin, batch, tokens, heads, first_k, splits,
+            n_tokens, n_kv_heads, stride_kb, stride_kh, stride_kt, stride_kob, stride_koh, stride_kot, eps, offset,
+            NORM, ROUND_FIRST, D, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK, COMPUTE,
+        )  # fmt: skip
 
 
 @triton.jit
-def _gradient(
+def _normed_gradient(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dx_ptr, dw_ptr,
-    n_tokens, n_heads, n_positions, n_items, splits, gs0, gs1, gs2, xs0, xs1, xs2, ds0, ds1, ds2,
-    cs0, cs1, ss0, ss1, ps0, ps1, offset,
+    n_tokens, n_heads, n_positions, n_items, splits,
+    stride_dyb, stride_dyh, stride_dyt, stride_xb, stride_xh, stride_xt, stride_dxb, stride_dxh, stride_dxt,
+    stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, offset,
     ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx where it has a pointer, and this program's row of dw_ptr [programs, D], from its share of x's items."""
+    """This program's share of x's items: dx, and its row of dw_ptr [programs, D]. Either pointer may be None."""
     b_dwa = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
     b_dwb = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
     if w_ptr is not None:
         b_wa, b_wb = _load_weight(w_ptr, offset, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
     program = tl.program_id(0)
     for item in range(program, n_items, tl.num_programs(0)):
-        batch, tokens, heads = _tile(item // splits, n_tokens, BLOCK_TOKENS, BLOCK_HEADS)
-        b_cos, b_sin = _angles(cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions, cs0, cs1, ss0, ss1,
-                               ps0, ps1, HALF, BLOCK, COMPUTE)  # fmt: skip
+        batch, tokens, heads = _tile_rows(item // splits, n_tokens, BLOCK_TOKENS, BLOCK_HEADS)
+        b_cos, b_sin = _load_angles(
+            cos_ptr, sin_ptr, pos_ptr, batch, tokens, n_tokens, n_positions,
+            stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, HALF, BLOCK, COMPUTE,
+        )  # fmt: skip
         for chunk in range(item % splits, tl.cdiv(n_heads, BLOCK_HEADS), splits):
             head = chunk * BLOCK_HEADS + heads
             mask = (head < n_heads) & (tokens < n_tokens)
-            o_dy = batch * gs0 + head * gs1 + tokens * gs2
-            o_x = batch * xs0 + head * xs1 + tokens * xs2
+            o_dy = batch * stride_dyb + head * stride_dyh + tokens * stride_dyt
+            o_x = batch * stride_xb + head * stride_xh + tokens * stride_xt
             b_va, b_vb = _load_pairs(dy_ptr, o_dy, mask, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
             b_a, b_b = _load_pairs(x_ptr, o_x, mask, D, HALF, INTERLEAVED, BLOCK, COMPUTE)
             o_rstd = (batch * n_heads + head) * n_tokens + tokens
@@ -217,7 +234,7 @@ def _gradient(
                 b_a *= rstd
                 b_b *= rstd
                 mean = tl.sum(b_va * b_a + b_vb * b_b, 1)[:, None] / D
-                o_dx = batch * ds0 + head * ds1 + tokens * ds2
+                o_dx = batch * stride_dxb + head * stride_dxh + tokens * stride_dxt
                 _store_pairs(dx_ptr, o_dx, mask, rstd * (b_va - b_a * mean), rstd * (b_vb - b_b * mean),
                              D, HALF, INTERLEAVED, BLOCK)  # fmt: skip
     if dw_ptr is not None:
@@ -228,22 +245,32 @@ def _gradient(
 
 @triton.jit(do_not_specialize=[*_COUNTS, "q_items", "k_items", "q_splits", "k_splits"])
 def qk_norm_rope_bwd_kernel(
-    dyq_ptr, dyk_ptr, q_ptr, k_ptr, qw_ptr, kw_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr,
-    dq_ptr, dk_ptr, dqw_ptr, dkw_ptr, n_tokens, n_q, n_k, n_positions, q_items, k_items, q_splits, k_splits,
-    gqs0, gqs1, gqs2, gks0, gks1, gks2, qs0, qs1, qs2, ks0, ks1, ks2, dqs0, dqs1, dqs2, dks0, dks1, dks2,
-    cs0, cs1, ss0, ss1, ps0, ps1, offset,
+    dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, q_rstd_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr,
+    dq_ptr, dk_ptr, dq_weight_ptr, dk_weight_ptr,
+    n_tokens, n_heads, n_kv_heads, n_positions, q_items, k_items, q_splits, k_splits,
+    stride_dqob, stride_dqoh, stride_dqot, stride_dkob, stride_dkoh, stride_dkot,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_dqb, stride_dqh, stride_dqt, stride_dkb, stride_dkh, stride_dkt,
+    stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, offset,
     ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes items p, p + programs, ... of q, then of k: one after the other, since the sums of both weights'
-    gradients would cost the registers of a second program beside it. What has no pointer is not computed."""
+    """Program p takes items p, p + programs, ... of q, then of k: one after the other, since summing both weights'
+    gradients at once would take the registers of a second resident program. Only results that have a pointer are
+    computed."""
     if q_ptr is not None:
-        _gradient(dyq_ptr, q_ptr, qw_ptr, q_rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dq_ptr, dqw_ptr,
-                  n_tokens, n_q, n_positions, q_items, q_splits, gqs0, gqs1, gqs2, qs0, qs1, qs2, dqs0, dqs1, dqs2,
-                  cs0, cs1, ss0, ss1, ps0, ps1, offset,
-                  ROUND_FIRST, D, HALF, INTERLEAVED, COMPUTE, BLOCK_TOKENS, BLOCK_HEADS, BLOCK)  # fmt: skip
+        _normed_gradient(
+            dq_out_ptr, q_ptr, q_weight_ptr, q_rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dq_ptr, dq_weight_ptr,
+            n_tokens, n_heads, n_positions, q_items, q_splits, stride_dqob, stride_dqoh, stride_dqot,
+            stride_qb, stride_qh, stride_qt, stride_dqb, stride_dqh, stride_dqt,
+            stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, offset,
+            ROUND_FIRST, D, HALF, INTERLEAVED, COMPUTE, BLOCK_TOKENS, BLOCK_HEADS, BLOCK,
+        )  # fmt: skip
     if k_ptr is not None:
-        _gradient(dyk_ptr, k_ptr, kw_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dk_ptr, dkw_ptr,
-                  n_tokens, n_k, n_positions, k_items, k_splits, gks0, gks1, gks2, ks0, ks1, ks2, dks0, dks1, dks2,
-                  cs0, cs1, ss0, ss1, ps0, ps1, offset,
-                  ROUND_FIRST, D, HALF, INTERLEAVED, COMPUTE, BLOCK_TOKENS, BLOCK_HEADS, BLOCK)  # fmt: skip
+        _normed_gradient(
+            dk_out_ptr, k_ptr, k_weight_ptr, k_rstd_ptr, cos_ptr, sin_ptr, pos_ptr, dk_ptr, dk_weight_ptr,
+            n_tokens, n_kv_heads, n_positions, k_items, k_splits, stride_dkob, stride_dkoh, stride_dkot,
+            stride_kb, stride_kh, stride_kt, stride_dkb, stride_dkh, stride_dkt,
+            stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p, stride_pos_b, stride_pos_t, offset,
+            ROUND_FIRST, D, HALF, INTERLEAVED, COMPUTE, BLOCK_TOKENS, BLOCK_HEADS, BLOCK,
+        )  # fmt: skip

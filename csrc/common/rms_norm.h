@@ -1,0 +1,36 @@
+// What the CPU and GPU kernels of rms_norm are both given. Each backend adds the weight, in the form that its kernels
+// read.
+#pragma once
+
+#include "rows.h"
+
+namespace foundry {
+
+struct RmsNormForwardCall {
+  const void* x;
+  const void* residual;  // or null: then h is not written
+  void* y;               // [rows, n_cols]
+  void* h;               // [rows, n_cols]
+  float* rstd;           // [rows] or null
+  Rows rows;
+  RowStrides x_strides, residual_strides;
+  int64_t n_cols;
+  float eps;
+  bool round_before_weight;
+  Dtype x_type, y_type;  // y_type is x_type or f32
+};
+
+struct RmsNormBackwardCall {
+  const void* dy;
+  const void* dh;  // the gradient of h, or null
+  const void* x;   // what was normalised
+  const float* rstd;
+  void* dx;  // [rows, n_cols] or null
+  Rows rows;
+  RowStrides dy_strides, dh_strides, x_strides;
+  int64_t n_cols;
+  bool round_before_weight;
+  Dtype x_type, y_type;
+};
+
+}  // namespace foundry

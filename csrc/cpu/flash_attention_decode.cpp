@@ -1,0 +1,181 @@
+// Attention's forward pass of few query rows, as in decoding: reading the keys and values is all the work, so they are
+// used straight from memory, with the head dimension along the lanes. Compiled once per instruction set (see isa.h).
+#include "flash_attention_dot.h"
+#include "flash_attention_pairs.h"
+#include "flash_attention_softmax.h"
+#include "transpose.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+namespace {
+
+// kVecs registers of columns of `steps_of` keys: with pairs, of this key and the next, or zero for a next that is not.
+template <class E, int kVecs, class Access, class T>
+inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, Access at,
+                                                      Vec (&out)[kVecs]) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPer<E> == 2) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v += 2) {
+      Vec a, b{};
+      if constexpr (kVecs > 1) {
+        a = load_lanes<E>(Whole{}, row + v * kLanes);
+        if (has_next) b = load_lanes<E>(Whole{}, row + stride + v * kLanes);
+        out[v + 1] = columns_paired<1>(a, b);
+      } else {
+        Part part{kLanes};
+        if constexpr (std::is_same_v<Access, Part>) part = at;
+        a = load_lanes<E>(part, row);
+        if (has_next) b = load_lanes<E>(part, row + stride);
+      }
+      out[v] = columns_paired<0>(a, b);
+    }
+    return;
+  }
+#endif
+#pragma GCC unroll 16
+  for (int v = 0; v < kVecs; ++v) out[v] = at.load(row + v * kLanes);
+}
+
+// out[row] = out[row] * scale[row] + sum over keys of weights[row][key] values[key], for kVecs registers.
+template <int kRows, int kVecs, class E, class Access, class T>
+inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, const float* scale, float* out,
+                       int64_t ld_out, int64_t column, Access at) {
+  Vec acc[kRows][kVecs];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = Vec{};
+  for (int64_t key = 0; key < n; key += kPer<E>) {
+    Vec right[kVecs];
+    load_values<E>(values.data + key * values.stride + column, values.stride, key + 1 < n, at, right);
+#pragma GCC unroll 16
+    for (int j = 0; j < kPer<E>; ++j)
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; v += kPer<E>) values.prefetch(key + j, column + v * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec left = spread(weights + r * ld + key);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; ++v) accumulate<E>(acc[r][v], left, right[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) {
+      float* p = out + r * ld_out + column + v * kLanes;
+      Whole::store(p, Whole::load(p) * scale[r] + acc[r][v]);
+    }
+}
+
+// The same for columns [first, head_dim_v), kVecs registers at a time while there are so many.
+template <int kRows, int kVecs, class E, class T>
+void add_all_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, const float* scale, float* out,
+                    int64_t ld_out, int64_t first, int64_t head_dim_v) {
+  int64_t i = first;
+  for (; i + kVecs * kLanes <= head_dim_v; i += kVecs * kLanes)
+    add_values<kRows, kVecs>(weights, ld, values, n, scale, out, ld_out, i, Whole{});
+  if constexpr (kVecs > 1) add_all_values<kRows, kVecs / 2>(weights, ld, values, n, scale, out, ld_out, i, head_dim_v);
+  else if (i < head_dim_v)
+    add_values<kRows, 1>(weights, ld, values, n, scale, out, ld_out, i, Part{int(head_dim_v - i)});
+}
+
+struct DecodeRows : BlockRows {
+  RowSums sums[kAttentionDecodeRows];
+  float scale[kAttentionDecodeRows];
+};
+
+// A row's scores of keys [key, key + n) become weights, as softmax_tile of the other kernel has it.
+void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* scores, int64_t n, int32_t key) {
+  const Vec q_pos = splat(float(b.q_pos[row] - key)), first = splat(float(b.first[row] - key)),
+            last = splat(float(b.last[row] - key));
+  const auto each = [&](auto&& f) FK_INLINE {
+    Vec index;
+    for (int i = 0; i < kLanes; ++i) index[i] = float(i);
+    for (int64_t j = 0; j < n; j += kLanes, index += float(kLanes)) f(scores + j, index);
+  };
+  const Vec end = splat(float(n));
+  const bool bias = has_bias(a);
+  const float unit = bias ? 1.0f : a.scale;  // of the scores in `scores`
+  Vec top = splat(kNone);
+  each([&](float* p, Vec index) FK_INLINE {
+    Vec s = Whole::load(p);
+    if (bias) s = capped(a, s);
+    if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
+    s = (index >= first) & (index <= last) & (index < end) ? s : splat(kNone);
+    Whole::store(p, s);
+    top = larger(s, top);
+  });
+  RowSums& r = b.sums[row];
+  float found[kLanes];
+  Whole::store(found, top);
+  const float now = std::max(r.max, *std::max_element(found, found + kLanes) * unit), at = now == kNone ? 0.0f : now;
+  Vec sum[4] = {}, entropy[4] = {};
+  each([&](float* p, Vec) FK_INLINE {
+    const Vec t = Whole::load(p) * unit - at, weight = exp(t);
+    sum[0] += weight;
+    entropy[0] += weight > Vec{} ? weight * t : Vec{};
+    Whole::store(p, weight);
+  });
+  float unused;
+  r.combine({now, foundry::FK_ISA::sum(sum), foundry::FK_ISA::sum(entropy)}, b.scale[row], unused);
+}
+
+template <int kRows, class T>
+void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, const float* queries, float* out,
+            float* scores) {
+  typedef Product<T> E;
+  constexpr int kVecs = std::min(8, kSums / kRows);
+  constexpr int64_t ld = kAttentionDecodeKeys + kSums;
+  const AttentionSequence& s = a.sequences[task.sequence];
+  const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
+  const T* k = static_cast<const T*>(a.k) + key_offset(a.k_strides, s, task.kv_head, 0);
+  const T* v = static_cast<const T*>(a.v) + key_offset(a.v_strides, s, task.kv_head, 0);
+  for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionDecodeKeys) {
+    const int64_t n = std::min<int64_t>(kAttentionDecodeKeys, b.key_end - tile);
+    const T *keys = k + tile * a.k_strides.token, *values = v + tile * a.v_strides.token;
+    multiply_keys<kRows>(queries, a.head_dim, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores,
+                         ld);
+    for (int r = 0; r < b.count; ++r) softmax_row(a, b, r, scores + r * ld, n, int32_t(tile - task.key_begin));
+    for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
+    E* weights = reinterpret_cast<E*>(scores);
+    if constexpr (kPer<E> == 2) {
+      for (int r = 0; r < kRows; ++r)  // in place, each before what it is written over
+        for (int64_t j = 0; j < n; j += kLanes)
+          Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
+    }
+    const T* next = tile + kAttentionDecodeKeys < b.key_end ? keys + kAttentionDecodeKeys * a.k_strides.token : keys;
+    const Stream<T> stream{values, a.v_strides.token, next, a.k_strides.token};
+    add_all_values<kRows, kVecs>(weights, ld * kPer<E>, stream, n, b.scale, out, dv, 0, a.head_dim_v);
+  }
+}
+
+}  // namespace
+
+void attention_decode(const AttentionForward& a, const AttentionTask& task, float* scratch) {
+  const AttentionSequence& s = a.sequences[task.sequence];
+  const int64_t head = task.kv_head * a.group;
+  const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
+  float *queries = scratch, *out = queries + kAttentionDecodeRows * d, *scores = out + kAttentionDecodeRows * dv;
+  DecodeRows b;
+  b.set(a, s, task.sequence, head, task.row_begin, task.row_end, task.key_begin, task.key_end);
+  std::fill(queries, scores, 0.0f);
+  std::fill(b.scale, b.scale + kAttentionDecodeRows, 0.0f);
+  std::fill(b.sums, b.sums + kAttentionDecodeRows, RowSums{kNone, 0.0f, 0.0f});
+  with_type(a.type, [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    for (int64_t i = 0; i < b.count; ++i)
+      read_row<Product<T>>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim,
+                           queries + i * lanes_of<Product<T>>(a.head_dim), lanes_of<Product<T>>(a.head_dim));
+    if (b.count > 4) attend<8, T>(a, task, b, queries, out, scores);
+    else if (b.count > 2) attend<4, T>(a, task, b, queries, out, scores);
+    else if (b.count > 1) attend<2, T>(a, task, b, queries, out, scores);
+    else attend<1, T>(a, task, b, queries, out, scores);
+  });
+  for (int64_t i = 0; i < b.count; ++i) write_row(a, task, b.row + i, b.sums[i], out + i * dv);
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

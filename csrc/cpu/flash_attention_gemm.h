@@ -1,0 +1,145 @@
+// Matrix products of tiles.
+//
+// In a tile of scores the rows of the queries lie along the lanes of registers and the keys one after the other, so
+// that everything the softmax does is elementwise. Keys and values enter products as single numbers that are spread
+// over a register, and so are never transposed.
+//
+// Factors of products are of a type E: float, or bfloat16 where memory holds that and the processor has dot products of
+// pairs (vdpbf16ps: exact products, added in float). A lane then holds a pair, which are neighbours along the depth of
+// the product, and weights and gradients of scores are rounded to bfloat16 before they are multiplied, as on GPUs.
+#pragma once
+
+#include "flash_attention.h"
+#include "vec.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+constexpr int kRowVecs = kAttentionRows / kLanes;
+
+// The block of a product that is held in registers: 16 of them with AVX-512 (which has 32), 12 elsewhere (of 16).
+#if defined(__AVX512F__)
+constexpr int kBlockRows = 4, kBlockVecs = 4;
+#else
+constexpr int kBlockRows = 6, kBlockVecs = 2;
+#endif
+
+enum class Start { zero, add, scaled };  // what a product is added to: nothing, C, or C times a factor a column
+
+#if defined(__AVX512BF16__)
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
+template <class E> constexpr int kPer = sizeof(float) / sizeof(E);  // numbers in a lane
+
+// Lanes of a row of `width` numbers in scratch, and how many steps along them a product takes.
+template <class E> inline int64_t lanes_of(int64_t width) { return round_up(width, kAttentionPad * kPer<E>) / kPer<E>; }
+template <class E> inline int64_t steps_of(int64_t depth) { return (depth + kPer<E> - 1) / kPer<E>; }
+
+// A [rows, depth] whose element (i, k) lies at i * row + k * step; with pairs, k counts these.
+template <class E> struct Factor {
+  const E* data;
+  int64_t row, step;
+};
+
+// A lane's content in every lane.
+template <class E> inline Vec spread(const E* p) {
+  float lane;
+  std::memcpy(&lane, p, sizeof(lane));
+  return splat(lane);
+}
+
+template <class E> inline void accumulate(Vec& acc, Vec a, Vec b) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPer<E> == 2) {
+    acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+    return;
+  }
+#endif
+  acc += a * b;
+}
+
+template <int kRows, int kVecs, class E>
+inline void multiply_block(Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc, Start start,
+                           const float* factor) {
+  Vec acc[kRows][kVecs];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) acc[i][v] = Vec{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec right[kVecs];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) right[v] = Whole::load(b + k * ldb + v * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const Vec left = spread(a.data + i * a.row + k * a.step);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; ++v) accumulate<E>(acc[i][v], left, right[v]);
+    }
+  }
+  // C last, so that sums over many tiles are made of the tiles' sums: their rounding errors grow with the number of
+  // tiles and not with that of all terms.
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) {
+      float* p = c + i * ldc + v * kLanes;
+      if (start == Start::add) acc[i][v] += Whole::load(p);
+      if (start == Start::scaled) acc[i][v] += Whole::load(p) * Whole::load(factor + v * kLanes);
+      Whole::store(p, acc[i][v]);
+    }
+}
+
+// The last rows, fewer than kBlockRows.
+template <int kRows, int kVecs, class E>
+inline void multiply_rest(int rows, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc,
+                          Start start, const float* factor) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) multiply_block<kRows, kVecs>(a, b, ldb, depth, c, ldc, start, factor);
+    else multiply_rest<kRows - 1, kVecs>(rows, a, b, ldb, depth, c, ldc, start, factor);
+  }
+}
+
+template <int kVecs, bool kAlong, class E>
+void multiply_columns(int64_t rows, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc,
+                      Start start, const float* factor) {
+  (kAlong ? a.step : a.row) = kPer<E>;  // a constant, so that one of the strides costs no arithmetic
+  int64_t i = 0;
+  for (; i + kBlockRows <= rows; i += kBlockRows)
+    multiply_block<kBlockRows, kVecs, E>({a.data + i * a.row, a.row, a.step}, b, ldb, depth, c + i * ldc, ldc, start,
+                                         factor);
+  multiply_rest<kBlockRows - 1, kVecs, E>(int(rows - i), {a.data + i * a.row, a.row, a.step}, b, ldb, depth,
+                                          c + i * ldc, ldc, start, factor);
+}
+
+template <bool kAlong, class E>
+void multiply_any(int64_t rows, int64_t vecs, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c,
+                  int64_t ldc, Start start, const float* factor) {
+  int64_t v = 0;
+  for (; v + kBlockVecs <= vecs; v += kBlockVecs)
+    multiply_columns<kBlockVecs, kAlong>(rows, a, b + v * kLanes, ldb, depth, c + v * kLanes, ldc, start,
+                                         factor + v * kLanes);
+  if constexpr (kBlockVecs > 2) {
+    if (v + 2 <= vecs) {
+      multiply_columns<2, kAlong>(rows, a, b + v * kLanes, ldb, depth, c + v * kLanes, ldc, start, factor + v * kLanes);
+      v += 2;
+    }
+  }
+  if (v < vecs)
+    multiply_columns<1, kAlong>(rows, a, b + v * kLanes, ldb, depth, c + v * kLanes, ldc, start, factor + v * kLanes);
+}
+
+// C [rows, vecs registers] = A [rows, depth] B [depth, vecs registers] + what `start` says; `factor` has one number a
+// column. One of A's strides is that of neighbours, kPer<E>.
+template <class E>
+inline void multiply(int64_t rows, int64_t vecs, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c,
+                     int64_t ldc, Start start, const float* factor = nullptr) {
+  a.step == kPer<E> ? multiply_any<true>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor)
+                    : multiply_any<false>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

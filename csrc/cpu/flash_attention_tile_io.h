@@ -1,0 +1,74 @@
+// Rows of the tensors, of any memory type, into tiles and back.
+#pragma once
+
+#include "flash_attention_gemm.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+// Calls f with a null pointer to the memory type.
+template <class F>
+void with_type(Dtype type, F&& f) {
+  switch (type) {
+    case Dtype::f32: return f((float*)nullptr);
+    case Dtype::bf16: return f((BFloat16*)nullptr);
+    case Dtype::f16: return f((Half*)nullptr);
+  }
+}
+
+// `n` elements as floats, zero up to `padded`.
+template <class T>
+inline void widen(const T* in, int64_t n, float* out, int64_t padded) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) Whole::store(out + i, Whole::load(in + i));
+  if (i < n) Whole::store(out + i, Part{(int)(n - i)}.load(in + i)), i += kLanes;
+  for (; i < padded; i += kLanes) Whole::store(out + i, Vec{});
+}
+
+template <class T>
+inline void narrow(const float* in, int64_t n, T* out) {
+  for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE { at.store(out + i, at.load(in + i)); });
+}
+
+// The element at which row token * group + head - first_head of a sequence's queries begins.
+inline int64_t row_offset(const HeadStrides& strides, const AttentionSequence& s, int64_t first_head, int64_t group,
+                          int64_t row) {
+  return s.batch * strides.batch + (first_head + row % group) * strides.head +
+         (s.q_start + row / group) * strides.token;
+}
+
+// The element at which a key or value begins.
+inline int64_t key_offset(const HeadStrides& strides, const AttentionSequence& s, int64_t kv_head, int64_t key) {
+  return s.batch * strides.batch + kv_head * strides.head + (s.k_start + key) * strides.token;
+}
+
+// Elements [offset, offset + n) of memory as E, zero up to `lanes` of them.
+template <class E>
+inline void read_row(Dtype type, const void* data, int64_t offset, int64_t n, float* out, int64_t lanes) {
+  if constexpr (kPer<E> == 2) {
+    std::memcpy(out, static_cast<const E*>(data) + offset, n * sizeof(E));
+    std::memset(reinterpret_cast<E*>(out) + n, 0, (2 * lanes - n) * sizeof(E));
+  } else {
+    with_type(type, [&](auto* t) { widen(static_cast<decltype(t)>(const_cast<void*>(data)) + offset, n, out, lanes); });
+  }
+}
+
+// Rows of keys, values, queries or gradients.
+template <class E> struct Tile {
+  const E* data;
+  int64_t ld;
+};
+
+// Rows [0, n) of memory with this stride, in place where they are of E and whole lanes; else in `scratch`.
+template <class E>
+inline Tile<E> read_tile(Dtype type, const void* data, int64_t offset, int64_t stride, int64_t n, int64_t width,
+                         float* scratch) {
+  const bool is_e = type == (kPer<E> == 2 ? Dtype::bf16 : Dtype::f32);
+  if (is_e && width % kPer<E> == 0) return {static_cast<const E*>(data) + offset, stride};
+  const int64_t lanes = lanes_of<E>(width);
+  for (int64_t i = 0; i < n; ++i) read_row<E>(type, data, offset + i * stride, width, scratch + i * lanes, lanes);
+  return {reinterpret_cast<const E*>(scratch), lanes * kPer<E>};
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

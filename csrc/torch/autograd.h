@@ -1,0 +1,52 @@
+// What the operators' autograd functions share. Saved tensors and needed gradients are read by name, not by number.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <array>
+
+#include "common.h"
+
+namespace foundry {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The tensors given to save_for_backward, in that order, to be bound to names: auto [x, weight] =
+// saved_tensors<2>(ctx).
+template <size_t N>
+std::array<Tensor, N> saved_tensors(AutogradContext* ctx) {
+  const variable_list saved = ctx->get_saved_variables();
+  TORCH_INTERNAL_ASSERT(saved.size() == N);
+  std::array<Tensor, N> out;
+  std::copy(saved.begin(), saved.end(), out.begin());
+  return out;
+}
+
+// Which of forward's tensors need a gradient, asked in the order in which forward takes them. Autograd counts only the
+// tensors that it was given, so an optional one that was absent has no number.
+class NeedsGrad {
+ public:
+  explicit NeedsGrad(AutogradContext* ctx) : ctx_(ctx) {}
+  bool next() { return ctx_->needs_input_grad(index_++); }
+  bool next_if(bool was_given) { return was_given && next(); }
+
+ private:
+  AutogradContext* ctx_;
+  size_t index_ = 0;
+};
+
+inline void refuse_second_derivative(const char* op) {
+  TORCH_CHECK(!at::GradMode::is_enabled(), op, " has no second derivative: backward was called with create_graph=True");
+}
+
+inline bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+inline bool requires_grad(const OptionalTensor& t) { return t.has_value() && t->requires_grad(); }
+
+// Whether a call has to be recorded for a backward pass.
+template <class... Tensors>
+bool any_requires_grad(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
+
+}  // namespace foundry

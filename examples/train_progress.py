@@ -1,0 +1,45 @@
+"""How far a run is: a bar on a terminal, a line every tenth of the steps in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows the steps of a run on stderr, from `done` to `total`; nothing where it is not `shown`."""
+
+    def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
+        self._name, self._total, self._step = name, total, done
+        self._start = time.perf_counter()
+        terminal = sys.stderr.isatty()
+        self._lines = shown and not terminal
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc=name,
+            unit="step",
+            disable=not (shown and terminal),
+            mininterval=0.2,
+            ncols=88,
+            file=sys.stderr,
+        )
+
+    def step(self, loss: float) -> None:
+        """One more step is done."""
+        before, self._step = self._step, self._step + 1
+        self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        self._bar.update()
+        if self._lines and 10 * self._step // self._total > 10 * before // self._total:
+            seconds = time.perf_counter() - self._start
+            line = f"{self._name}: step {self._step} of {self._total}, loss {loss:.3f}, {seconds:.0f} s"
+            print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.close()

@@ -1,0 +1,151 @@
+"""What the modules `cases`, `bench`, `fuzz` and `sharding` of an operation's folder may offer, and the defaults.
+
+`cases` must be there: the parity suite runs it. An operation without `bench` is not timed, one without `fuzz` gets no
+random cases, one without `sharding` runs on DTensors only where torch has a rule of its own. A member marked with
+`@abstractmethod` must be defined in the module; any other may be left out and is then what stands here. All members
+are those of the module (a function of the module takes no `self`), for every operation of the folder: `op` is the name
+of one of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.testing import Arg, Case
+
+#: By argument or "output 0", "output 1", ...: the size of the terms that the result sums.
+Scales = Mapping[str, float]
+#: Arguments of a call by name. For `bench` they lie on the meta device: shapes and dtypes without memory.
+Tensors = Mapping[str, Tensor | None]
+Options = Mapping[str, Any]
+
+
+class Cases(Protocol):
+    """`cases.py`: the calls on which every kernel is held against the reference, and how exact it must be."""
+
+    @property
+    @abstractmethod
+    def CASES(self) -> Mapping[str, tuple[Case, ...]]:
+        """The parity suite's cases, by operation. They should reach every path of every kernel."""
+
+    @abstractmethod
+    def scales(self, args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
+        """Size of the terms that a gradient or output sums (float64 inputs): what cancels to nothing is not held to
+        its own size. What is left out has its own size."""
+
+    #: Arguments whose gradient a kernel makes from the output as it was rounded, one number a row: it is judged as so
+    #: many roundings as there are rows, whatever its own dtype and size.
+    FROM_OUTPUT: tuple[str, ...] = ()
+
+    def compiled_cases(self, op: str) -> tuple[tuple[Case, torch.dtype], ...] | None:
+        """What `python -m foundry_kernels inspect` compiles without --all; None for all benchmark and parity cases."""
+        return None
+
+
+class Bench(Protocol):
+    """`bench.py`: what is timed, against what, and what it moves and computes."""
+
+    #: Endings of the ids of the cases that are timed without --full.
+    BENCH_QUICK: tuple[str, ...] = ("cached", "large")
+
+    @abstractmethod
+    def bench_cases(self, op: str, device: str) -> tuple[Case, ...]:
+        """The shapes to time on "cpu" or "cuda". An id is a shape, then words behind hyphens: "512x2048-cached"; what
+        is called "decode" is timed with cold caches only."""
+
+    @abstractmethod
+    def bytes_moved(self, args: Tensors, direction: str) -> int:
+        """The least that a call of direction "forward", "backward" or "both" must read and write."""
+
+    @abstractmethod
+    def peers(self, op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
+        """What else computes the case, by name, or the reason why it cannot here. "eager" is also what torch.compile
+        is given."""
+
+    def flops(self, args: Tensors, options: Options, direction: str) -> int | None:
+        """Operations of the matrix products; None for an operation without any."""
+        return None
+
+    def scaling_cases(self, op: str, device: str) -> Mapping[str, tuple[tuple[int, Case], ...]]:
+        """Growing shapes, by the letter of the size that grows: T for tokens or rows, N for the width, S for keys."""
+        return {}
+
+    def parity_case(self, case: Case) -> Case:
+        """`case`, or a smaller one where the check against the reference, in float64, would need too much: of matrices
+        that all have as many rows the first 2048."""
+        matrices = [a for a in case.args.values() if a is not None and len(a.shape) > 1]
+        if not all(len(a.shape) == 2 and a.shape[0] == matrices[0].shape[0] for a in matrices):
+            return case
+
+        def cut(a: Arg | None) -> Arg | None:
+            return a if a is None or len(a.shape) < 2 else replace(a, shape=(min(a.shape[0], 2048), a.shape[1]))
+
+        return replace(case, args={n: cut(a) for n, a in case.args.items()})
+
+    def tokens_made(self, case: Case) -> int | None:
+        """Tokens that a call makes, where that is the figure that matters (decoding)."""
+        return None
+
+    def workspace_bytes(self, case: Case) -> int:
+        """Memory that a peer, or the check against the reference, needs beyond inputs and outputs."""
+        return 0
+
+
+class Fuzz(Protocol):
+    """`fuzz.py`: random cases. Needs hypothesis, which is for tests only."""
+
+    @abstractmethod
+    def random_case(self, op: str) -> Any:
+        """A hypothesis strategy of `Case`s: valid calls, with any shape, layout, dtype and options."""
+
+
+class Sharding(Protocol):
+    """`sharding.py`: how DTensor divides the operators of the kernels (`foundry_kernels.distributed.sharding`)."""
+
+    @property
+    @abstractmethod
+    def OPERATORS(self) -> tuple[str, ...]:
+        """Names of the operators: `name` and `triton_name`, which have the same arguments, both follow the rule."""
+
+    @abstractmethod
+    def sharding(self, args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+        """For the arguments of one call by name: the dimensions of each tensor, a letter each, and the letters along
+        which the work may be divided. A gradient "dx" has the dimensions of "x"; "..." stands for any number."""
+
+
+Module = TypeVar("Module")
+
+
+@cache
+def load(kind: type[Module], package: str) -> Module | None:
+    """The module of an operation's folder that offers `kind`, with the defaults for what it leaves out; None if there
+    is no such module.
+
+    Raises:
+        TypeError: the module lacks a member that it must define.
+    """
+    name = f"{package}.{kind.__name__.lower()}"
+    if importlib.util.find_spec(name) is None:
+        return None
+    defined = vars(importlib.import_module(name))
+    missing = sorted(member for member in kind.__abstractmethods__ if member not in defined)  # type: ignore[attr-defined]
+    if missing:
+        raise TypeError(f"{name} must define {', '.join(missing)}: see foundry_kernels.op_modules.{kind.__name__}")
+    offered = {m: defined[m] for m in members(kind) if m in defined}
+    wrapped = {m: staticmethod(value) if callable(value) else value for m, value in offered.items()}
+    found: Module = type(kind.__name__, (kind,), wrapped)()
+    return found
+
+
+def members(kind: type) -> tuple[str, ...]:
+    """The names that a module may offer."""
+    return tuple(name for name in vars(kind) if not name.startswith("_"))

@@ -1,0 +1,61 @@
+"""From the products q.k to scores: scale, soft cap, ALiBi. Scores are in units of log2(e), see `softmax`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E
+
+
+@triton.jit
+def scores(b_qk, rel_pos, scale, softcap, slope, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """(b_s, b_t): the scores and, for the derivative of the soft cap, its hyperbolic tangent.
+
+    Without cap and ALiBi b_s is b_qk itself, still to be multiplied by `score_factor`. `rel_pos` is the key's position
+    minus the query's, after alignment.
+    """
+    b_t = b_qk
+    if HAS_SOFTCAP:
+        b_t = tanh(b_qk * scale)
+        b_s = b_t * softcap
+    elif HAS_ALIBI:
+        b_s = b_qk * scale
+    else:
+        b_s = b_qk
+    if HAS_ALIBI:
+        b_s -= slope * tl.abs(rel_pos).to(b_s.dtype)
+    return b_s, b_t
+
+
+@triton.jit
+def score_factor(scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """What the result of `scores` is still to be multiplied by: free as part of the subtraction before exp2."""
+    if HAS_SOFTCAP or HAS_ALIBI:
+        return 1.0
+    else:
+        return scale
+
+
+@triton.jit
+def load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI: tl.constexpr, COMPUTE: tl.constexpr):
+    """The ALiBi slope of one head of sequence n, in units of log2(e)."""
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes_ptr + n * stride_alibi + head).to(COMPUTE) * LOG2E
+    return slope
+
+
+@triton.jit
+def tanh(x):
+    """Accurate to float32 relative to the result. Where the quotient of exponentials would cancel, a polynomial takes
+    over: the least-squares fit of tanh(x) / x over |x| < 0.62, within 5e-9."""
+    size = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
+    far = tl.where(x < 0, -far, far)
+    if x.dtype == tl.float64:
+        return far
+    else:
+        x2 = x * x
+        series = -0.33333282 + x2 * (0.13331443 + x2 * (-0.053740111 + x2 * (0.020641122 - x2 * 0.0057078402)))
+        return tl.where(size < 0.6, x + x * (x2 * series), far)

@@ -1,0 +1,29 @@
+"""Where a sequence lies: a row of a dense batch, or a part of packed tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def seqlen_info(n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN: tl.constexpr):
+    """(start_q, seqlen_q, start_k, seqlen_k) of sequence n.
+
+    `tokens_q` and `tokens_k` are the tokens of a dense sequence or of all packed ones. cu_seqlens beyond them are
+    clamped, so that nothing outside of the tensors is read or written.
+    """
+    if VARLEN:
+        start_q, seqlen_q = _packed(cu_seqlens_q_ptr + n, tokens_q)
+        start_k, seqlen_k = _packed(cu_seqlens_k_ptr + n, tokens_k)
+    else:
+        start_q, seqlen_q = 0, tokens_q
+        start_k, seqlen_k = 0, tokens_k
+    return start_q, seqlen_q, start_k, seqlen_k
+
+
+@triton.jit
+def _packed(cu_seqlens_ptr, total):
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr), 0), total).to(tl.int32)
+    stop = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + 1), 0), total).to(tl.int32)
+    return start, tl.maximum(stop - start, 0)

@@ -1,0 +1,52 @@
+"""The running softmax of a tile of rows, and its reconstruction from lse.
+
+Scores are in units of log2(e), so that every exponential is one `exp2`. A row's state is its maximum b_m, the sum b_l
+of the weights relative to it and, for the entropy, the sum b_e of weight times distance to the maximum: its terms have
+one sign, so nothing cancels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def online_softmax(b_s, factor, b_m, b_l, b_e, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr):
+    """Add the scores b_s * factor to the state: (weights b_p, what earlier sums shrink by, b_m, b_l, b_e)."""
+    b_new = tl.maximum(b_m, tl.max(b_s, 1) * factor)
+    b_base = tl.where(b_new == -float("inf"), 0.0, b_new) if MASKED else b_new
+    b_z = b_s * factor - b_base[:, None]
+    b_p = tl.exp2(b_z)
+    b_shrink = tl.exp2(b_m - b_base)
+    if SAVE_STATS:  # a weight of 0 must not meet -inf
+        b_fall = tl.maximum(b_m - b_base, -2000.0) * b_l
+        b_e = b_shrink * (b_e + b_fall) + tl.sum(b_p * tl.maximum(b_z, -2000.0), 1)
+    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    return b_p, b_shrink, b_new, b_l, b_e
+
+
+@triton.jit
+def add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS: tl.constexpr):
+    """Add one more outcome, which has no value, to the state: (what earlier sums shrink by, the new maximum in natural
+    units, b_l, b_e). b_base is b_m, or 0 for rows that see no key, which the sink does not change."""
+    m_empty = b_m == -float("inf")
+    sink = logit * LOG2E
+    b_top = tl.where(m_empty, 0.0, tl.maximum(b_m, sink))
+    b_high = tl.where(sink >= b_m, logit, b_base * LN2)  # as it was given: not through log2 and back
+    b_shrink = tl.exp2(b_base - b_top)
+    b_sink = tl.where(m_empty, 0.0, tl.exp2(sink - b_top))
+    if SAVE_STATS:
+        b_e = b_shrink * (b_e + (b_base - b_top) * b_l) + b_sink * tl.maximum(sink - b_top, -2000.0)
+    b_l = b_l * b_shrink + b_sink
+    return b_shrink, b_high, b_l, b_e
+
+
+@triton.jit
+def load_lse(lse_ptr, m_rows):
+    """lse in log2; +inf for rows that see no key, so that all their probabilities are 0."""
+    b_lse = tl.load(lse_ptr, mask=m_rows, other=-float("inf"))
+    return tl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)

@@ -1,0 +1,182 @@
+"""The kernels.
+
+Forward: a program keeps `BLOCK_ROWS` whole rows in registers, so x is read once; a row that does not fit is read twice
+by one program. Backward: a persistent grid. Each program sums its share of dW in float32 (in registers, or for wide
+rows in its own row of the partial buffer); one more kernel sums the partials and rounds. There are no atomics, so
+gradients are bitwise deterministic on one device.
+
+Names: n1, n2 and stride_x0, stride_x1, stride_x2 are what `row_offset` needs to find a row of x; b_ is a block of
+values, m_ a mask, o_ offsets.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foundry_kernels._triton import normalized, reciprocal_rms, round_to, row_offset
+
+
+@triton.jit
+def _residual_sum(b_x, b_r, dtype: tl.constexpr, COMPUTE: tl.constexpr):
+    return round_to(b_x + b_r, dtype).to(COMPUTE)
+
+
+@triton.jit
+def _scaled(b_h, rstd, w_ptr, o_cols, m_cols, offset, x_dtype: tl.constexpr, y_dtype: tl.constexpr,
+            HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr, COMPUTE: tl.constexpr):  # fmt: skip
+    """y for a block of h: [R, C] values, [R, 1] rstd, [1, C] columns."""
+    b_y = normalized(b_h, rstd, x_dtype, ROUND_FIRST, COMPUTE)
+    if HAS_WEIGHT:
+        b_y = b_y * (tl.load(w_ptr + o_cols, mask=m_cols, other=0.0).to(COMPUTE) + offset)
+    return round_to(b_y, y_dtype)
+
+
+@triton.jit
+def rms_norm_fwd_kernel(
+    x_ptr, r_ptr, w_ptr, y_ptr, h_ptr, rstd_ptr,
+    n_rows, n_cols, n1, n2, stride_x0, stride_x1, stride_x2, stride_r0, stride_r1, stride_r2, eps, offset,
+    RANK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    SAVE_RSTD: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Rows that fit in registers: BLOCK_ROWS of them per program, BLOCK_COLS >= n_cols."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [R]
+    cols = tl.arange(0, BLOCK_COLS)[None, :]  # [1, C]
+    m_rows = (rows < n_rows)[:, None]
+    m_cols = cols < n_cols
+    mask = m_rows & m_cols
+    o_x = row_offset(rows, n1, n2, stride_x0, stride_x1, stride_x2, RANK)[:, None] + cols
+    o_y = (rows * n_cols)[:, None] + cols
+    b_h = tl.load(x_ptr + o_x, mask=mask, other=0.0).to(COMPUTE)  # [R, C]
+    if HAS_RESIDUAL:
+        o_r = row_offset(rows, n1, n2, stride_r0, stride_r1, stride_r2, RANK)[:, None] + cols
+        b_r = tl.load(r_ptr + o_r, mask=mask, other=0.0).to(COMPUTE)
+        b_h = _residual_sum(b_h, b_r, x_ptr.dtype.element_ty, COMPUTE)
+        tl.store(h_ptr + o_y, round_to(b_h, h_ptr.dtype.element_ty), mask=mask)
+    rstd = reciprocal_rms(tl.sum(b_h * b_h, 1), n_cols, eps)  # [R]
+    if SAVE_RSTD:
+        tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+    b_y = _scaled(b_h, rstd[:, None], w_ptr, cols, m_cols, offset, x_ptr.dtype.element_ty, y_ptr.dtype.element_ty,
+                  HAS_WEIGHT, ROUND_FIRST, COMPUTE)  # fmt: skip
+    tl.store(y_ptr + o_y, b_y, mask=mask)
+
+
+@triton.jit
+def rms_norm_fwd_wide_kernel(
+    x_ptr, r_ptr, w_ptr, y_ptr, h_ptr, rstd_ptr,
+    n_rows, n_cols, n1, n2, stride_x0, stride_x1, stride_x2, stride_r0, stride_r1, stride_r2, eps, offset,
+    RANK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    SAVE_RSTD: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """One program per row, which it reads twice. It also forms x + residual twice: reading h back would need the writes
+    of other threads."""
+    row = tl.program_id(0).to(tl.int64)
+    o_x = row_offset(row, n1, n2, stride_x0, stride_x1, stride_x2, RANK)
+    o_r = row_offset(row, n1, n2, stride_r0, stride_r1, stride_r2, RANK)
+    b_sum = tl.zeros([1, BLOCK_COLS], COMPUTE)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)[None, :]
+        mask = cols < n_cols
+        b_h = tl.load(x_ptr + o_x + cols, mask=mask, other=0.0).to(COMPUTE)
+        if HAS_RESIDUAL:
+            b_r = tl.load(r_ptr + o_r + cols, mask=mask, other=0.0).to(COMPUTE)
+            b_h = _residual_sum(b_h, b_r, x_ptr.dtype.element_ty, COMPUTE)
+        b_sum += b_h * b_h
+    rstd = reciprocal_rms(tl.sum(b_sum, 1), n_cols, eps)  # [1]
+    if SAVE_RSTD:
+        tl.store(rstd_ptr + row + tl.arange(0, 1), rstd)
+    for start in range(0, n_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)[None, :]
+        mask = cols < n_cols
+        b_h = tl.load(x_ptr + o_x + cols, mask=mask, other=0.0).to(COMPUTE)
+        if HAS_RESIDUAL:
+            b_r = tl.load(r_ptr + o_r + cols, mask=mask, other=0.0).to(COMPUTE)
+            b_h = _residual_sum(b_h, b_r, x_ptr.dtype.element_ty, COMPUTE)
+            tl.store(h_ptr + row * n_cols + cols, round_to(b_h, h_ptr.dtype.element_ty), mask=mask)
+        b_y = _scaled(b_h, rstd[:, None], w_ptr, cols, mask, offset, x_ptr.dtype.element_ty, y_ptr.dtype.element_ty,
+                      HAS_WEIGHT, ROUND_FIRST, COMPUTE)  # fmt: skip
+        tl.store(y_ptr + row * n_cols + cols, b_y, mask=mask)
+
+
+@triton.jit
+def rms_norm_bwd_kernel(
+    dy_ptr, dh_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr,
+    n_rows, n_cols, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_dh0, stride_dh1, stride_dh2,
+    stride_x0, stride_x1, stride_x2, offset,
+    RANK: tl.constexpr, HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Rows that fit in registers. Program p takes tiles p, p + programs, ...; dw_ptr is [programs, n_cols]."""
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    m_cols = cols < n_cols
+    if HAS_WEIGHT:
+        b_w = tl.load(w_ptr + cols, mask=m_cols, other=0.0).to(COMPUTE) + offset  # [1, C]
+    b_dw = tl.zeros([BLOCK_ROWS, BLOCK_COLS], COMPUTE)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in range(program, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0)):
+        rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)  # [R]
+        mask = (rows < n_rows)[:, None] & m_cols
+        o_x = row_offset(rows, n1, n2, stride_x0, stride_x1, stride_x2, RANK)[:, None] + cols
+        o_dy = row_offset(rows, n1, n2, stride_dy0, stride_dy1, stride_dy2, RANK)[:, None] + cols
+        b_x = tl.load(x_ptr + o_x, mask=mask, other=0.0).to(COMPUTE)  # [R, C]
+        b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        if NEED_DW:
+            b_dw += b_dy * normalized(b_x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
+        if NEED_DX:
+            b_v = b_dy * b_w if HAS_WEIGHT else b_dy
+            b_n = b_x * rstd
+            b_dx = rstd * (b_v - b_n * (tl.sum(b_v * b_n, 1)[:, None] / n_cols))
+            if HAS_DH:
+                o_dh = row_offset(rows, n1, n2, stride_dh0, stride_dh1, stride_dh2, RANK)[:, None] + cols
+                b_dx += tl.load(dh_ptr + o_dh, mask=mask, other=0.0).to(COMPUTE)
+            tl.store(dx_ptr + (rows * n_cols)[:, None] + cols, round_to(b_dx, dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DW:
+        o_dw = program * n_cols + cols
+        tl.store(dw_ptr + o_dw, tl.sum(b_dw, 0)[None, :], mask=m_cols)
+
+
+@triton.jit
+def rms_norm_bwd_wide_kernel(
+    dy_ptr, dh_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr,
+    n_rows, n_cols, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_dh0, stride_dh1, stride_dh2,
+    stride_x0, stride_x1, stride_x2, offset,
+    RANK: tl.constexpr, HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Rows read in blocks of columns. dw_ptr [programs, n_cols] starts at zero; a program adds to its own row of it,
+    each thread to the elements that it alone reads and writes."""
+    program = tl.program_id(0).to(tl.int64)
+    for row in range(program, n_rows, tl.num_programs(0)):
+        o_x = row_offset(row, n1, n2, stride_x0, stride_x1, stride_x2, RANK)
+        o_dy = row_offset(row, n1, n2, stride_dy0, stride_dy1, stride_dy2, RANK)
+        o_dh = row_offset(row, n1, n2, stride_dh0, stride_dh1, stride_dh2, RANK)
+        rstd = tl.load(rstd_ptr + row)
+        b_sum = tl.zeros([BLOCK_COLS], COMPUTE)
+        if NEED_DX:
+            for start in range(0, n_cols, BLOCK_COLS):
+                cols = start + tl.arange(0, BLOCK_COLS)
+                mask = cols < n_cols
+                b_v = tl.load(dy_ptr + o_dy + cols, mask=mask, other=0.0).to(COMPUTE)
+                if HAS_WEIGHT:
+                    b_v *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(COMPUTE) + offset
+                b_sum += b_v * (tl.load(x_ptr + o_x + cols, mask=mask, other=0.0).to(COMPUTE) * rstd)
+        mean = tl.sum(b_sum, 0) / n_cols
+        for start in range(0, n_cols, BLOCK_COLS):
+            cols = start + tl.arange(0, BLOCK_COLS)
+            mask = cols < n_cols
+            b_x = tl.load(x_ptr + o_x + cols, mask=mask, other=0.0).to(COMPUTE)
+            b_dy = tl.load(dy_ptr + o_dy + cols, mask=mask, other=0.0).to(COMPUTE)
+            if NEED_DW:
+                p_dw = dw_ptr + program * n_cols + cols
+                b_dw = b_dy * normalized(b_x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST, COMPUTE)
+                tl.store(p_dw, tl.load(p_dw, mask=mask, other=0.0) + b_dw, mask=mask)
+            if NEED_DX:
+                if HAS_WEIGHT:
+                    b_dy *= tl.load(w_ptr + cols, mask=mask, other=0.0).to(COMPUTE) + offset
+                b_dx = rstd * (b_dy - b_x * rstd * mean)
+                if HAS_DH:
+                    b_dx += tl.load(dh_ptr + o_dh + cols, mask=mask, other=0.0).to(COMPUTE)
+                tl.store(dx_ptr + row * n_cols + cols, round_to(b_dx, dx_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,83 @@
+"""What is timed, against what, and what it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.testing import Arg, Case
+
+#: Shapes to time, by operation and device: rows, width of the feed-forward layer, name. GEGLU is Gemma's, with tanh.
+_BENCH_SHAPES = {
+    ("swiglu", "cpu"): ((512, 2048, "cached"), (4096, 4096, "large"), (256, 14336, "llama-8b"), (1, 14336, "decode")),
+    ("geglu", "cpu"): ((512, 2048, "cached"), (4096, 4096, "large"), (256, 16384, "gemma-2b")),
+    ("swiglu", "cuda"): (
+        (16384, 3072, "qwen3-0.6b"),
+        (16384, 12288, "qwen3-8b"),
+        (16384, 14336, "llama-8b"),
+        (8192, 28672, "llama-70b"),
+        (1, 14336, "decode"),
+    ),
+    ("geglu", "cuda"): ((16384, 6912, "gemma3-1b"), (16384, 16384, "gemma-2b"), (1, 16384, "decode")),
+}
+#: Of these, the ones that are timed packed too.
+_BENCH_PACKED = ("cached", "llama-8b")
+
+
+#: Endings of the cases that are timed without --full.
+BENCH_QUICK = ("cached", "large", "16384x14336-llama-8b", "16384x16384-gemma-2b", "decode")
+
+
+def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    options = {"approximate": "tanh"} if op == "geglu" else {}
+    cases = []
+    for rows, width, name in _BENCH_SHAPES[op, device]:
+        separate = {"gate": Arg((rows, width)), "up": Arg((rows, width))}
+        cases.append(Case(f"{rows}x{width}-{name}", separate, options))
+        if name in _BENCH_PACKED and op == "swiglu":
+            packed = {"gate": Arg((rows, 2 * width)), "up": None}
+            cases.append(Case(f"{rows}x{width}-{name}-packed", packed, options))
+    return tuple(cases)
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: N is the width."""
+    rows, top = (512, 13) if device == "cpu" else (16384, 15)
+    options = {"approximate": "tanh"} if op == "geglu" else {}
+    return {
+        "N": tuple(
+            (2**i, Case(f"{rows}x{2**i}-width", {"gate": Arg((rows, 2**i)), "up": Arg((rows, 2**i))}, options))
+            for i in range(7, top + 1, 2)
+        )
+    }
+
+
+def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+    """The least that must be read and written. Forward: gate and up, and y. Backward: dy, gate and up, and their two
+    gradients."""
+    gate, up = args["gate"], args["up"]
+    assert gate is not None
+    tensors = {"forward": 3, "backward": 5, "both": 8}[direction]
+    return tensors * (gate.numel() if up is not None else gate.numel() // 2) * gate.element_size()
+
+
+def _eager(gate: Tensor, up: Tensor | None) -> Tensor:
+    """As models in Hugging Face's transformers write it."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _eager_gelu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+_PEERS: dict[str, dict[str, Callable[..., Any]]] = {"swiglu": {"eager": _eager}, "geglu": {"eager": _eager_gelu}}
+
+
+def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
+    """What else computes this, by name; "eager" is also what torch.compile is given."""
+    return dict(_PEERS[op])
