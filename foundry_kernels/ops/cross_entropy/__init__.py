@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from foundry_kernels import _native, _triton
 from foundry_kernels._checks import check_device, check_float, check_integer, check_shape
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.cross_entropy import reference
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -78,42 +78,58 @@ def cross_entropy(
     Autocast does not change the computation. A backward pass keeps the logits and two floats a token, writes the
     gradient once, and leaves all inputs as they are. There is no second derivative.
     """
-    _check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    check_float("logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
+    options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
+    check(logits, logits.shape[-1], target, weight, *options)
     function = resolve(CROSS_ENTROPY, backend, logits)
-    options = (label_smoothing, z_loss, softcap)
-    if reduction != "none" and _divided(logits):
-        loss, lse, z = function(logits, target, weight, ignore_index, "none", *options, return_lse, return_z_loss)
-        total = _total_weight(target, weight, ignore_index) if reduction == "mean" else None
-        loss, z = (_reduced(x, total) if x.dim() == target.dim() else x for x in (loss, z))
+    rest = (label_smoothing, z_loss, softcap, return_lse, return_z_loss)
+    if reduction != "none" and divided(logits):
+        results = function(logits, target, weight, ignore_index, "none", *rest)
+        results = reduce(results, target, weight, ignore_index, reduction)
     else:
-        loss, lse, z = function(logits, target, weight, ignore_index, reduction, *options, return_lse, return_z_loss)
+        results = function(logits, target, weight, ignore_index, reduction, *rest)
+    return chosen(results, return_lse, return_z_loss)
+
+
+# --- shared with linear_cross_entropy ---------------------------------------------------------------------------------
+
+Results = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def chosen(results: Results, return_lse: bool, return_z_loss: bool) -> Tensor | tuple[Tensor, ...]:
+    """Of a backend's (loss, lse, z_loss) what the caller asked for."""
+    loss, lse, z = results
     if not (return_lse or return_z_loss):
         return loss
-    return (loss, *((lse,) if return_lse else ()), *((z,) if return_z_loss else ()))
+    wanted = (loss, lse if return_lse else None, z if return_z_loss else None)
+    return tuple(x for x in wanted if x is not None)
 
 
-def _divided(logits: Tensor) -> bool:
-    """Whether `logits` may be a DTensor, whose sums torch reduces over devices."""
-    return type(logits) is not Tensor and type(logits) is not Parameter
+def divided(x: Tensor) -> bool:
+    """Whether `x` may be a DTensor, whose sums torch reduces over devices."""
+    return type(x) is not Tensor and type(x) is not Parameter
 
 
-def _total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The sum of the weights of the targets that count."""
-    counts = target != ignore_index
-    if weight is None:
-        return counts.sum().float()
-    return (weight.float()[torch.where(counts, target, 0)] * counts).sum()
+def reduce(results: Results, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Results:
+    """The results of reduction "none" reduced by torch's own operations."""
+    losses, lse, zs = results
+    sums = [x.sum() if x is not None and x.shape == target.shape else x for x in (losses, zs)]
+    if reduction == "mean":
+        counts = target != ignore_index
+        total = counts.sum().float()
+        if weight is not None:
+            total = (weight.float()[torch.where(counts, target, 0)] * counts).sum()
+        sums = [None if x is None else torch.where(total == 0, 0.0, x / total) for x in sums]
+    loss, z = sums
+    assert loss is not None
+    return loss, lse, z
 
 
-def _reduced(losses: Tensor, total: Tensor | None) -> Tensor:
-    """The sum of `losses`, divided by `total` unless that is 0."""
-    if total is None:
-        return losses.sum()
-    return torch.where(total == 0, 0.0, losses.sum() / total)
-
-
-def _check(
-    logits: Tensor,
+def check(
+    x: Tensor,
+    n_classes: int,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -121,24 +137,24 @@ def _check(
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
+    names: tuple[str, str] = ("logits", "weight"),
 ) -> None:
-    check_float("logits", logits)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
+    """Raise unless the arguments beside the tokens `x` ``[..., N]`` are valid; `names` are those of x and weight."""
+    name, of_weight = names
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(
             f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
             "are not supported (torch.nn.functional.cross_entropy takes them)"
         )
     check_integer("target", target)
-    check_shape("target", target, logits.shape[:-1], "that of logits without the last dimension")
-    check_device("target", target, "logits", logits)
+    check_shape("target", target, x.shape[:-1], f"that of {name} without the last dimension")
+    check_device("target", target, name, x)
     if weight is not None:
-        check_float("weight", weight)
-        check_shape("weight", weight, logits.shape[-1:], "a value for each class")
-        check_device("weight", weight, "logits", logits)
+        check_float(of_weight, weight)
+        check_shape(of_weight, weight, (n_classes,), "a value for each class")
+        check_device(of_weight, weight, name, x)
         if weight.requires_grad:
-            raise ValueError("weight must not require a gradient: the weights of classes are constants here")
+            raise ValueError(f"{of_weight} must not require a gradient: the weights of classes are constants here")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"ignore_index must be an int; got {type(ignore_index).__name__}")
     if reduction not in REDUCTIONS:
@@ -151,15 +167,4 @@ def _check(
         raise ValueError(f"softcap must be None, or finite and > 0; got {softcap}")
 
 
-CROSS_ENTROPY = register(
-    OpSpec(
-        "cross_entropy",
-        cross_entropy,
-        (
-            Impl("reference", reference.cross_entropy),
-            _triton.impl(__name__, "cross_entropy"),
-            _native.impl(__name__, "cross_entropy"),
-        ),
-        __name__,
-    )
-)
+CROSS_ENTROPY = register_op(cross_entropy, reference.cross_entropy)

@@ -1,4 +1,4 @@
-"""Sample inputs, and what a call moves; the parity suite and the benchmarks enumerate this."""
+"""Sample inputs, which the parity suite enumerates."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ _ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 15.0}
 
 CASES: dict[str, tuple[Case, ...]] = {
     "cross_entropy": (
+        _case((4, 8), "z-loss", z_loss=1e-2),  # the first: a loss that adding a number to all logits changes
         *(_case((rows, n)) for rows, n in [(1, 1), (1, 17), (4, 8), (5, 17), (7, 64), (33, 127), (9, 128), (7, 129)]),
         *(_case((rows, n)) for rows, n in [(3, 1009), (5, 1023), (4, 1025), (2, 2053), (3, 4099), (1, 32003)]),
         replace(_case((513, 1031), "threads"), interpreted=False),
@@ -100,7 +101,6 @@ CASES: dict[str, tuple[Case, ...]] = {
             _case((2, 3, 5, 40), layout, Arg((2, 3, 5, 40), layout), cotangent="strided", **_NONE)
             for layout in ("swapped", "sliced", "offset", "expanded", "strided")
         ),
-        _case((6, 100), "frozen", Arg((6, 100), grad=False)),
         _case((12, 50), "ignored", ignored=0.4),
         _case((12, 50), "ignored-none", ignored=0.4, **_NONE),
         _case((12, 50), "all-ignored", ignored=1.0),
@@ -156,54 +156,16 @@ def scales(
     return {"logits": largest * float(cotangents[0].abs().max())}
 
 
-# --- benchmarks -----------------------------------------------------------------------------------------------------
-
-#: Shapes to time, by device: tokens, vocabulary, name.
-_BENCH_SHAPES = {
-    "cpu": ((128, 2048, "cached"), (2048, 32768, "llama-2"), (512, 128256, "llama-3")),
-    "cuda": ((8192, 32000, "llama-2"), (8192, 50257, "gpt-2"), (8192, 128256, "llama-3")),
-}
-
-#: Endings of the cases that are timed without --full.
-BENCH_QUICK = ("cached", "llama-2", "8192x128256-llama-3")
-
-
-def _bench_case(tokens: int, n_classes: int, name: str) -> Case:
-    return replace(_case((tokens, n_classes), name), interpreted=False)
-
-
-def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(_bench_case(*each) for each in _BENCH_SHAPES[device])
-
-
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
-    """What is compiled for GPUs unless all is asked for: the benchmarks, and each option on a wide and a narrow row."""
+    """What `inspect` compiles without --all: the benchmarks' shapes, and each option on wide and narrow rows."""
     varied = [
         _case((8192, n), reduction, weighted=weighted, reduction=reduction, return_lse=True, **options)
         for n in (40, 300, 32000)
         for options in ({}, {"label_smoothing": 0.1}, {"softcap": 15.0}, _ALL)
         for weighted, reduction in ((False, "mean"), (True, "none"))
     ]
-    timed = [(case, dtype) for case in bench_cases(op, "cuda") for dtype in (torch.bfloat16, torch.float32)]
-    return (*timed, *((case, torch.bfloat16) for case in varied))
-
-
-def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
-    """Growing shapes: N is the vocabulary."""
-    tokens, top = (256, 17) if device == "cpu" else (8192, 17)
-    return {"N": tuple((2**i, _bench_case(tokens, 2**i, "vocabulary")) for i in range(9, top + 1, 2))}
-
-
-def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
-    """The least that must be read and written: forward the logits, backward the logits and their gradient."""
-    logits = args["logits"]
-    assert logits is not None
-    return {"forward": 1, "backward": 2, "both": 3}[direction] * logits.numel() * logits.element_size()
-
-
-def _eager(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits, target, weight)
-
-
-#: What else computes this, by name; "eager" is also what torch.compile is given.
-PEERS = {"cross_entropy": {"eager": _eager}}
+    timed = [_case((8192, n)) for n in (32000, 50257, 128256)]
+    return (
+        *((case, dtype) for case in timed for dtype in (torch.bfloat16, torch.float32)),
+        *((case, torch.bfloat16) for case in varied),
+    )
