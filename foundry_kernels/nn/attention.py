@@ -133,7 +133,7 @@ class Attention(torch.nn.Module):
             if positions is None and cache is not None:
                 positions = cache.length
             elif positions is None and cu_seqlens is not None:
-                positions = _places(cu_seqlens, length)
+                positions = _packed_positions(cu_seqlens, length)
             q, k = self.rope(q, k, positions)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -143,8 +143,8 @@ class Attention(torch.nn.Module):
             result = flash_attention(q, k, v, **options)
         else:
             q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
-            longest = length if max_seqlen is None else max_seqlen
-            result = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+            max_seqlen = length if max_seqlen is None else max_seqlen
+            result = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
         out, *rows = result if isinstance(result, tuple) else (result,)
         if cu_seqlens is not None:
             out, rows = out.transpose(0, 1).unsqueeze(0), [t.unsqueeze(0) for t in rows]
@@ -159,8 +159,8 @@ class Attention(torch.nn.Module):
         )
 
 
-def _places(cu_seqlens: Tensor, total: int) -> Tensor:
-    """The place of each packed token in its own sequence, without reading a length back from a GPU."""
+def _packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
+    """The position of each packed token in its own sequence, without waiting for a GPU."""
     token = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return token - cu_seqlens[sequence]

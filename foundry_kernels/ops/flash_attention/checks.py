@@ -114,14 +114,13 @@ def _check_heads(n_heads: int, n_kv_heads: int, head_dim: int, head_dim_k: int, 
 
 def check_options(q: Tensor, options: AttentionOptions) -> None:
     """The options that `scale_or_default`, `is_bottom_right` and `window_sides` have not checked while making them."""
-    batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
-    n_heads = q.shape[1]  # in both layouts
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
     if options.alibi_slopes is not None:
-        check_alibi_slopes(options.alibi_slopes, q, batch, n_heads)
+        batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
+        check_alibi_slopes(options.alibi_slopes, q, batch, n_heads=q.shape[1])
     if options.sinks is not None:
-        _check_sinks(options.sinks, q, n_heads)
+        _check_sinks(options.sinks, q, n_heads=q.shape[1])
 
 
 def check_alibi_slopes(alibi_slopes: Tensor, q: Tensor, batch: int, n_heads: int) -> None:

@@ -1,0 +1,92 @@
+"""The options of attention as one object: the order of its fields is that of every operator's arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.flash_attention import (
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_VARLEN,
+    flash_attention,
+    flash_attention_varlen,
+)
+from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args
+from foundry_kernels.registry import override
+
+OPTIONS = AttentionOptions(
+    cu_seqlens_q=torch.tensor([0, 4, 9]),
+    cu_seqlens_k=torch.tensor([0, 5, 9]),
+    max_seqlen_q=5,
+    max_seqlen_k=6,
+    scale=0.25,
+    window_left=3,
+    window_right=None,
+    softcap=2.0,
+    alibi_slopes=torch.tensor([0.5, 0.25]),
+    sinks=None,
+    bottom_right=True,
+    return_lse=False,
+    return_stats=True,
+)
+OPERATORS = {
+    "flash_attention": "return_lse",
+    "flash_attention_fwd": "save_lse",
+    "flash_attention_bwd": "need_dq",
+    "triton_flash_attention_fwd": "save_lse",
+    "triton_flash_attention_bwd": "need_dq",
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_spells_the_options_alike(name: str) -> None:
+    if not hasattr(torch.ops.foundry_kernels, name):
+        pytest.skip(f"there is no {name} here")
+    schema = str(getattr(torch.ops.foundry_kernels, name).default._schema)
+    assert f", {SCHEMA}, bool {OPERATORS[name]}" in schema
+
+
+def test_flattened_options_are_restored() -> None:
+    restored, flags = from_operator_args((*OPTIONS.operator_args(), True, False, True))
+    assert flags == (True, False, True)
+    assert restored == OPTIONS._replace(return_stats=False)  # which of the results are wanted is for the flags to say
+    assert [type(x) for x in OPTIONS.tensors()] == [torch.Tensor, torch.Tensor, torch.Tensor, type(None)]
+    bare = OPTIONS.without_tensors()
+    assert not any(isinstance(x, torch.Tensor) for x in bare)
+    assert bare.with_tensors(OPTIONS.tensors()) == OPTIONS
+    assert bare.max_seqlen_k == 6
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("return_stats", [False, True])
+def test_only_what_is_wanted_is_selected(return_lse: bool, return_stats: bool) -> None:
+    out, lse, entropy, max_logit = (torch.empty(()) for _ in range(4))
+    options = OPTIONS._replace(return_lse=return_lse, return_stats=return_stats)
+    expected = (out, *((lse,) if return_lse else ()), *((entropy, max_logit) if return_stats else ()))
+    found = options.select(out, lse, entropy, max_logit)
+    found = found if isinstance(found, tuple) else (found,)
+    assert [id(x) for x in found] == [id(x) for x in expected]
+
+
+def test_the_public_functions_make_them() -> None:
+    """Defaults, a causal mask, a window with one side and an alignment, as a backend gets them."""
+    made: list[AttentionOptions] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        made.append(options)
+        return q
+
+    q, k, sinks = torch.zeros(9, 2, 16), torch.zeros(9, 1, 16), torch.zeros(2)
+    cu_seqlens = torch.tensor([0, 4, 9])
+    with override(FLASH_ATTENTION, "reference", fn=record), override(FLASH_ATTENTION_VARLEN, "reference", fn=record):
+        flash_attention(*(x.transpose(0, 1)[None] for x in (q, k[:7], k[:7])), backend="reference")
+        flash_attention_varlen(
+            *(q, k, k, cu_seqlens, cu_seqlens, 5, 8), causal=True, window=(3, None), scale=0.5, softcap=2.0,
+            sinks=sinks, align="top_left", return_lse=True, backend="reference",
+        )  # fmt: skip
+    dense, packed = made
+    assert dense == (None, None, 9, 7, 0.25, None, None, None, None, None, True, False, False)
+    assert packed[:2] == (cu_seqlens, cu_seqlens)
+    assert packed[2:] == (5, 8, 0.5, 3, 0, 2.0, None, sinks, False, True, False)
+    assert (dense.packed, packed.packed) == (False, True)
