@@ -89,7 +89,7 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
         Whole::store(weights + j * kAttentionRows, p);
         Whole::store(gradients + j * kAttentionRows, ds);
       }
-    } else {  // in q_pos: what is written over has been read, here or for the registers before
+    } else {  // in place: what is written over has been read, here or for the registers before
       E* rows = reinterpret_cast<E*>(scratch.weights) + v * kLanes;
       for (int64_t j = 0; j < n; j += 2) {
         Vec p[2] = {}, ds[2] = {};

@@ -215,7 +215,7 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
     E* weights = reinterpret_cast<E*>(scores);
     if constexpr (kPer<E> == 2) {
-      for (int r = 0; r < kRows; ++r)  // in q_pos, each before what it is written over
+      for (int r = 0; r < kRows; ++r)  // in place, each before what it is written over
         for (int64_t j = 0; j < n; j += kLanes)
           Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
     }

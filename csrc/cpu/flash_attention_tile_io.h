@@ -59,7 +59,7 @@ template <class E> struct Tile {
   int64_t ld;
 };
 
-// Rows [0, n) of memory with this stride, in q_pos where they are of E and whole lanes; else in `scratch`.
+// Rows [0, n) of memory with this stride, in place where they are of E and whole lanes; else in `scratch`.
 template <class E>
 inline Tile<E> read_tile(Dtype type, const void* data, int64_t offset, int64_t stride, int64_t n, int64_t width,
                          float* scratch) {
