@@ -1,19 +1,23 @@
 """Builds the extension `foundry_kernels._C` where a compiler is found; the package works without it, and says so.
 
 csrc/cpu is compiled once per instruction set, csrc/torch (the only part that knows torch) once, csrc/cuda by nvcc where
-torch is a CUDA build and CUDA_HOME is set. `build_ext --sanitize` builds one that reports invalid memory accesses and
-undefined behaviour, in a folder of its own (see tests/sanitize.py).
+torch is a CUDA build and CUDA_HOME is set. All files are compiled side by side, MAX_JOBS at a time (default: as many as
+there are processors), and only those again that something changed for. `build_ext --sanitize` builds an extension that
+reports invalid memory accesses and undefined behaviour, in a folder of its own (see tests/sanitize.py).
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
+import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from setuptools import setup
@@ -33,12 +37,15 @@ def compiler_has(flag: str) -> bool:
 
 ISA_FLAGS: dict[str, list[str]] = {"baseline": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
+    ISA_FLAGS["baseline"] = ["-O2"]  # half the time to compile, and no processor of the last ten years runs it
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     if compiler_has("-mavx512bf16"):
         ISA_FLAGS["avx512_bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
 #: No -ffast-math: NaN and infinity are handled, sums keep their order. Contraction to fma is wanted.
 FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=fast", "-fno-math-errno"]
+#: Without it, torch's headers for autograd read the declarations of all its operators.
+TORCH_FLAGS = ["-DAT_PER_OPERATOR_HEADERS"]
 #: AddressSanitizer and UndefinedBehaviorSanitizer, as a library that must be loaded before all others. Without vptr,
 #: which wants type information that torch hides, and without null and pointer-overflow, which take most of the time to
 #: compile: AddressSanitizer sees an access through such a pointer. The first finding ends the process. Not optimised,
@@ -64,13 +71,13 @@ def extension() -> CppExtension:
     files = ["csrc/module.cpp", *sources("torch")]
     if not WITH_CUDA:
         files = [f for f in files if not f.endswith("_cuda.cpp")]
-        flags = [*FLAGS, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']
+        flags = [*FLAGS, *TORCH_FLAGS, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']
         if torch.version.cuda is not None:
             print(f"foundry_kernels: no CUDA kernels: nvcc {torch.version.cuda} is needed, in CUDA_HOME or on the PATH")
         return CppExtension("foundry_kernels._C", files, extra_compile_args=flags)
     # Without a GPU and without this variable torch finds no architecture to compile for and fails.
     named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
-    flags = [*FLAGS, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"']
+    flags = [*FLAGS, *TORCH_FLAGS, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"']
     return CUDAExtension(
         "foundry_kernels._C",
         [*files, *sources("cuda", ".cu")],
@@ -88,6 +95,9 @@ class Build(BuildExtension):
     ]
     boolean_options: ClassVar = [*BuildExtension.boolean_options, "sanitize"]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, use_ninja=False)  # `compile` below takes its place
+
     def initialize_options(self) -> None:
         super().initialize_options()
         self.sanitize = False
@@ -104,57 +114,106 @@ class Build(BuildExtension):
                 raise ValueError("--sanitize does not go with --inplace: it would replace the extension in use")
             self.build_lib, self.build_temp = "build/sanitized", "build/sanitized/temp"
         super().finalize_options()
+        self.force = True  # setuptools compares times of sources alone, and not of headers
 
-    def build_extension(self, ext) -> None:  # type: ignore[no-untyped-def]
+    def build_extensions(self) -> None:
+        if self.editable_mode:  # pip names a new folder each time, in which everything would be compiled again
+            self.build_temp = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        must_build = os.environ.get("CI") or self.sanitize
+        for ext in self.extensions:
+            ext.optional = not must_build
         try:
-            given = ext.extra_compile_args
-            flags = given["cxx"] if isinstance(given, dict) else given
-            flags += self.defines
-            if self.sanitize:
-                flags += SANITIZE
-                ext.extra_link_args += SANITIZE
-            ext.extra_objects = self.compile_cpu_kernels()
+            super().build_extensions()
+        except Exception as error:  # BuildExtension asks for the compiler's version first
+            if must_build:
+                raise
+            self.say_that_it_was_not_built(error)
+
+    def build_extension(self, ext: Any) -> None:
+        given = ext.extra_compile_args
+        flags = given["cxx"] if isinstance(given, dict) else given
+        flags += self.defines
+        if self.sanitize:
+            flags += SANITIZE
+            ext.extra_link_args += SANITIZE
+        compile_sources, spawn = self.compiler.compile, self.compiler.spawn
+
+        def compile_all(*args: Any, **kwargs: Any) -> list[str]:
+            """BuildExtension says how each of its sources is compiled; one pool compiles these and the CPU kernels."""
+            commands: list[list[str]] = []
+            self.compiler.spawn = commands.append
+            try:
+                objects = compile_sources(*args, **kwargs)
+            finally:
+                self.compiler.spawn = spawn
+            self.compile([*commands, *kernels])
+            return [*objects, *(target_of(command) for command in kernels)]
+
+        kernels = self.cpu_kernels()
+        self.compiler.compile = compile_all
+        try:
             super().build_extension(ext)
         except Exception as error:
-            if os.environ.get("CI") or self.sanitize:
+            if not ext.optional:
                 raise
-            print(f"\nfoundry_kernels: the C++ extension was not built: {error}", file=sys.stderr)
-            print("foundry_kernels: the reference and Triton backends work without it.\n", file=sys.stderr)
+            self.say_that_it_was_not_built(error)
+        finally:
+            self.compiler.compile = compile_sources
 
-    def compile_cpu_kernels(self) -> list[str]:
+    def say_that_it_was_not_built(self, error: Exception) -> None:
+        print(f"\nfoundry_kernels: the C++ extension was not built: {error}", file=sys.stderr)
+        print("foundry_kernels: the reference and Triton backends work without it.\n", file=sys.stderr)
+
+    def cpu_kernels(self) -> list[list[str]]:
+        """The commands that compile csrc/cpu, those of the largest files first: they take longest."""
         folder = Path(self.build_temp, "cpu")
         folder.mkdir(parents=True, exist_ok=True)
-        jobs = []
-        for source in sources("cpu"):
+        commands = []
+        for source in sorted(sources("cpu"), key=lambda path: -Path(path).stat().st_size):
             shared = Path(source).name == "isa.cpp"
             for isa in ["baseline"] if shared else self.isas:
                 target = folder / f"{Path(source).stem}.{isa}.o"
-                command = [
-                    *COMPILER.split(),
-                    "-std=c++17",
-                    "-fPIC",
-                    *FLAGS,
-                    *(SANITIZE if self.sanitize else []),
-                    *self.defines,
-                    f"-DFK_ISA={isa}",
-                    *ISA_FLAGS[isa],
-                ]
-                jobs.append((target, [*command, "-c", source, "-o", str(target)]))
-        headers = [Path(header) for folder in ("cpu", "common") for header in sources(folder, ".h")]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: self.compile(*job, headers), jobs))
-        return [str(target) for target, _ in jobs]
+                flags = [*FLAGS, *ISA_FLAGS[isa], *(SANITIZE if self.sanitize else []), *self.defines]
+                command = [*COMPILER.split(), "-std=c++17", "-fPIC", *flags, f"-DFK_ISA={isa}"]
+                commands.append([*command, "-c", source, "-o", str(target)])
+        return commands
 
-    def compile(self, target: Path, command: list[str], headers: list[Path]) -> None:
-        """Unless that has been done, by the same command and after the last change to what it reads."""
-        done = target.with_suffix(".command")
-        read = [Path(command[command.index("-c") + 1]), *headers]
-        changed = max(path.stat().st_mtime for path in read)
-        if done.exists() and done.read_text() == str(command) and done.stat().st_mtime > changed:
-            return
+    def compile(self, commands: list[list[str]]) -> None:
+        """All that are not up to date, side by side. The first that fails stops those that have not begun."""
+        wanted = [command for command in commands if not up_to_date(command)]
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+            try:
+                list(pool.map(self.compile_one, wanted))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def compile_one(self, command: list[str]) -> None:
+        target = target_of(command)
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        done = Path(f"{target}.command")
         done.unlink(missing_ok=True)
-        self.spawn(list(command))  # it changes what it is given
+        began = time.time()
+        self.spawn([*command, "-MMD", "-MF", f"{target}.d"])
         done.write_text(str(command))
+        os.utime(done, (began, began))  # a file that changed meanwhile is newer
+
+
+def target_of(command: list[str]) -> str:
+    return command[command.index("-o") + 1]
+
+
+def up_to_date(command: list[str]) -> bool:
+    """Whether it was done by the same command, after the last change to any file that it read."""
+    target = target_of(command)
+    done, read = Path(f"{target}.command"), Path(f"{target}.d")
+    if not (Path(target).exists() and done.exists() and read.exists() and done.read_text() == str(command)):
+        return False
+    files = re.split(r"(?<!\\)\s+", read.read_text().replace("\\\n", " ").partition(": ")[2].strip())
+    try:
+        return all(os.stat(file.replace("\\ ", " ")).st_mtime < done.stat().st_mtime for file in files)
+    except FileNotFoundError:  # a header that is gone
+        return False
 
 
 # at::parallel_for is a header: without OpenMP it would run on one thread. Only compiled so, not linked: the symbols

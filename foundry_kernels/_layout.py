@@ -6,23 +6,23 @@ from torch import Tensor
 
 
 def storage_order(x: Tensor) -> list[int]:
-    """The dimensions of `x` from the outermost to the innermost in memory, the last one always counted as innermost.
+    """The dimensions of `x` from the outermost to the innermost in memory. The last one always counts as innermost.
 
     ``x.permute(order)`` is what a dense tensor of that order looks like when it is contiguous: [0, 2, 1, 3] for a
-    ``[B, H, T, D]`` view of ``[B, T, H, D]`` memory. Dimensions without a place of their own (of size 1 or stride 0)
-    keep the one that they have in the shape.
+    ``[B, H, T, D]`` view of ``[B, T, H, D]`` memory. Dimensions of size 1 or stride 0, which no memory order
+    distinguishes, stay where they are in the shape.
     """
     order = list(range(x.dim()))
     if x.is_contiguous():
         return order
-    placed = [d for d in range(x.dim() - 1) if x.size(d) > 1 and x.stride(d) > 0]
+    slots = [d for d in range(x.dim() - 1) if x.size(d) > 1 and x.stride(d) > 0]
     ranked: list[int] = []
-    for d in placed:  # by insertion: a sort by key cannot be traced where strides are symbolic
+    for d in slots:  # by insertion: a sort by key cannot be traced where strides are symbolic
         at = len(ranked)
         while at > 0 and x.stride(ranked[at - 1]) < x.stride(d):
             at -= 1
         ranked.insert(at, d)
-    for slot, d in zip(placed, ranked, strict=True):
+    for slot, d in zip(slots, ranked, strict=True):
         order[slot] = d
     return order
 
@@ -30,6 +30,6 @@ def storage_order(x: Tensor) -> list[int]:
 def inverse(order: list[int]) -> list[int]:
     """The permutation that undoes `order`."""
     undo = [0] * len(order)
-    for place, d in enumerate(order):
-        undo[d] = place
+    for i, d in enumerate(order):
+        undo[d] = i
     return undo

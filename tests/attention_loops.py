@@ -43,16 +43,16 @@ def attend(
     left, right = window
     for head in range(h):
         for i in range(t):
-            place = i + s - t
-            first = 0 if left < 0 else max(0, place - left)
-            last = s - 1 if right < 0 else min(s - 1, place + right)
-            last = min(last, place) if causal else last
+            q_pos = i + s - t
+            first = 0 if left < 0 else max(0, q_pos - left)
+            last = s - 1 if right < 0 else min(s - 1, q_pos + right)
+            last = min(last, q_pos) if causal else last
             if first > last:
                 continue
             scores = k[first : last + 1, head // (h // hk)] @ q[i, head] * (d**-0.5 if scale is None else scale)
             scores = softcap * (scores / softcap).tanh() if softcap else scores
             if slopes is not None:
-                scores = scores - slopes[head].double() * (torch.arange(first, last + 1) - place).abs()
+                scores = scores - slopes[head].double() * (torch.arange(first, last + 1) - q_pos).abs()
             lse[head, i] = scores.logsumexp(0)
             out[i, head] = scores.softmax(0) @ v[first : last + 1, head // (h // hk)]
     return out, lse

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,12 @@ from attention_loops import BACKENDS, EXACT, attend, close, draw, for_loop, over
 from table import Allocations
 from torch import Tensor
 
-from foundry_kernels.compat import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
+from foundry_kernels.compat import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    scaled_dot_product_attention,
+)
 
 
 @over_backends
@@ -39,15 +46,15 @@ def test_flash_attn_func(backend: str, options: dict[str, Any], tokens: tuple[in
 @over_options
 def test_flash_attn_varlen_func(backend: str, options: dict[str, Any]) -> None:
     dtype, tolerance = EXACT[backend]
-    starts_q, starts_k = [0, 5, 5, 9], [0, 7, 10, 12]
+    cu_q, cu_k = [0, 5, 5, 9], [0, 7, 10, 12]
     q, k, v = draw(9, 4, 8, dtype=dtype), draw(12, 2, 8, seed=1, dtype=dtype), draw(12, 2, 5, seed=2, dtype=dtype)
-    cu = (torch.tensor(starts_q, dtype=torch.int32), torch.tensor(starts_k, dtype=torch.int32))
+    cu = (torch.tensor(cu_q, dtype=torch.int32), torch.tensor(cu_k, dtype=torch.int32))
     out = flash_attn_varlen_func(q, k, v, *cu, 5, 7, **options, backend=backend)
     again, lse, none = flash_attn_varlen_func(q, k, v, *cu, 5, 7, **options, return_attn_probs=True, backend=backend)
     assert torch.equal(out, again)
     assert none is None
     for n in range(3):
-        tq, tk = slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1])
+        tq, tk = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
         expected, expected_lse = attend(q[tq], k[tk], v[tk], **for_loop(options, n))
         close(out[tq], expected, tolerance)
         close(lse[:, tq], expected_lse, tolerance)
@@ -60,7 +67,7 @@ def test_gradients_flow_in_flash_attn_layout() -> None:
 
 q, k = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8)
 packed = torch.ones(6, 2, 8)
-starts = torch.tensor([0, 6])
+cu_seqlens = torch.tensor([0, 6])
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "dropout": (lambda: flash_attn_func(q, k, k, 0.1), ValueError, r"dropout_p must be 0.*got 0.1"),
@@ -70,13 +77,38 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "softcap": (lambda: flash_attn_func(q, k, k, softcap=-1.0), ValueError, r"softcap must be finite and > 0"),
     "window": (lambda: flash_attn_func(q, k, k, window_size=(-2, 0)), ValueError, r"window_size must hold ints >= 0"),
     "window pair": (lambda: flash_attn_func(q, k, k, window_size=3), TypeError, r"window_size must be a pair"),  # type: ignore[arg-type]
+    "window of three": (
+        lambda: flash_attn_func(q, k, k, window_size=torch.tensor([1, 2, 3])),
+        TypeError,
+        r"window_size must be a pair",
+    ),
+    "window of floats": (
+        lambda: flash_attn_func(q, k, k, window_size=torch.tensor([1.0, 2.0])),
+        ValueError,
+        r"window_size must hold ints",
+    ),
+    "window of bools": (
+        lambda: flash_attn_func(q, k, k, window_size=torch.tensor([True, True])),
+        ValueError,
+        r"window_size must hold ints",
+    ),
+    "scale of two": (
+        lambda: flash_attn_func(q, k, k, softmax_scale=torch.tensor([1.0, 2.0])),
+        TypeError,
+        r"softmax_scale must be a float; got tensor",
+    ),
+    "varlen max_seqlen": (
+        lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, torch.tensor(6.0), 6),
+        TypeError,
+        r"max_seqlen_q must be an int; got tensor\(6\.\)",
+    ),
     "varlen pages": (
-        lambda: flash_attn_varlen_func(packed, packed, packed, starts, starts, 6, 6, block_table=starts),
+        lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, block_table=cu_seqlens),
         ValueError,
         r"block_table must be None: paged",
     ),
     "varlen dropout": (
-        lambda: flash_attn_varlen_func(packed, packed, packed, starts, starts, 6, 6, 0.5),
+        lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, 0.5),
         ValueError,
         r"dropout_p must be 0",
     ),
@@ -91,16 +123,36 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"key must have query's 4 heads unless enable_gqa=True",
     ),
+    "sdpa value heads": (
+        lambda: scaled_dot_product_attention(torch.ones(1, 4, 3, 8), torch.ones(1, 1, 3, 8), torch.ones(1, 2, 3, 8)),
+        ValueError,
+        r"value must have query's 4 heads unless enable_gqa=True",
+    ),
+    "sdpa groups": (
+        lambda: scaled_dot_product_attention(*(torch.ones(1, n, 3, 8) for n in (6, 3, 4)), enable_gqa=True),
+        ValueError,
+        r"query must have a multiple of value's 4 heads with enable_gqa=True; got 6",
+    ),
+    "sdpa no heads": (
+        lambda: scaled_dot_product_attention(*(torch.ones(1, n, 3, 8) for n in (4, 0, 0)), enable_gqa=True),
+        ValueError,
+        r"query must have a multiple of key's 0 heads",
+    ),
     "sdpa batch": (
-        lambda: scaled_dot_product_attention(q, q[:1], q[:1]),
+        lambda: scaled_dot_product_attention(q, torch.ones(3, 3, 4, 8), torch.ones(3, 3, 4, 8)),
         ValueError,
-        r"key must have query's batch \(2,\)",
+        r"key must have query's batch \(2,\), or one that broadcasts; got \(3, 3, 4, 8\)",
     ),
-    "sdpa rank": (
-        lambda: scaled_dot_product_attention(q, q[0], q[0]),
+    "sdpa value batch": (
+        lambda: scaled_dot_product_attention(q, q[None].expand(3, -1, -1, -1, -1), q[None].expand(4, -1, -1, -1, -1)),
         ValueError,
-        r"key must be .* as many dimensions",
+        r"value must have query's batch \(3, 2\), or one that broadcasts",
     ),
+    "sdpa scale": (
+        lambda: scaled_dot_product_attention(q, q, q, scale="1"),
+        TypeError,
+        r"scale must be a float; got '1'",
+    ),  # type: ignore[arg-type]
     "sdpa vector": (lambda: scaled_dot_product_attention(*[torch.ones(8)] * 3), ValueError, r"query must be"),
 }
 
@@ -124,14 +176,54 @@ def test_bad_input(what: str) -> None:
         ((2, 3, 2, 7, 16), (2, 3, 2, 9, 16), {"is_causal": True}),
         ((3, 7, 16), (3, 9, 16), {"is_causal": True}),
         ((7, 16), (9, 16), {}),
+        ((2, 4, 7, 16), (2, 4, 9, 16), {"scale": -0.3, "is_causal": True}),
+        ((2, 4, 7, 16), (2, 4, 9, 16), {"scale": 0.0}),
+        ((2, 4, 7, 16), (2, 4, 9, 16), {"scale": 0.0, "is_causal": True}),
     ],
     ids=str,
 )
 def test_sdpa_is_torchs(
     backend: str, dtype: torch.dtype, shape: tuple[int, ...], kv_shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    given = [draw(*s, seed=i).to(dtype) for i, s in enumerate((shape, kv_shape, (*kv_shape[:-1], 8)))]
-    cotangent = draw(*shape[:-1], 8, seed=3).to(dtype)
+    agrees_with_torch(backend, dtype, (shape, kv_shape, (*kv_shape[:-1], 8)), options)
+
+
+GQA = {"enable_gqa": True}
+
+
+@over_backends
+@pytest.mark.parametrize(
+    ("q", "k", "v", "options"),
+    [
+        ((2, 4), (1, 4), (1, 4), {}),
+        ((1, 4), (2, 4), (2, 4), {"is_causal": True}),
+        ((1, 4), (1, 4), (2, 4), {}),
+        ((4,), (2, 4), (2, 4), {}),
+        ((2, 4), (4,), (4,), {}),
+        ((), (2, 4), (4,), {}),
+        ((3, 1, 4), (1, 2, 4), (2, 4), {"is_causal": True}),
+        ((2, 4), (2, 1), (2, 1), {}),
+        ((2, 4), (2, 4), (2, 1), {}),
+        ((2, 1), (2, 4), (1, 1), {}),
+        ((2, 12), (2, 4), (2, 6), {"is_causal": True, **GQA}),
+        ((2, 4), (2, 1), (2, 4), GQA),
+        ((2, 4), (1, 2), (2, 1), GQA),
+        ((2, 3, 4), (3, 2), (1, 1, 2), GQA),
+        ((4,), (2,), (2,), GQA),
+    ],
+    ids=str,
+)
+def test_sdpa_broadcasts_as_torch_does(
+    backend: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    agrees_with_torch(backend, torch.float32, ((*q, 7, 16), (*k, 9, 16), (*v, 9, 8)), options)
+
+
+def agrees_with_torch(
+    backend: str, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]
+) -> None:
+    """Output and gradients, against torch's in float64."""
+    given = [draw(*s, seed=i).to(dtype) for i, s in enumerate(shapes)]
     results = []
     for function, cast in (
         (lambda *a, **o: scaled_dot_product_attention(*a, **o, backend=backend), dtype),
@@ -139,12 +231,58 @@ def test_sdpa_is_torchs(
     ):
         inputs = [x.to(cast).requires_grad_() for x in given]
         out = function(*inputs, **options)
+        cotangent = draw(*out.shape, seed=3).to(dtype)
         results.append((out, *torch.autograd.grad(out, inputs, cotangent.to(cast))))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     for a, e in zip(*results, strict=True):
         assert a.dtype == dtype
         assert a.shape == e.shape
         close(a, e, tolerance)
+
+
+@over_backends
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
+def test_sdpa_of_a_scale_that_is_not_finite(backend: str, scale: float) -> None:
+    q, k, v = draw(2, 3, 4, 8), draw(2, 3, 5, 8), draw(2, 3, 5, 6)
+    assert F.scaled_dot_product_attention(q, k, v, scale=scale).isnan().all()
+    q, k, v = q.float(), k.float(), v.float()
+    assert scaled_dot_product_attention(q, k, v, scale=scale, backend=backend).isnan().all()
+
+
+def test_sdpa_broadcasts_without_a_copy() -> None:
+    q, k = torch.randn(4, 8, 1, 16), torch.randn(1, 8, 600, 16)
+    with torch.no_grad(), Allocations() as made:
+        out = scaled_dot_product_attention(q, k, k, backend=BACKENDS[-1])
+    assert out.shape == q.shape
+    if BACKENDS[-1] == "native":  # the reference makes the scores
+        assert made.largest < k.numel()
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda x: np.asarray(x)[()],
+    "numpy32": lambda x: np.asarray(x, dtype=np.float32 if isinstance(x, float) else np.int32)[()],
+    "tensor": torch.tensor,
+}
+
+
+@pytest.mark.parametrize("form", NUMBERS)
+def test_numbers_of_other_kinds(form: str) -> None:
+    """What flash-attn's own tests pass: NumPy's numbers, tensors of one element, and a window as a list or tensor."""
+    number = NUMBERS[form]
+    q, k = draw(1, 6, 2, 8), draw(1, 6, 2, 8, seed=1)
+    window: Any
+    for window in ((number(3), number(1)), [number(3), number(1)], torch.tensor([3, 1]), np.array([3, 1])):
+        out = flash_attn_func(q, k, k, number(0.0), number(0.25), np.bool_(True), window, number(2.0))
+        assert torch.equal(out, flash_attn_func(q, k, k, 0.0, 0.25, True, (3, 1), 2.0))
+    cu_seqlens = torch.tensor([0, 2, 6], dtype=torch.int32)
+    args = (q[0], k[0], k[0], cu_seqlens, cu_seqlens)
+    out = flash_attn_varlen_func(*args, number(4), number(4), window_size=[number(-1), number(0)])
+    assert torch.equal(out, flash_attn_varlen_func(*args, 4, 4, window_size=(-1, 0)))
+    out = scaled_dot_product_attention(q, k, k, dropout_p=number(0.0), scale=number(0.25))
+    assert torch.equal(out, scaled_dot_product_attention(q, k, k, scale=0.25))
+    with torch.no_grad():
+        cached = flash_attn_with_kvcache(q, k, k, cache_seqlens=number(5), num_splits=number(2))
+        assert torch.equal(cached, flash_attn_with_kvcache(q, k, k, cache_seqlens=5))
 
 
 def test_layouts_are_views() -> None:
@@ -172,3 +310,25 @@ def test_flash_attn_func_compiles(backend: str) -> None:
         sdpa(*args, enable_gqa=True, backend=backend),
         scaled_dot_product_attention(*args, enable_gqa=True, backend=backend),
     )
+    other: dict[str, Any] = {"enable_gqa": True, "scale": -0.5, "backend": backend}
+    args = (args[0], args[1][:1], args[2][0, :1])
+    torch.testing.assert_close(sdpa(*args, **other), scaled_dot_product_attention(*args, **other))
+
+
+@over_backends
+def test_lengths_stay_symbolic_under_compile(backend: str) -> None:
+    """One more graph serves every number of tokens, and of the longest sequence."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, backend=count)
+    for n in (4, 6, 9):
+        x = torch.randn(2 * n, 2, 8)
+        args = (x, x, x, torch.tensor([0, n, 2 * n]), torch.tensor([0, n, 2 * n]), n, n)
+        options: dict[str, Any] = {"causal": True, "window_size": (n - 1, -1), "backend": backend}
+        torch.testing.assert_close(compiled(*args, **options), flash_attn_varlen_func(*args, **options))
+    assert len(graphs) == 2

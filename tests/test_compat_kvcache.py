@@ -26,8 +26,8 @@ def table(dtype: torch.dtype, width: int = 6) -> tuple[Tensor, Tensor]:
     return cos.to(dtype), sin.to(dtype)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleaved: bool) -> Tensor:
-    """x [T, H, D] with token i turned by the angles of row positions[i], pair by pair."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleaved: bool) -> Tensor:
+    """x [T, H, D] with token i rotated by the angles of row positions[i], pair by pair."""
     out, half = x.clone(), cos.shape[1]
     for token, position in enumerate(positions):
         for pair in range(half):
@@ -89,8 +89,8 @@ def test_kvcache(backend: str, options: dict[str, Any], call: dict[str, Any]) ->
         row, begin, length = (rows or range(3))[n], (call.get("leftpad") or [0] * 3)[n], each[n]
         qn, kn = q[n], k[n]
         if rotary is not None:
-            qn = turn(qn, cos, sin, [length + (i if per_token else 0) for i in range(tokens)], rotary)
-            kn = turn(kn, cos, sin, [length + i for i in range(new)], rotary)
+            qn = rotate(qn, cos, sin, [length + (i if per_token else 0) for i in range(tokens)], rotary)
+            kn = rotate(kn, cos, sin, [length + i for i in range(new)], rotary)
         k_after[row, length : length + new], v_after[row, length : length + new] = kn, v[n]
         keys, values = k_after[row, begin : length + new], v_after[row, begin : length + new]
         expected.append(attend(qn, keys, values, **for_loop(options, n)))
@@ -218,7 +218,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rotary without keys": (
         kv(k=None, v=None, rotary_cos=cos, rotary_sin=cos),
         ValueError,
-        r"with new keys k to be turned",
+        r"with new keys k to be rotated",
     ),
     "rotary short": (
         kv(rotary_cos=cos[:7], rotary_sin=cos[:7], causal=True),

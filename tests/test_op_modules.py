@@ -194,10 +194,8 @@ def test_triton_and_native_operators_have_the_same_schema() -> None:
     assert triton == native
     assert len(native) >= 2 * len(PACKAGES) - 1
     for name in sorted(native):
-        of_triton, of_native = schemas[f"triton_{name}"], schemas[name]
-        for part in ("arguments", "returns"):
-            mine, theirs = ([str(a) for a in getattr(s, part)] for s in (of_triton, of_native))
-            assert mine == theirs, f"{part} of triton_{name} and {name}"
+        mine, theirs = (str(schemas[n]).partition("(")[2].split(", ") for n in (f"triton_{name}", name))
+        assert mine == theirs, f"triton_{name} and {name}"
 
 
 def test_every_operator_belongs_to_an_operation() -> None:

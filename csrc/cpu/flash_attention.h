@@ -31,6 +31,12 @@ struct AttentionSequence {
   int64_t q_start, q_len, k_start, k_len;
 };
 
+// Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
+// attention_decode.
+inline bool decode_serves(int64_t row, int64_t n_rows) {
+  return row % (kAttentionBlocks * kAttentionRows) == 0 && n_rows - row <= kAttentionDecodeRows;
+}
+
 struct AttentionInputs {
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;
@@ -54,7 +60,8 @@ struct AttentionInputs {
 struct AttentionForward : AttentionInputs {
   void* out;
   HeadStrides out_strides;
-  float *lse, *entropy, *max_logit;  // each or null
+  double* lse;  // or null, as the next: in double, see AttentionBackward
+  float *entropy, *max_logit;
   // Where keys are split over several tasks: their unfinished rows, [split][row of the task][Dv + RowSums]; else null.
   float* splits;
 };
@@ -78,8 +85,11 @@ inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v) {
 struct AttentionBackward : AttentionInputs {
   const void* dout;
   HeadStrides dout_strides;
-  const float *lse, *delta;  // delta: see AttentionDelta
-  void *dq, *dk, *dv;        // each null where no gradient is wanted
+  // In double: rounded to float it would change all weights of a row alike, by up to 2e-7 where it is near 5 and by
+  // 4e-6 near 80. The kernel makes two floats of it.
+  const double* lse;
+  const float* delta;  // see AttentionDelta
+  void *dq, *dk, *dv;  // each null where no gradient is wanted
   HeadStrides dq_strides, dk_strides, dv_strides;
   // The sums that make dk and dv, of the keys of one sequence and head: [k_len, D] and, dk_size floats later, [k_len,
   // Dv]. Where rows are split over several tasks each has a split here of split_size floats; else null.
@@ -93,7 +103,8 @@ struct AttentionDelta {
   HeadStrides out_strides, dout_strides, lse_strides;
   const AttentionSequence* sequences;
   int64_t n_heads, head_dim_v;
-  const float *lse, *dlse;  // dlse may be null
+  const double* lse;
+  const float* dlse;  // or null
   Dtype type;
   float* delta;
 };

@@ -1,4 +1,5 @@
 // Attention's backward pass. Compiled once per instruction set (see isa.h).
+#include "flash_attention_dot.h"
 #include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
 #include "transpose.h"
@@ -37,7 +38,8 @@ struct Scratch {
 };
 
 struct Block : BlockRows {
-  alignas(64) float lse[kAttentionRows], delta[kAttentionRows];  // lse infinite where a row has no keys: weights of 0
+  // lse in two parts: its float, infinite where a row has no keys (weights of 0), and what that lacks.
+  alignas(64) float lse[kAttentionRows], lse_rest[kAttentionRows], delta[kAttentionRows];
 };
 
 template <class E>
@@ -55,11 +57,30 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   read(a.dout, a.dout_strides, a.head_dim_v, scratch.dout, scratch.dout_t);
   for (int64_t i = 0; i < b.count; ++i) {
     const int64_t at = row_offset(a.lse_strides, s, head, a.group, b.row + i);
-    b.lse[i] = a.lse[at] == kNone ? -kNone : a.lse[at];
+    const bool empty = a.lse[at] == kNone;
+    b.lse[i] = empty ? -kNone : float(a.lse[at]);
+    b.lse_rest[i] = empty ? 0.0f : float(a.lse[at] - b.lse[i]);
     b.delta[i] = a.delta[at];
   }
   std::fill(b.lse + b.count, b.lse + rows, -kNone);
+  std::fill(b.lse_rest + b.count, b.lse_rest + rows, 0.0f);
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
+}
+
+// out [n, rows] = the products of a tile's rows with those of the block, which are given as they lie and transposed.
+// For rows that decode did, by its products: lse was made of them.
+template <class E>
+void multiply_rows(const Block& b, bool decoded, Tile<E> tile, int64_t n, int64_t width, const float* rows,
+                   const float* rows_t, float* out) {
+  if (!decoded)
+    return multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows_t, kAttentionRows, steps_of<E>(width), out,
+                       kAttentionRows, Start::zero);
+  constexpr int64_t ld = kAttentionKeys + kSums;
+  float products[kAttentionDecodeRows * ld];
+  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data, tile.ld}, n, products, ld);
+  for (int64_t j = 0; j < n; ++j)
+    for (int64_t r = 0; r < b.vecs * kLanes; ++r)
+      out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
 }
 
 // A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
@@ -68,7 +89,8 @@ template <class E, bool kEdge, bool kBias>
 void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, int64_t n, int32_t key) {
   const Vec unit = splat(kBias ? 1.0f : a.scale);
   for (int v = 0; v < b.vecs; ++v) {
-    const Vec lse = Whole::load(b.lse + v * kLanes), delta = Whole::load(b.delta + v * kLanes);
+    const Vec lse = Whole::load(b.lse + v * kLanes), lse_rest = Whole::load(b.lse_rest + v * kLanes);
+    const Vec delta = Whole::load(b.delta + v * kLanes);
     float *weights = scratch.weights + v * kLanes, *gradients = scratch.dscores + v * kLanes;
     const auto differentiate = [&](int64_t j, Vec& p, Vec& ds) FK_INLINE {
       Vec s = Whole::load(weights + j * kAttentionRows);
@@ -78,7 +100,7 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
         if (a.softcap > 0.0f) ds *= 1.0f - s * s * (1.0f / (a.softcap * a.softcap));
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
       }
-      p = exp(s * unit - lse);
+      p = exp((s * unit - lse) - lse_rest);
       if constexpr (kEdge) p = seen(b, v, key + int32_t(j), p, 0.0f);
       ds *= p;
     };
@@ -158,6 +180,7 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
     b.set(a, s, task.sequence, head, row, task.row_end, 0, s.k_len);
     std::fill(scratch.dq, scratch.dq + padded_d * kAttentionRows, 0.0f);
     if (b.key_begin < b.key_end) read_block<E>(a, s, head, b, scratch);
+    const bool decoded = decode_serves(row, s.q_len * a.group);
     const auto as_tile = [](const float* rows, int64_t n) {
       return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
     };
@@ -167,13 +190,11 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       const auto keys =
           read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.keys);
-      multiply<E>(n, b.vecs, {keys.data, keys.ld, kPer<E>}, scratch.queries_t, kAttentionRows, steps_of<E>(a.head_dim),
-                  scratch.weights, kAttentionRows, Start::zero);
+      multiply_rows<E>(b, decoded, keys, n, a.head_dim, scratch.queries, scratch.queries_t, scratch.weights);
       if (need_scores) {
         const auto values = read_tile<E>(a.type, a.v, v_base + begin * a.v_strides.token, a.v_strides.token, n,
                                          a.head_dim_v, scratch.values);
-        multiply<E>(n, b.vecs, {values.data, values.ld, kPer<E>}, scratch.dout_t, kAttentionRows,
-                    steps_of<E>(a.head_dim_v), scratch.dscores, kAttentionRows, Start::zero);
+        multiply_rows<E>(b, decoded, values, n, a.head_dim_v, scratch.dout, scratch.dout_t, scratch.dscores);
       }
       with_bools([&](auto edge,
                      auto bias) { differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, int32_t(begin)); },
@@ -232,17 +253,17 @@ void attention_delta(const AttentionDelta& a, int64_t sequence, int64_t token_be
   const AttentionSequence& s = a.sequences[sequence];
   for (int64_t row = token_begin * a.n_heads; row < token_end * a.n_heads; ++row) {
     const int64_t at = row_offset(a.lse_strides, s, 0, a.n_heads, row);
-    Vec products[4] = {};
+    Vec products{};  // added as multiply_keys does: where a row is one value, delta is exactly what is subtracted from
     with_type(a.type, [&](auto* type) {
       typedef std::remove_pointer_t<decltype(type)> T;
       const T* out = static_cast<const T*>(a.out) + row_offset(a.out_strides, s, 0, a.n_heads, row);
       const T* dout = static_cast<const T*>(a.dout) + row_offset(a.dout_strides, s, 0, a.n_heads, row);
-      for_each_vec(a.head_dim_v, [&](int64_t i, auto access, int k) FK_INLINE {
-        products[k] += access.load(out + i) * access.load(dout + i);
+      for_each_vec(a.head_dim_v, [&](int64_t i, auto access, int) FK_INLINE {
+        products += access.load(out + i) * access.load(dout + i);
       });
     });
     const float into_lse = a.dlse ? a.dlse[at] : 0.0f;
-    a.delta[at] = a.lse[at] == kNone ? 0.0f : sum(products) - into_lse;
+    a.delta[at] = a.lse[at] == kNone ? 0.0f : sum_of(products) - into_lse;
   }
 }
 

@@ -1,5 +1,6 @@
 // Attention's forward pass of few query rows, as in decoding: reading the keys and values is all the work, so they are
 // used straight from memory, with the head dimension along the lanes. Compiled once per instruction set (see isa.h).
+#include "flash_attention_dot.h"
 #include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
 #include "transpose.h"
@@ -8,86 +9,6 @@ namespace foundry {
 namespace FK_ISA {
 
 namespace {
-
-constexpr int kSums = kLanes > 8 ? 16 : 8;  // registers that sums are formed in
-
-// Lane i is the sum of v[i]'s lanes.
-template <int kStep = 1>
-inline FK_INLINE Vec sums_of(Vec* v) {
-  if constexpr (kStep < kLanes) {
-    constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i += 2 * kStep)
-      v[i] = exchanged<kStep, false>(v[i], v[i + kStep], lanes) + exchanged<kStep, true>(v[i], v[i + kStep], lanes);
-    return sums_of<2 * kStep>(v);
-  } else {
-    return v[0];
-  }
-}
-
-// What products of T's factors are made of, see flash_attention_gemm.h.
-template <class T> using Product = std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, BFloat16, float>;
-
-// A register of E's lanes from memory.
-template <class E, class Access, class T>
-inline Vec load_lanes(Access at, const T* p) {
-  if constexpr (kPer<E> == 1) {
-    return at.load(p);
-  } else {
-    Vec bits{};
-    if constexpr (std::is_same_v<Access, Whole>) std::memcpy(&bits, p, sizeof(bits));
-    else std::memcpy(&bits, p, at.count * sizeof(T));
-    return bits;
-  }
-}
-
-// Rows of memory that are read, and those that come after them. The processor's own prefetching knows nothing of the
-// change between keys and values; without this it reads memory at half its rate.
-template <class T> struct Stream {
-  const T* data;
-  int64_t stride;
-  const T* next;
-  int64_t next_stride;
-
-  void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next + key * next_stride + i, 0, 2); }
-};
-
-// scores[row][key] = query . key for kRows rows, `n` keys; `scores` has room for kSums more.
-template <int kRows, class T>
-void multiply_keys(const float* queries, int64_t head_dim, Stream<T> keys, int64_t n, float* scores, int64_t ld) {
-  typedef Product<T> E;
-  constexpr int kKeys = kSums / kRows;
-  constexpr int64_t kStep = kLanes * kPer<E>;
-  const int64_t lanes = lanes_of<E>(head_dim);
-  for (int64_t key = 0; key < n; key += kKeys) {
-    const T* rows[kKeys];
-#pragma GCC unroll 16
-    for (int j = 0; j < kKeys; ++j) rows[j] = keys.data + std::min(key + j, n - 1) * keys.stride;
-    Vec acc[kSums] = {};
-    const auto step = [&](int64_t i, auto at) FK_INLINE {
-      Vec k[kKeys];
-#pragma GCC unroll 16
-      for (int j = 0; j < kKeys; ++j) {
-        k[j] = load_lanes<E>(at, rows[j] + i);
-        keys.prefetch(key + j, i);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const Vec q = Whole::load(queries + r * lanes + i / kPer<E>);
-#pragma GCC unroll 16
-        for (int j = 0; j < kKeys; ++j) accumulate<E>(acc[r * kKeys + j], q, k[j]);
-      }
-    };
-    int64_t i = 0;
-    for (; i + kStep <= head_dim; i += kStep) step(i, Whole{});
-    if (i < head_dim) step(i, Part{int(head_dim - i)});
-    float found[kSums];
-#pragma GCC unroll 16
-    for (int g = 0; g < kSums; g += kLanes) Whole::store(found + g, sums_of(acc + g));
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * ld + key, found + r * kKeys, kKeys * sizeof(float));
-  }
-}
 
 // kVecs registers of columns of `steps_of` keys: with pairs, of this key and the next, or zero for a next that is not.
 template <class E, int kVecs, class Access, class T>
@@ -125,7 +46,7 @@ inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = Whole::load(out + r * ld_out + column + v * kLanes) * scale[r];
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = Vec{};
   for (int64_t key = 0; key < n; key += kPer<E>) {
     Vec right[kVecs];
     load_values<E>(values.data + key * values.stride + column, values.stride, key + 1 < n, at, right);
@@ -143,7 +64,10 @@ inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) Whole::store(out + r * ld_out + column + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVecs; ++v) {
+      float* p = out + r * ld_out + column + v * kLanes;
+      Whole::store(p, Whole::load(p) * scale[r] + acc[r][v]);
+    }
 }
 
 // The same for columns [first, head_dim_v), kVecs registers at a time while there are so many.
@@ -173,9 +97,12 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* score
     for (int64_t j = 0; j < n; j += kLanes, index += float(kLanes)) f(scores + j, index);
   };
   const Vec end = splat(float(n));
+  const bool bias = has_bias(a);
+  const float unit = bias ? 1.0f : a.scale;  // of the scores in `scores`
   Vec top = splat(kNone);
   each([&](float* p, Vec index) FK_INLINE {
-    Vec s = capped(a, Whole::load(p));
+    Vec s = Whole::load(p);
+    if (bias) s = capped(a, s);
     if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
     s = (index >= first) & (index <= last) & (index < end) ? s : splat(kNone);
     Whole::store(p, s);
@@ -184,10 +111,10 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* score
   RowSums& r = b.sums[row];
   float found[kLanes];
   Whole::store(found, top);
-  const float now = std::max(r.max, *std::max_element(found, found + kLanes)), at = now == kNone ? 0.0f : now;
+  const float now = std::max(r.max, *std::max_element(found, found + kLanes) * unit), at = now == kNone ? 0.0f : now;
   Vec sum[4] = {}, entropy[4] = {};
   each([&](float* p, Vec) FK_INLINE {
-    const Vec t = Whole::load(p) - at, weight = exp(t);
+    const Vec t = Whole::load(p) * unit - at, weight = exp(t);
     sum[0] += weight;
     entropy[0] += weight > Vec{} ? weight * t : Vec{};
     Whole::store(p, weight);

@@ -152,7 +152,8 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
 }  // namespace
 
 void attention_forward(const AttentionForward& a, const AttentionTask& task, float* scratch) {
-  if (task.row_end - task.row_begin <= kAttentionDecodeRows) return attention_decode(a, task, scratch);
+  if (decode_serves(task.row_begin, a.sequences[task.sequence].q_len * a.group))
+    return attention_decode(a, task, scratch);
   if constexpr (kPairs) {
     if (a.type == Dtype::bf16) return forward<BFloat16>(a, task, scratch);
   }

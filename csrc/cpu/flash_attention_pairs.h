@@ -19,7 +19,7 @@ inline Vec columns_paired(Vec a, Vec b) {
 #endif
 
 // The tile for a product along its rows: itself, or with pairs a lane for each column of two rows, [n / 2, width] in
-// `scratch`, zero in the place of a last row that is missing.
+// `scratch`, zero in place of a last row that is missing.
 template <class E>
 inline Tile<E> pack_pairs(Tile<E> tile, int64_t n, int64_t width, float* scratch) {
 #if defined(__AVX512BF16__)

@@ -137,13 +137,12 @@ void for_each_block(int64_t begin, int64_t end, int64_t n_tokens, int64_t most, 
 template <class F>
 inline FK_INLINE void for_each_row(const RopeStrides& strides, int64_t n_heads, int64_t begin,
                                                        int64_t end, F&& f) {
-  if (strides.head < strides.token) {
-    for (int64_t t = begin; t < end; ++t)
-      for (int64_t h = 0; h < n_heads; ++h) f(h, t);
-  } else {
-    for (int64_t h = 0; h < n_heads; ++h)
-      for (int64_t t = begin; t < end; ++t) f(h, t);
-  }
+  const bool heads_first = strides.head < strides.token;
+  const int64_t n_tokens = end - begin, n_outer = heads_first ? n_tokens : n_heads;
+  const int64_t n_inner = heads_first ? n_heads : n_tokens;
+  // One loop for both orders: f is inlined, and a second copy of it would double the time to compile this file.
+  for (int64_t i = 0; i < n_outer; ++i)
+    for (int64_t j = 0; j < n_inner; ++j) f(heads_first ? j : i, begin + (heads_first ? i : j));
 }
 
 // Whether an output is larger than the caches, and all its vectors are aligned as streaming stores need.

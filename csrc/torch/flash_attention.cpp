@@ -51,7 +51,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     Tensors saved{q, k, v, out, lse};
     ctx->saved_data["options"] = save_options(options, saved);
     ctx->save_for_backward(std::move(saved));
-    if (!return_lse) lse = at::empty({0}, q.options().dtype(at::kFloat));
+    lse = return_lse ? lse.to(at::kFloat) : absent(q, at::kFloat);
     Tensors constants{entropy, max_logit};
     const bool depends_on_inputs = q.requires_grad() || k.requires_grad() || (sinks && sinks->requires_grad());
     if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // of v it is no function
@@ -88,7 +88,12 @@ FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   const OptionalTensor& sinks = options.sinks;
   const bool needs_grad = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() ||
                                                          (sinks && sinks->requires_grad()));
-  if (!needs_grad) return call_fwd(q, k, v, options, return_lse, return_stats);
+  if (!needs_grad) {
+    auto results = call_fwd(q, k, v, options, return_lse, return_stats);
+    if (return_lse)
+      std::get<AttentionFunction::kLse>(results) = std::get<AttentionFunction::kLse>(results).to(at::kFloat);
+    return results;
+  }
   using F = AttentionFunction;
   const auto results = F::apply(q, k, v, sinks, options, return_lse, return_stats);
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};

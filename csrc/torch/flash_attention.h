@@ -68,16 +68,18 @@ inline Tensor absent(const Tensor& x, at::ScalarType dtype) {
   return x.is_cpu() ? Tensor(at::detail::empty_cpu({0}, dtype)) : at::empty({0}, x.options().dtype(dtype));
 }
 
-// out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device.
+// out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device. lse is
+// in double for the backward pass (see AttentionBackward), which the caller of foundry_kernels::flash_attention does
+// not see.
 inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool packed, bool save_lse, bool save_stats) {
   std::vector<c10::SymInt> rows{q.sym_size(0), q.sym_size(1)};
   if (packed) std::swap(rows[0], rows[1]);
   else rows.push_back(q.sym_size(2));
-  const auto row_tensor = [&](bool wanted) {
-    return wanted ? at::empty_symint(rows, q.options().dtype(at::kFloat)) : absent(q, at::kFloat);
+  const auto row_tensor = [&](bool wanted, at::ScalarType dtype) {
+    return wanted ? at::empty_symint(rows, q.options().dtype(dtype)) : absent(q, dtype);
   };
-  return {empty_attention_out(q, v.sym_size(-1), packed), row_tensor(save_lse), row_tensor(save_stats),
-          row_tensor(save_stats)};
+  return {empty_attention_out(q, v.sym_size(-1), packed), row_tensor(save_lse, at::kDouble),
+          row_tensor(save_stats, at::kFloat), row_tensor(save_stats, at::kFloat)};
 }
 
 // dq, dk, dv and dsinks, each laid out as its tensor, empty where it is not needed.

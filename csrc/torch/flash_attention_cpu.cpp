@@ -149,7 +149,7 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   set_inputs(a, keep, q, k, v, options);
   a.out = out.mutable_data_ptr();
   a.out_strides = head_strides(out);
-  a.lse = save_lse ? lse.mutable_data_ptr<float>() : nullptr;
+  a.lse = save_lse ? lse.mutable_data_ptr<double>() : nullptr;
   a.entropy = save_stats ? entropy.mutable_data_ptr<float>() : nullptr;
   a.max_logit = save_stats ? max_logit.mutable_data_ptr<float>() : nullptr;
 
@@ -206,7 +206,7 @@ AttentionDelta delta_args(const AttentionInputs& a, const Tensor& q, const Tenso
   d.sequences = a.sequences;
   d.n_heads = q.size(1);
   d.head_dim_v = a.head_dim_v;
-  d.lse = lse.const_data_ptr<float>();
+  d.lse = lse.const_data_ptr<double>();
   d.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
   d.type = a.type;
   d.delta = delta.mutable_data_ptr<float>();
@@ -272,7 +272,7 @@ FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
   KeepAlive keep;
   set_inputs(a, keep, q, k, v, options);
   const Tensor dout = unit_last_stride(dout_), dlse = dlse_.has_value() ? dlse_->contiguous() : Tensor();
-  const Tensor delta = at::empty_like(lse);
+  const Tensor delta = at::empty_like(lse, at::kFloat);
   const AttentionDelta d = delta_args(a, q, out, dout, lse, dlse, delta);
   compute_delta(d, keep);
   if (need_dsinks) compute_dsinks(d, keep, dsinks);

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import SupportsFloat, SupportsIndex
+
 from torch import Tensor
 
 from foundry_kernels._checks import check_rank, check_tensor
+from foundry_kernels.compat.scalars import as_float, as_int, as_window
 from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.checks import check_positive
 
@@ -13,11 +17,11 @@ def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    softmax_scale: SupportsFloat | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Iterable[SupportsIndex] = (-1, -1),
+    softcap: SupportsFloat = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -33,13 +37,15 @@ def flash_attn_func(
         dropout_p: must be 0.
         softmax_scale: factor on the scores; ``1 / sqrt(D)`` if None.
         causal: the last query sees the last key, and none sees a later one.
-        window_size: ``(left, right)``; -1 is unbounded.
+        window_size: ``(left, right)``, a tuple, list or tensor; -1 is unbounded.
         softcap: bounds the scores; 0 does not.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        deterministic: accepted; every backend is deterministic in any case.
+        deterministic: accepted; every backend is bitwise deterministic in any case.
         return_attn_probs: return more than the output. There are no probabilities without dropout, so None stands in
             their place, as in flash-attn.
         backend: "auto", "reference", "triton" or "native".
+
+    A number may also be NumPy's, or a tensor of one element: reading one that is on a GPU waits for it.
 
     Returns:
         ``out [B, T, H, Dv]``, or ``(out, softmax_lse [B, H, T] float32, None)``. A query that sees no key has output 0
@@ -66,13 +72,13 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    max_seqlen_q: SupportsIndex,
+    max_seqlen_k: SupportsIndex,
+    dropout_p: SupportsFloat = 0.0,
+    softmax_scale: SupportsFloat | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Iterable[SupportsIndex] = (-1, -1),
+    softcap: SupportsFloat = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -86,8 +92,8 @@ def flash_attn_varlen_func(
         q: ``[total_q, H, D]``.
         k: ``[total_k, Hk, D]``.
         v: ``[total_k, Hk, Dv]``.
-        cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 (or int64): where each sequence starts, and the total.
-        max_seqlen_q, max_seqlen_k: the longest lengths, or any number above.
+        cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 (or int64): where each sequence begins, and the total.
+        max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         block_table: must be None: there is no paged cache.
         others: as for :func:`flash_attn_func`.
 
@@ -99,7 +105,8 @@ def flash_attn_varlen_func(
     """
     check_no_pages(block_table)
     options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
-    packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    max_seqlens = (as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k))
+    packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens)
     if not return_attn_probs:
         return flash_attention_varlen(*packed, **options)
     out, lse = flash_attention_varlen(*packed, return_lse=True, **options)
@@ -107,38 +114,35 @@ def flash_attn_varlen_func(
 
 
 def translate(
-    dropout_p: float,
-    softmax_scale: float | None,
+    dropout_p: SupportsFloat,
+    softmax_scale: SupportsFloat | None,
     causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
+    window_size: Iterable[SupportsIndex],
+    softcap: SupportsFloat,
     alibi_slopes: Tensor | None,
     backend: str,
 ) -> Options:
     """flash-attn's options as :func:`foundry_kernels.flash_attention` has them; errors name them as flash-attn does."""
     check_no_dropout(dropout_p)
-    if softmax_scale is not None:
-        check_positive("softmax_scale", softmax_scale)
-    if softcap:
-        check_positive("softcap", softcap)
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a pair (left, right); got {window_size!r}")
-    for side in window_size:
-        if not isinstance(side, int) or isinstance(side, bool) or side < -1:
-            raise ValueError(f"window_size must hold ints >= 0, or -1 for unbounded; got {window_size!r}")
-    left, right = (None if side == -1 else side for side in window_size)
+    scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
+    if scale is not None:
+        check_positive("softmax_scale", scale)
+    cap = as_float("softcap", softcap) or None
+    if cap is not None:
+        check_positive("softcap", cap)
+    left, right = as_window(window_size)
     return {
-        "causal": causal,
-        "scale": softmax_scale,
+        "causal": bool(causal),
+        "scale": scale,
         "window": None if left is None and right is None else (left, right),
-        "softcap": softcap or None,
+        "softcap": cap,
         "alibi_slopes": alibi_slopes,
         "backend": backend,
     }
 
 
-def check_no_dropout(dropout_p: float) -> None:
-    if dropout_p != 0.0:
+def check_no_dropout(dropout_p: SupportsFloat) -> None:
+    if as_float("dropout_p", dropout_p) != 0.0:
         raise ValueError(f"dropout_p must be 0: attention has no dropout here; got {dropout_p}")
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.compat.flash_attn import check_no_pages, translate
+from foundry_kernels.compat.scalars import as_int
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options, flash_attention
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM, check_alibi_slopes
 from foundry_kernels.ops.rope import ROPE, rope
 from foundry_kernels.registry import resolve
 
 
-class _Span(NamedTuple):
-    """Where one sequence lies: row `row` of the cache, positions begin .. length - 1, new keys from `length` on."""
+class _Cached(NamedTuple):
+    """One sequence's part of the cache: row `row`, positions begin .. length - 1; new keys go to `length` and on."""
 
     row: int
     begin: int
@@ -32,48 +34,48 @@ def flash_attn_with_kvcache(
     v: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
+    cache_seqlens: SupportsIndex | Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: SupportsFloat | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Iterable[SupportsIndex] = (-1, -1),
+    softcap: SupportsFloat = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
+    num_splits: SupportsIndex = 0,
     return_softmax_lse: bool = False,
     *,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a key-value cache, after the new keys and values have been written into it.
+    """Attention over a key-value cache, to which new keys and values are appended first.
 
-    Sequence n has cached keys ``k_cache[n, : cache_seqlens[n]]``. If `k` and `v` are given, they are stored behind
-    those, in place; the queries then attend to all of them. Nothing is written where an argument does not fit.
+    Sequence n has the cached keys ``k_cache[n, : cache_seqlens[n]]``. If `k` and `v` are given, they are appended to
+    those, in place; the queries then attend to all of them. Where an argument does not fit, nothing is written.
 
     Args:
         q: ``[B, T, H, D]`` float32, bfloat16, float16 or float64, any strides, D and Dv <= 256.
-        k_cache: ``[B, S, Hk, D]`` of q's dtype, any strides; ``[rows, S, Hk, D]`` with `cache_batch_idx`. Read in
-            place, never copied.
+        k_cache: ``[B, S, Hk, D]`` of q's dtype, any strides; ``[rows, S, Hk, D]`` with `cache_batch_idx`. Read
+            where it is, never copied.
         v_cache: ``[B, S, Hk, Dv]``, likewise.
         k: ``[B, T_new, Hk, D]`` of q's dtype, or None; shares no memory with a cache. T_new need not be T.
         v: ``[B, T_new, Hk, Dv]``, given exactly if `k` is.
-        rotary_cos: ``[P, R/2]``, R <= D, or None. Turns the new keys by their positions ``cache_seqlens[n] + i`` before
-            they are stored, and the queries: by ``cache_seqlens[n] + i`` if there is a causal mask or a window,
+        rotary_cos: ``[P, R/2]``, R <= D, or None. Rotates the new keys by their positions ``cache_seqlens[n] + i``
+            before they are stored, and the queries: by ``cache_seqlens[n] + i`` if there is a causal mask or a window,
             otherwise all by ``cache_seqlens[n]``. Needs `k`, and a row for each position.
         rotary_sin: of its shape and dtype.
-        cache_seqlens: ``[B]`` int32 or int64, or one int for all: the keys that are cached. None is S, and is an error
-            where there are new ones.
-        cache_batch_idx: ``[B]`` int32 or int64: the row of the cache of each sequence; None is 0 .. B - 1. No row twice
-            where there are new keys.
-        cache_leftpad: ``[B]`` int32 or int64: keys before this position are not attended to; None is 0. Positions are
-            counted from the start of the cache in any case.
+        cache_seqlens: ``[B]`` int32 or int64, or one int for all: how many keys are cached. None means S, and is an
+            error where there are new ones.
+        cache_batch_idx: ``[B]`` int32 or int64: each sequence's row of the cache; None means 0 .. B - 1. Where there
+            are new keys, no row may occur twice.
+        cache_leftpad: ``[B]`` int32 or int64: keys before this position are not attended to; None means 0. Positions
+            are counted from the beginning of the cache in any case.
         block_table: must be None: there is no paged cache.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for
             :func:`foundry_kernels.compat.flash_attn_func`; the last query is aligned with the last key.
-        rotary_interleaved: True turns the pairs ``(2i, 2i + 1)``, False ``(i, i + R/2)``.
-        num_splits: accepted; how the work is split is each backend's own choice and changes no result.
+        rotary_interleaved: True rotates the pairs ``(2i, 2i + 1)``, False ``(i, i + R/2)``.
+        num_splits: accepted; each backend chooses by itself how to split the work.
         return_softmax_lse: also return the log-sum-exp of each row.
         backend: "auto", "reference", "triton" or "native".
 
@@ -87,29 +89,29 @@ def flash_attn_with_kvcache(
             does not flow through a cache.
         BackendUnavailable: the named backend cannot serve this device or dtype.
 
-    The lengths must be known to the host: of `cache_seqlens`, `cache_batch_idx` and `cache_leftpad` each that is a
-    tensor on a GPU makes the call wait for it. An int or a tensor on the CPU does not, and both are taken. Sequences of
-    one length in the rows 0 .. B - 1 are one call of :func:`foundry_kernels.flash_attention`; others are one call each.
+    The host must know the lengths: the call waits for each of `cache_seqlens`, `cache_batch_idx` and `cache_leftpad`
+    that is a tensor on a GPU. An int or a tensor on the CPU is taken too, and nothing waits for it. Sequences of one
+    length in the rows 0 .. B - 1 take one call of :func:`foundry_kernels.flash_attention`, others one call each.
     """
     check_no_pages(block_table)
     options = translate(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
     new = _check_tensors(q, k_cache, v_cache, k, v, cache_batch_idx is not None)
     if alibi_slopes is not None:
         check_alibi_slopes(alibi_slopes, q, q.shape[0], q.shape[2])
-    if not isinstance(num_splits, int) or num_splits < 0:
+    if as_int("num_splits", num_splits) < 0:
         raise ValueError(f"num_splits must be an int >= 0; got {num_splits!r}")
-    spans = _spans(q, k_cache, new, cache_seqlens, cache_batch_idx, cache_leftpad)
+    cached = _cached(q, k_cache, new, cache_seqlens, cache_batch_idx, cache_leftpad)
     resolve(FLASH_ATTENTION, backend, q)
     if rotary_cos is not None or rotary_sin is not None:
         if k is None or rotary_cos is None or rotary_sin is None:
-            raise ValueError("rotary_cos and rotary_sin must be given together, and with new keys k to be turned")
+            raise ValueError("rotary_cos and rotary_sin must be given together, and with new keys k to be rotated")
         resolve(ROPE, backend, q)
         each = causal or options["window"] is not None
-        q, k = _rotate(q, k, rotary_cos, rotary_sin, spans, each, rotary_interleaved, backend)
+        q, k = _rotate(q, k, rotary_cos, rotary_sin, cached, each, rotary_interleaved, backend)
     if k is not None and v is not None:
-        _append(k_cache, k, spans)
-        _append(v_cache, v, spans)
-    out, lse = _attend(q, k_cache, v_cache, spans, new, options, alibi_slopes)
+        _append(k_cache, k, cached)
+        _append(v_cache, v, cached)
+    out, lse = _attend(q, k_cache, v_cache, cached, new, options, alibi_slopes)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -135,24 +137,24 @@ def _check_tensors(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *(x for _, x, _ in named))):
         raise ValueError("a cache is for inference: no gradient flows through it; use torch.no_grad() or detach inputs")
 
-    batch, _, heads, width = q.shape
-    rows, size, kv_heads, _ = k_cache.shape
+    batch, _, n_heads, head_dim = q.shape
+    rows, size, n_kv_heads, _ = k_cache.shape
     if not by_index and rows != batch:
         raise ValueError(
             f"k_cache must have q's batch size {batch} without cache_batch_idx; got {tuple(k_cache.shape)}"
         )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q must have a multiple of k_cache's {kv_heads} heads; got {heads}")
-    check_shape("k_cache", k_cache, (rows, size, kv_heads, width), "q's head dimension")
-    check_shape("v_cache", v_cache, (rows, size, kv_heads, v_cache.shape[3]), "that of k_cache but for the last")
-    for name, n in (("q", width), ("v_cache", v_cache.shape[3])):
+    if n_kv_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"q must have a multiple of k_cache's {n_kv_heads} heads; got {n_heads}")
+    check_shape("k_cache", k_cache, (rows, size, n_kv_heads, head_dim), "q's head dimension")
+    check_shape("v_cache", v_cache, (rows, size, n_kv_heads, v_cache.shape[3]), "that of k_cache but for the last")
+    for name, n in (("q", head_dim), ("v_cache", v_cache.shape[3])):
         if not 1 <= n <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must have a head dimension of 1 to {MAX_HEAD_DIM}; got {n}")
     if k is None or v is None:
         return 0
     new = k.shape[1]
-    check_shape("k", k, (batch, new, kv_heads, width), "q's batch and k_cache's heads")
-    check_shape("v", v, (batch, new, kv_heads, v_cache.shape[3]), "k's tokens and v_cache's heads")
+    check_shape("k", k, (batch, new, n_kv_heads, head_dim), "q's batch and k_cache's heads")
+    check_shape("v", v, (batch, new, n_kv_heads, v_cache.shape[3]), "k's tokens and v_cache's heads")
     if not torch.compiler.is_compiling():
         _check_memory({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "k": k, "v": v})
     return new
@@ -174,34 +176,34 @@ def _check_memory(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
 
 
 def _bytes(x: Tensor) -> tuple[int, int]:
-    """The addresses from x's first element to behind its last one."""
+    """The addresses from x's first element to the end of its last one."""
     if x.numel() == 0:
         return 0, 0
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
-def _spans(
+def _cached(
     q: Tensor,
     k_cache: Tensor,
     new: int,
-    cache_seqlens: int | Tensor | None,
+    cache_seqlens: SupportsIndex | Tensor | None,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
-) -> list[_Span]:
-    """Where each sequence lies in the cache, checked."""
+) -> list[_Cached]:
+    """Each sequence's part of the cache, checked."""
     batch, (rows, size) = q.shape[0], k_cache.shape[:2]
     if cache_seqlens is None:
         if new:
             raise ValueError("cache_seqlens must be given with k and v: it says where they go")
         cache_seqlens = size
-    if isinstance(cache_seqlens, int):
-        lengths = [cache_seqlens] * batch
-    else:
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
         lengths = _read("cache_seqlens", cache_seqlens, batch)
-    places = list(range(batch)) if cache_batch_idx is None else _read("cache_batch_idx", cache_batch_idx, batch)
+    else:
+        lengths = [as_int("cache_seqlens", cache_seqlens)] * batch
+    chosen = list(range(batch)) if cache_batch_idx is None else _read("cache_batch_idx", cache_batch_idx, batch)
     begins = [0] * batch if cache_leftpad is None else _read("cache_leftpad", cache_leftpad, batch)
-    for n, (row, begin, length) in enumerate(zip(places, begins, lengths, strict=True)):
+    for n, (row, begin, length) in enumerate(zip(chosen, begins, lengths, strict=True)):
         if not 0 <= length <= size:
             raise ValueError(
                 f"cache_seqlens must be in 0 .. {size}, the size of k_cache; got {length} for sequence {n}"
@@ -214,9 +216,9 @@ def _spans(
             raise ValueError(f"cache_batch_idx must be in 0 .. {rows - 1}, k_cache's rows; got {row} for sequence {n}")
         if not 0 <= begin <= length:
             raise ValueError(f"cache_leftpad must be in 0 .. cache_seqlens={length}; got {begin} for sequence {n}")
-    if new and any(a == b for a, b in pairwise(sorted(places))):
-        raise ValueError(f"cache_batch_idx must name no row twice where new keys are stored; got {places}")
-    return [_Span(*span) for span in zip(places, begins, lengths, strict=True)]
+    if new and any(a == b for a, b in pairwise(sorted(chosen))):
+        raise ValueError(f"cache_batch_idx must name no row twice where new keys are stored; got {chosen}")
+    return [_Cached(*found) for found in zip(chosen, begins, lengths, strict=True)]
 
 
 def _read(name: str, x: Tensor, batch: int) -> list[int]:
@@ -225,10 +227,10 @@ def _read(name: str, x: Tensor, batch: int) -> list[int]:
     return x.tolist()
 
 
-def _together(spans: list[_Span]) -> _Span | None:
-    """The one span of all sequences, if they lie in the rows 0 .. B - 1 and alike."""
-    alike = all(span == (n, *spans[0][1:]) for n, span in enumerate(spans))
-    return spans[0] if spans and alike else None
+def _in_common(cached: list[_Cached]) -> _Cached | None:
+    """What all sequences have in common, if they are the rows 0 .. B - 1 and of one length."""
+    alike = all(part == (n, *cached[0][1:]) for n, part in enumerate(cached))
+    return cached[0] if cached and alike else None
 
 
 def _rotate(
@@ -236,51 +238,51 @@ def _rotate(
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
-    spans: list[_Span],
+    cached: list[_Cached],
     each: bool,
     interleaved: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """q and k at the positions behind the cached keys; the queries of a sequence each at its own, or all at the first.
+    """q and k rotated by the positions after the cached keys; with `each` False, all queries by the first of them.
 
-    A slice of the tables serves sequences of one length; otherwise every token names its row.
+    A slice of the tables serves sequences of one length; otherwise each token has its own row.
     """
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_float(name, table)
         check_rank(name, table, 2, "[P, R/2]")
     check_shape("rotary_sin", sin, cos.shape, "that of rotary_cos")
-    after = max((span.length for span in spans), default=0) + max(k.shape[1], q.shape[1] if each else 1)
+    after = max((part.length for part in cached), default=0) + max(k.shape[1], q.shape[1] if each else 1)
     if after > cos.shape[0]:
         raise ValueError(f"rotary_cos must have a row for each of {after} positions; got shape {tuple(cos.shape)}")
-    one = _together(spans)
+    one = _in_common(cached)
 
-    def turn(q: Tensor, k: Tensor, count: int, step: int) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, count: int, step: int) -> tuple[Tensor, Tensor]:
         """Tokens 0 .. count - 1 at positions ``length + step * i``."""
         tables, positions = (cos, sin), None
         if one is not None and step:
             tables = (cos[one.length : one.length + count], sin[one.length : one.length + count])
         else:
-            starts = torch.tensor([span.length for span in spans], dtype=torch.int64)
-            positions = (starts[:, None] + step * torch.arange(count)).to(q.device, non_blocking=True)
+            first = torch.tensor([part.length for part in cached], dtype=torch.int64)
+            positions = (first[:, None] + step * torch.arange(count)).to(q.device, non_blocking=True)
         found = rope(q, k, *tables, interleaved=interleaved, positions=positions, backend=backend)
         return found[0], found[1]
 
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     if each and q.shape[2] == k.shape[2]:
-        q, k = turn(q, k, q.shape[2], 1)
+        q, k = rotate(q, k, q.shape[2], 1)
     else:
-        q, _ = turn(q, q[:, :0], q.shape[2], int(each))
-        k, _ = turn(k, k[:, :0], k.shape[2], 1)
+        q, _ = rotate(q, q[:, :0], q.shape[2], int(each))
+        k, _ = rotate(k, k[:, :0], k.shape[2], 1)
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def _append(cache: Tensor, new: Tensor, spans: list[_Span]) -> None:
-    """Write ``new [B, T_new, Hk, D]`` behind what each sequence has."""
+def _append(cache: Tensor, new: Tensor, cached: list[_Cached]) -> None:
+    """Append ``new [B, T_new, Hk, D]`` to what each sequence has."""
     batch, count = new.shape[:2]
-    if (one := _together(spans)) is not None:
+    if (one := _in_common(cached)) is not None:
         cache[:batch, one.length : one.length + count] = new
         return
-    for n, (row, _, length) in enumerate(spans):
+    for n, (row, _, length) in enumerate(cached):
         cache[row, length : length + count] = new[n]
 
 
@@ -288,25 +290,27 @@ def _attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    spans: list[_Span],
+    cached: list[_Cached],
     new: int,
     options: Options,
-    slopes: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries over their sequences' part of the cache: dense calls on views of it. (A kernel that
     took the lengths as a tensor would replace the loop.)"""
-    one, everyone = _together(spans), slice(0, len(spans))
+    one, everyone = _in_common(cached), slice(0, len(cached))
     groups = (
         [(everyone, everyone, one)]
         if one
-        else [(slice(n, n + 1), slice(s.row, s.row + 1), s) for n, s in enumerate(spans)]
+        else [(slice(n, n + 1), slice(s.row, s.row + 1), s) for n, s in enumerate(cached)]
     )
     found = []
-    for sequences, rows, span in groups:
-        keys = slice(span.begin, span.length + new)
+    for sequences, rows, part in groups:
+        keys = slice(part.begin, part.length + new)
         qn, kn, vn = (x.transpose(1, 2) for x in (q[sequences], k_cache[rows, keys], v_cache[rows, keys]))
-        own = slopes[sequences] if slopes is not None and slopes.dim() == 2 else slopes
-        out, lse = flash_attention(qn, kn, vn, return_lse=True, **(options | {"alibi_slopes": own}))
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[sequences]
+        out, lse = flash_attention(qn, kn, vn, return_lse=True, **(options | {"alibi_slopes": slopes}))
         found.append((out.transpose(1, 2), lse))
     if not found:
         out = q.new_empty((*q.shape[:3], v_cache.shape[3]))

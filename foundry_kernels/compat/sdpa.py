@@ -1,18 +1,22 @@
-"""PyTorch's scaled_dot_product_attention, without masks in memory."""
+"""PyTorch's scaled_dot_product_attention, without materialized masks."""
 
 from __future__ import annotations
+
+import math
+from typing import SupportsFloat
 
 from torch import Tensor
 
 from foundry_kernels._checks import check_tensor
 from foundry_kernels.compat.flash_attn import check_no_dropout
+from foundry_kernels.compat.scalars import as_float
 from foundry_kernels.ops.flash_attention import flash_attention
 
 _NO_MASK = (
-    "attn_mask must be None: masks that lie in memory are not supported. For a causal mask pass is_causal=True; for a "
-    "window, ALiBi or a causal mask aligned to the last key call foundry_kernels.flash_attention (window=, "
-    "alibi_slopes=, causal=); for padding or packed documents foundry_kernels.flash_attention_varlen; for any other "
-    "mask torch.nn.functional.scaled_dot_product_attention. Got {}"
+    "attn_mask must be None: masks in memory are not supported. For a causal mask pass is_causal=True; for a window, "
+    "ALiBi or a causal mask aligned to the last key call foundry_kernels.flash_attention (window=, alibi_slopes=, "
+    "causal=); for padding or packed documents foundry_kernels.flash_attention_varlen; for any other mask "
+    "torch.nn.functional.scaled_dot_product_attention. Got {}"
 )
 
 
@@ -21,9 +25,9 @@ def scaled_dot_product_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: SupportsFloat = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: SupportsFloat | None = None,
     enable_gqa: bool = False,
     *,
     backend: str = "auto",
@@ -32,13 +36,14 @@ def scaled_dot_product_attention(
 
     Args:
         query: ``[..., H, T, D]`` or ``[T, D]``, any strides.
-        key: ``[..., Hk, S, D]``, the dimensions in front as query's: they are not broadcast.
-        value: ``[..., Hk, S, Dv]``.
+        key: ``[..., Hk, S, D]``.
+        value: ``[..., Hv, S, Dv]``. The dimensions in front of the heads are broadcast between all three.
         attn_mask: must be None; the error says what serves which mask.
         dropout_p: must be 0.
         is_causal: query i sees keys 0 .. i, the first query being aligned with the first key.
-        scale: factor on the scores, > 0; ``1 / sqrt(D)`` if None.
-        enable_gqa: whether H may be a multiple of Hk; otherwise they must be equal.
+        scale: factor on the scores; ``1 / sqrt(D)`` if None. It may be negative; 0 weights all keys alike.
+        enable_gqa: whether H may be any multiple of Hk and of Hv, consecutive query heads sharing a key or value head;
+            otherwise heads are broadcast like the dimensions in front of them.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -47,31 +52,86 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument does not fit.
         BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Broadcasting copies nothing where there is at most one dimension in front of the heads. With ``enable_gqa=True``
+    and Hk unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
-        if x.dim() < 2 or x.dim() != query.dim():
+        if x.dim() < 2:
             raise ValueError(
-                f"{name} must be [..., heads, tokens, head_dim] with as many dimensions as query, at least 2; "
-                f"got shape {tuple(x.shape)}, query {tuple(query.shape)}"
+                f"{name} must be [..., heads, tokens, head_dim] or [tokens, head_dim]; got {tuple(x.shape)}"
             )
-        if x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(f"{name} must have query's batch {tuple(query.shape[:-3])}; got shape {tuple(x.shape)}")
     if attn_mask is not None:
         kind = f"{attn_mask.dtype} {tuple(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else type(attn_mask)
         raise ValueError(_NO_MASK.format(kind))
     check_no_dropout(dropout_p)
-    if not enable_gqa and query.dim() > 2 and key.shape[-3] != query.shape[-3]:
-        raise ValueError(
-            f"key must have query's {query.shape[-3]} heads unless enable_gqa=True; got shape {tuple(key.shape)}"
-        )
-    out = flash_attention(
-        *map(_four_dimensions, (query, key, value)), causal=is_causal, scale=scale, align="top_left", backend=backend
-    )
-    return out.reshape(*query.shape[:-1], value.shape[-1]) if query.dim() != 4 else out
+    without_heads = max(query.dim(), key.dim(), value.dim()) == 2
+    q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
+    q, k, v = _grouped_heads(q, k, v) if enable_gqa else _broadcast_heads(q, k, v)
+    batch = _broadcast_batch(q, k, v)
+    q, k, v = (_four_dimensions(x, batch) for x in (q, k, v))
+    q, factor = _positive_scale(q, None if scale is None else as_float("scale", scale))
+    out = flash_attention(q, k, v, causal=is_causal, scale=factor, align="top_left", backend=backend)
+    if without_heads:
+        return out[0, 0]
+    return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
 
 
-def _four_dimensions(x: Tensor) -> Tensor:
-    while x.dim() < 4:
-        x = x.unsqueeze(0)
-    return x.flatten(0, -4) if x.dim() > 4 else x
+def _positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """The kernels take positive scales: another one's sign, or 0, or NaN goes into the query, where it is exact."""
+    if scale is None or 0.0 < scale < math.inf:
+        return q, scale
+    if -math.inf < scale < 0.0:
+        return -q, -scale
+    return q * (0.0 if scale == 0.0 else math.nan), 1.0
+
+
+def _grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `enable_gqa` says: each head of k, and each of v, repeated until there are as many as of q."""
+    heads, of_k, of_v = q.shape[-3], k.shape[-3], v.shape[-3]
+    for name, n in (("key", of_k), ("value", of_v)):
+        if n == 0 or heads % n:
+            raise ValueError(f"query must have a multiple of {name}'s {n} heads with enable_gqa=True; got {heads}")
+    if of_k != of_v:  # to what both divide: the kernels repeat the rest, in registers
+        both = math.lcm(of_k, of_v)
+        k, v = k.repeat_interleave(both // of_k, -3), v.repeat_interleave(both // of_v, -3)
+    return q, k, v
+
+
+def _broadcast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    heads = q.shape[-3]
+    if k.shape[-3] == heads == v.shape[-3] or k.shape[-3] == 1 == v.shape[-3]:  # one head serves any number of queries
+        return q, k, v
+    heads = next((n for n in (heads, k.shape[-3], v.shape[-3]) if n != 1), 1)
+    for name, x in (("key", k), ("value", v)):
+        if x.shape[-3] not in (1, heads):
+            raise ValueError(
+                f"{name} must have query's {heads} heads unless enable_gqa=True; got shape {tuple(x.shape)}"
+            )
+    expanded = (x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in (q, k, v))
+    q, k, v = expanded
+    return q, k, v
+
+
+def _broadcast_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """The dimensions in front of the heads, as all three are broadcast to."""
+    batch = tuple(q.shape[:-3])
+    for name, x in (("key", k), ("value", v)):
+        own = tuple(x.shape[:-3])
+        if own == batch:
+            continue
+        rank = max(len(own), len(batch))
+        pairs = list(zip((1,) * (rank - len(batch)) + batch, (1,) * (rank - len(own)) + own, strict=True))
+        if any(a != b and a != 1 and b != 1 for a, b in pairs):
+            raise ValueError(f"{name} must have query's batch {batch}, or one that broadcasts; got {tuple(x.shape)}")
+        batch = tuple(b if a == 1 else a for a, b in pairs)
+    return batch
+
+
+def _four_dimensions(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    if x.shape[:-3] != batch:
+        x = x.expand(*batch, *x.shape[-3:])
+    if len(batch) == 1:
+        return x
+    return x.flatten(0, -4) if batch else x.unsqueeze(0)

@@ -1,12 +1,13 @@
 """How modules of other packages are served by the operations here.
 
 A module is patched by giving the instance another class (`swap.py`), whose methods are here. All that differs between
-classes of modules stands in rows (`table.py`).
+classes of modules is in the rows of a table (`table.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
-#: What `ops` of `patch` may name. "flash_attention" stands for the packed form of it as well.
+#: What `ops` of `patch` may name. "flash_attention" means its packed form too.
 PATCHABLE = ("rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention")
 
 
@@ -209,7 +210,7 @@ class Attention(Adapter):
 
     norms: "" for none, "heads" before the rotation and over a head, "projection" over all heads at once.
     packed: one `qkv_proj`. interleaved: pairs (2i, 2i + 1). half_tables: cos and sin come without their equal second
-    half. optional_rope: `use_rope` says whether the layer turns at all. passes: what the attention function gets
+    half. optional_rope: `use_rope` says whether the layer rotates at all. passes: what the attention function gets
     besides mask, scaling and dropout. uses: names that only this row's forward uses.
     """
 
@@ -237,10 +238,33 @@ class Attention(Adapter):
             return "its config has output_attentions=True, and weights that are never formed cannot be returned"
         return None
 
+    def why_not_attend(self, module: nn.Module) -> str | None:
+        """The reason why the attention function is left, though the rest can be served, or None.
+
+        "eager" is somebody's choice (for weights, or for dropout) where transformers would have taken "sdpa" by itself.
+        Where it would not, nobody can tell.
+        """
+        config: Any = module.config
+        if config._attn_implementation != "eager":
+            return None
+        home = sys.modules[next(c for c in type(module).__mro__ if self.method in vars(c)).__module__]
+        own = (c for n, c in vars(home).items() if n.endswith("PreTrainedModel") and c.__module__ == home.__name__)
+        if not all(getattr(model, "_supports_sdpa", False) for model in own):
+            return None
+        return (
+            "flash_attention left, its config has attn_implementation='eager'; name flash_attention in ops to have it"
+        )
+
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         if self.optional_rope and not module.use_rope:
             return ("flash_attention",)
         return ("qk_norm_rope" if self.norms == "heads" else "rope", "flash_attention")
+
+    def serves_dense_masks(self, module: nn.Module) -> str:
+        """What ``dense_masks="sdpa"`` means for this module: SDPA has neither a soft cap nor sinks."""
+        passed = self.passes(module)
+        own = passed.get("softcap") is not None or passed.get("s_aux") is not None
+        return "the model's own eager attention" if own else "SDPA"
 
     def members(self) -> dict[str, Any]:
         return {"forward": _attention_forward}
@@ -262,14 +286,14 @@ def _attention_forward(
         q, k = self.q_norm(q), self.k_norm(k)
     heads = (*tokens, -1, self.head_dim)
     q, k, v = q.view(heads), k.view(heads), v.view(heads)
-    turns = not row.optional_rope or self.use_rope
-    fused = turns and "qk_norm_rope" in self._foundry.backends and _fusable(self.q_norm, self.k_norm)
+    rotates = not row.optional_rope or self.use_rope
+    fused = rotates and "qk_norm_rope" in self._foundry.backends and _fusable(self.q_norm, self.k_norm)
     if row.norms == "heads" and not fused:
         q, k = self.q_norm(q), self.k_norm(k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if turns:
+    if rotates:
         assert position_embeddings is not None
-        q, k = _turn(self, row, q, k, *position_embeddings, fused)
+        q, k = _rotate(self, row, q, k, *position_embeddings, fused)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
     attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, home.eager_attention_forward)
@@ -288,7 +312,7 @@ def _project(self: Any, row: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def _turn(
+def _rotate(
     self: Any, row: Attention, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor]:
     backends = self._foundry.backends

@@ -1,4 +1,4 @@
-"""Masks of transformers turned into what a kernel can skip.
+"""Masks of transformers, as what a kernel can skip.
 
 transformers describes a mask by a function of (batch, head, query, key) and a padding mask. What the kernels know is
 causal, a window, and packed sequences; so a batch with padding becomes one of packed sequences, without moving
@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ADVICE = "use attn_implementation='foundry_or_sdpa', or patch(..., dense_masks='sdpa'), to have such calls run on SDPA"
+ADVICE = (
+    "use attn_implementation='foundry_or_sdpa', or patch(..., dense_masks='sdpa'), to have such calls run on SDPA, or "
+    "on the model's own eager attention where there is a soft cap or sinks (by name that is 'foundry_or_eager')"
+)
 
 
 class DenseMask(ValueError):
-    """A mask that the kernels cannot skip by."""
+    """A mask that the kernels cannot skip by; of the reason why."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"attention_mask {reason}; {ADVICE}")
+    def __str__(self) -> str:  # and no __init__, which torch.compile could not trace
+        return f"attention_mask {self.args[0]}; {ADVICE}"
 
 
 def padding_layout(
@@ -37,7 +40,8 @@ def padding_layout(
 
     Args:
         padding: ``[B, S]`` bool, True for a token, or None.
-        first: the key that the first query stands on. Keys after the last query are not valid yet (a static cache).
+        first: the key that the first query is aligned with. Keys after the last query's are not valid yet (a static
+            cache).
         traced: whether values cannot be read. A padding mask with holes then fails when the graph runs.
 
     Raises:
@@ -93,6 +97,36 @@ def neighbours(
     head = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
     later = (torch.arange(1, queries, device=device) + first)[None, None, :, None]
     shape = (batch, queries - 1)
-    back = function(rows, head, later, later - 1).expand(batch, 1, queries - 1, 1).reshape(shape)
-    ahead = function(rows, head, later - 1, later).expand(batch, 1, queries - 1, 1).reshape(shape)
-    return back, ahead
+    before = function(rows, head, later, later - 1).expand(batch, 1, queries - 1, 1).reshape(shape)
+    after = function(rows, head, later - 1, later).expand(batch, 1, queries - 1, 1).reshape(shape)
+    return before, after
+
+
+def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
+    """(the block of each token ``[B, S]``, -1 for none; the window) of a mask that is causal but for blocks of tokens
+    that see each other, within a sliding window: what Gemma 3 makes of images. None for any other mask.
+
+    Packed sequences around it are looked through; :func:`neighbours` finds those.
+    """
+    outer = _parts(function, "and_masks").get("mask_functions", ())
+    if len(outer) != 2:
+        return None
+    if _parts(outer[0], "packed_sequence_mask_function"):
+        inner = _parts(outer[1], "remap_positions_for_packed_sequence").get("mask_function")
+        return None if inner is None else blocks_in_window(inner)
+    either = _parts(outer[0], "or_masks").get("mask_functions", ())
+    window = _parts(outer[1], "sliding_window_overlay").get("sliding_window")
+    if window is None or len(either) != 2 or getattr(either[0], "__name__", "") != "causal_mask_function":
+        return None
+    blocks = _parts(either[1], "blockwise_overlay").get("block_sequence_ids")
+    return None if blocks is None else (blocks, window)
+
+
+def _parts(function: Any, maker: str) -> dict[str, Any]:
+    """What `function` was made of by the function `maker` of transformers; empty if another one made it."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return {}
+    if not function.__qualname__.startswith(f"{maker}.<locals>."):
+        return {}
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}

@@ -25,13 +25,13 @@ from foundry_kernels.registry import short_dtype
 OURS = (RMSNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
 ATTENTION = "_attn_implementation"
 
-#: What `dense_masks` may be, and the attention of transformers that it stands for.
+#: What `dense_masks` may be, and the attention of transformers that it means.
 DENSE_MASKS = {"refuse": "foundry", "sdpa": "foundry_or_sdpa"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one module: the operations that serve it now, or the reason why it was left."""
+    """What became of one module: the operations that serve it now, and the reason why it, or one of them, was left."""
 
     name: str
     module_class: str
@@ -41,7 +41,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` replaced and what it left; `str` of it is a table."""
+    """What `patch` replaced and what it left; `str` of it is a table.
+
+    dense_masks: what runs calls with masks that the kernels do not take; "" if they are refused.
+    """
 
     model_class: str
     replaced: tuple[Entry, ...]
@@ -49,6 +52,7 @@ class Report:
     backends: dict[str, str]
     device: str
     dtype: str
+    dense_masks: str = ""
 
     def __str__(self) -> str:
         found = len(self.replaced) + len(self.left)
@@ -57,13 +61,19 @@ class Report:
         ]
         if not found:
             lines[0] = f"{self.model_class}: nothing to patch, it has no norm, gated MLP or attention"
-        done = Counter((e.module_class, ", ".join(f"{op}: {self.backends[op]}" for op in e.ops)) for e in self.replaced)
+        done = Counter((e.module_class, "; ".join(self._served(e))) for e in self.replaced)
         left = Counter((e.module_class, e.reason or "") for e in self.left)
         width = max((len(name) for name, _ in (*done, *left)), default=0)
         for title, rows in (("replaced", done), ("left as it was", left)):
             if rows:
                 lines += [title, *(f"  {n:>4}  {name:<{width}}  {text}" for (name, text), n in rows.items())]
+        if self.dense_masks:
+            lines.append(f"calls with dense masks run on {self.dense_masks}")
         return "\n".join(lines)
+
+    def _served(self, entry: Entry) -> list[str]:
+        backends = ", ".join(f"{op}: {self.backends[op]}" for op in entry.ops)
+        return [backends, entry.reason] if entry.reason else [backends]
 
 
 def parts(report: Report) -> tuple[str, str, str, str]:
@@ -92,7 +102,7 @@ class PatchHandle:
         """Give every module its own class, and the model's config its attention, back.
 
         Raises:
-            RuntimeError: it was undone before, or a module has been changed since in a way that stands in between.
+            RuntimeError: it was undone before, or a module has been changed since in a way that rules it out.
                 Nothing is undone then.
         """
         if self._undone:
@@ -142,17 +152,20 @@ def patch(
 
     Attention goes through the model's config: it is set to "foundry" there (see
     :mod:`foundry_kernels.integrations.transformers`). Because models may share a config object, the model gets a copy
-    of its own, which stays after `undo` with the attention that it had.
+    of its own, which stays after `undo` with the attention that it had. A config with an explicit
+    ``attn_implementation="eager"`` keeps it, which the report says, unless `ops` names flash_attention. (Gemma 2 and
+    GPT-OSS have no other default than "eager", so that an explicit one cannot be told from it and is replaced.)
 
     Args:
         model: any module; those inside of it are found wherever they are. Of a model of transformers, the whole: masks
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
-        ops: the operations to bring in, of rms_norm, swiglu, geglu, rope, qk_norm_rope and flash_attention; None
-            for all. qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are
-            done one after the other.
+        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope and flash_attention; None for all
+            but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation
+            in one; without it the two are done one after the other.
         dense_masks: what happens where a mask is not causal, a window or padding: "refuse" raises ValueError with
-            the reason in the forward pass, "sdpa" computes that call by torch's scaled_dot_product_attention.
+            the reason in the forward pass, "sdpa" runs that call on torch's scaled_dot_product_attention, or on the
+            model's own eager attention where there is a soft cap or sinks, which SDPA lacks.
 
     Returns:
         A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it.
@@ -173,23 +186,25 @@ def patch(
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")
     fused = _fused_norms(model, wanted)
-    found = [(module, *_find(name, module, wanted, fused)) for name, module in model.named_modules()]
+    asked = ops is not None
+    found = [(module, *_find(name, module, wanted, fused, asked)) for name, module in model.named_modules()]
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
     backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
     states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
-    report = _report(model, entries, backends)
     attending = [
-        (module, state)
+        (module, adapter, state)
         for (module, adapter, entry), state in zip(changes, states, strict=True)
         if isinstance(adapter, Attention) and "flash_attention" in entry.ops
     ]
+    dense = {adapter.serves_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
+    report = _report(model, entries, backends, " and ".join(sorted(dense)))
     done: list[nn.Module] = []
     configs = _Configs(model)
     try:
         if attending:
-            configs.switch(attending, DENSE_MASKS[dense_masks])
+            configs.switch([(module, state) for module, _, state in attending], DENSE_MASKS[dense_masks])
         for (module, adapter, _), state in zip(changes, states, strict=True):
             swap.apply(module, adapter, state)
             done.append(module)
@@ -234,9 +249,12 @@ def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
 
 
 def _find(
-    name: str, module: nn.Module, wanted: tuple[str, ...], fused: set[nn.Module]
+    name: str, module: nn.Module, wanted: tuple[str, ...], fused: set[nn.Module], asked: bool
 ) -> tuple[Adapter | None, Entry | None]:
-    """How `module` is served, None for one of ours; and the line of the report, None where there is none."""
+    """How `module` is served, None for one of ours; and the line of the report, None where there is none.
+
+    asked: whether the caller named the operations.
+    """
     cls = type(module).__name__
     found = None if isinstance(module, OURS) else adapter_for(module)
     if isinstance(found, str):
@@ -250,6 +268,8 @@ def _find(
     chosen = tuple(op for op in ops if op in wanted)
     if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
         chosen = ("rope", *chosen)
+    if isinstance(found, Attention) and not asked and (reason := found.why_not_attend(module)):
+        return found, Entry(name, cls, tuple(op for op in chosen if op != "flash_attention"), reason)
     if not chosen:
         return None, Entry(name, cls, reason=f"ops does not name {' or '.join(ops)}")
     return found, Entry(name, cls, chosen)
@@ -271,10 +291,11 @@ def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[st
     return State(mine, gelu=gelu[1] if gelu else "none")
 
 
-def _report(model: nn.Module, entries: list[Entry], backends: dict[str, str]) -> Report:
+def _report(model: nn.Module, entries: list[Entry], backends: dict[str, str], dense_masks: str) -> Report:
     device, dtype = _device_and_dtype(model)
     replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
-    return Report(type(model).__name__, replaced, left, serving(backends, device, dtype), device, short_dtype(dtype))
+    used = serving(backends, device, dtype)
+    return Report(type(model).__name__, replaced, left, used, device, short_dtype(dtype), dense_masks)
 
 
 def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
@@ -293,7 +314,7 @@ class _Configs:
 
     def switch(self, layers: list[tuple[Any, State]], attention: str) -> None:
         importlib.import_module("foundry_kernels.integrations.transformers")  # registers the name
-        copies: dict[int, Any] = {}  # one for each object, however often and deep it is held
+        copies: dict[int, Any] = {}  # one for each object, however often it occurs
         for module, config in self._held:
             module.config = copy.deepcopy(config, copies)
         for module, state in layers:

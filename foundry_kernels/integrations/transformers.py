@@ -1,9 +1,12 @@
-"""Attention of Hugging Face transformers. Importing this module registers two names for ``attn_implementation``:
+"""Attention of Hugging Face transformers. Importing this module registers three names for ``attn_implementation``:
 
 - "foundry": `flash_attention`. Masks that are causal, a sliding window, padding on either side, packed sequences
-  (`position_ids` that start anew) or the unused end of a static cache are followed without ever being built. Any other
-  mask raises ValueError with the reason.
-- "foundry_or_sdpa": the same, but a call with another mask runs on transformers' own "sdpa".
+  (`position_ids` that restart) or the unused end of a static cache are handled without materializing a mask. Any
+  other mask raises ValueError with the reason.
+- "foundry_or_sdpa": the same, but a call with another mask runs on transformers' own "sdpa"; where there is a soft cap
+  or sinks, which that lacks, on the model's own eager attention.
+- "foundry_or_eager": the same, but such a call runs on the model's own eager attention in any case. (transformers
+  refuses every name with "sdpa" in it for Gemma 2 and GPT-OSS.)
 
 ::
 
@@ -12,14 +15,16 @@
 
 Under ``torch.compile``, where the values of a mask cannot be read, packed sequences must be given by `cu_seq_lens_q`,
 `cu_seq_lens_k`, `max_length_q` and `max_length_k`, as transformers' data collators do; without these, position ids that
-start anew, and padding between the tokens of a row, fail when the graph runs. "foundry_or_sdpa" builds the mask
+restart, and padding between the tokens of a row, fail when the graph runs. "foundry_or_sdpa" materializes the mask
 there instead.
 
-Dropout inside of attention and returned attention weights are refused.
+Dropout in attention and returned attention weights are refused.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +34,14 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from foundry_kernels.integrations.masks import ADVICE, DenseMask, neighbours, packed_layout, padding_layout
+from foundry_kernels.integrations.masks import (
+    ADVICE,
+    DenseMask,
+    blocks_in_window,
+    neighbours,
+    packed_layout,
+    padding_layout,
+)
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 
 #: Arguments of other attention functions that change the result and that this one does not know.
@@ -54,9 +66,9 @@ def attention(
 
     Args:
         query: ``[B, H, T, D]``. key, value: ``[B, Hk, S, D]``, the cached ones included.
-        attention_mask: None, where query T - 1 stands on key S - 1, or what :func:`mask` gave.
+        attention_mask: None, where query T - 1 is aligned with key S - 1, or what :func:`mask` gave.
         scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
-        sliding_window: keys that a token sees, itself included. s_aux: ``[H]``, the sinks.
+        sliding_window: how many keys a token sees, itself included. s_aux: ``[H]``, the sinks.
 
     Returns:
         ``(out [B, T, H, D], None)``.
@@ -83,9 +95,9 @@ def attention(
         return out.transpose(1, 2), None
     batch, heads, queries, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    longest_q, longest_k = kwargs.get("max_length_q") or queries, kwargs.get("max_length_k") or key.shape[2]
+    max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q") or queries, kwargs.get("max_length_k") or key.shape[2]
     backend = backends.get("flash_attention_varlen", "auto")
-    out = flash_attention_varlen(q, k, v, *layout, longest_q, longest_k, **options, backend=backend)
+    out = flash_attention_varlen(q, k, v, *layout, max_seqlen_q, max_seqlen_k, **options, backend=backend)
     return out.view(batch, queries, heads, value.shape[-1]), None
 
 
@@ -96,7 +108,10 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
             "train with another attn_implementation (patch takes ops without flash_attention)"
         )
     if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions must be False, no weights are ever formed; use attn_implementation='eager'")
+        raise ValueError(
+            "output_attentions must be False, no weights are ever formed; use attn_implementation='eager', and patch "
+            "with ops that do not name flash_attention"
+        )
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None; {ADVICE}")
@@ -114,25 +129,66 @@ def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
     if kwargs.get("cu_seq_lens_q") is not None:
         return kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     if mask is not None:
-        torch._assert_async((mask == 0).all(), "position_ids start anew: torch.compile must be given cu_seq_lens_q")
+        torch._assert_async((mask == 0).all(), "position_ids restart: torch.compile must be given cu_seq_lens_q")
     return None
 
 
 def attention_or_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The attention function "foundry_or_sdpa": as :func:`attention`, but a dense mask is computed by SDPA.
+    """The attention function "foundry_or_sdpa": as :func:`attention`, but a call with a dense mask runs on SDPA.
+
+    With a soft cap or sinks, which SDPA lacks, it runs on the eager attention of the model that `module` is part of.
 
     Raises:
-        ValueError: as :func:`attention`; a dense mask together with a soft cap or sinks, which SDPA does not have.
+        ValueError: as :func:`attention`; a dense mask with a soft cap or sinks, and no eager attention to be found.
     """
     if attention_mask is None or attention_mask.dtype == torch.int32:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    _refuse(kwargs.get("dropout", 0.0), {k: v for k, v in kwargs.items() if k == "output_attentions"})
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} must be None where attention_mask is dense, as SDPA has none; use 'eager'")
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
+    _refuse_weights_and_dropout(kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def attention_or_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function "foundry_or_eager": as :func:`attention`, but a call with a dense mask runs on the eager
+    attention of the model that `module` is part of.
+
+    Raises:
+        ValueError: as :func:`attention`; a dense mask, and no eager attention to be found.
+    """
+    if attention_mask is None or attention_mask.dtype == torch.int32:
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    _refuse_weights_and_dropout(kwargs)
+    eager = _own_eager(module)
+    if eager is None:
+        lacking = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+        refused = f"{lacking[0]} must be None where attention_mask is dense" if lacking else "attention_mask is dense"
+        raise ValueError(
+            f"{refused}: there is no eager_attention_forward beside {type(module).__name__}; use "
+            "attn_implementation='eager'"
+        )
+    if attention_mask.dtype == torch.bool:  # eager attention adds its mask
+        lowest = torch.finfo(query.dtype).min
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
+    return eager(module, query, key, value, attention_mask, **kwargs)[0], None
+
+
+def _refuse_weights_and_dropout(kwargs: dict[str, Any]) -> None:
+    _refuse(kwargs.get("dropout", 0.0), {"output_attentions": kwargs.get("output_attentions")})
+
+
+def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The function that `module` takes for "eager": each modeling module of transformers has its own, which knows the
+    soft cap or the sinks of its family."""
+    for cls in type(module).__mro__:
+        found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if found is not None and "forward" in vars(cls):
+            return found
+    return None
 
 
 def mask(
@@ -154,16 +210,21 @@ def mask(
     """The mask function of "foundry"; the arguments are those that transformers passes.
 
     Returns:
-        None for a causal mask or a window with the last query on the last key, else a layout (see `masks.py`). Where
-        values cannot be read, ``[1, 1, 1, 1]``: the number of tokens at which packed sequences begin, not counting
-        the first, to be checked to be 0.
+        None for a causal mask or a window with the last query aligned with the last key, else a layout (see
+        `masks.py`). Where values cannot be read, ``[1, 1, 1, 1]``: the number of tokens at which packed sequences
+        begin, not counting the first, to be checked to be 0.
 
     Raises:
         DenseMask: any other mask.
     """
     traced = is_tracing(attention_mask) or is_tracing(q_offset)
     if use_vmap:
-        raise DenseMask("is combined with a mask function of the model or the caller")
+        if traced:
+            raise DenseMask(
+                "is combined with a mask function of the model or the caller, into which torch.compile cannot look "
+                "(pass no token_type_ids where there is text alone)"
+            )
+        local_size = _window_without_blocks(mask_function, config)
     if allow_is_bidirectional_skip or mask_function is bidirectional_mask_function:
         if local_size is None and (attention_mask is None or (not traced and bool(attention_mask.all()))):
             return None
@@ -171,25 +232,41 @@ def mask(
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         raise DenseMask("is chunked")
     if not allow_is_causal_skip and q_length > 1:
-        back, ahead = neighbours(mask_function, batch_size, q_length, q_offset, device)
+        before, after = neighbours(mask_function, batch_size, q_length, q_offset, device)
         one_row = attention_mask is None and q_length == kv_length
         if traced:
-            unlike = ((~back).sum() + ahead.sum()).to(torch.int32)
+            unlike = ((~before).sum() + after.sum()).to(torch.int32)
             if one_row:
                 return unlike[None, None, None, None]
             torch._assert_async(unlike == 0, "attention_mask is not causal")
-        elif ahead.any() or not (one_row or back.all()):
+        elif after.any() or not (one_row or before.all()):
             raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
         elif one_row:
-            return packed_layout(back)
+            return packed_layout(before)
     if attention_mask is not None:
         present = attention_mask[:, kv_offset : kv_offset + kv_length]
         attention_mask = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
     return padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
 
 
+def _window_without_blocks(mask_function: Any, config: Any) -> int:
+    """The window of a mask that Gemma 3 makes of `token_type_ids`, where these say that there is no image.
+
+    Raises:
+        DenseMask: there is one, or the mask is another.
+    """
+    found = blocks_in_window(mask_function)
+    if found is None or found[1] != getattr(config, "sliding_window", None):
+        raise DenseMask("is combined with a mask function of the model or the caller")
+    blocks, window = found
+    if (blocks >= 0).any():
+        raise DenseMask("is not causal: the tokens of an image see each other")
+    return window
+
+
 def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask function of "foundry_or_sdpa": as :func:`mask`, but where that raises, the dense mask of "sdpa"."""
+    """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask`, but where that raises, the dense
+    mask of "sdpa"."""
     unread = is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset"))
     if not (unread and (kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True))):
         try:
@@ -199,6 +276,10 @@ def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, **kwargs)
 
 
-for _name, _attention, _mask in (("foundry", attention, mask), ("foundry_or_sdpa", attention_or_sdpa, mask_or_sdpa)):
+for _name, _attention, _mask in (
+    ("foundry", attention, mask),
+    ("foundry_or_sdpa", attention_or_sdpa, mask_or_sdpa),
+    ("foundry_or_eager", attention_or_eager, mask_or_sdpa),
+):
     AttentionInterface.register(_name, _attention)
     AttentionMaskInterface.register(_name, _mask)

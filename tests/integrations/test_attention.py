@@ -1,4 +1,4 @@
-"""``attn_implementation="foundry"``: which masks it follows, and that it refuses all others."""
+"""``attn_implementation="foundry"``: which masks it serves, and that it refuses all others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def causal_mask(model: Any, make: Any = create_causal_mask, **options: Any) -> T
     return make(config=model.config, inputs_embeds=torch.zeros(2, 12, 64), **given)
 
 
-# What is followed --------------------------------------------------------------------------------------------------
+# What is served ----------------------------------------------------------------------------------------------------
 
 
 def test_by_name_without_a_patch() -> None:
@@ -137,8 +137,8 @@ def test_sequences_given_by_their_lengths() -> None:
     ids = IDS.view(1, 24)
     positions = torch.tensor([[*range(10), *range(9), *range(5)]])
     plain = model(ids, position_ids=positions, use_cache=False).logits
-    starts = torch.tensor([0, 10, 19, 24], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 10, "max_length_k": 10}
+    cu_seqlens = torch.tensor([0, 10, 19, 24], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 10, "max_length_k": 10}
     with fk.patch(model):
         ours = model(ids, position_ids=positions, use_cache=False, **lengths).logits
         assert close(ours, plain)

@@ -63,10 +63,10 @@ def test_packed_sequences_must_be_given_by_their_lengths() -> None:
     expected = model(ids, position_ids=positions, use_cache=False).logits
     fk.patch(model)
     run = compiled(model)
-    starts = torch.tensor([0, 20, 36], dtype=torch.int32)
-    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 20, "max_length_k": 20}
+    cu_seqlens = torch.tensor([0, 20, 36], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 20, "max_length_k": 20}
     assert close(run(ids, position_ids=positions, use_cache=False, **lengths).logits, expected)
-    with pytest.raises(RuntimeError, match="position_ids start anew"):
+    with pytest.raises(RuntimeError, match="position_ids restart"):
         run(ids, position_ids=positions, use_cache=False)
 
 

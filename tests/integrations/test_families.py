@@ -167,7 +167,7 @@ def test_generation(family: str, cache: str) -> None:
 
 @every_family
 def test_prefill_in_chunks(family: str) -> None:
-    """Several queries on a cache: the last query must stand on the last key."""
+    """Several queries on a cache: the last query must be aligned with the last key."""
     model = tiny_model(family)
 
     def chunks() -> Tensor:
@@ -183,7 +183,7 @@ def test_prefill_in_chunks(family: str) -> None:
 
 @every_family
 def test_packed_sequences(family: str) -> None:
-    """Position ids that start anew, without a cache: what came before is another sequence."""
+    """Position ids that restart, without a cache: what came before is another sequence."""
     model = tiny_model(family)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], range(12), [*range(7), *range(5)]])
 

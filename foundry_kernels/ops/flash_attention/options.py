@@ -39,11 +39,11 @@ class AttentionOptions(NamedTuple):
         return tuple(getattr(self, name) for name in TENSORS)
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> AttentionOptions:
-        replaced: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return self._replace(**replaced)
+        given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+        return self._replace(**given)
 
     def without_tensors(self) -> AttentionOptions:
-        return self.with_tensors([None] * len(TENSORS))
+        return self._replace(**_NO_TENSORS)
 
     def select(self, out: Tensor, lse: Tensor, entropy: Tensor, max_logit: Tensor) -> Tensor | tuple[Tensor, ...]:
         """What the caller asked for of all that attention can return."""
@@ -69,13 +69,14 @@ SCHEMA_TYPES = {
 }
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items())
 TENSORS = tuple(name for name, kind in SCHEMA_TYPES.items() if kind.startswith("Tensor"))
+_NO_TENSORS: dict[str, Any] = dict.fromkeys(TENSORS)
 
 
 def from_operator_args(args: Sequence[Any]) -> tuple[AttentionOptions, tuple[bool, ...]]:
     """The options among an operator's arguments from `SCHEMA` on, and the flags that follow them there."""
     count = len(SCHEMA_TYPES)
-    given: dict[str, Any] = dict(zip(SCHEMA_TYPES, args[:count], strict=True))
-    return AttentionOptions(**given, return_lse=False, return_stats=False), tuple(args[count:])
+    return_nothing = (False, False)  # an operator's flags say what it returns
+    return AttentionOptions._make((*args[:count], *return_nothing)), tuple(args[count:])
 
 
 assert AttentionOptions._fields[: len(SCHEMA_TYPES)] == tuple(SCHEMA_TYPES)

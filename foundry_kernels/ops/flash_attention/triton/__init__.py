@@ -52,13 +52,14 @@ flash_attention_bwd = define(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Returns all that the operator does. The sinks are an argument of their own, since autograd does not look for
+    """Returns a tuple of what is wanted. The sinks are an argument of their own, since autograd does not look for
     tensors inside of `options`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions) -> Any:
         ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensor where the outputs are
-        options = options._replace(sinks=sinks)
+        if sinks is not None:
+            options = options._replace(sinks=sinks)
         save_lse = True
         out, lse, entropy, max_logit = flash_attention_fwd(
             q, k, v, *options.operator_args(), save_lse, options.return_stats
@@ -67,10 +68,12 @@ class _FlashAttention(torch.autograd.Function):
         ctx.options = options.without_tensors()
         lse_depends = q.requires_grad or k.requires_grad or (sinks is not None and sinks.requires_grad)  # never on v
         ctx.mark_non_differentiable(entropy, max_logit, *(() if lse_depends else (lse,)))
-        return out, lse, entropy, max_logit
+        results = options.select(out, lse, entropy, max_logit)
+        return results if isinstance(results, tuple) else (results,)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dentropy: None, dmax_logit: None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *dstats: None) -> Any:
+        """Without lse a statistic is the second result, and its gradient, None, arrives as `dlse`."""
         refuse_second_derivative("flash_attention")
         if dout is None and dlse is None:
             return None, None, None, None, None
@@ -92,11 +95,13 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    differentiable = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
+    sinks = options.sinks
+    differentiable = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
-        results = _FlashAttention.apply(q, k, v, options.sinks, options._replace(sinks=None))
-    else:
-        results = flash_attention_fwd(q, k, v, *options.operator_args(), options.return_lse, options.return_stats)
+        bare = options if sinks is None else options._replace(sinks=None)
+        results = _FlashAttention.apply(q, k, v, sinks, bare)
+        return results if len(results) > 1 else results[0]
+    results = flash_attention_fwd(q, k, v, *options.operator_args(), options.return_lse, options.return_stats)
     return options.select(*results)
 
 

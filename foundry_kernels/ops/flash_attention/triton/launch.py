@@ -106,7 +106,9 @@ class _Problem:
         self.max_seqlen_k = min(options.max_seqlen_k, self.tokens_k)
         self.dtype, self.capability = q.dtype, capability(q.device)
         reach = self.tokens_q + self.tokens_k  # a window that extends past every key bounds nothing
-        left, right = (None if x is None or x >= reach else x for x in (options.window_left, options.window_right))
+        left, right = options.window_left, options.window_right
+        left = None if left is None or left >= reach else left
+        right = None if right is None or right >= reach else right
         self.window = (left or 0, right or 0)
         self.cu_seqlens = [None if x is None else x.contiguous() for x in (options.cu_seqlens_q, options.cu_seqlens_k)]
         slopes = options.alibi_slopes

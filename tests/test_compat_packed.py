@@ -1,0 +1,376 @@
+"""flash-attn's packed forms, padding and rotary embedding: against the unpacked forms, and plain loops."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_loops import BACKENDS, EXACT, attend, close, draw, for_loop, over_backends, over_options
+from table import Allocations
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import compat
+from foundry_kernels.compat import (
+    apply_rotary_emb,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from foundry_kernels.compat.bert_padding import pad_input, unpad_input
+
+# Signatures --------------------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
+    "deterministic=False return_attn_probs=False"
+)
+FLASH_ATTN_2 = {
+    flash_attn_func: "q k v " + OPTIONS,
+    flash_attn_qkvpacked_func: "qkv " + OPTIONS,
+    flash_attn_kvpacked_func: "q kv " + OPTIONS,
+    flash_attn_varlen_func: f"q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {OPTIONS} block_table=None",
+    flash_attn_varlen_qkvpacked_func: "qkv cu_seqlens max_seqlen " + OPTIONS,
+    flash_attn_varlen_kvpacked_func: "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k " + OPTIONS,
+    apply_rotary_emb: ("x cos sin interleaved=False inplace=False seqlen_offsets=0 cu_seqlens=None max_seqlen=None"),
+    unpad_input: "hidden_states attention_mask unused_mask=None",
+    pad_input: "hidden_states indices batch seqlen",
+}
+
+
+@pytest.mark.parametrize("function", FLASH_ATTN_2, ids=lambda f: f.__name__)
+def test_signatures(function: Callable[..., object]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    found = [p.name if p.default is p.empty else f"{p.name}={p.default}".replace(" ", "") for p in own]
+    assert found == FLASH_ATTN_2[function].split()
+    assert [p.name for p in parameters if p not in own] in ([], ["backend"])
+    assert function.__name__ in (*compat.__all__, *dir(compat.bert_padding))
+
+
+# Attention ---------------------------------------------------------------------------------------------------------
+
+
+@over_backends
+@over_options
+def test_packed_attention(backend: str, options: dict[str, Any]) -> None:
+    dtype, tolerance = EXACT[backend]
+    qkv, q, kv = draw(3, 6, 3, 4, 8, dtype=dtype), draw(3, 5, 4, 8, dtype=dtype), draw(3, 7, 2, 2, 8, dtype=dtype)
+    for form, packed, (queries, keys, values) in (
+        (flash_attn_qkvpacked_func, (qkv,), (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])),
+        (flash_attn_kvpacked_func, (q, kv), (q, kv[:, :, 0], kv[:, :, 1])),
+    ):
+        out, lse, none = form(*packed, **options, return_attn_probs=True, backend=backend)  # type: ignore[operator]
+        assert torch.equal(form(*packed, **options, backend=backend), out)  # type: ignore[operator]
+        assert none is None
+        for n in range(3):
+            expected, expected_lse = attend(queries[n], keys[n], values[n], **for_loop(options, n))
+            close(out[n], expected, tolerance)
+            close(lse[n], expected_lse, tolerance)
+
+
+@over_backends
+@over_options
+def test_packed_varlen_attention(backend: str, options: dict[str, Any]) -> None:
+    dtype, tolerance = EXACT[backend]
+    cu_q, cu_k = torch.tensor([0, 5, 5, 9], dtype=torch.int32), torch.tensor([0, 7, 10, 12], dtype=torch.int32)
+    qkv, q, kv = draw(9, 3, 4, 8, dtype=dtype), draw(9, 4, 8, dtype=dtype), draw(12, 2, 2, 8, dtype=dtype)
+    for form, packed, (queries, keys, values), cu_keys in (
+        (flash_attn_varlen_qkvpacked_func, (qkv, cu_q, 5), (qkv[:, 0], qkv[:, 1], qkv[:, 2]), cu_q),
+        (flash_attn_varlen_kvpacked_func, (q, kv, cu_q, cu_k, 5, 7), (q, kv[:, 0], kv[:, 1]), cu_k),
+    ):
+        out, lse, none = form(*packed, **options, return_attn_probs=True, backend=backend)  # type: ignore[operator]
+        assert torch.equal(form(*packed, **options, backend=backend), out)  # type: ignore[operator]
+        assert none is None
+        for n in range(3):
+            tq, tk = slice(int(cu_q[n]), int(cu_q[n + 1])), slice(int(cu_keys[n]), int(cu_keys[n + 1]))
+            expected, expected_lse = attend(queries[tq], keys[tk], values[tk], **for_loop(options, n))
+            close(out[tq], expected, tolerance)
+            close(lse[:, tq], expected_lse, tolerance)
+
+
+def test_packed_gradients() -> None:
+    qkv, q, kv = (
+        draw(*s, seed=i).requires_grad_() for i, s in enumerate(((1, 4, 3, 2, 4), (1, 3, 2, 4), (1, 4, 2, 2, 4)))
+    )
+    cu_seqlens = torch.tensor([0, 1, 4])
+    assert torch.autograd.gradcheck(lambda x: flash_attn_qkvpacked_func(x, causal=True), (qkv,))
+    assert torch.autograd.gradcheck(lambda x, y: flash_attn_kvpacked_func(x, y, causal=True), (q, kv))
+    assert torch.autograd.gradcheck(lambda x: flash_attn_varlen_qkvpacked_func(x[0], cu_seqlens, 3), (qkv,))
+
+
+def test_unpacking_is_a_view() -> None:
+    qkv = torch.randn(2, 300, 3, 4, 16)
+    with torch.no_grad(), Allocations() as made:
+        out = flash_attn_qkvpacked_func(qkv, backend=BACKENDS[-1])
+    assert isinstance(out, Tensor)
+    if BACKENDS[-1] == "native":  # the reference makes the scores
+        assert made.largest <= out.numel()
+
+
+# Padding -----------------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+def test_padding(dtype: torch.dtype, unused: bool, shape: tuple[int, ...]) -> None:
+    x = draw(4, 5, *shape).requires_grad_()
+    other = torch.zeros_like(MASK)
+    other[0, 0] = other[2, 3] = int(unused)
+    packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(
+        x, MASK.to(dtype), other.to(dtype) if unused else None
+    )
+    chosen = [(b, s) for b in range(4) for s in range(5) if MASK[b, s] or other[b, s]]
+    lengths = [sum(b == n for b, _ in chosen) for n in range(4)]
+    assert torch.equal(packed, torch.stack([x[at] for at in chosen]))
+    assert indices.tolist() == [5 * b + s for b, s in chosen]
+    assert cu_seqlens.tolist() == [sum(lengths[:n]) for n in range(5)]
+    assert (max_seqlen, type(max_seqlen)) == (5, int)
+    assert seqused.tolist() == [3, 5, 0, 1]
+    assert (indices.dtype, cu_seqlens.dtype, seqused.dtype) == (torch.int64, torch.int32, torch.int32)
+
+    padded = pad_input(packed, indices, torch.tensor(4), 5)
+    kept = (MASK + other).bool().view(4, 5, *(1 for _ in shape))
+    assert torch.equal(padded, torch.where(kept, x, 0.0))
+    (gradient,) = torch.autograd.grad(padded.square().sum(), x)
+    assert torch.equal(gradient, torch.where(kept, 2 * x, 0.0))
+
+
+def test_padding_of_nothing() -> None:
+    for batch in (0, 2):
+        packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(torch.ones(batch, 3, 4), torch.zeros(batch, 3))
+        assert packed.shape == (0, 4)
+        assert cu_seqlens.tolist() == [0] * (batch + 1)
+        assert max_seqlen == 0
+        assert seqused.tolist() == [0] * batch
+        assert not pad_input(packed, indices, batch, 3).any()
+
+
+@over_backends
+def test_from_a_padded_batch_and_back(backend: str) -> None:
+    """The three together, as callers of flash-attn use them."""
+    x, mask = torch.randn(4, 5, 3, 2, 8), MASK.bool()
+    packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, mask)
+    out = flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, max_seqlen, causal=True, backend=backend)
+    assert isinstance(out, Tensor)
+    out = pad_input(out, indices, 4, 5)
+    for row in range(4):
+        q, k, v = x[row, mask[row]].unbind(1)
+        close(out[row, mask[row]], attend(q, k, v, causal=True)[0], 2e-5)
+    assert not out[~mask].any()
+
+
+# Rotary embedding --------------------------------------------------------------------------------------------------
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, position: int, interleaved: bool) -> Tensor:
+    """x ``[H, D]`` at a position, pair by pair."""
+    out, half = x.clone(), cos.shape[1]
+    for pair in range(half):
+        a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
+        c, s = cos[position, pair], sin[position, pair]
+        out[:, a], out[:, b] = x[:, a] * c - x[:, b] * s, x[:, b] * c + x[:, a] * s
+    return out
+
+
+ROPE_BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["rope"].backends("cpu") else ()))
+OFFSETS: dict[str, tuple[Any, list[int]]] = {
+    "none": (0, [0, 0, 0]),
+    "int": (3, [3, 3, 3]),
+    "one tensor": (torch.tensor(3), [3, 3, 3]),
+    "each": (torch.tensor([4, 0, 2], dtype=torch.int32), [4, 0, 2]),
+}
+
+
+@pytest.mark.parametrize("backend", ROPE_BACKENDS)
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_rotary(backend: str, offset: str, interleaved: bool, varlen: bool) -> None:
+    dtype, tolerance = EXACT[backend]
+    given, firsts = OFFSETS[offset]
+    cos, sin = (t.to(dtype) for t in fk.rope_table(6, 9))
+    cu = [0, 4, 4, 9] if varlen else [0, 5, 10, 15]
+    flat = draw(cu[-1], 2, 8, dtype=dtype)
+    tokens = [(cu[n] + i, firsts[n] + i) for n in range(3) for i in range(cu[n + 1] - cu[n])]
+    expected = torch.stack([rotated(flat[token], cos, sin, at, interleaved) for token, at in tokens])
+    x = flat if varlen else flat.view(3, 5, 2, 8)
+    options: dict[str, Any] = {"interleaved": interleaved, "seqlen_offsets": given, "backend": backend}
+    if varlen:
+        options |= {"cu_seqlens": torch.tensor(cu, dtype=torch.int32), "max_seqlen": 5}
+    before = x.clone()
+    out = apply_rotary_emb(x, cos, sin, **options)
+    assert torch.equal(x, before)
+    assert out.shape == x.shape
+    assert out.is_contiguous()
+    close(out.view(-1, 2, 8), expected, tolerance)
+    inside = apply_rotary_emb(x, cos, sin, inplace=True, **options)
+    assert inside is x
+    assert torch.equal(x, out)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_rotary_gradients(inplace: bool, varlen: bool) -> None:
+    cos, sin = (t.double() for t in fk.rope_table(4, 9))
+    options: dict[str, Any] = {"seqlen_offsets": torch.tensor([2, 0])}
+    if varlen:
+        options |= {"cu_seqlens": torch.tensor([0, 1, 4]), "max_seqlen": 3}
+    x = draw(*((4,) if varlen else (2, 4)), 2, 6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: apply_rotary_emb(x * 1.0, cos, sin, inplace=inplace, **options), (x,))
+
+
+def test_rotary_compiles() -> None:
+    cos, sin = fk.rope_table(8, 32)
+    compiled = torch.compile(apply_rotary_emb, fullgraph=True, backend="aot_eager")
+    x, offsets = torch.randn(2, 5, 3, 8), torch.tensor([4, 0])
+    for offset in (0, 3, offsets):
+        expected = apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
+        torch.testing.assert_close(compiled(x, cos, sin, seqlen_offsets=offset), expected)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2, 5]), "max_seqlen": 3, "seqlen_offsets": offsets}
+    torch.testing.assert_close(compiled(x[0], cos, sin, **options), apply_rotary_emb(x[0], cos, sin, **options))
+
+
+# What is refused ---------------------------------------------------------------------------------------------------
+
+x, table, cu_seqlens = torch.ones(2, 3, 4, 8), torch.ones(5, 4), torch.tensor([0, 3])
+indices = torch.tensor([0, 2])
+
+BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "qkv dropout": (
+        lambda: flash_attn_qkvpacked_func(x[:, :, None].expand(2, 3, 3, 4, 8), 0.1),
+        ValueError,
+        "dropout_p must be 0",
+    ),
+    "kv dropout": (
+        lambda: flash_attn_kvpacked_func(x, x[:, :, None].expand(2, 3, 2, 4, 8), 0.1),
+        ValueError,
+        "dropout_p must be 0",
+    ),
+    "varlen qkv dropout": (
+        lambda: flash_attn_varlen_qkvpacked_func(x[0, :, None].expand(3, 3, 4, 8), cu_seqlens, 3, 0.1),
+        ValueError,
+        "dropout_p must be 0",
+    ),
+    "qkv rank": (lambda: flash_attn_qkvpacked_func(x), ValueError, r"qkv must be \[B, T, 3, H, D\]"),
+    "qkv of two": (
+        lambda: flash_attn_qkvpacked_func(torch.ones(2, 3, 2, 4, 8)),
+        ValueError,
+        r"qkv must be \[B, T, 3, H, D\]",
+    ),
+    "kv of three": (
+        lambda: flash_attn_kvpacked_func(x, torch.ones(2, 3, 3, 4, 8)),
+        ValueError,
+        r"kv must be \[B, S, 2, Hk, D\]",
+    ),
+    "varlen qkv rank": (
+        lambda: flash_attn_varlen_qkvpacked_func(x[0], cu_seqlens, 3),
+        ValueError,
+        r"qkv must be \[total, 3, H, D\]",
+    ),
+    "varlen kv": (
+        lambda: flash_attn_varlen_kvpacked_func(x[0], x, cu_seqlens, cu_seqlens, 3, 3),
+        ValueError,
+        r"kv must be \[total_k, 2, Hk, D\]",
+    ),
+    "no tensor": (lambda: flash_attn_qkvpacked_func([1]), TypeError, r"qkv must be a torch.Tensor"),  # type: ignore[arg-type]
+    "mask shape": (lambda: unpad_input(x, torch.ones(2, 4)), ValueError, r"attention_mask must have shape \(2, 3\)"),
+    "unused shape": (
+        lambda: unpad_input(x, torch.ones(2, 3), torch.ones(3)),
+        ValueError,
+        r"unused_mask must have shape",
+    ),
+    "one dimension": (
+        lambda: unpad_input(x[0, 0, 0], torch.ones(8)),
+        ValueError,
+        r"hidden_states must be \[B, S, ...\]",
+    ),
+    "indices dtype": (lambda: pad_input(x, indices.float(), 2, 3), TypeError, r"indices must be int32 or int64"),
+    "indices shape": (lambda: pad_input(x, indices[:1], 2, 3), ValueError, r"indices must have shape \(2,\)"),
+    "indices range": (lambda: pad_input(x, indices, 1, 2), IndexError, r"index"),
+    "batch": (lambda: pad_input(x, indices, 2.0, 3), TypeError, r"batch must be an int; got 2.0"),  # type: ignore[arg-type]
+    "rotary rank": (
+        lambda: apply_rotary_emb(x[0], table, table),
+        ValueError,
+        r"x must be \[B, T, H, D\] without cu_seqlens",
+    ),
+    "rotary packed rank": (
+        lambda: apply_rotary_emb(x, table, table, cu_seqlens=cu_seqlens, max_seqlen=3),
+        ValueError,
+        r"x must be \[total, H, D\] with cu_seqlens",
+    ),
+    "rotary max_seqlen": (
+        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens),
+        ValueError,
+        r"max_seqlen must be given with cu_seqlens",
+    ),
+    "rotary short max_seqlen": (
+        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens, max_seqlen=2),
+        ValueError,
+        r"max_seqlen must be at least the longest sequence, 3; got 2",
+    ),
+    "rotary lengths": (
+        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens - 1, max_seqlen=3),
+        ValueError,
+        r"cu_seqlens must start at 0",
+    ),
+    "rotary no lengths": (
+        lambda: apply_rotary_emb(x[0], table, table, cu_seqlens=cu_seqlens[:0], max_seqlen=3),
+        ValueError,
+        r"starting with 0; got shape \(0,\)",
+    ),
+    "rotary table": (
+        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=3),
+        ValueError,
+        r"cos must have a row for each of 6 positions; got \(5, 4\)",
+    ),
+    "rotary tables": (lambda: apply_rotary_emb(x, table, table[:3]), ValueError, r"sin must have shape \(5, 4\)"),
+    "rotary per token": (lambda: apply_rotary_emb(x, x[..., 0], x[..., 0]), ValueError, r"cos must be \[P, R/2\]"),
+    "rotary packed offset": (
+        lambda: apply_rotary_emb(x[0], table, table, seqlen_offsets=3, cu_seqlens=cu_seqlens, max_seqlen=3),
+        IndexError,
+        r"position",
+    ),
+    "rotary negative": (
+        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=-1),
+        ValueError,
+        r"seqlen_offsets must be >= 0; got -1",
+    ),
+    "rotary offsets": (
+        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.tensor([1])),
+        ValueError,
+        r"seqlen_offsets must have shape \(2,\)",
+    ),
+    "rotary offset dtype": (
+        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.ones(2)),
+        TypeError,
+        r"seqlen_offsets must be int32 or int64",
+    ),
+    "rotary far": (
+        lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.tensor([0, 3])),
+        IndexError,
+        r"position",
+    ),
+    "rotary leaf": (
+        lambda: apply_rotary_emb(x.clone().requires_grad_(), table, table, inplace=True),
+        RuntimeError,
+        r"leaf Variable",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what: str) -> None:
+    function, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        function()
+    assert bool((x == 1).all())
