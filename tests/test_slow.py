@@ -42,6 +42,14 @@ def test_the_rules(parameters: dict[str, object], expected: str | None) -> None:
     assert slow.reason(parameters, SETS) == expected
 
 
+@pytest.mark.parametrize("sweep", ROWS)
+def test_a_sweep_within_one_test_keeps_its_small_cases(sweep: Row) -> None:
+    emulated = sweep.cuda_on_cpu or (sweep.backend == "triton" and sweep.device == "cpu")
+    assert slow.reason({"row": sweep, "part": "small"}, SETS) is None
+    assert (slow.reason({"row": sweep, "part": "others"}, SETS) is not None) == emulated
+    assert 0 < len({case.id for case in sweep.small_cases}) < len(sweep.cases)
+
+
 def test_one_architecture_is_always_compiled_for() -> None:
     assert set(slow.ARCHITECTURES) & set(_aot.GPUS)
 
