@@ -28,10 +28,12 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"
     row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))
+    emulated = isinstance(row, Row) and (row.cuda_on_cpu or (row.backend == "triton" and row.device == "cpu"))
+    if emulated and parameters.get("part") == "others":
+        return "all but the small cases, emulated"
     if isinstance(row, Row) and case is not None:
         if numel(case) > MOST_ELEMENTS:
             return f"more than {MOST_ELEMENTS} elements"
-        emulated = row.cuda_on_cpu or (row.backend == "triton" and row.device == "cpu")
         if emulated and dtype not in EMULATED_DTYPES and numel(case) > FEW_ELEMENTS:
             return f"emulated in {dtype}"
     name = parameters.get("name", parameters.get("instruction_set"))

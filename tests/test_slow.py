@@ -15,13 +15,13 @@ SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
 ROWS = [pytest.param(row, id=row.id) for row in checked_rows()]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_every_kernel_is_tried_in_every_dtype(row: Row) -> None:
+@pytest.mark.parametrize("sweep", ROWS)
+def test_every_kernel_is_tried_in_every_dtype(sweep: Row) -> None:
     """Most of the cases in float32 and bfloat16, some in each other dtype."""
-    for dtype in row.dtypes:
-        kept = [c for c in row.cases if slow.reason({"row": row, "case": c, "dtype": dtype}, SETS) is None]
-        assert len(kept) >= (0.8 if dtype in (torch.float32, torch.bfloat16) else 0.05) * len(row.cases), dtype
-        assert max(numel(c) for c in row.cases) <= slow.MOST_ELEMENTS or len(kept) < len(row.cases)
+    for dtype in sweep.dtypes:
+        kept = [c for c in sweep.cases if slow.reason({"row": sweep, "case": c, "dtype": dtype}, SETS) is None]
+        assert len(kept) >= (0.8 if dtype in (torch.float32, torch.bfloat16) else 0.05) * len(sweep.cases), dtype
+        assert max(numel(c) for c in sweep.cases) <= slow.MOST_ELEMENTS or len(kept) < len(sweep.cases)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,14 @@ def test_every_kernel_is_tried_in_every_dtype(row: Row) -> None:
 )
 def test_the_rules(parameters: dict[str, object], expected: str | None) -> None:
     assert slow.reason(parameters, SETS) == expected
+
+
+@pytest.mark.parametrize("sweep", ROWS)
+def test_a_sweep_within_one_test_keeps_its_small_cases(sweep: Row) -> None:
+    emulated = sweep.cuda_on_cpu or (sweep.backend == "triton" and sweep.device == "cpu")
+    assert slow.reason({"row": sweep, "part": "small"}, SETS) is None
+    assert (slow.reason({"row": sweep, "part": "others"}, SETS) is not None) == emulated
+    assert 0 < len({case.id for case in sweep.small_cases}) < len(sweep.cases)
 
 
 def test_one_architecture_is_always_compiled_for() -> None:
