@@ -1,4 +1,4 @@
-"""The operations inside of a model of one's own: a small GPT in one file, as nanoGPT writes it.
+"""The operations in your own model: a small GPT in one file, in the style of nanoGPT.
 
 python examples/nanogpt_style.py
 python examples/nanogpt_style.py --steps 200 --compile

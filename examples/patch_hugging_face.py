@@ -60,7 +60,7 @@ def main() -> None:
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
     print("continues with", bytes(tokens[0, 16:].tolist()))
 
-    handle.undo()  # the model is as it was, but for what it has learnt; its checkpoint was all the time
+    handle.undo()  # the model's classes are its own again; the weights stay trained, and its state dict never changed
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python examples/plain_loop.py --device cuda --steps 500
 
 The model is this package's own; parameters and optimizer are float32, the matrix products bfloat16, and the operations
-round once, whatever they are given.
+round once, whatever their input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Train a small byte-level transformer on a text, once per backend from one seed, and compare.
+"""Train a small byte-level transformer on a text, once per backend from the same seed, and compare.
 
     python examples/train.py                            # on the standard library's source: reference, then auto
     python examples/train.py --text shakespeare.txt --steps 1000 --backend native
-    python examples/train.py --out runs/a --resume      # go on where runs/a was interrupted
+    python examples/train.py --out runs/a --resume      # continue where runs/a was interrupted
     torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
 
 Each backend starts from the same weights and sees the same batches, so that losses differ by rounding only.
@@ -76,10 +76,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="bfloat16: autocast, with parameters in float32")
     add("--steps", type=int, default=300)
     add("--batch", type=int, default=8)
-    add("--accumulate", type=int, default=1, metavar="PARTS", help="run each batch in so many parts, one by one")
-    add(
-        "--parallel", choices=KINDS, help="train on the processes that torchrun started; --batch is that of all of them"
-    )
+    add("--accumulate", type=int, default=1, metavar="PARTS", help="split each batch into this many")
+    add("--parallel", choices=KINDS, help="train on the processes that torchrun started; --batch is their total")
     add("--seq-len", type=int, default=128)
     add("--dim", type=int, default=256)
     add("--layers", type=int, default=4)
@@ -91,7 +89,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="continue the runs in --out")
     add("--plot", type=Path, metavar="FILE", help="PNG of the loss curves (default: loss.png in --out)")
-    add("--prompt", help="text to continue at the end (default: the first bytes held out)")
+    add("--prompt", help="prompt of the sample at the end (default: the first held-out bytes)")
     add("--sample-tokens", type=int, default=240, help="bytes to generate at the end; 0 for none")
     add("--temperature", type=float, default=0.7)
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Fused kernels for training and running Llama-style models, each with a plain PyTorch reference that it equals."""
+"""Fused kernels for training and running Llama-style models, each tested against a plain PyTorch reference."""
 
 from foundry_kernels import compat, models, nn
 from foundry_kernels.integrations import patch

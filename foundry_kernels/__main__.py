@@ -101,7 +101,7 @@ def inspect(argv: list[str]) -> int:
     if unknown:
         parser.error(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {unknown[0]}")
     if _triton.MISSING or _triton.INTERPRET:
-        parser.error(_triton.MISSING or "kernels that are interpreted cannot be compiled: unset TRITON_INTERPRET")
+        parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     bad = 0
     for arch in options.arch:
         recorded = _aot.record(OPS[options.op], arch, options.all)
@@ -150,7 +150,7 @@ def patch_report(argv: list[str]) -> int:
     for family in options.family or FAMILIES:
         rows.append((family, *parts(patch(tiny_model(family)).report())))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    print(f"transformers {version}: modules of a model of two layers, and the operations that serve them")
+    print(f"transformers {version}: modules of a two-layer model, and the operations that serve them")
     print("\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in rows))
     return 0
 

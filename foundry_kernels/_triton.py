@@ -1,7 +1,7 @@
 """What the Triton kernels of several operations share. Without Triton it still imports, and says why Triton is missing.
 
 Triton's own variable TRITON_INTERPRET=1, set before this package is imported, makes every kernel run on the CPU in
-Triton's interpreter: slow, exact, and how the kernels are tested where there is no GPU.
+Triton's interpreter: slow, and how the kernels are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if MISSING is None:
 
     @triton.jit
     def row_offset(row, n1, n2, s0, s1, s2, RANK: tl.constexpr):
-        """Element offset of row number `row` (int64), rows being counted over dimensions (n0, n1, n2) of strides
+        """Element offset of row number `row` (int64), rows being numbered over dimensions (n0, n1, n2) of strides
         (s0, s1, s2); a lower RANK uses the last ones only."""
         if RANK == 1:
             return row * s2
@@ -142,7 +142,7 @@ def programs(device: torch.device) -> int:
 
 
 def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
-    """out [N] = the sum over p of partial [p, N], rounded: what the programs of a grid kept for themselves."""
+    """out [N] = the sum over p of partial [p, N], rounded: the partial sums of a grid's programs."""
     parts, width = partial.shape
     sum_partials_kernel[(triton.cdiv(width, 64),)](
         partial, out, parts, width, COMPUTE=compute_dtype(partial.dtype), BLOCK_ROWS=32, BLOCK_COLS=64

@@ -67,7 +67,7 @@ class Impl:
 
 @dataclass(eq=False)
 class OpSpec:
-    """An operation: its public function, its implementations and the folder that holds all there is to know of it.
+    """An operation: its public function, its implementations and the folder that holds everything about it.
 
     `impls` is what `resolve` reads, and is replaced by `override` alone.
     """
@@ -174,7 +174,7 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
 
 
 def _know_dtensor() -> None:
-    """Register the DTensor rules once DTensor is in use; importing it here would cost half a second every time."""
+    """Register the DTensor rules once DTensor is in use; importing it here takes half a second every time."""
     if "torch.distributed.tensor" in sys.modules:
         importlib.import_module("foundry_kernels.distributed.sharding")
 

@@ -6,8 +6,8 @@ implementation, and `r` that of the reference in the same low precision,
     max|a - oracle| <= 2   * max|r - oracle| + tiny
     rms(a - oracle) <= 1.1 * rms(r - oracle) + tiny
 
-so that a kernel is as exact as plain PyTorch. `tiny` keeps luck from deciding where a result is small or cancels; see
-`tiny`. There is no per-test tolerance.
+so that a kernel is as accurate as plain PyTorch. `tiny` keeps chance from deciding where a result is small or cancels;
+see `tiny`. There is no per-test tolerance.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ ARITHMETIC = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6, to
 def tiny(dtype: torch.dtype, scale: float, numel: int) -> float:
     """The absolute error that is allowed at `scale`, the size of the terms that were summed.
 
-    Besides the error of the arithmetic, a result of few elements is allowed a few roundings to its dtype: whether a
-    handful of values rounds well is luck, which averages out as 1/sqrt(numel), where `numel` counts those that are
-    not 0.
+    Besides the error of the arithmetic, a result of few elements is allowed a few roundings to its dtype: how a
+    handful of values rounds is chance, which averages out as 1/sqrt(numel), where `numel` counts those that are not 0.
     """
     rounding = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / math.sqrt(max(numel, 1))
     return scale * (ARITHMETIC[dtype] + rounding) + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -235,7 +234,7 @@ def compare(
     scale: float,
     roundings: tuple[torch.dtype, int] | None = None,
 ) -> None:
-    """Assert the policy for one tensor; the error says by how much it was missed. Infinities must agree exactly.
+    """Assert the policy for one tensor; the error says by how much it fails. Infinities must agree exactly.
 
     roundings: the dtype and number of those that decide how exact the tensor is, if not its own.
     """
@@ -251,7 +250,7 @@ def compare(
     assert a[finite].isfinite().all(), f"{name}: {int((~a[finite].isfinite()).sum())} values are not finite"
     if not finite.any():
         return
-    # What is 0 by construction (the gradient of a query that sees no key) is no sample that luck averages out over.
+    # What is 0 by construction (the gradient of a query that sees no key) is no sample over which chance averages out.
     low, count = roundings or (actual.dtype, actual.numel())
     allowed = tiny(low, max(scale, float(o[finite].abs().max())), min(count, int((o[finite] != 0).sum())))
     error, base = (a - o)[finite], (r - o)[finite]

@@ -20,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import slow
+
+    slow.mark(items)
+
+
 @pytest.fixture
 def fuzz_seconds(request: pytest.FixtureRequest) -> float | None:
     return request.config.getoption("--fuzz-seconds")

@@ -1,5 +1,5 @@
-"""The source distribution and the wheel that `python -m build` makes, each installed into an environment that holds this
-package's dependencies and nothing of its source, without a network; and the pinned versions of the tools."""
+"""The source distribution and the wheel that `python -m build` makes, each installed into an environment that holds the
+dependencies of this package and nothing of its source, without a network; and the pinned versions of the tools."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
         assert (code == "0") == (kernel == "right"), f"{kernel} ended with {code}"
 
 
+@pytest.mark.slow
 def test_the_kernels_are_clean() -> None:
     """The parity suite's cases but for the largest, under two instruction sets, and the random cases."""
     code, end = sanitize.run_suite(sanitize.build(*instruction_sets()), "--most-elements=20000")

@@ -253,17 +253,17 @@ void attention_delta(const AttentionDelta& a, int64_t sequence, int64_t token_be
   const AttentionSequence& s = a.sequences[sequence];
   for (int64_t row = token_begin * a.n_heads; row < token_end * a.n_heads; ++row) {
     const int64_t at = row_offset(a.lse_strides, s, 0, a.n_heads, row);
-    Vec products[4] = {};
+    Vec products{};  // added as multiply_keys does: where a row is one value, delta is exactly what is subtracted from
     with_type(a.type, [&](auto* type) {
       typedef std::remove_pointer_t<decltype(type)> T;
       const T* out = static_cast<const T*>(a.out) + row_offset(a.out_strides, s, 0, a.n_heads, row);
       const T* dout = static_cast<const T*>(a.dout) + row_offset(a.dout_strides, s, 0, a.n_heads, row);
-      for_each_vec(a.head_dim_v, [&](int64_t i, auto access, int k) FK_INLINE {
-        products[k] += access.load(out + i) * access.load(dout + i);
+      for_each_vec(a.head_dim_v, [&](int64_t i, auto access, int) FK_INLINE {
+        products += access.load(out + i) * access.load(dout + i);
       });
     });
     const float into_lse = a.dlse ? a.dlse[at] : 0.0f;
-    a.delta[at] = a.lse[at] == kNone ? 0.0f : sum(products) - into_lse;
+    a.delta[at] = a.lse[at] == kNone ? 0.0f : sum_of(products) - into_lse;
   }
 }
 

@@ -29,6 +29,15 @@ inline FK_INLINE Vec sums_of(Vec* v) {
   }
 }
 
+// The sum of v's lanes, added as sums_of does.
+inline float sum_of(Vec v) {
+  float lanes[kLanes];
+  Whole::store(lanes, v);
+  for (int step = 1; step < kLanes; step *= 2)
+    for (int i = 0; i < kLanes; i += 2 * step) lanes[i] += lanes[i + step];
+  return lanes[0];
+}
+
 // What products of T's factors are made of, see flash_attention_gemm.h.
 template <class T> using Product = std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, BFloat16, float>;
 

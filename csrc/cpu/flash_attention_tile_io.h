@@ -1,20 +1,11 @@
 // Rows of the tensors, of any memory type, into tiles and back.
 #pragma once
 
+#include "dispatch.h"
 #include "flash_attention_gemm.h"
 
 namespace foundry {
 namespace FK_ISA {
-
-// Calls f with a null pointer to the memory type.
-template <class F>
-void with_type(Dtype type, F&& f) {
-  switch (type) {
-    case Dtype::f32: return f((float*)nullptr);
-    case Dtype::bf16: return f((BFloat16*)nullptr);
-    case Dtype::f16: return f((Half*)nullptr);
-  }
-}
 
 // `n` elements as floats, zero up to `padded`.
 template <class T>

@@ -51,7 +51,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     Tensors saved{q, k, v, out, lse};
     ctx->saved_data["options"] = save_options(options, saved);
     ctx->save_for_backward(std::move(saved));
-    lse = return_lse ? lse.to(at::kFloat) : absent(q, at::kFloat);
+    // By the dispatcher, unlike absent(): here the tensors may be fake ones.
+    lse = return_lse ? lse.to(at::kFloat) : at::empty({0}, q.options().dtype(at::kFloat));
     Tensors constants{entropy, max_logit};
     const bool depends_on_inputs = q.requires_grad() || k.requires_grad() || (sinks && sinks->requires_grad());
     if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // of v it is no function

@@ -62,8 +62,8 @@ inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& head_dim_v
   return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
 }
 
-// In place of an output that was not asked for. There are up to three a call, and at::empty takes a third of a
-// microsecond to find out what is known here.
+// In place of an output that was not asked for, in kernels, whose tensors are real. There are up to three a call, and
+// at::empty takes a third of a microsecond to find out what is known here.
 inline Tensor absent(const Tensor& x, at::ScalarType dtype) {
   return x.is_cpu() ? Tensor(at::detail::empty_cpu({0}, dtype)) : at::empty({0}, x.options().dtype(dtype));
 }

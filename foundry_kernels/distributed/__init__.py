@@ -1,7 +1,7 @@
 """The model and the operations on several devices, by PyTorch's own means.
 
-Data parallelism needs nothing from here: ``fully_shard`` and ``DistributedDataParallel`` take the model as it is. This
-package holds the plan for tensor parallelism, and the rules by which DTensor runs the kernels' operators
+Data parallelism needs nothing from this module: ``fully_shard`` and ``DistributedDataParallel`` take the model as it
+is. This package holds the plan for tensor parallelism, and the rules by which DTensor runs the kernels' operators
 (`foundry_kernels.distributed.sharding`), registered by importing it or by the first call with a DTensor.
 
     mesh = init_device_mesh("cuda", (8,))

@@ -1,4 +1,4 @@
-"""How `foundry_kernels.models.Transformer` is divided for tensor parallelism."""
+"""How `foundry_kernels.models.Transformer` is sharded for tensor parallelism."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from foundry_kernels.models.config import ModelConfig
 
 
 class KVCache:
-    """Preallocated keys and values of every layer, appended to in place; what is stored is never copied.
+    """Preallocated keys and values of every layer, appended to in place; stored values are never copied.
 
     Memory: ``2 * n_layers * batch_size * n_kv_heads * max_len * head_dim`` elements.
 
@@ -22,7 +22,7 @@ class KVCache:
         device, dtype: of the keys and values the model computes (under autocast, autocast's dtype).
 
     Attributes:
-        length: positions stored. Setting it to a smaller number forgets what lies beyond.
+        length: positions stored. Setting it to a smaller number discards what follows.
         k, v: for each layer ``[B, Hk, max_len, D]``.
 
     Raises:
@@ -79,7 +79,7 @@ class KVCache:
         return LayerCache(self, index)
 
     def advance(self, count: int) -> None:
-        """Count `count` positions as stored, after every layer has appended them."""
+        """Advance the length by `count`, after every layer has appended."""
         self.length += count
 
     def __repr__(self) -> str:

@@ -24,8 +24,8 @@ class ModelConfig:
         hidden_dim: the feed-forward width itself, which overrides the two above.
         head_dim: width of a head, even; None is ``dim // n_heads``.
         norm_eps: epsilon of every RMSNorm.
-        norm_round_before_weight: round ``x / rms`` before the weight multiplies it, as Meta's code does. It matters in
-            low precision only; False is the more exact.
+        norm_round_before_weight: round ``x / rms`` before the weight multiplies it, as Meta's code does. It matters
+            only in low precision; False is more accurate.
         rope_base: base of the rotary wavelengths (`rope_theta` in Meta's files).
         rope_scaling: None, or a :class:`foundry_kernels.RopeScaling`.
         rope_interleaved: True pairs the dimensions (2i, 2i+1), as Meta's checkpoints need; False (i, i + D/2).
@@ -33,7 +33,7 @@ class ModelConfig:
         init_std: standard deviation of the initial weights.
 
     Raises:
-        TypeError, ValueError: a field that makes no model, by its name.
+        TypeError, ValueError: a field is invalid; the message names it.
     """
 
     dim: int

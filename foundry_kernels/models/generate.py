@@ -29,9 +29,9 @@ def generate(
     """Continue each prompt by at most `max_new_tokens` tokens.
 
     Prompts may differ in length, and a greedy continuation is that of the prompt alone: all rows read as many tokens as
-    the shortest prompt has in one pass, and then go on token by token, a row taking its prompt's tokens while they last
-    and its own predictions from there. No padding is ever attended to. The price: a prompt's tokens beyond the length
-    of the shortest are read one at a time, so prompts of very different lengths are better continued in groups.
+    the shortest prompt has in one pass, and then continue token by token: a row takes its prompt's tokens while there
+    are any, then its own predictions. Padding is never attended to. In exchange, a prompt's tokens beyond the length
+    of the shortest are read one at a time, so group prompts of similar lengths.
 
     The model runs in evaluation mode and without gradients, and is left in the mode that it was in.
 

@@ -1,4 +1,4 @@
-"""A Llama-style decoder, as readable as the paper, over whichever kernels are asked for."""
+"""A Llama-style decoder over the modules of this package; the backend is an argument."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Transformer(nn.Module):
         config: the shape.
         backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" takes the first
             that can serve each call: on a GPU triton, native, reference; on a CPU native, reference. A named backend is
-            used for every operation that it has a kernel for, and never replaced in silence: where a kernel cannot
-            serve, the call raises `BackendUnavailable`; operations of which the package has no such kernel run on the
-            reference, which a warning and `backends` tell.
+            used for every operation that it has a kernel for, and never replaced silently: if a kernel cannot serve a
+            call, that raises `BackendUnavailable`. Operations without such a kernel run on the reference, as a warning
+            and `backends` say.
         device, dtype: of the parameters. On the meta device nothing is initialised: ``to_empty(device=...)``, then
             `init_weights()` or a checkpoint.
 
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
             targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`.
             cache: keys and values of the positions before `tokens`; those of `tokens` are appended. Inference only.
             last_only: logits of the last position only, ``[B, 1, V]``; not together with targets.
-            ignore_index: positions with this target count for nothing.
+            ignore_index: positions with this target are ignored.
 
         Returns:
             logits ``[B, T, V]``, or with targets ``(logits, loss)``. The loss is the mean cross entropy in nats over
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
             TypeError: tokens or targets are no int32 or int64 tensors.
             ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
                 not fit, and, where they are on the CPU and nothing is being compiled, tokens or targets outside the
-                vocabulary. (Elsewhere that would cost a synchronisation; the embedding then raises its own error.)
+                vocabulary. (Elsewhere that would need a synchronization; the embedding then raises its own error.)
             BackendUnavailable: a named backend cannot serve this device or dtype.
         """
         self._check(tokens, targets, cache, last_only, ignore_index)
@@ -174,7 +174,7 @@ class Transformer(nn.Module):
         return generate(self, prompts, max_new_tokens, **options)
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """`backends` with "auto" made definite: for each operation the backend that serves tensors of `dtype` on
+        """`backends` with "auto" resolved: for each operation the backend that serves tensors of `dtype` on
         `device` ("cpu", "cuda"), None being those of the parameters."""
         weight = self.tok_embeddings.weight
         return serving(self.backends, device or weight.device.type, dtype or weight.dtype)

@@ -54,7 +54,7 @@ def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
 
 
 def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:
-    """For each operation the backend that serves tensors of `dtype` on `device`: a planned "auto" made definite.
+    """For each operation the backend that serves tensors of `dtype` on `device`: "auto" resolved.
 
     A named backend that cannot serve them stays in the answer; the call itself is what raises.
     """

@@ -28,7 +28,7 @@ class Attention(torch.nn.Module):
     """``wo(flash_attention(rope(wq x), rope(wk x), wv x))``, without biases; the names are those of Meta's Llama.
 
     Queries, keys and values are ``[B, H, T, D]`` views of the projections' ``[B, T, H, D]`` memory, and the result
-    comes back in the same storage order: nothing is copied to transpose.
+    has the same storage order: nothing is copied to transpose.
 
     Args:
         dim: width of the input and the output.
@@ -102,8 +102,8 @@ class Attention(torch.nn.Module):
             cu_seqlens: ``[N + 1]`` int32 or int64 of a packed batch: x is ``[1, total, dim]`` and holds N sequences one
                 after the other, sequence n at the tokens ``cu_seqlens[n] .. cu_seqlens[n + 1] - 1``, which see no
                 other's. Not together with a cache.
-            max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU costs
-                empty programs where sequences are many.
+            max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
+                launches empty programs where there are many sequences.
             return_lse, return_stats: also return what :func:`flash_attention` returns for them, ``[B, H, T]`` each.
 
         Returns:

@@ -16,12 +16,12 @@ class RotaryEmbedding(torch.nn.Module):
     """Rotates queries and keys by their positions; see :func:`foundry_kernels.rope`.
 
     The tables `cos` and `sin`, ``[max_positions, dim / 2]``, are buffers outside the state dict. They follow the module
-    to another device, but stay float32 under ``.to(torch.bfloat16)`` and the like: bfloat16 holds 8 bits, too few to
-    tell the angles of neighbouring positions apart. Built on the meta device, they get their values with
+    to another device, but stay float32 under ``.to(torch.bfloat16)`` and the like: bfloat16 has 8 bits of precision,
+    too few to tell the angles of neighbouring positions apart. Built on the meta device, they get their values with
     ``to_empty(device=...)``.
 
     Args:
-        dim: the rotary dimensions of a head, even; a head's other dimensions pass unchanged.
+        dim: the rotary dimensions of a head, even; a head's other dimensions are copied.
         max_positions: rows of the tables.
         base: of the geometric series of wavelengths.
         scaling: None, or a :class:`foundry_kernels.RopeScaling`.
@@ -66,7 +66,7 @@ class RotaryEmbedding(torch.nn.Module):
         self.cos, self.sin = self._tables(self.cos.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        # Everything that moves or casts a module comes through here. Only the device is taken from the result: a cast
+        # Every move or cast of a module goes through here. Only the device is taken from the result: a cast
         # would round the tables, and `to_empty` would leave them without values.
         before = self.cos, self.sin
         super()._apply(fn, recurse)

@@ -22,11 +22,11 @@ class SwiGLU(torch.nn.Module):
     Args:
         dim: width D of the input and the output.
         hidden_dim: width N between.
-        recompute: what a backward pass computes again instead of keeping it from the forward pass. In elements a token,
-            with all weights trained, "none" keeps x, w1 x, w3 x and their gated product: ``D + 3N``. "product" keeps
-            ``D + 2N`` and forms the product again, which costs one pass over memory. "projections" keeps ``D``, and
-            costs the products with w1 and w3 again. The results are the same bits. Layers that were replaced or carry
-            hooks are called as they are, and what they keep is kept.
+        recompute: what the backward pass recomputes instead of saving it in the forward pass. In elements per token,
+            with all weights trained, "none" saves x, w1 x, w3 x and their gated product: ``D + 3N``. "product" saves
+            ``D + 2N`` and recomputes the gated product, one pass over memory. "projections" saves ``D``, and repeats
+            the products with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks are
+            called as they are, and save what they save.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:

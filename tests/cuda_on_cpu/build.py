@@ -67,6 +67,7 @@ def load_operators() -> None:
         "-std=c++20",
         f"-DFK_LIBRARY={LIBRARY}",
         '-DFK_CUDA_ARCHITECTURES=""',
+        "-DAT_PER_OPERATOR_HEADERS",
         *(f"-isystem{p}" for p in include_paths()),
     ]
     torch_flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")

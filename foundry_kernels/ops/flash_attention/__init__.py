@@ -1,4 +1,4 @@
-r"""Softmax attention that never stores the matrix of scores; dense and packed ("varlen") sequences.
+r"""Softmax attention that never materializes the matrix of scores; dense and packed ("varlen") sequences.
 
 For a query :math:`q_i`, the keys :math:`k_j` and values :math:`v_j` of its head, a scale :math:`\alpha` and an offset
 :math:`o` that aligns queries with keys (``S - T`` for "bottom_right", 0 for "top_left")
@@ -249,8 +249,8 @@ def flash_attention_varlen(
         reading them does not wait for a GPU: on the CPU, outside of ``torch.compile``. Elsewhere they are the caller's
         responsibility.
 
-    The reference reads the lengths back to loop over sequences; under ``torch.compile``, where it cannot, it forms the
-    whole ``total_q x total_k`` matrix of scores instead.
+    The reference reads the lengths back to loop over sequences; under ``torch.compile``, where it cannot, it
+    materializes the whole ``total_q x total_k`` matrix of scores instead.
     """
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)

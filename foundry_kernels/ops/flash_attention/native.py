@@ -7,10 +7,12 @@ from torch import Tensor
 
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
+_ATTEND = torch.ops.foundry_kernels.flash_attention.default
+
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     # The operator takes all options in the order of the fields, and returns an empty tensor for what is not wanted.
-    return options.select(*torch.ops.foundry_kernels.flash_attention.default(q, k, v, *options))
+    return options.select(*_ATTEND(q, k, v, *options))
 
 
 flash_attention_varlen = flash_attention

@@ -35,7 +35,7 @@ def rms_norm(
     round_before_weight: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Root-mean-square normalisation over the last dimension.
+    """Root-mean-square normalization over the last dimension.
 
     ``y = x / sqrt(mean(x^2, -1) + eps) * (weight + weight_offset)``
 

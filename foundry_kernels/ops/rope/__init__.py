@@ -49,7 +49,7 @@ def rope(
     positions: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys by the angles of their positions.
+    """Rotate queries and keys by the angles of their positions.
 
     Args:
         q: ``[B, H, T, D]`` float32, bfloat16, float16 or float64, any strides. Any dimension may be 0.

@@ -10,8 +10,8 @@ The D values of a head are kept as pairs (a, b), two blocks of `BLOCK` >= D/2, s
 code for both pairings. Where D > R, the values after the first R form pairs too, which are not rotated.
 
 Names: x is q or k, y its result; stride_xb, stride_xh and stride_xt are x's strides over batch, heads and tokens (qo is
-q_out, dqo its gradient); b_ is a block of values, m_ a mask, o_ offsets; N = BLOCK_TOKENS * BLOCK_HEADS rows, a row
-being one head of one token.
+q_out, dqo its gradient); b_ is a block of values, m_ a mask, o_ offsets, p_ pointers; N = BLOCK_TOKENS * BLOCK_HEADS
+rows, a row being one head of one token.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def _load_angles(
         m_rows = m_rows & m_known
     pair = tl.arange(0, BLOCK)[None, :]
     mask = m_rows[:, None] & (pair < HALF)
-    o_cos = (batch * stride_cos_b + rows * stride_cos_p)[:, None] + pair
-    o_sin = (batch * stride_sin_b + rows * stride_sin_p)[:, None] + pair
-    b_cos = tl.load(cos_ptr + o_cos, mask=mask, other=0.0).to(COMPUTE)
-    b_sin = tl.load(sin_ptr + o_sin, mask=mask, other=0.0).to(COMPUTE)
+    p_cos = cos_ptr + (batch * stride_cos_b + rows * stride_cos_p)[:, None] + pair
+    b_cos = tl.load(p_cos, mask=mask, other=0.0).to(COMPUTE)
+    p_sin = sin_ptr + (batch * stride_sin_b + rows * stride_sin_p)[:, None] + pair
+    b_sin = tl.load(p_sin, mask=mask, other=0.0).to(COMPUTE)
     if pos_ptr is not None:
         b_cos = tl.where(m_known[:, None], b_cos, float("nan"))
     return b_cos, b_sin

@@ -1,0 +1,64 @@
+"""What `make test` leaves out: further points of a sweep, and never all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import slow
+import torch
+from table import Row, checked_rows, numel
+
+from foundry_kernels import _aot
+
+SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
+ROWS = [pytest.param(row, id=row.id) for row in checked_rows()]
+
+
+@pytest.mark.parametrize("sweep", ROWS)
+def test_every_kernel_is_tried_in_every_dtype(sweep: Row) -> None:
+    """Most of the cases in float32 and bfloat16, some in each other dtype."""
+    for dtype in sweep.dtypes:
+        kept = [c for c in sweep.cases if slow.reason({"row": sweep, "case": c, "dtype": dtype}, SETS) is None]
+        assert len(kept) >= (0.8 if dtype in (torch.float32, torch.bfloat16) else 0.05) * len(sweep.cases), dtype
+        assert max(numel(c) for c in sweep.cases) <= slow.MOST_ELEMENTS or len(kept) < len(sweep.cases)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"arch": 90}, None),
+        ({"arch": 120}, "architecture 120"),
+        ({"arch": "80"}, "architecture 80"),
+        ({"name": "avx2"}, None),
+        ({"name": "avx512"}, "instruction set avx512"),
+        ({"name": "avx512_bf16"}, None),
+        ({"name": "neither"}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_the_rules(parameters: dict[str, object], expected: str | None) -> None:
+    assert slow.reason(parameters, SETS) == expected
+
+
+@pytest.mark.parametrize("sweep", ROWS)
+def test_a_sweep_within_one_test_keeps_its_small_cases(sweep: Row) -> None:
+    emulated = sweep.cuda_on_cpu or (sweep.backend == "triton" and sweep.device == "cpu")
+    assert slow.reason({"row": sweep, "part": "small"}, SETS) is None
+    assert (slow.reason({"row": sweep, "part": "others"}, SETS) is not None) == emulated
+    assert 0 < len({case.id for case in sweep.small_cases}) < len(sweep.cases)
+
+
+def test_one_architecture_is_always_compiled_for() -> None:
+    assert set(slow.ARCHITECTURES) & set(_aot.GPUS)
+
+
+def test_ci_runs_both_parts_and_nothing_twice() -> None:
+    """`make test` and `make test-slow` are two halves of the suite, and .ci/run calls each once."""
+    root = Path(__file__).parents[1]
+    makefile, commands = (root / "Makefile").read_text(), (root / ".ci" / "run").read_text().splitlines()
+    assert '-m "not slow"' in makefile
+    assert "-m slow" in makefile
+    assert commands.count("make test") == commands.count("make test-slow") == 1
+    assert "make test-all" not in commands
