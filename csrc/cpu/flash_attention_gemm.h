@@ -82,15 +82,24 @@ inline void multiply_block(Factor<E> a, const float* b, int64_t ldb, int64_t dep
   }
   // C last, so that sums over many tiles are made of the tiles' sums: their rounding errors grow with the number of
   // tiles and not with that of all terms.
+  const auto store = [&](auto&& total) FK_INLINE {
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) {
-      float* p = c + i * ldc + v * kLanes;
-      if (start == Start::add) acc[i][v] += Whole::load(p);
-      if (start == Start::scaled) acc[i][v] += Whole::load(p) * Whole::load(factor + v * kLanes);
-      Whole::store(p, acc[i][v]);
-    }
+      for (int v = 0; v < kVecs; ++v) {
+        float* p = c + i * ldc + v * kLanes;
+        Whole::store(p, total(acc[i][v], p, v));
+      }
+  };
+  switch (start) {
+    case Start::zero: return store([](Vec sum, const float*, int) FK_INLINE { return sum; });
+    case Start::add:
+      return store([](Vec sum, const float* p, int) FK_INLINE { return Whole::load(p) + sum; });
+    case Start::scaled:
+      return store([&](Vec sum, const float* p, int v) FK_INLINE {
+        return Whole::load(p) * Whole::load(factor + v * kLanes) + sum;
+      });
+  }
 }
 
 // The last rows, fewer than kBlockRows.
