@@ -63,10 +63,15 @@ def _geglu(gate: Tensor, up: Tensor) -> Tensor:
     return _functional().liger_geglu(gate, up)
 
 
+def _cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    return _functional().liger_cross_entropy(logits, target, weight)
+
+
 _FORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "rope": _rope,
     "swiglu": _swiglu,
     "geglu": _geglu,
+    "cross_entropy": _cross_entropy,
 }

@@ -154,7 +154,7 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     """The function that serves `x`: for "auto" that of the first usable backend, for a named backend its own or an
     error."""
-    if type(x) is not Tensor and type(x) is not Parameter:
+    if may_be_dtensor(x):
         _know_dtensor()
     if _transformed() and backend != "reference":
         backend = _transformable(spec, backend)
@@ -171,6 +171,10 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     else:
         check_backend(backend)
     raise BackendUnavailable(_refusal(spec, backend, device, dtype))
+
+
+def may_be_dtensor(x: Tensor) -> bool:
+    return type(x) is not Tensor and type(x) is not Parameter
 
 
 def _know_dtensor() -> None:

@@ -57,6 +57,7 @@ def names(folder: Path) -> dict[str, Any]:
         "name": str(folder),  # of a checkpoint
         "tokens": torch.randint(3, 128, (2, 12), generator=generator),
         "targets": torch.randint(3, 128, (2, 12), generator=generator),
+        "logits": normal(2, 12, 128),
         "prompt_a": [5, 6, 7],
         "prompt_b": [8, 9],
         **{name: normal(2, 9, 32) for name in ("x", "branch", "residual")},

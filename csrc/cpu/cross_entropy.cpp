@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "dispatch.h"
 #include "math.h"
 
 namespace foundry {
@@ -24,24 +25,11 @@ inline FK_INLINE Vec masked(Part at, Vec v, float otherwise) {
   return lane < at.count ? v : splat(otherwise);
 }
 
-inline float largest(const Vec (&top)[4]) {
-  float found = -kInfinity;
-  for (const Vec& v : top)
-    for (int i = 0; i < kLanes; ++i) found = v[i] > found ? v[i] : found;
+inline float largest(const Vec (&v)[4]) {
+  const Vec top = larger(larger(v[0], v[1]), larger(v[2], v[3]));
+  float found = top[0];
+  for (int i = 1; i < kLanes; ++i) found = std::max(found, top[i]);
   return found;
-}
-
-// tanh, within a few units in the last place of itself: of small values by a polynomial (Cephes), of others by 2^y.
-inline FK_INLINE Vec tanh_of(Vec v) {
-  const Vec magnitude = v < Vec{} ? -v : v, z = v * v;
-  Vec p = splat(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  const Vec small = (p * z) * v + v;
-  const Vec t = 1.0f - 2.0f / (exp2(magnitude * (2.0f * kLog2E)) + 1.0f);
-  return magnitude < splat(0.625f) ? small : v < Vec{} ? -t : t;  // a NaN compares false: t is NaN too
 }
 
 // The soft cap of logits and its derivative.
@@ -50,7 +38,7 @@ struct Cap {
   float cap, inverse;
   explicit Cap(float cap) : cap(cap), inverse(kCap ? 1.0f / cap : 0.0f) {}
   FK_INLINE Vec operator()(Vec x) const {
-    if constexpr (kCap) return cap * tanh_of(x * inverse);
+    if constexpr (kCap) return cap * tanh(x * inverse);
     return x;
   }
   float operator()(float x) const { return (*this)(splat(x))[0]; }
@@ -69,7 +57,7 @@ float load_one(const X* p) {
 // The maximum m of a row's logits and, of all but the target's, the sums of exp(y - m) and of w (y - center), the
 // latter for label smoothing alone. The caller starts with the target's logit as the maximum.
 template <class X, bool kCap, bool kSmooth>
-struct RowSums {
+struct LogitSums {
   const X* x;
   const float* weight;
   Cap<kCap> cap;
@@ -86,7 +74,7 @@ struct RowSums {
     Vec top[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
     for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
       const Vec v = masked(at, at.load(in + i), -kInfinity);
-      top[k] = v > top[k] ? v : top[k];  // never NaN, which would hide what is larger
+      top[k] = larger(v, top[k]);  // never NaN, which would hide what is larger
     });
     const float found = cap(largest(top));
     if (found > max) {
@@ -98,7 +86,7 @@ struct RowSums {
     for_each_vec(count, [&](int64_t i, auto at, int k) FK_INLINE {
       __builtin_prefetch(in + i + kBlock);
       const Vec y = cap(at.load(in + i));
-      exps[k] += exp2(masked(at, y - shift, -kInfinity) * kLog2E);
+      exps[k] += exp(masked(at, y - shift, -kInfinity));
       if constexpr (kSmooth) offsets[k] += masked(at, w ? at.load(w + i) * (y - middle) : y - middle, 0.0f);
     });
   }
@@ -116,14 +104,14 @@ void forward_rows(const CrossEntropyForward& a, int64_t begin, int64_t end) {
       const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
       const float picked = cap(load_one(x + target)), weight = a.weight ? a.weight[target] : 1.0f;
       const float center = std::isfinite(picked) ? picked : 0.0f;
-      RowSums<X, kCap, kSmooth> sums{x, a.weight, cap, picked, center};
+      LogitSums<X, kCap, kSmooth> sums{x, a.weight, cap, picked, center};
       sums.add(0, target);
       sums.add(target + 1, a.n_cols);
       const float rest = sum(sums.exps), max = sums.max;
       const float log_sum = max == picked ? std::log1p(rest) : std::log(rest + std::exp(picked - max));
       const float whole = max + log_sum, part = whole - max;
       low = (max - (whole - part)) + (log_sum - part);  // what rounding took from the sum
-      lse = std::isinf(max) ? max : whole;
+      lse = max == kInfinity ? max : whole;             // there the sum is NaN
       z = o.z_loss * weight * lse * lse;
       loss = weight * (1.0f - o.label_smoothing) * ((max - picked) + log_sum) + z;
       if constexpr (kSmooth) {
@@ -176,7 +164,7 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     const Vec shift = splat(lse), shift_low = splat(low);
     write([&](int64_t i, auto at) FK_INLINE {
       const Vec y = cap(at.load(x + i));
-      Vec v = share * exp2(((y - shift) - shift_low) * kLog2E);
+      Vec v = share * exp((y - shift) - shift_low);
       if constexpr (kSmooth) v -= a.weight ? less * at.load(a.weight + i) : less;
       if constexpr (kCap) v *= cap.slope(y);
       return v;
@@ -187,16 +175,6 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     Part{1}.store(dx + target, splat(at_target));
   }
   if constexpr (kStream) stream_fence();
-}
-
-// Calls f(X*) for the memory type.
-template <class F>
-void with_type(Dtype type, F&& f) {
-  switch (type) {
-    case Dtype::f32: return f((float*)nullptr);
-    case Dtype::bf16: return f((BFloat16*)nullptr);
-    case Dtype::f16: return f((Half*)nullptr);
-  }
 }
 
 }  // namespace

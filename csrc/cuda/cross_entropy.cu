@@ -8,7 +8,7 @@
 
 #include <limits>
 
-#include "launch.cuh"
+#include "dispatch.cuh"
 
 namespace foundry {
 namespace cuda {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(512) forward_kernel(const CrossEntropyForward 
   if (threadIdx.x != 0) return;
   const float log_sum = highest == picked ? log1pf(rest) : logf(rest + expf(picked - highest));
   const float total = highest + log_sum, part = total - highest;
-  const float lse = isinf(highest) ? highest : total;
+  const float lse = highest == kInfinity && picked == picked ? highest : total;  // there the sum is NaN
   const float weight = a.weight ? a.weight[target] : 1.f, z = o.z_loss * weight * lse * lse;
   float loss = weight * (1.f - o.label_smoothing) * ((highest - picked) + log_sum) + z;
   if constexpr (kSmooth) {
@@ -125,9 +125,9 @@ __global__ void __launch_bounds__(kSumThreads) reduce_kernel(const CrossEntropyR
   z = block_combine<1, false>(z);
   weight = block_combine<2, false>(weight);
   if (threadIdx.x != 0) return;
-  const float divisor = a.mean && weight != 0.f ? weight : 1.f;  // rows of weight 0 add up to 0
-  *a.loss = loss / divisor;
-  if (a.z_loss) *a.z_loss = z / divisor;
+  const auto reduced = [&](float v) { return !a.mean ? v : weight != 0.f ? v / weight : v == v ? 0.f : v; };
+  *a.loss = reduced(loss);
+  if (a.z_loss) *a.z_loss = reduced(z);
   if (a.total_weight) *a.total_weight = weight;
 }
 
@@ -181,37 +181,19 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const CrossEntropyBa
   if (col < a.n_cols) write(col, read ? load<X, 1>(x + col) : Pack<X, 1>{});
 }
 
-int size_of(Dtype type) { return type == Dtype::f32 ? 4 : 2; }
-
-// Whether every row starts where 16 bytes can be moved at once.
-bool aligned(const void* p, const Rows& rows, const RowStrides& strides, Dtype type) {
-  bool all = reinterpret_cast<uintptr_t>(p) % 16 == 0;
-  for (int d = 0; d < kRowRank; ++d) all &= rows.size[d] == 1 || strides.stride[d] * size_of(type) % 16 == 0;
-  return all;
-}
-
-template <class T> struct Tag {
-  using type = T;
-};
-template <int kValue> struct Int {
-  static constexpr int value = kValue;
-};
-
 // Calls f(Tag<X>, values a read, whether there is a cap, whether there is smoothing).
 template <class F>
 cudaError_t with_kinds(Dtype type, const CrossEntropyOptions& options, bool vectors, F&& f) {
   const auto smoothed = [&](auto x, auto vec, auto cap) {
-    return options.label_smoothing > 0.f ? f(x, vec, cap, Int<1>{}) : f(x, vec, cap, Int<0>{});
+    return options.label_smoothing > 0.f ? f(x, vec, cap, Constant<true>{}) : f(x, vec, cap, Constant<false>{});
   };
   const auto sized = [&](auto x, auto vec) {
-    return options.softcap > 0.f ? smoothed(x, vec, Int<1>{}) : smoothed(x, vec, Int<0>{});
+    return options.softcap > 0.f ? smoothed(x, vec, Constant<true>{}) : smoothed(x, vec, Constant<false>{});
   };
-  const auto typed = [&](auto x) {
-    constexpr int kVec = 16 / sizeof(typename decltype(x)::type);
-    return vectors ? sized(x, Int<kVec>{}) : sized(x, Int<1>{});
-  };
-  if (type == Dtype::f32) return typed(Tag<float>{});
-  return type == Dtype::bf16 ? typed(Tag<__nv_bfloat16>{}) : typed(Tag<__half>{});
+  return with_type(type, [&](auto x) {
+    constexpr int kVec = 16 / sizeof(FK_TYPE(x));
+    return vectors ? sized(x, Constant<kVec>{}) : sized(x, Constant<1>{});
+  });
 }
 
 // Threads for n reads: whole warps, of a power of two, at most `most`.
@@ -225,12 +207,11 @@ int threads_for(int64_t n, int most) {
 
 cudaError_t cross_entropy_forward(const CrossEntropyForward& a, cudaStream_t stream) {
   const int64_t rows = a.rows.count();
-  if (rows > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
-  const bool vectors = aligned(a.logits, a.rows, a.logits_strides, a.type);
+  if (rows > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  const bool vectors = aligned(a.logits, a.type, a.rows, a.logits_strides);
   return with_kinds(a.type, a.options, vectors, [&](auto x, auto vec, auto cap, auto smooth) {
     constexpr int kVec = decltype(vec)::value;
-    const auto kernel =
-        forward_kernel<typename decltype(x)::type, kVec, decltype(cap)::value != 0, decltype(smooth)::value != 0>;
+    const auto kernel = forward_kernel<FK_TYPE(x), kVec, decltype(cap)::value, decltype(smooth)::value>;
     const int threads = threads_for(a.n_cols / kVec / 4, 512);  // of a narrow row, each reads a few times
     return launch(kernel, dim3(static_cast<unsigned>(rows)), dim3(threads), 0, stream, a);
   });
@@ -242,15 +223,14 @@ cudaError_t cross_entropy_reduce(const CrossEntropyReduce& a, cudaStream_t strea
 
 cudaError_t cross_entropy_backward(const CrossEntropyBackward& a, cudaStream_t stream) {
   const RowStrides out{{a.n_cols, a.n_cols, a.n_cols}};
-  const bool vectors = aligned(a.logits, a.rows, a.logits_strides, a.type) && aligned(a.dlogits, a.rows, out, a.type);
+  const bool vectors = aligned(a.logits, a.type, a.rows, a.logits_strides) && aligned(a.dlogits, a.type, a.rows, out);
   return with_kinds(a.type, a.options, vectors, [&](auto x, auto vec, auto cap, auto smooth) {
     constexpr int kVec = decltype(vec)::value;
-    const auto kernel =
-        backward_kernel<typename decltype(x)::type, kVec, decltype(cap)::value != 0, decltype(smooth)::value != 0>;
+    const auto kernel = backward_kernel<FK_TYPE(x), kVec, decltype(cap)::value, decltype(smooth)::value>;
     const int threads = threads_for((a.n_cols + kReads * kVec - 1) / (kReads * kVec), kThreads);
     const int64_t width = static_cast<int64_t>(threads) * kReads * kVec, tiles = (a.n_cols + width - 1) / width;
     const int64_t blocks = a.rows.count() * tiles;
-    if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+    if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
     return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), 0, stream, a,
                   static_cast<unsigned>(tiles));
   });

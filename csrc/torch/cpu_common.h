@@ -13,8 +13,8 @@ namespace foundry {
 // Elements that are worth waking a thread for. The gradients of weights are summed in chunks of a size derived from it
 // too, so another value gives other last bits.
 constexpr int64_t kGrain = 1 << 15;
-// The same for gated linear units, which take an exponential an element: a thread is worth waking for half as many.
-constexpr int64_t kGluGrain = kGrain / 2;
+// The same for what takes an exponential an element: a thread is worth waking for half as many.
+constexpr int64_t kExpGrain = kGrain / 2;
 
 // The weight in float with its offset added; the tensor itself where that changes nothing.
 inline Tensor float_weight(const Tensor& weight, double offset) {

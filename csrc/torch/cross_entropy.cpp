@@ -6,8 +6,9 @@
 // lse's rounding took from it, and, for a mean, the sum of the weights of the targets that count.
 #include "cross_entropy.h"
 
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include "autograd.h"
 
 namespace foundry {
 namespace {
@@ -37,11 +38,10 @@ CrossEntropyOutputs call_fwd(const Tensor& logits, const Tensor& target, const O
 
 class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFunction> {
  public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& logits,
-                                                const Tensor& target, const OptionalTensor& weight,
-                                                int64_t ignore_index, c10::string_view reduction,
-                                                double label_smoothing, double z_loss, std::optional<double> softcap,
-                                                bool return_z_loss) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target,
+                               const OptionalTensor& weight, int64_t ignore_index, c10::string_view reduction,
+                               double label_smoothing, double z_loss, std::optional<double> softcap,
+                               bool return_z_loss) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [loss, lse, lse_low, z, total_weight] = call_fwd(logits, target, weight, ignore_index, reduction,
                                                           label_smoothing, z_loss, softcap, true, return_z_loss, true);
@@ -56,22 +56,20 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     return {loss, lse, z};
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list grads) {
-    TORCH_CHECK(!at::GradMode::is_enabled(),
-                "cross_entropy has no second derivative: backward was called with create_graph=True");
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("cross_entropy");
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow(FK_LIBRARY_NAME "::cross_entropy_bwd", "")
                                .typed<decltype(bwd_meta)>();
-    const auto saved = ctx->get_saved_variables();
+    const auto [logits, target, weight, lse, lse_low, total_weight] = saved_tensors<6>(ctx);
     auto& data = ctx->saved_data;
-    Tensor dlogits =
-        op.call(grads[0], saved[0], saved[1], wrap(saved[2]), saved[3], saved[4], wrap(saved[5]),
+    const Tensor dlogits =
+        op.call(grads.front(), logits, target, wrap(weight), lse, lse_low, wrap(total_weight),
                 data["ignore_index"].toInt(), data["reduction"].toStringRef(), data["label_smoothing"].toDouble(),
                 data["z_loss"].toDouble(), data["softcap"].to<std::optional<double>>());
-    torch::autograd::variable_list none(9);
-    none[0] = dlogits;
-    return none;
+    variable_list gradients(9);  // one for each argument of forward
+    gradients.front() = dlogits;
+    return gradients;
   }
 };
 
@@ -79,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Ten
                                                  const OptionalTensor& weight, int64_t ignore_index,
                                                  c10::string_view reduction, double label_smoothing, double z_loss,
                                                  std::optional<double> softcap, bool return_lse, bool return_z_loss) {
-  if (at::GradMode::is_enabled() && logits.requires_grad()) {
+  if (any_requires_grad(logits)) {
     auto out = CrossEntropyFunction::apply(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss,
                                            softcap, return_z_loss);
     return {out[0], out[1], out[2]};

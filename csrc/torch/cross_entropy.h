@@ -1,13 +1,12 @@
 // What the CPU and CUDA sides of the operators share: shapes, checks, outputs, and what the kernels are given.
 #pragma once
 
-#include "../common/cross_entropy.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include <tuple>
 
+#include "../common/cross_entropy.h"
 #include "common.h"
 
 namespace foundry {
@@ -63,8 +62,8 @@ inline CrossEntropyOptions cross_entropy_options(int64_t ignore_index, double la
           static_cast<float>(softcap.value_or(0.0))};
 }
 
-// What forward and backward have in common. Tensors are replaced by copies where a kernel cannot take them as they are;
-// the caller keeps them alive.
+// The tensors that the kernels' pointers point into: logits, target and weight as they are, or copies where a kernel
+// cannot take them so.
 struct CrossEntropyInputs {
   Tensor logits, target, weight, weight_sum;
 
@@ -78,8 +77,10 @@ struct CrossEntropyInputs {
     if (label_smoothing > 0.0) weight_sum = weight.sum(at::kDouble).to(at::kFloat);
   }
 
+  // The members that forward and backward have in common.
   template <class Args>
-  void fill(Args& args, const CrossEntropyOptions& options) {
+  Args args(const CrossEntropyOptions& options) {
+    Args args{};
     std::array<RowStrides, 1> strides{};
     make_row_layout<1>({&logits}, args.rows, strides);
     args.logits = logits.const_data_ptr();
@@ -90,7 +91,53 @@ struct CrossEntropyInputs {
     args.n_cols = logits.size(-1);
     args.options = options;
     args.type = dtype_of(logits);
+    return args;
   }
 };
+
+// What the forward kernel writes for each row: the outputs themselves where they are not reduced.
+struct CrossEntropyRows {
+  Tensor losses, zs;
+
+  CrossEntropyRows(const CrossEntropyOutputs& outputs, const Tensor& target, Reduction reduction, bool save_z_loss)
+      : losses(std::get<0>(outputs)),
+        zs(std::get<3>(outputs)) {
+    if (reduction == Reduction::none) return;
+    losses = at::empty(target.sizes(), losses.options());
+    if (save_z_loss) zs = at::empty(target.sizes(), zs.options());
+  }
+};
+
+// Outputs that are empty are not written. There is at least one row.
+inline CrossEntropyForward cross_entropy_forward_args(CrossEntropyInputs& in, const CrossEntropyOptions& options,
+                                                      const CrossEntropyRows& rows,
+                                                      const CrossEntropyOutputs& outputs) {
+  const auto written = [](const Tensor& t) { return t.numel() ? t.mutable_data_ptr<float>() : nullptr; };
+  const auto& [loss, lse, lse_low, z, total_weight] = outputs;
+  auto args = in.args<CrossEntropyForward>(options);
+  args.loss = written(rows.losses);
+  args.lse = written(lse);
+  args.lse_low = written(lse_low);
+  args.z_loss = written(rows.zs);
+  return args;
+}
+
+// `dloss`, `lse` and `lse_low` are contiguous.
+inline CrossEntropyBackward cross_entropy_backward_args(CrossEntropyInputs& in, const CrossEntropyOptions& options,
+                                                        const Tensor& dloss, const Tensor& lse, const Tensor& lse_low,
+                                                        const OptionalTensor& total_weight, Reduction reduction,
+                                                        const Tensor& dlogits) {
+  const int64_t rows = in.target.numel(), losses = reduction == Reduction::none ? rows : 1;
+  TORCH_CHECK_VALUE(dloss.numel() == losses && lse.numel() == rows && lse_low.numel() == rows,
+                    "dloss must have a value for each loss, lse and lse_low one for each token");
+  auto args = in.args<CrossEntropyBackward>(options);
+  args.dloss = dloss.const_data_ptr<float>();
+  args.dloss_a_row = reduction == Reduction::none;
+  args.total_weight = total_weight.has_value() ? total_weight->const_data_ptr<float>() : nullptr;
+  args.lse = lse.const_data_ptr<float>();
+  args.lse_low = lse_low.const_data_ptr<float>();
+  args.dlogits = dlogits.mutable_data_ptr();
+  return args;
+}
 
 }  // namespace foundry

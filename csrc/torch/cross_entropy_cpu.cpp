@@ -2,21 +2,20 @@
 // operators.
 #include "../cpu/cross_entropy.h"
 
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 
+#include "cpu_common.h"
 #include "cross_entropy.h"
 
 namespace foundry {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;  // elements that are worth waking a thread for
-
 template <class Args>
 void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
-  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
+  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kExpGrain / args.n_cols),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
@@ -49,51 +48,40 @@ CrossEntropyOutputs fwd_cpu(const Tensor& logits, const Tensor& target, const Op
                             int64_t ignore_index, c10::string_view reduction, double label_smoothing, double z_loss,
                             std::optional<double> softcap, bool save_lse, bool save_z_loss, bool save_stats) {
   const Reduction kind = reduction_of(reduction);
-  auto outputs = empty_cross_entropy_fwd(logits, target, weight, kind, save_lse, save_z_loss, save_stats);
-  auto& [loss, lse, lse_low, z, total_weight] = outputs;
+  const auto outputs = empty_cross_entropy_fwd(logits, target, weight, kind, save_lse, save_z_loss, save_stats);
+  const auto& [loss, lse, lse_low, z, total_weight] = outputs;
   CrossEntropyInputs in(logits, target, weight, label_smoothing);
   check_targets(in.target, logits.size(-1), ignore_index);
-  const bool reduces = kind != Reduction::none;
-  const Tensor losses = reduces ? at::empty(target.sizes(), loss.options()) : loss;
-  const Tensor zs = reduces && save_z_loss ? at::empty(target.sizes(), loss.options()) : z;
+  const CrossEntropyRows rows(outputs, target, kind, save_z_loss);
   if (target.numel() > 0) {
-    CrossEntropyForward args{};
-    in.fill(args, cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap));
-    args.loss = losses.mutable_data_ptr<float>();
-    args.lse = save_lse ? lse.mutable_data_ptr<float>() : nullptr;
-    args.lse_low = save_stats ? lse_low.mutable_data_ptr<float>() : nullptr;
-    args.z_loss = save_z_loss ? zs.mutable_data_ptr<float>() : nullptr;
-    run(FK_CHOOSE_ISA(cross_entropy_forward), args);
+    const auto options = cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap);
+    run(FK_CHOOSE_ISA(cross_entropy_forward), cross_entropy_forward_args(in, options, rows, outputs));
   }
-  if (!reduces) return outputs;
+  if (kind == Reduction::none) return outputs;
   const float total = kind == Reduction::mean ? weight_of(in.target, in.weight, ignore_index) : 1.0f;
-  const auto reduce = [&](const Tensor& into, const Tensor& rows) {
-    *into.mutable_data_ptr<float>() = total == 0.0f ? 0.0f : sum_of(rows) / total;
+  const auto reduce = [&](const Tensor& into, const Tensor& of_rows) {
+    const float sum = sum_of(of_rows);
+    *into.mutable_data_ptr<float>() = total != 0.0f ? sum / total : std::isnan(sum) ? sum : 0.0f;
   };
-  reduce(loss, losses);
-  if (save_z_loss) reduce(z, zs);
+  reduce(loss, rows.losses);
+  if (save_z_loss) reduce(z, rows.zs);
   if (save_stats && kind == Reduction::mean) *total_weight.mutable_data_ptr<float>() = total;
   return outputs;
 }
 
-Tensor bwd_cpu(const Tensor& dloss_, const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
-               const Tensor& lse_, const Tensor& lse_low_, const OptionalTensor& total_weight, int64_t ignore_index,
+Tensor bwd_cpu(const Tensor& dloss, const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+               const Tensor& lse, const Tensor& lse_low, const OptionalTensor& total_weight, int64_t ignore_index,
                c10::string_view reduction, double label_smoothing, double z_loss, std::optional<double> softcap) {
   const Tensor dlogits = empty_cross_entropy_bwd(logits, target, weight);
   if (dlogits.numel() == 0) return dlogits;
   advise_huge_pages(dlogits);
   CrossEntropyInputs in(logits, target, weight, label_smoothing);
   check_targets(in.target, logits.size(-1), ignore_index);
-  const Tensor dloss = dloss_.contiguous(), lse = lse_.contiguous(), lse_low = lse_low_.contiguous();
-  CrossEntropyBackward args{};
-  in.fill(args, cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap));
-  args.dloss = dloss.const_data_ptr<float>();
-  args.dloss_a_row = reduction_of(reduction) == Reduction::none;
-  args.total_weight = total_weight.has_value() ? total_weight->const_data_ptr<float>() : nullptr;
-  args.lse = lse.const_data_ptr<float>();
-  args.lse_low = lse_low.const_data_ptr<float>();
-  args.dlogits = dlogits.mutable_data_ptr();
-  run(FK_CHOOSE_ISA(cross_entropy_backward), args);
+  const auto options = cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap);
+  const Tensor of_loss = dloss.contiguous(), of_rows = lse.contiguous(), low_of_rows = lse_low.contiguous();
+  run(FK_CHOOSE_ISA(cross_entropy_backward),
+      cross_entropy_backward_args(in, options, of_loss, of_rows, low_of_rows, total_weight, reduction_of(reduction),
+                                  dlogits));
   return dlogits;
 }
 

@@ -1,14 +1,15 @@
-"""Attention by the signatures and layouts that callers of PyTorch and of flash-attn already write.
+"""Attention and the loss by the signatures and layouts that callers of PyTorch and of flash-attn already write.
 
 The functions `flash_attn_*`, `apply_rotary_emb` and those of `bert_padding` are flash-attn 2's, with tokens before
-heads; `scaled_dot_product_attention` is PyTorch's. Those that compute take one more argument, `backend`, and are a thin
-layer over :func:`foundry_kernels.flash_attention` and its like: what it cannot serve is refused, with what to use
-instead.
+heads; `scaled_dot_product_attention` and `cross_entropy` are PyTorch's. Those that compute take one more argument,
+`backend`, and are a thin layer over :func:`foundry_kernels.flash_attention` and its like: what it cannot serve is
+refused, with what to use instead.
 """
 
 from foundry_kernels.compat import bert_padding
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
+from foundry_kernels.compat.loss import cross_entropy
 from foundry_kernels.compat.packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -21,6 +22,7 @@ from foundry_kernels.compat.sdpa import scaled_dot_product_attention
 __all__ = [
     "apply_rotary_emb",
     "bert_padding",
+    "cross_entropy",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -20,14 +20,15 @@ Szegedy et al., "Rethinking the Inception Architecture", 2015, arXiv:1512.00567 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from foundry_kernels._checks import check_device, check_float, check_integer, check_shape
+from foundry_kernels._checks import check_device, check_float, check_int, check_integer, check_shape
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.cross_entropy import reference
-from foundry_kernels.registry import resolve
+from foundry_kernels.registry import may_be_dtensor, resolve
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -81,55 +82,35 @@ def cross_entropy(
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
-    options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
-    check(logits, logits.shape[-1], target, weight, *options)
+    _check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
     function = resolve(CROSS_ENTROPY, backend, logits)
     rest = (label_smoothing, z_loss, softcap, return_lse, return_z_loss)
-    if reduction != "none" and divided(logits):
-        results = function(logits, target, weight, ignore_index, "none", *rest)
-        results = reduce(results, target, weight, ignore_index, reduction)
+    if reduction != "none" and may_be_dtensor(logits):  # whose sums torch reduces over devices
+        losses, lse, zs = function(logits, target, weight, ignore_index, "none", *rest)
+        loss, z = _reduced(losses, zs if return_z_loss else None, target, weight, ignore_index, reduction)
     else:
-        results = function(logits, target, weight, ignore_index, reduction, *rest)
-    return chosen(results, return_lse, return_z_loss)
-
-
-# --- shared with linear_cross_entropy ---------------------------------------------------------------------------------
-
-Results = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-def chosen(results: Results, return_lse: bool, return_z_loss: bool) -> Tensor | tuple[Tensor, ...]:
-    """Of a backend's (loss, lse, z_loss) what the caller asked for."""
-    loss, lse, z = results
+        loss, lse, z = function(logits, target, weight, ignore_index, reduction, *rest)
     if not (return_lse or return_z_loss):
         return loss
-    wanted = (loss, lse if return_lse else None, z if return_z_loss else None)
-    return tuple(x for x in wanted if x is not None)
+    return loss, *([lse] if return_lse else []), *([z] if return_z_loss else [])
 
 
-def divided(x: Tensor) -> bool:
-    """Whether `x` may be a DTensor, whose sums torch reduces over devices."""
-    return type(x) is not Tensor and type(x) is not Parameter
+def _reduced(
+    losses: Tensor, zs: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str
+) -> tuple[Tensor, Tensor | None]:
+    """Losses and z-losses of the tokens reduced by torch's own operations."""
+    loss, z = losses.sum(), None if zs is None else zs.sum()
+    if reduction == "sum":
+        return loss, z
+    counts = target != ignore_index
+    total = counts.sum().float()
+    if weight is not None:
+        total = (weight.float()[torch.where(counts, target, 0)] * counts).sum()
+    return reference.mean(loss, total), None if z is None else reference.mean(z, total)
 
 
-def reduce(results: Results, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Results:
-    """The results of reduction "none" reduced by torch's own operations."""
-    losses, lse, zs = results
-    sums = [x.sum() if x is not None and x.shape == target.shape else x for x in (losses, zs)]
-    if reduction == "mean":
-        counts = target != ignore_index
-        total = counts.sum().float()
-        if weight is not None:
-            total = (weight.float()[torch.where(counts, target, 0)] * counts).sum()
-        sums = [None if x is None else torch.where(total == 0, 0.0, x / total) for x in sums]
-    loss, z = sums
-    assert loss is not None
-    return loss, lse, z
-
-
-def check(
-    x: Tensor,
-    n_classes: int,
+def _check(
+    logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -137,33 +118,29 @@ def check(
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
-    names: tuple[str, str] = ("logits", "weight"),
 ) -> None:
-    """Raise unless the arguments beside the tokens `x` ``[..., N]`` are valid; `names` are those of x and weight."""
-    name, of_weight = names
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(
             f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
             "are not supported (torch.nn.functional.cross_entropy takes them)"
         )
     check_integer("target", target)
-    check_shape("target", target, x.shape[:-1], f"that of {name} without the last dimension")
-    check_device("target", target, name, x)
+    check_shape("target", target, logits.shape[:-1], "that of logits without the last dimension")
+    check_device("target", target, "logits", logits)
     if weight is not None:
-        check_float(of_weight, weight)
-        check_shape(of_weight, weight, (n_classes,), "a value for each class")
-        check_device(of_weight, weight, name, x)
+        check_float("weight", weight)
+        check_shape("weight", weight, (logits.shape[-1],), "a value for each class")
+        check_device("weight", weight, "logits", logits)
         if weight.requires_grad:
-            raise ValueError(f"{of_weight} must not require a gradient: the weights of classes are constants here")
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"ignore_index must be an int; got {type(ignore_index).__name__}")
+            raise ValueError("weight must not require a gradient: the weights of classes are constants here")
+    check_int("ignore_index", ignore_index)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
         raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
-    if not 0.0 <= z_loss < float("inf"):
+    if not 0.0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be finite and >= 0; got {z_loss}")
-    if softcap is not None and not 0.0 < softcap < float("inf"):
+    if softcap is not None and not 0.0 < softcap < math.inf:
         raise ValueError(f"softcap must be None, or finite and > 0; got {softcap}")
 
 

@@ -110,6 +110,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((12, 50), "weighted-float32-none", weighted=torch.float32, **_NONE),
         _case((12, 50), "smoothing", label_smoothing=0.1, ignored=0.2),
         _case((12, 50), "smoothing-1", label_smoothing=1.0),
+        _case((3, 1), "smoothing", label_smoothing=0.1),
         _case((12, 50), "weighted-smoothing", label_smoothing=0.2, weighted=True),
         _case((7, 2100), "weighted-smoothing-none", label_smoothing=0.2, weighted=True, **_NONE),
         _case((12, 50), "z-loss", z_loss=1e-2, ignored=0.2),

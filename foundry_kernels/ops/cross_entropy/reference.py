@@ -30,7 +30,7 @@ def cross_entropy(
     weights = y.new_ones(n_classes) if weight is None else weight.to(compute)
     of_target = torch.where(counts, weights[index], 0.0)
     log_p = torch.log_softmax(y, -1)
-    lse = torch.logsumexp(y, -1)
+    lse = torch.logsumexp(y, -1) if z_loss > 0.0 or return_lse else of_target
     nll = -log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     loss = of_target * (1.0 - label_smoothing) * nll
     z = of_target * z_loss * lse.square() if z_loss > 0.0 else torch.zeros_like(loss)
@@ -42,10 +42,15 @@ def cross_entropy(
         loss, z = loss.sum(), z.sum()
     if reduction == "mean":
         total = of_target.sum()
-        loss, z = (torch.where(total == 0, 0.0, x / torch.where(total == 0, 1.0, total)) for x in (loss, z))
+        loss, z = (mean(x, total) for x in (loss, z))
     if not (return_lse or return_z_loss):
         return loss, None, None
     return loss, torch.where(counts, lse, 0.0).detach() if return_lse else None, z.detach() if return_z_loss else None
+
+
+def mean(x: Tensor, total: Tensor) -> Tensor:
+    """x / total; where nothing counts 0, unless x is NaN."""
+    return torch.where((total == 0) & ~x.isnan(), 0.0, x / torch.where(total == 0, 1.0, total))
 
 
 def _check_targets(target: Tensor, valid: Tensor, n_classes: int, ignore_index: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import round_to, row_offset
+from foundry_kernels._triton import round_to, row_offset, tanh
 
 #: Numbers of no use to the compiler: it would make a kernel for each kind of them.
 _PLAIN = ("n_rows", "n1", "n2", "ignore_index")
@@ -36,27 +36,9 @@ def _expm1(x):
 
 
 @triton.jit
-def _tanh(x):
-    """Relative error of a few units in the last place: of small x a polynomial in float32 (Cephes)."""
-    b_abs = tl.abs(x)
-    e = tl.exp(-2.0 * b_abs)
-    t = (1.0 - e) / (1.0 + e)
-    t = tl.where(x < 0, -t, t)
-    if x.dtype == tl.float32:
-        z = x * x
-        p = -5.70498872745e-3
-        p = p * z + 2.06390887954e-2
-        p = p * z - 5.37397155531e-2
-        p = p * z + 1.33314422036e-1
-        p = p * z - 3.33332819422e-1
-        t = tl.where(b_abs < 0.625, p * z * x + x, t)
-    return t
-
-
-@triton.jit
 def _capped(b_x, softcap, CAP: tl.constexpr):
     if CAP:
-        return softcap * _tanh(b_x / softcap)
+        return softcap * tanh(b_x / softcap)
     else:
         return b_x
 
@@ -80,7 +62,7 @@ def _row_weight(weight_ptr, b_target, known, COMPUTE: tl.constexpr):
 @triton.jit
 def _weight_sum(weight_sum_ptr, n_cols, COMPUTE: tl.constexpr):
     if weight_sum_ptr is None:
-        return n_cols.to(COMPUTE)
+        return tl.full((), n_cols, COMPUTE)
     else:
         return tl.load(weight_sum_ptr).to(COMPUTE)
 
@@ -129,7 +111,7 @@ def cross_entropy_fwd_kernel(
     b_whole = b_max + b_log
     b_part = b_whole - b_max
     b_low = (b_max - (b_whole - b_part)) + (b_log - b_part)
-    b_lse = tl.where(tl.abs(b_max) == float("inf"), b_max, b_whole)
+    b_lse = tl.where((b_max == float("inf")) & (b_picked == b_picked), b_max, b_whole)  # there the sum is NaN
     b_w = _row_weight(weight_ptr, b_target, known, COMPUTE)
     b_z = z_loss * b_w * b_lse * b_lse
     b_loss = b_w * (1.0 - label_smoothing) * ((b_max - b_picked) + b_log) + b_z
@@ -147,6 +129,12 @@ def cross_entropy_fwd_kernel(
         tl.store(lse_low_ptr + rows, tl.where(known, b_low, b_else), mask=live)
     if z_ptr is not None:
         tl.store(z_ptr + rows, tl.where(known, b_z, b_else), mask=live)
+
+
+@triton.jit
+def _mean(x, total):
+    """x / total; where nothing counts 0, unless x is NaN."""
+    return tl.where((total == 0.0) & (x == x), 0.0, x / tl.where(total == 0.0, 1.0, total))
 
 
 @triton.jit(do_not_specialize=[*_PLAIN, "n_cols"])
@@ -169,9 +157,7 @@ def cross_entropy_reduce_kernel(
     loss, z = tl.sum(b_losses, 0), tl.sum(b_zs, 0)
     if MEAN:
         total = tl.sum(b_weights, 0)
-        divisor = tl.where(total == 0.0, 1.0, total)
-        # Rows of weight 0 add up to 0; a NaN stays.
-        loss, z = loss / divisor, z / divisor
+        loss, z = _mean(loss, total), _mean(z, total)
         if total_ptr is not None:
             tl.store(total_ptr, total)
     tl.store(loss_ptr, loss)

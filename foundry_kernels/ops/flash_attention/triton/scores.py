@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foundry_kernels._triton import tanh
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E
 
 
@@ -44,18 +45,3 @@ def load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI: tl.constexpr,
     if HAS_ALIBI:
         slope = tl.load(alibi_slopes_ptr + n * stride_alibi + head).to(COMPUTE) * LOG2E
     return slope
-
-
-@triton.jit
-def tanh(x):
-    """Accurate to float32 relative to the result. Where the quotient of exponentials would cancel, a polynomial takes
-    over: the least-squares fit of tanh(x) / x over |x| < 0.62, within 5e-9."""
-    size = tl.abs(x)
-    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
-    far = tl.where(x < 0, -far, far)
-    if x.dtype == tl.float64:
-        return far
-    else:
-        x2 = x * x
-        series = -0.33333282 + x2 * (0.13331443 + x2 * (-0.053740111 + x2 * (0.020641122 - x2 * 0.0057078402)))
-        return tl.where(size < 0.6, x + x * (x2 * series), far)

@@ -1,0 +1,69 @@
+"""PyTorch's cross_entropy, for class indices."""
+
+from __future__ import annotations
+
+from typing import SupportsFloat, SupportsIndex
+
+from torch import Tensor
+from torch.nn import _reduction
+
+from foundry_kernels._checks import check_float, check_tensor
+from foundry_kernels.compat.scalars import as_float, as_int
+from foundry_kernels.ops.cross_entropy import cross_entropy as fk_cross_entropy
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: SupportsIndex = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: SupportsFloat = 0.0,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy`` of class indices on this package's kernels.
+
+    Args:
+        input: ``[C]``, ``[N, C]`` or ``[N, C, d1, d2, ...]`` logits, the classes in dimension 1 as in PyTorch.
+        target: ``[]``, ``[N]`` or ``[N, d1, d2, ...]`` int32 or int64, in 0 .. C - 1 or `ignore_index`. Probabilities
+            are refused.
+        weight: ``[C]``, or None.
+        size_average, reduce: deprecated in PyTorch, and translated to `reduction` as there.
+        ignore_index: targets that count nothing.
+        reduction: "none", "mean" or "sum".
+        label_smoothing: 0 .. 1.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        The loss, of input's dtype. A mean over nothing is 0, where PyTorch's is NaN.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument does not fit.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    The kernels take the classes last: an input of more than two dimensions is copied unless its classes are already
+    last in memory.
+    """
+    check_float("input", input)
+    check_tensor("target", target)
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    tokens = (*input.shape[:1], *input.shape[2:]) if input.dim() > 1 else ()
+    if target.shape != tokens and not target.is_floating_point():
+        raise ValueError(
+            f"target must have shape {tuple(tokens)}, input's without the classes; got {tuple(target.shape)}"
+        )
+    loss = fk_cross_entropy(
+        input.movedim(1, -1) if input.dim() > 2 else input,
+        target,
+        weight=weight,
+        ignore_index=as_int("ignore_index", ignore_index),
+        reduction=reduction,
+        label_smoothing=as_float("label_smoothing", label_smoothing),
+        backend=backend,
+    )
+    assert isinstance(loss, Tensor)
+    return loss.to(input.dtype)

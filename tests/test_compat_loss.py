@@ -1,0 +1,109 @@
+"""The loss under PyTorch's signature: the same calls give what torch.nn.functional.cross_entropy gives."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_kernels.compat import cross_entropy
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "one token": ((7,), ()),
+    "tokens": ((5, 7), (5,)),
+    "sequence": ((3, 7, 4), (3, 4)),
+    "image": ((2, 7, 3, 4), (2, 3, 4)),
+}
+
+
+def draw(shape: tuple[int, ...], tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=g).to(dtype), torch.randint(7, tokens, generator=g)
+
+
+def both(x: Tensor, target: Tensor, *args: Any, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    """(loss, gradient) by PyTorch and by us."""
+    results = []
+    for function in (F.cross_entropy, cross_entropy):
+        leaf = x.detach().requires_grad_()
+        loss = function(leaf, target, *args, **options)
+        (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
+        results.append((loss.detach(), grad))
+    return results
+
+
+def same(results: list[tuple[Tensor, Tensor]]) -> None:
+    (loss, grad), (ours, our_grad) = results
+    torch.testing.assert_close(ours, loss)
+    torch.testing.assert_close(our_grad, grad)
+
+
+def test_the_signature_is_torchs() -> None:
+    theirs = list(inspect.signature(F.cross_entropy).parameters.values())
+    ours = list(inspect.signature(cross_entropy).parameters.values())
+    assert [(p.name, p.default) for p in ours[:-1]] == [(p.name, p.default) for p in theirs]
+    assert ours[-1].name == "backend"
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_classes_are_in_dimension_1(name: str, reduction: str) -> None:
+    x, target = draw(*SHAPES[name])
+    weight = torch.linspace(0.5, 2.0, 7)
+    ignored = int(target.flatten()[-1]) if target.numel() > 1 else -100
+    same(both(x, target, weight, reduction=reduction, label_smoothing=0.1, ignore_index=ignored))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_loss_has_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    same(both(*draw((5, 7), (5,), dtype)))
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@pytest.mark.parametrize(("size_average", "reduce"), [(True, None), (False, None), (None, False), (True, False)])
+def test_deprecated_arguments(size_average: bool | None, reduce: bool | None) -> None:
+    same(both(*draw((5, 7), (5,)), size_average=size_average, reduce=reduce))
+
+
+def test_numbers_of_other_libraries() -> None:
+    x, target = draw((5, 7), (5,))
+    found = cross_entropy(x, target, ignore_index=np.int64(target[0]), label_smoothing=torch.tensor(0.25))
+    torch.testing.assert_close(found, F.cross_entropy(x, target, ignore_index=int(target[0]), label_smoothing=0.25))
+
+
+def test_a_mean_over_nothing_is_0() -> None:
+    x, target = draw((5, 7), (5,))
+    assert F.cross_entropy(x, torch.full_like(target, -100)).isnan()
+    assert cross_entropy(x, torch.full_like(target, -100)) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "message"),
+    [
+        ((5, 7), (4,), r"\(5,\), input's without the classes; got \(4,\)"),
+        ((3, 7, 4), (3, 7), r"\(3, 4\)"),
+        ((7,), (7,), r"\(\)"),
+    ],
+)
+def test_a_target_of_another_shape_is_refused(shape: tuple[int, ...], tokens: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match="target must have shape " + message):
+        cross_entropy(*draw(shape, tokens))
+
+
+def test_what_is_not_served_is_refused() -> None:
+    x, target = draw((5, 7), (5,))
+    with pytest.raises(TypeError, match="probabilities of classes as targets are not supported"):
+        cross_entropy(x, x.softmax(1))
+    with pytest.raises(TypeError, match=r"input must be a torch\.Tensor; got list"):
+        cross_entropy([1.0], target)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ignore_index must be an int"):
+        cross_entropy(x, target, ignore_index=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduction must be one of none, mean, sum; got 'max'"):
+        cross_entropy(x, target, reduction="max")
+    with pytest.raises(IndexError, match=r"target must be in 0 \.\. 6"):
+        cross_entropy(x, target + 7)
