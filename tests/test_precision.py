@@ -190,7 +190,7 @@ def _first(row: Row) -> tuple[Callable[..., Tensor], Tensor]:
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (_direction(x),))[1],
     "second derivative": lambda f, x: torch.func.grad(
         lambda x: torch.func.grad(lambda x: f(x).square().sum())(x).square().sum()
     )(x),
@@ -198,9 +198,14 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 }
 
 
+def _direction(x: Tensor) -> Tensor:
+    """One in which results change: adding the same to all logits changes no softmax."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+
+
 def _dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, _direction(x)))).tangent
         assert tangent is not None
         return tangent
 

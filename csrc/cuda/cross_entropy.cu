@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(512) forward_kernel(const CrossEntropyForward 
   }
   const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
   const float picked = capped<kCap>(to_float(x[target]), o.softcap);
-  const float center = isfinite(picked) ? picked : 0.f;
+  const float center = fabsf(picked) < kInfinity ? picked : 0.f;
   float max = -kInfinity, sum = 0.f, offset = 0.f;
   const auto add = [&](int64_t col, const auto& pack) {
     constexpr int kCount = sizeof(pack) / sizeof(X);
