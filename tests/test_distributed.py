@@ -41,6 +41,7 @@ OTHERS = {
     "rules": operators.rules,
     "mixtures": operators.mixtures,
     "norm": operators.norm_collectives,
+    "loss": operators.losses,
     "step": training.step_collectives,
     "low precision": training.low_precision,
     "refusals": example.refusals,
@@ -155,6 +156,15 @@ def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_
             assert after == {"all_reduce": 1}
             assert split
             assert partial
+
+
+def test_a_loss_over_divided_tokens_sums_two_or_three_numbers_over_the_devices(results):
+    for found in outcome(results, "loss"):
+        for id, (collectives, actual, expected) in found.items():
+            numbers = 0 if "sum" in id else 3 if "z_loss" in id else 2
+            assert collectives == ({"all_reduce": numbers} if numbers else {}), id
+            for a, e in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, e, msg=lambda text, id=id: f"{id}: {text}")
 
 
 def test_mixtures_behave_as_torch_operations_do(results):

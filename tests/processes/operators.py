@@ -28,7 +28,8 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
         args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
         dims, over = rule(args | dict(case.options))  # some divide only what is not reduced
         of = {name: letters(dims, name, t.dim()) for name, t in args.items()}
-        for letter in sorted({x for found in of.values() for x in found if x in over or x.isdigit()}):
+        divisible = over + "0123456789" * ("..." in over)
+        for letter in sorted({x for found in of.values() for x in found if x in divisible}):
             axes = {name: found.index(letter) for name, found in of.items() if letter in found}
             sizes = {args[name].shape[axis] for name, axis in axes.items()}
             if min(sizes) < SIZE or (len(sizes) > 1 and any(size % SIZE for size in sizes)):
@@ -151,6 +152,42 @@ def compiled(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     y = torch.compile(fk.rms_norm, fullgraph=True, backend="aot_eager")(*leaves, backend="native")
     y.sum().backward()
     return {"y": full(y), "grads": [full(leaf.grad) for leaf in leaves]}
+
+
+def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Means and sums of a loss whose tokens are divided, forward and backward: the collectives, the results, and those
+    of one process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import foundry_kernels as fk
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    generator = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(2, 6, 11, generator=generator), torch.randint(11, (2, 6), generator=generator)
+    target[0, 1], weight = -100, torch.rand(11, generator=generator)
+    found: dict[str, Any] = {}
+    for backend in ("native", "triton"):
+        for options in (
+            {"reduction": "sum"},
+            {"reduction": "mean"},
+            {"reduction": "mean", "weight": weight, "z_loss": 0.1, "return_z_loss": True},
+        ):
+            results = []
+            for placement in (Shard(1), None):
+                x, t, given = logits.clone(), target, options | {"backend": backend}
+                if placement is not None:
+                    x, t = (distribute_tensor(each, mesh, [placement]) for each in (x, t))
+                    given |= {n: distribute_tensor(v, mesh, [Replicate()]) for n, v in given.items() if n == "weight"}
+                x.requires_grad_()
+                with Collectives() as collectives:
+                    outputs = fk.cross_entropy(x, t, **given)
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    outputs[0].backward()
+                results.append([full(each.detach()) for each in (*outputs, x.grad)])
+                if placement is not None:
+                    counts = dict(collectives.counts)
+            found[f"{backend} {' '.join(options)} {options['reduction']}"] = (counts, *results)
+    return found
 
 
 def norm_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ Szegedy et al., "Rethinking the Inception Architecture", 2015, arXiv:1512.00567 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ def cross_entropy(
 def _reduced(
     losses: Tensor, zs: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses and z-losses of the tokens reduced by torch's own operations."""
+    """Losses and z-losses of the tokens reduced by torch's own operations: over devices, two or three numbers."""
     loss, z = losses.sum(), None if zs is None else zs.sum()
     if reduction == "sum":
         return loss, z
@@ -106,7 +107,17 @@ def _reduced(
     total = counts.sum().float()
     if weight is not None:
         total = (weight.float()[torch.where(counts, target, 0)] * counts).sum()
-    return reference.mean(loss, total), None if z is None else reference.mean(z, total)
+    loss, total = _whole(loss), _whole(total)
+    return reference.mean(loss, total), None if z is None else reference.mean(_whole(z), total)
+
+
+def _whole(x: Any) -> Tensor:
+    """A partial sum of a DTensor summed over the devices, once: each operation on it would do that anew."""
+    if not hasattr(x, "device_mesh"):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def _check(

@@ -142,7 +142,7 @@ def scales(
 
     The target's p - 1 passes through 0 for a confident token.
     """
-    target, weight = args["target"], args["weight"]
+    target, weight = args["target"], args.get("weight")  # which a timed case does not name
     assert target is not None
     counts = target != options.get("ignore_index", IGNORED)
     if not counts.any():

@@ -14,4 +14,4 @@ _OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss")
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     dims = {"logits": "...v", "weight": "v", "total_weight": "..."} | dict.fromkeys(_OF_TOKENS, "...")
-    return dims, "..." if args.get("reduction", "none") == "none" or "dloss" in args else ""
+    return dims, "..." if args.get("reduction", "mean") == "none" else ""
