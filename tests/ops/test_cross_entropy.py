@@ -287,6 +287,17 @@ def test_offsets_beyond_32_bits(backend: str, device: str) -> None:
         assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_is_timed_is_checked_on_a_call_that_is_valid(kind: str) -> None:
+    bench = fk.OPS["cross_entropy"].bench
+    assert bench is not None
+    for case in bench.bench_cases("cross_entropy", kind):
+        logits, target = (bench.parity_case(case).args[name] for name in ("logits", "target"))
+        assert logits is not None
+        assert target is not None
+        assert target.shape == logits.shape[:-1] <= (256,)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

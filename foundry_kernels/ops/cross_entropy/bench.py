@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ def _bench_case(tokens: int, n_classes: int, name: str) -> Case:
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(_bench_case(*each) for each in _BENCH_SHAPES[device])
+
+
+def parity_case(case: Case) -> Case:
+    """The first 256 tokens."""
+
+    def cut(arg: Arg | None) -> Arg | None:
+        return arg and replace(arg, shape=(min(arg.shape[0], 256), *arg.shape[1:]))
+
+    return replace(case, args={name: cut(arg) for name, arg in case.args.items()})
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
