@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from table import saved_tensors
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -205,6 +206,17 @@ def test_loss_over_no_targets_is_zero():
     loss.backward()
     assert loss.item() == 0.0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+@pytest.mark.skipif("native" not in OPS["cross_entropy"].backends("cpu"), reason="the C++ extension is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_keeps_the_logits_and_nothing_else_of_their_size(dtype):
+    model = Transformer(dataclasses.replace(TINY, vocab_size=1009), dtype=dtype)
+    tokens = draw()
+    with saved_tensors() as saved:
+        logits, _ = model(tokens, tokens)
+    large = {t.untyped_storage().data_ptr() for t in saved if t.numel() >= logits.numel()}
+    assert large == {logits.untyped_storage().data_ptr()}
 
 
 def test_last_only_and_int32():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from table import checked_rows, rows, saved_tensors
+from table import Row, checked_rows, rows, saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
@@ -100,7 +100,7 @@ def test_a_weight_is_as_many_tokens(backend: str, device: str) -> None:
 
 @checked
 @pytest.mark.parametrize("margin", [2.0, 10.0, 20.0, 40.0, 80.0])
-def test_a_confident_token_keeps_its_digits(row: Any, margin: float) -> None:
+def test_a_confident_token_keeps_its_digits(row: Row, margin: float) -> None:
     """Loss and gradient of a probability near 1, relative to themselves; lse - x would give 0 from a margin of 17."""
     for offset in (0.0, 50.0, -1000.0):
         x = normal(3, 67, dtype=torch.float32)
@@ -118,7 +118,7 @@ def test_a_confident_token_keeps_its_digits(row: Any, margin: float) -> None:
 
 
 @checked
-def test_logits_in_the_thousands_have_exact_gradients(row: Any) -> None:
+def test_logits_in_the_thousands_have_exact_gradients(row: Row) -> None:
     """There a float32 lse alone is off by 2^-11, and so would be every probability."""
     x, target = normal(4, 300, dtype=torch.float32) + 1e4, integers(300, 4)
     expected = step(x.double(), target, reduction="sum", backend="reference")
@@ -144,7 +144,7 @@ INFINITE = {
 @checked
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("name", INFINITE)
-def test_infinite_logits_are_as_torch_has_them(row: Any, name: str, label_smoothing: float) -> None:
+def test_infinite_logits_are_as_torch_has_them(row: Row, name: str, label_smoothing: float) -> None:
     x = normal(2, 5, dtype=torch.float32)
     for column, value in INFINITE[name].items():
         x[1, column] = value
@@ -189,7 +189,7 @@ def test_a_mean_over_nothing_is_0(backend: str, device: str, rows: int) -> None:
 
 
 @checked
-def test_a_gradient_of_zeros_gives_zeros(row: Any) -> None:
+def test_a_gradient_of_zeros_gives_zeros(row: Row) -> None:
     x, target = normal(6, 9, dtype=torch.float32).to(row.device), integers(9, 6).to(row.device)
     dloss = torch.zeros(6, device=row.device)
     assert (step(x, target, dloss, reduction="none", backend=row.backend)[1] == 0).all()
@@ -197,6 +197,15 @@ def test_a_gradient_of_zeros_gives_zeros(row: Any) -> None:
     grad = step(x, target, dloss, reduction="none", backend=row.backend)[1]
     assert (grad[2] != 0).all()
     assert (grad[[0, 1, 3, 4, 5]] == 0).all()
+
+
+@checked
+def test_a_gradient_of_one_number_for_all_tokens(row: Row) -> None:
+    """As `losses.sum()` gives it: expanded, of stride 0."""
+    x, target = normal(6, 9, dtype=torch.float32).to(row.device), integers(9, 6).to(row.device)
+    options: dict[str, Any] = {"reduction": "none", "backend": row.backend}
+    _, grad = step(x, target, torch.tensor(0.5, device=row.device).expand(6), **options)
+    assert torch.equal(grad, step(x, target, torch.full((6,), 0.5, device=row.device), **options)[1])
 
 
 @backends
@@ -221,7 +230,7 @@ def test_a_target_out_of_range_is_an_error_on_the_cpu(backend: str, bad: int) ->
 
 @checked
 @pytest.mark.parametrize("bad", [-1, 7, 2**40, -(2**40)])
-def test_a_target_out_of_range_is_nan_on_a_gpu(row: Any, bad: int) -> None:
+def test_a_target_out_of_range_is_nan_on_a_gpu(row: Row, bad: int) -> None:
     """And reads nothing, which the checker of CUDA kernels would see. Triton's interpreter stands for a GPU."""
     if row.backend == "native" and row.device == "cpu" and not row.cuda_on_cpu:
         pytest.skip("the CPU raises an error")
