@@ -89,7 +89,7 @@ class GPT(nn.Module):
         logits = self.lm_head(self.ln_f(branch, x)[0])
         if targets is None:
             return logits, None
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, fk.cross_entropy(logits, targets)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def cross_entropy(
         raise ValueError(
             f"target must have shape {tuple(tokens)}, input's without the classes; got {tuple(target.shape)}"
         )
-    loss = fk_cross_entropy(
+    return fk_cross_entropy(
         input.movedim(1, -1) if input.dim() > 2 else input,
         target,
         weight=weight,
@@ -64,6 +64,4 @@ def cross_entropy(
         reduction=reduction,
         label_smoothing=as_float("label_smoothing", label_smoothing),
         backend=backend,
-    )
-    assert isinstance(loss, Tensor)
-    return loss.to(input.dtype)
+    ).to(input.dtype)

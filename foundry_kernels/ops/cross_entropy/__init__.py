@@ -21,7 +21,7 @@ Szegedy et al., "Rethinking the Inception Architecture", 2015, arXiv:1512.00567 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,36 @@ from foundry_kernels.registry import may_be_dtensor, resolve
 REDUCTIONS = ("none", "mean", "sum")
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments without those that decide what is returned."""
+
+    weight: Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    backend: str
+
+
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_z_loss: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
