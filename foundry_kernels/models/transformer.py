@@ -15,9 +15,11 @@ from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.generate import generate
 from foundry_kernels.nn import Attention, KeyValueStore, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
+from foundry_kernels.ops.cross_entropy import cross_entropy
+from foundry_kernels.registry import may_be_dtensor
 
 #: The operations that the model calls.
-OPERATIONS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention")
+OPERATIONS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy")
 
 
 class TransformerBlock(nn.Module):
@@ -159,7 +161,9 @@ class Transformer(nn.Module):
         logits = F.linear(y, self.tok_embeddings.weight) if self.output is None else self.output(y)
         if targets is None:
             return logits
-        return logits, _cross_entropy(logits, targets, ignore_index)
+        if may_be_dtensor(logits):
+            return logits, _divided_loss(logits, targets, ignore_index)
+        return logits, cross_entropy(logits, targets, ignore_index=ignore_index, backend=self.backends["cross_entropy"])
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """An empty cache on the model's device, of the dtype that its keys have (autocast's, inside autocast)."""
@@ -228,8 +232,8 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
         raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}; got {low if low < 0 else high}")
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """Mean over the targets that count, and 0 where torch's own mean would be 0/0."""
+def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """The same of logits that are divided along the vocabulary, inside torch's `loss_parallel`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets = targets.flatten().long()
     total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")
