@@ -115,15 +115,15 @@ def test_module_with_inductor() -> None:
 def test_model_is_exported_with_its_kernels_for_any_length(tmp_path: Any) -> None:
     """The program names the operators, takes another length, and survives being written and read."""
     model = make_model().eval()
-    shapes = {"tokens": {1: torch.export.Dim.AUTO}}
-    program = torch.export.export(model, (draw(7),), dynamic_shapes=shapes, strict=False)
+    shapes = {name: {1: torch.export.Dim.AUTO} for name in ("tokens", "targets")}
+    program = torch.export.export(model, (draw(7), draw(7)), dynamic_shapes=shapes, strict=False)
     named = {node.target._schema.name for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     native = {f"foundry_kernels::{op}" for op, backend in model.serving().items() if backend == "native"}
     assert native
     assert native == {name for name in named if name.startswith("foundry_kernels::")}
     torch.export.save(program, tmp_path / "model.pt2")
     for each in (program, torch.export.load(tmp_path / "model.pt2")):
-        torch.testing.assert_close(each.module()(draw(12)), model(draw(12)))
+        torch.testing.assert_close(each.module()(draw(12), draw(12)), model(draw(12), draw(12)))
 
 
 # --- checkpointing ----------------------------------------------------------------------------------------------------

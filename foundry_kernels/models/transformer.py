@@ -16,7 +16,7 @@ from foundry_kernels.models.generate import generate
 from foundry_kernels.nn import Attention, KeyValueStore, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.ops.cross_entropy import cross_entropy
-from foundry_kernels.registry import may_be_dtensor
+from foundry_kernels.registry import is_dtensor
 
 #: The operations that the model calls.
 OPERATIONS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy")
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
         logits = F.linear(y, self.tok_embeddings.weight) if self.output is None else self.output(y)
         if targets is None:
             return logits
-        if may_be_dtensor(logits):
+        if is_dtensor(logits):
             return logits, _divided_loss(logits, targets, ignore_index)
         return logits, cross_entropy(logits, targets, ignore_index=ignore_index, backend=self.backends["cross_entropy"])
 

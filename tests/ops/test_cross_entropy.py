@@ -354,7 +354,7 @@ def test_a_mean_of_divided_logits_is_made_of_sums(monkeypatch: pytest.MonkeyPatc
         for options in ({}, {"weight": weight}, {"z_loss": 0.1, "return_z_loss": True, "return_lse": True}):
             results: list[Any] = []
             for divided in (False, True):
-                monkeypatch.setattr(package, "may_be_dtensor", lambda logits, divided=divided: divided)
+                monkeypatch.setattr(package, "is_dtensor", lambda logits, divided=divided: divided)
                 results.append(cross_entropy(x, target, reduction=reduction, **options))
             torch.testing.assert_close(*results)
     assert cross_entropy(x, torch.full_like(target, -100)).item() == 0.0

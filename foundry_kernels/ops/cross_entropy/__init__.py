@@ -29,7 +29,7 @@ from torch import Tensor
 from foundry_kernels._checks import check_device, check_float, check_int, check_integer, check_shape
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.cross_entropy import reference
-from foundry_kernels.registry import may_be_dtensor, resolve
+from foundry_kernels.registry import is_dtensor, resolve
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -116,7 +116,7 @@ def cross_entropy(
     _check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
     function = resolve(CROSS_ENTROPY, backend, logits)
     rest = (label_smoothing, z_loss, softcap, return_lse, return_z_loss)
-    if reduction != "none" and may_be_dtensor(logits):  # whose sums torch reduces over devices
+    if reduction != "none" and is_dtensor(logits):  # whose sums torch reduces over devices
         losses, lse, zs = function(logits, target, weight, ignore_index, "none", *rest)
         loss, z = _reduced(losses, zs if return_z_loss else None, target, weight, ignore_index, reduction)
     else:
