@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -178,8 +178,24 @@ def refuse_second_derivative(op: str) -> None:
         raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
 
 
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher, called while the device of its tensors is the current one: Triton launches on the current device,
+    whatever its arguments are, and an operator defined in Python has no guard of its own."""
+
+    @wraps(kernel)
+    def launcher(*args: Any) -> Any:
+        device = next(x.device for x in args if isinstance(x, torch.Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return kernel(*args)
+        with torch.cuda.device(device):
+            return kernel(*args)
+
+    return launcher
+
+
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
-_LAUNCHERS: dict[str, Callable[..., Any]] = {}
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the operator's name
+_SERVE_CPU: set[str] = set()
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -189,15 +205,18 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     checkpointing and DTensor can refer to them by name.
     """
     name = schema.split("(")[0]
-    _LAUNCHERS[name] = kernel
+    LAUNCHERS[name] = on_its_device(kernel)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, kernel, "CPU" if INTERPRET else "CUDA")
+    _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
+    if INTERPRET:
+        _SERVE_CPU.add(name)
     torch.library.register_fake(f"foundry_kernels::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.foundry_kernels, name).default
 
 
 def serve_cpu_tensors() -> None:
     """Register the launchers for CPU tensors too, so that what they would launch can be recorded (see `_aot`)."""
-    while _LAUNCHERS:
-        name, kernel = _LAUNCHERS.popitem()
-        _LIBRARY.impl(name, kernel, "CPU")
+    for name, launcher in LAUNCHERS.items():
+        if name not in _SERVE_CPU:
+            _SERVE_CPU.add(name)
+            _LIBRARY.impl(name, launcher, "CPU")

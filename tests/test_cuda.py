@@ -75,3 +75,25 @@ def test_the_current_stream_is_used(row: Row) -> None:
     side.synchronize()
     for a, e in zip(actual, expected, strict=True):
         assert torch.equal(a, e)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_cuda
+def test_tensors_on_another_device_than_the_current_one(row: Row) -> None:
+    """Forward and backward, bit for bit what they are where that device is the current one."""
+    case = row.small_cases[0]
+
+    def results(current: int) -> tuple[torch.Tensor, ...]:
+        with torch.cuda.device(current):
+            args = case.make(torch.float32, "cuda:1")
+            wanted = [t for t in args.values() if t is not None and t.requires_grad]
+            outputs = call(row.op, args, case.options, backend=row.backend)
+            cotangents = make_cotangents(outputs, "contiguous")
+            found = (*outputs, *torch.autograd.grad(outputs, wanted, cotangents))
+            assert torch.cuda.current_device() == current
+        torch.cuda.synchronize(1)
+        return found
+
+    for actual, expected in zip(results(current=0), results(current=1), strict=True):
+        assert actual.device == torch.device("cuda:1")
+        assert torch.equal(actual, expected)
