@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from foundry_kernels._launch import Plan, forget_plans, launch, planned
+from foundry_kernels._layout import is_contiguous
 from foundry_kernels.registry import Impl
 
 try:
@@ -104,34 +106,48 @@ def compute_dtype(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def row_strides(*tensors: torch.Tensor | None) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
-    """At most three strides that reach the rows (all dimensions but the last) of tensors of one shape.
+def row_strides(
+    shape: tuple[int, ...], *strides: tuple[int, ...] | None
+) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
+    """At most three strides that reach the rows (all dimensions but the last) of tensors of one shape, from theirs.
 
     Returns `(rank, n1, n2, strides)` for `row_offset`, `strides` holding one triple a tensor (zeros for None), or None
     where the tensors need more than three dimensions or have a last stride other than 1.
     """
-    present = [t for t in tensors if t is not None]
-    shape = present[0].shape
-    if all(t.is_contiguous() for t in present):
-        width = shape[-1]
-        return 1, 1, 1, [(0, 0, 0) if t is None else (0, 0, width) for t in tensors]
-    if any(t.stride(-1) != 1 and shape[-1] > 1 for t in present):
+    present = [s for s in strides if s is not None]
+    width = shape[-1]
+    if all(is_contiguous(shape, s) for s in present):
+        return 1, 1, 1, [(0, 0, 0) if s is None else (0, 0, width) for s in strides]
+    if any(s[-1] != 1 and width > 1 for s in present):
         return None
     dims: list[tuple[int, list[int]]] = []  # (size, strides of the tensors present), outermost first
     for axis in range(len(shape) - 1):
-        size, strides = shape[axis], [t.stride(axis) for t in present]
+        size, along = shape[axis], [s[axis] for s in present]
         if size == 1:
             continue
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], strides, strict=True)):
-            dims[-1] = (dims[-1][0] * size, strides)
+        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], along, strict=True)):
+            dims[-1] = (dims[-1][0] * size, along)
         else:
-            dims.append((size, strides))
+            dims.append((size, along))
     if len(dims) > 3:
         return None
     rank = max(1, len(dims))
     dims = [(1, [0] * len(present))] * (3 - len(dims)) + dims
-    each = iter(zip(*(strides for _, strides in dims), strict=True))
-    return rank, dims[1][0], dims[2][0], [(0, 0, 0) if t is None else next(each) for t in tensors]
+    each = iter(zip(*(along for _, along in dims), strict=True))
+    return rank, dims[1][0], dims[2][0], [(0, 0, 0) if s is None else next(each) for s in strides]
+
+
+def strides_of(x: torch.Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None else x.stride()
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory of x's shape and dtype; the quickest way to it."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def programs(device: torch.device) -> int:
@@ -141,12 +157,15 @@ def programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@planned
+def _plan_sum(parts: int, width: int, dtype: torch.dtype) -> Plan:
+    constants = {"COMPUTE": compute_dtype(dtype), "BLOCK_ROWS": 32, "BLOCK_COLS": 64}
+    return Plan((triton.cdiv(width, 64),), (parts, width), constants)
+
+
 def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
     """out [N] = the sum over p of partial [p, N], rounded: the partial sums of a grid's programs."""
-    parts, width = partial.shape
-    sum_partials_kernel[(triton.cdiv(width, 64),)](
-        partial, out, parts, width, COMPUTE=compute_dtype(partial.dtype), BLOCK_ROWS=32, BLOCK_COLS=64
-    )
+    launch(sum_partials_kernel, _plan_sum(*partial.shape, partial.dtype), partial, out)
 
 
 def capability(device: torch.device) -> int:
@@ -165,10 +184,11 @@ def _capability(device: torch.device) -> int:
 _RECORDED: int | None = None
 
 
-def record_for(arch: int) -> None:
-    """From now on choose launches as on a device of this compute capability (see `_aot`)."""
+def record_for(arch: int | None) -> None:
+    """From now on choose launches as on a device of this compute capability (see `_aot`); None: of the one at hand."""
     global _RECORDED
     _RECORDED = arch
+    forget_plans()
 
 
 def refuse_second_derivative(op: str) -> None:
@@ -198,20 +218,75 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the operator's name
 _SERVE_CPU: set[str] = set()
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register `foundry_kernels::<schema>` with a launcher and a fake; returns the operator to call.
+def define(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register `foundry_kernels::<schema>` with a launcher and a fake; returns what is to be called.
 
     Kernels are launched by operators so that torch.compile does not trace into the launch, and so that selective
-    checkpointing and DTensor can refer to them by name.
+    checkpointing, DTensor and profilers know them by name. Where nothing looks (see `_unseen`) the launcher is called
+    directly, which saves a third of the host's time. `launcher` and `fake` return None in place of a result that is not
+    wanted; the operator, whose results are all tensors, an empty one.
     """
     name = schema.split("(")[0]
-    LAUNCHERS[name] = on_its_device(kernel)
+    direct = on_its_device(launcher)
+    LAUNCHERS[name] = _filled(direct)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
     if INTERPRET:
         _SERVE_CPU.add(name)
-    torch.library.register_fake(f"foundry_kernels::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.foundry_kernels, name).default
+    torch.library.register_fake(f"foundry_kernels::{name}", _filled(fake), lib=_LIBRARY)
+    operator = getattr(torch.ops.foundry_kernels, name).default
+    tensors = tuple(i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type))
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not _unseen([args[i] for i in tensors]):
+            return operator(*args)
+        return direct(*args)
+
+    return call
+
+
+def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with empty tensors in place of results that are None."""
+
+    @wraps(function)
+    def filled(*args: Any) -> Any:
+        results = function(*args)
+        if not isinstance(results, tuple):
+            return results
+        like = next(x for x in args if isinstance(x, torch.Tensor))
+        return tuple(like.new_empty(0) if r is None else r for r in results)
+
+    return filled
+
+
+def _plain_keys() -> int:
+    """The bits of the dispatch keys of tensors that are just memory on a device."""
+    key, bits = torch._C.DispatchKey, 0
+    for each in ("CPU", "CUDA"):
+        for kind in ("", "Autograd", "Autocast"):
+            bits |= torch._C.DispatchKeySet(getattr(key, kind + each)).raw_repr()
+    return bits | torch._C.DispatchKeySet(key.ADInplaceOrView).raw_repr()
+
+
+_FOREIGN = ~_plain_keys()
+
+
+def _unseen(tensors: list[torch.Tensor | None]) -> bool:
+    """Whether the dispatcher would do nothing but call the launcher: no mode, transform, profiler or tracer is active,
+    and no tensor is a subclass or has a key of its own (a lazy negation, a wrapper)."""
+    c = torch._C
+    if (
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._autograd._profiler_enabled()
+        or c._is_tracing()
+        or c._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110 (a generator takes twice as long)
+        if x is not None and c._dispatch_keys(x).raw_repr() & _FOREIGN:
+            return False
+    return True
 
 
 def serve_cpu_tensors() -> None:
