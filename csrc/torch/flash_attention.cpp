@@ -7,8 +7,9 @@
 #include "flash_attention.h"
 
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include "autograd.h"
 
 namespace foundry {
 namespace {
@@ -33,9 +34,6 @@ FourTensors call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const At
 }
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
-  using Context = torch::autograd::AutogradContext;
-  using Tensors = torch::autograd::variable_list;
-
  public:
   // The places of forward's arguments, of its results and of the tensors that it saves in autograd's lists.
   enum Argument { kQ, kK, kV, kSinks, kOptions, kReturnLse, kReturnStats, kArguments };
@@ -43,32 +41,32 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   enum Saved { kSavedQ, kSavedK, kSavedV, kSavedOut, kSavedLse, kSavedOptions };
 
   // The sinks are passed by themselves: autograd looks for tensors that require gradients among the arguments.
-  static Tensors forward(Context* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& sinks,
-                         const AttentionOptions& options, bool return_lse, bool return_stats) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const OptionalTensor& sinks, const AttentionOptions& options, bool return_lse,
+                               bool return_stats) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, entropy, max_logit] = call_fwd(q, k, v, options, true, return_stats);
-    Tensors saved{q, k, v, out, lse};
+    variable_list saved{q, k, v, out, lse};
     ctx->saved_data["options"] = save_options(options, saved);
     ctx->save_for_backward(std::move(saved));
     // By the dispatcher, unlike absent(): here the tensors may be fake ones.
     lse = return_lse ? lse.to(at::kFloat) : at::empty({0}, q.options().dtype(at::kFloat));
-    Tensors constants{entropy, max_logit};
-    const bool depends_on_inputs = q.requires_grad() || k.requires_grad() || (sinks && sinks->requires_grad());
+    variable_list constants{entropy, max_logit};
+    const bool depends_on_inputs = requires_grad(q) || requires_grad(k) || requires_grad(sinks);
     if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // of v it is no function
     ctx->mark_non_differentiable(constants);
     return {out, lse, entropy, max_logit};
   }
 
-  static Tensors backward(Context* ctx, Tensors grads) {
-    TORCH_CHECK(!at::GradMode::is_enabled(),
-                "flash_attention has no second derivative: backward was called with create_graph=True");
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("flash_attention");
     static const AttentionOperator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::flash_attention_bwd");
     const auto saved = ctx->get_saved_variables();
     const AttentionOptions options = load_options(&saved[kSavedOptions], ctx->saved_data.at("options"));
     const OptionalTensor dlse = wrap(grads[kLse]);
     const bool has_dout = grads[kOut].defined();
-    Tensors result(kArguments);
+    variable_list result(kArguments);
     if (!has_dout && !dlse.has_value()) return result;
     const Tensor dout = has_dout ? grads[kOut] : at::zeros_like(saved[kSavedOut]);
     const bool need_dq = ctx->needs_input_grad(kQ), need_dk = ctx->needs_input_grad(kK);
@@ -86,17 +84,14 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
 FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options,
                             bool return_lse, bool return_stats) {
-  const OptionalTensor& sinks = options.sinks;
-  const bool needs_grad = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() ||
-                                                         (sinks && sinks->requires_grad()));
-  if (!needs_grad) {
+  if (!any_requires_grad(q, k, v, options.sinks)) {
     auto results = call_fwd(q, k, v, options, return_lse, return_stats);
     if (return_lse)
       std::get<AttentionFunction::kLse>(results) = std::get<AttentionFunction::kLse>(results).to(at::kFloat);
     return results;
   }
   using F = AttentionFunction;
-  const auto results = F::apply(q, k, v, sinks, options, return_lse, return_stats);
+  const auto results = F::apply(q, k, v, options.sinks, options, return_lse, return_stats);
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_errors import assert_errors_of_the_reference
 from table import saved_tensors
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from foundry_kernels import _native
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.cases import _case, _varlen
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR, Case, assert_parity, normal
+from foundry_kernels.testing import Case, assert_parity, normal
 
 pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
 
@@ -133,31 +134,8 @@ def test_error_of_the_exponential(instruction_set: Callable[[str], None], name: 
 def test_errors_are_those_of_the_reference(
     instruction_set: Callable[[str], None], name: str, shape: tuple[int, int, int, int], s: int, spread: float
 ) -> None:
-    """The policy of foundry_kernels.testing without what it forgives a few values: here are enough of them. Normal
-    inputs, and scores of up to 200 (`spread`: q and k are uniform within it), whose weights any error of lse would
-    change in its own size."""
     instruction_set(name)
-    b, h, t, d = shape
-    g = torch.Generator().manual_seed(0)
-    made = [torch.randn(b, h, n, d, generator=g) for n in (t, s, s, t)]
-    if spread:
-        made = [(torch.rand(x.shape, generator=g) * 2 - 1) * (spread if i < 2 else 1) for i, x in enumerate(made)]
-
-    def errors(backend: str) -> dict[str, Tensor]:
-        results = []
-        for dtype, of in ((torch.float32, backend), (torch.float64, "reference")):
-            q, k, v, dout = (x.to(dtype) for x in made)
-            q, k, v = (x.requires_grad_() for x in (q, k, v))
-            out = fk.flash_attention(q, k, v, backend=of)
-            results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
-        return {n: (a.double() - b) for n, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True)}
-
-    native, reference = errors("native"), errors("reference")
-    for n, error in native.items():
-        assert error.abs().max() <= MAX_FACTOR * reference[n].abs().max(), n
-        if spread and n in ("dq", "dk"):
-            continue  # up to 1.2: in a row with one key to speak of, they cancel exactly in the reference
-        assert error.square().mean().sqrt() <= RMS_FACTOR * reference[n].square().mean().sqrt(), n
+    assert_errors_of_the_reference("native", shape, s, spread)
 
 
 @pytest.mark.parametrize("name", ISAS)

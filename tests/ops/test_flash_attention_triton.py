@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_errors import assert_errors_of_the_reference
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
@@ -21,7 +22,7 @@ DEVICE = "cpu" if _triton.INTERPRET else "cuda"
 pytestmark = pytest.mark.skipif(
     FLASH_ATTENTION.why_not("triton", DEVICE) is not None, reason=str(FLASH_ATTENTION.why_not("triton", DEVICE))
 )
-KERNELS = ("fwd", "delta", "dkdv", "dq")
+KERNELS = ("fwd", "preprocess", "dkdv", "dq")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -57,10 +58,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        ("q", ["fwd", "delta", "dq"]),
-        ("k", ["fwd", "delta", "dkdv"]),
-        ("v", ["fwd", "dkdv"]),
-        ("s", ["fwd", "delta"]),
+        ("q", ["fwd", "preprocess", "dq"]),
+        ("k", ["fwd", "preprocess", "dkdv"]),
+        ("v", ["fwd", "preprocess", "dkdv"]),
+        ("s", ["fwd", "preprocess"]),
         ("qkvs", list(KERNELS)),
         ("", ["fwd"]),
     ],
@@ -76,10 +77,19 @@ def test_only_what_is_needed_is_launched(wanted: str, expected: list[str], launc
     assert launched == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "s", "spread"), [((1, 2, 128, 32), 128, 0), ((1, 2, 128, 64), 128, 0), ((256, 1, 3, 8), 6, 9)],
+    ids=["D=32", "D=64", "sharp"],
+)  # fmt: skip
+def test_errors_are_those_of_the_reference(shape: tuple[int, int, int, int], s: int, spread: float) -> None:
+    assert_errors_of_the_reference("triton", shape, s, spread, DEVICE)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.usefixtures("launched")
 def test_memory_grows_with_the_length_and_not_with_its_square(packed: bool) -> None:
-    """Everything is allocated before a launch, so nothing need run. Output, lse, delta and three gradients: exactly."""
+    """Everything is allocated before a launch, so nothing need run. Output, three gradients and, a row, lse
+    in float64, its two parts in float32 and delta: exactly."""
     heads, kv_heads, d = 4, 2, 16
 
     def step(t: int) -> Callable[[], Callable[[], object]]:
@@ -99,7 +109,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(packed: bool) -> N
         return lambda: run
 
     for t in (256, 1024, 4096):
-        rows, width = 2 * heads * t, (2 * heads + 2 * kv_heads) * t * d
+        rows, width = 5 * heads * t, (2 * heads + 2 * kv_heads) * t * d
         assert peak_bytes(step(t), DEVICE) == pytest.approx(4 * (rows + width), abs=2048)
 
 

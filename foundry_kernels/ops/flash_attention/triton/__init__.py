@@ -66,6 +66,8 @@ class _FlashAttention(torch.autograd.Function):
         )
         ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
         ctx.options = options.without_tensors()
+        if options.return_lse:
+            lse = lse.to(entropy.dtype)
         lse_depends = q.requires_grad or k.requires_grad or (sinks is not None and sinks.requires_grad)  # never on v
         ctx.mark_non_differentiable(entropy, max_logit, *(() if lse_depends else (lse,)))
         results = options.select(out, lse, entropy, max_logit)
@@ -101,8 +103,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
         bare = options if sinks is None else options._replace(sinks=None)
         results = _FlashAttention.apply(q, k, v, sinks, bare)
         return results if len(results) > 1 else results[0]
-    results = flash_attention_fwd(q, k, v, *options.operator_args(), options.return_lse, options.return_stats)
-    return options.select(*results)
+    out, lse, entropy, max_logit = flash_attention_fwd(
+        q, k, v, *options.operator_args(), options.return_lse, options.return_stats
+    )
+    if options.return_lse:
+        lse = lse.to(entropy.dtype)
+    return options.select(out, lse, entropy, max_logit)
 
 
 flash_attention_varlen = flash_attention

@@ -1,7 +1,8 @@
 """The backward kernels. Probabilities are recomputed from the scores and lse; no two programs write to one element.
 
-`delta`: one number a row. `dkdv`: a program owns a tile of keys of one key-value head and visits the queries of all
-heads of its group, so the gradients of shared heads are summed in registers. `dq`: a program owns a tile of queries.
+`preprocess`: what the others read of each row. `dkdv`: a program owns a tile of keys of one key-value head and visits
+the queries of all heads of its group, so the gradients of shared heads are summed in registers. `dq`: a program owns a
+tile of queries.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ from foundry_kernels.ops.flash_attention.triton.dot import dot
 from foundry_kernels.ops.flash_attention.triton.mask import in_window
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
-from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, load_lse
+from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
 from foundry_kernels.ops.flash_attention.triton.tile_io import load_rows, store_rows
 
 
 @triton.jit
-def flash_attention_delta_kernel(
-    dout_ptr, out_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, dsinks_ptr, n_batch, n_heads, tokens_q,
+def flash_attention_preprocess_kernel(
+    dout_ptr, out_ptr, lse_ptr, dlse_ptr, sinks_ptr, delta_ptr, lse_log2_ptr, lse_low_ptr, dsinks_ptr,
+    n_batch, n_heads, tokens_q,
     stride_dob, stride_doh, stride_dot, stride_ob, stride_oh, stride_ot, stride_dlseb, stride_dlseh, stride_dlset,
-    HAS_DLSE: tl.constexpr, NEED_DSINKS: tl.constexpr, COMPUTE: tl.constexpr,
+    HAS_DLSE: tl.constexpr, NEED_DSINKS: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = dout . out - dlse, 0 for rows that see no key; and these rows' part of the gradient of the sinks, into
-    dsinks [tiles of all sequences, H]. Packed sequences are one sequence here: rows do not depend on each other."""
+    """Of each row delta = dout . out - dlse, 0 where it sees no key, and lse in units of log2(e), +inf where it sees no
+    key, so that all its probabilities are 0; and these rows' part of the gradient of the sinks, into dsinks [tiles of
+    all sequences, H]. Packed sequences are one sequence here: rows do not depend on each other.
+
+    LSE_LOW: for float32 lse comes in float64 and is handed on in two parts. In one, a score of 200 would have a
+    probability that is off by 1e-5, and not the one of the forward pass.
+    """
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
     n = (pid // n_heads % n_batch).to(tl.int64)
@@ -47,17 +54,23 @@ def flash_attention_delta_kernel(
         b_delta -= tl.load(p_dlse, mask=m_rows, other=0.0)
     b_delta = tl.where(b_lse == -float("inf"), 0.0, b_delta)
     tl.store(delta_ptr + at, b_delta, mask=m_rows)
+    b_lse = tl.where(b_lse == -float("inf"), float("inf"), b_lse).to(tl.float64)
+    b_high, b_low = split(b_lse * LOG2E, COMPUTE)
+    tl.store(lse_log2_ptr + at, b_high, mask=m_rows)
+    if LSE_LOW:
+        tl.store(lse_low_ptr + at, b_low, mask=m_rows)
     if NEED_DSINKS:
-        sink = tl.load(sinks_ptr + head).to(COMPUTE)
-        b_p = tl.exp2((sink - tl.where(b_lse == -float("inf"), float("inf"), b_lse)) * LOG2E)
+        sink = tl.load(sinks_ptr + head).to(tl.float64)
+        b_p = tl.exp2(((sink - b_lse) * LOG2E).to(COMPUTE))
         tl.store(dsinks_ptr + pid, -tl.sum(b_p * b_delta, 0))
 
 
 @triton.jit
 def _accumulate_dkdv(
-    b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_ptr, delta_ptr, stride_qt, stride_dot, begin, end, seqlen_q,
-    scale, softcap, slope, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, stride_qt, stride_dot,
+    begin, end, seqlen_q, scale, softcap, slope, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add the queries begin .. end - 1 of one head; k_pos [N, 1] is the position of each key among the queries.
@@ -73,9 +86,11 @@ def _accumulate_dkdv(
         rows = i0 + tl.arange(0, BLOCK_M)[None, :]  # [1, M]
         m_rows = rows < seqlen_q
         b_q = load_rows(q_ptr + first * stride_qt, stride_qt, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)  # [M, D]
-        b_lse = load_lse(lse_ptr + rows, m_rows)
+        b_lse = tl.load(lse_log2_ptr + rows, mask=m_rows, other=float("inf"))
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
         b_z = b_s * factor - b_lse
+        if LSE_LOW:
+            b_z -= tl.load(lse_low_ptr + rows, mask=m_rows, other=0.0)
         if HAS_LEFT or HAS_RIGHT:
             b_z = tl.where(in_window(k_pos - rows, left, right, HAS_LEFT, HAS_RIGHT), b_z, -float("inf"))
         b_p = tl.exp2(b_z)
@@ -94,16 +109,16 @@ def _accumulate_dkdv(
 
 @triton.jit
 def flash_attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     n_batch, n_kv_heads, group, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr,
-    COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Key-value heads vary fastest and tiles slowest; under a causal mask the first tiles have most to do."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
@@ -135,9 +150,9 @@ def flash_attention_dkdv_kernel(
         at = n * stride_lseb + head * tokens_q + start_q
         slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
         b_dk, b_dv = _accumulate_dkdv(
-            b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_ptr + at, delta_ptr + at, stride_qt, stride_dot,
-            start, stop, seqlen_q, scale, softcap, slope, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI,
-            NEED_DK, NEED_DV, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None,
+            delta_ptr + at, stride_qt, stride_dot, start, stop, seqlen_q, scale, softcap, slope, left, right,
+            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, NEED_DK, NEED_DV, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
@@ -151,11 +166,11 @@ def flash_attention_dkdv_kernel(
 
 @triton.jit
 def _accumulate_dq(
-    b_dq, b_q, b_dout, b_lse, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, begin, end, seqlen_k,
+    b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, begin, end, seqlen_k,
     scale, softcap, slope, left, right,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the keys begin .. end - 1."""
     factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
@@ -167,6 +182,8 @@ def _accumulate_dq(
         b_v = load_rows(v_ptr + first * stride_vs, stride_vs, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, MASKED)  # [N, DV]
         b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
         b_z = b_s * factor - b_lse
+        if LSE_LOW:
+            b_z -= b_low
         if MASKED:
             m_seen = (cols < seqlen_k) & in_window(cols - q_pos, left, right, HAS_LEFT, HAS_RIGHT)
             b_z = tl.where(m_seen, b_z, -float("inf"))
@@ -179,13 +196,14 @@ def _accumulate_dq(
 
 @triton.jit
 def flash_attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     n_batch, n_heads, group, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, COMPUTE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +234,8 @@ def flash_attention_dq_kernel(
     k_ptr += n * stride_kb + head // group * stride_kh + tl.cast(start_k, tl.int64) * stride_ks
     v_ptr += n * stride_vb + head // group * stride_vh + tl.cast(start_k, tl.int64) * stride_vs
     at = n * stride_lseb + head * tokens_q + start_q + rows
-    b_lse = load_lse(lse_ptr + at, m_rows)
+    b_lse = tl.load(lse_log2_ptr + at, mask=m_rows, other=float("inf"))
+    b_low = tl.load(lse_low_ptr + at, mask=m_rows, other=0.0) if LSE_LOW else None
     b_delta = tl.load(delta_ptr + at, mask=m_rows, other=0.0)
     slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
@@ -224,19 +243,19 @@ def flash_attention_dq_kernel(
                                                      BLOCK_M, BLOCK_N)  # fmt: skip
     if HAS_LEFT:
         b_dq = _accumulate_dq(
-            b_dq, b_q, b_dout, b_lse, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
+            b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
             start, tl.minimum(full_start, stop), seqlen_k, scale, softcap, slope, left, right,
-            True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+            True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
         )  # fmt: skip
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, b_lse, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
+        b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
         full_start, full_stop, seqlen_k, scale, softcap, slope, left, right,
-        False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, b_lse, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
+        b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
         tl.maximum(full_start, full_stop), stop, seqlen_k, scale, softcap, slope, left, right,
-        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     b_dq = round_to(b_dq * natural_scale, dq_ptr.dtype.element_ty)
     p_dq = dq_ptr + n * stride_dqb + head * stride_dqh + first * stride_dqt

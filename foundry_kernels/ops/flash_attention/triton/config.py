@@ -60,15 +60,16 @@ def device_class(capability: int) -> str:
 
 
 def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool) -> dict[str, Any]:
-    """The launch of "fwd", "dkdv", "dq" or "delta" for the padded `head_dim`, the wider of D and Dv. Capability 0 is
-    the interpreter.
+    """The launch of "fwd", "dkdv", "dq" or "preprocess" for the padded `head_dim`, the wider of D and Dv. Capability 0
+    is the interpreter.
 
     `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
     block, whose masks do. Fewer keys or queries, or more warps, make room. In float32 `maxnreg` is all that the warps
     can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
     """
-    if kernel == "delta":
-        return {"BLOCK_M": 32 if capability == 0 else 4096 // max(64, head_dim), "num_warps": 4}
+    if kernel == "preprocess":
+        elements = 8192 // dtype.itemsize  # of a tile; twice as many would spill in float32
+        return {"BLOCK_M": 32 if capability == 0 else elements // max(64, head_dim), "num_warps": 4}
     if capability == 0:
         row = _INTERPRETED
     else:

@@ -110,18 +110,17 @@ def flash_attention_fwd_kernel(
     if SAVE_STATS:
         tl.store(max_logit_ptr + at, b_m * LN2, mask=m_rows)
     b_base = tl.where(m_empty, 0.0, b_m)
-    b_high = b_base * LN2
     if HAS_SINKS:
-        logit = tl.load(sinks_ptr + head).to(COMPUTE)
-        b_shrink, b_high, b_l, b_e = add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS)
+        logit = tl.load(sinks_ptr + head)
+        b_shrink, b_base, b_l, b_e = add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS)
         b_acc = b_acc * b_shrink[:, None]
     b_l = tl.where(m_empty, 1.0, b_l)
     b_out = round_to(b_acc / b_l[:, None], out_ptr.dtype.element_ty)
     p_out = out_ptr + n * stride_ob + head * stride_oh + first * stride_ot
     store_rows(p_out, stride_ot, seqlen_q - i0, b_out, BLOCK_M, BLOCK_DV, DV)
     if SAVE_LSE:
-        b_lse = tl.where(m_empty, -float("inf"), b_high + tl.log2(b_l) * LN2)
-        tl.store(lse_ptr + at, b_lse, mask=m_rows)
+        b_lse = (b_base.to(tl.float64) + tl.log2(b_l)) * LN2
+        tl.store(lse_ptr + at, tl.where(m_empty, -float("inf"), b_lse), mask=m_rows)
     if SAVE_STATS:
         b_entropy = tl.maximum((tl.log2(b_l) - b_e / b_l) * LN2, 0.0)
         tl.store(entropy_ptr + at, tl.where(m_empty, 0.0, b_entropy), mask=m_rows)

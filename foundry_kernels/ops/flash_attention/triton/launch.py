@@ -7,7 +7,7 @@ which cu_seqlens give each sequence's part.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,9 +17,9 @@ from foundry_kernels._layout import inverse, storage_order
 from foundry_kernels._triton import capability, compute_dtype
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward import (
-    flash_attention_delta_kernel,
     flash_attention_dkdv_kernel,
     flash_attention_dq_kernel,
+    flash_attention_preprocess_kernel,
 )
 from foundry_kernels.ops.flash_attention.triton.config import config
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
@@ -65,7 +65,10 @@ def _copy_back(target: Tensor, result: Tensor) -> None:
 
 
 def empty_fwd(q: Tensor, v: Tensor, options: AttentionOptions, save_lse: bool, save_stats: bool) -> tuple[Tensor, ...]:
-    """(out, lse, entropy, max_logit), empty tensors in place of what is not wanted."""
+    """(out, lse, entropy, max_logit), empty tensors in place of what is not wanted.
+
+    Of float32 inputs lse has float64: rounded to float32, it would be the largest error of the gradients by far.
+    """
     head_dim_v = v.shape[-1]
     if options.packed:
         total, n_heads, _ = q.shape
@@ -73,8 +76,9 @@ def empty_fwd(q: Tensor, v: Tensor, options: AttentionOptions, save_lse: bool, s
     else:
         out, rows = _empty_rows(q, head_dim_v), list(q.shape[:3])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    wanted = (save_lse, save_stats, save_stats)
-    return out, *(torch.empty(rows if want else [0], dtype=dtype, device=q.device) for want in wanted)
+    lse_dtype = torch.float64 if q.dtype == torch.float32 else dtype
+    wanted = ((save_lse, lse_dtype), (save_stats, dtype), (save_stats, dtype))
+    return out, *(torch.empty(rows if want else [0], dtype=dtype, device=q.device) for want, dtype in wanted)
 
 
 def empty_bwd(
@@ -190,32 +194,41 @@ def launch_bwd(
         return tuple(x.zero_() for x in grads)
     dout, q, k, v = (_aligned(_batched(x)) for x in (dout, q, k, v))
     p = _Problem(q, k, v, options)
-    delta = torch.empty_like(lse)
-    if need_dq or need_dk or need_dsinks:
-        _launch_delta(p, dout, dlse, _aligned(_batched(out)), lse, delta, dsinks if need_dsinks else None)
+    rows = _launch_preprocess(p, dout, dlse, _aligned(_batched(out)), lse, dsinks if need_dsinks else None)
     if need_dk or need_dv:
-        _launch_dkdv(p, q, k, v, dout, lse, delta, dk if need_dk else None, dv if need_dv else None)
+        _launch_dkdv(p, q, k, v, dout, rows, dk if need_dk else None, dv if need_dv else None)
     if need_dq:
-        _launch_dq(p, q, k, v, dout, lse, delta, dq)
+        _launch_dq(p, q, k, v, dout, rows, dq)
     return grads
 
 
-def _launch_delta(
-    p: _Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, delta: Tensor, dsinks: Tensor | None
-) -> None:
+class _Rows(NamedTuple):
+    """What the backward kernels read of each row."""
+
+    lse_log2: Tensor
+    lse_low: Tensor | None
+    delta: Tensor
+
+
+def _launch_preprocess(
+    p: _Problem, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, dsinks: Tensor | None
+) -> _Rows:
+    delta = torch.empty_like(lse, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
+    rows = _Rows(torch.empty_like(delta), torch.empty_like(delta) if p.dtype == torch.float32 else None, delta)
     n_batch = out.shape[0]  # all packed tokens at once
     dlse_strides = [0, 0, 0] if dlse is None else [*[0] * (3 - dlse.dim()), *dlse.stride()]
-    launch = p.config("delta")
+    launch = p.config("preprocess")
     tiles = triton.cdiv(p.tokens_q, launch["BLOCK_M"]) * n_batch
-    partial = None if dsinks is None else lse.new_empty((tiles, p.n_heads))
-    flash_attention_delta_kernel[(tiles * p.n_heads,)](
-        dout, out, lse, dlse, p.sinks, delta, partial, n_batch, p.n_heads, p.tokens_q,
-        *dout.stride()[:3], *out.stride()[:3], *dlse_strides,
-        HAS_DLSE=dlse is not None, NEED_DSINKS=dsinks is not None,
+    partial = None if dsinks is None else delta.new_empty((tiles, p.n_heads))
+    flash_attention_preprocess_kernel[(tiles * p.n_heads,)](
+        dout, out, lse, dlse, p.sinks, rows.delta, rows.lse_log2, rows.lse_low, partial,
+        n_batch, p.n_heads, p.tokens_q, *dout.stride()[:3], *out.stride()[:3], *dlse_strides,
+        HAS_DLSE=dlse is not None, NEED_DSINKS=dsinks is not None, LSE_LOW=rows.lse_low is not None,
         COMPUTE=p.constants["COMPUTE"], DV=p.head_dim_v, BLOCK_DV=p.constants["BLOCK_DV"], **launch,
     )  # fmt: skip
     if dsinks is not None and partial is not None:
         torch.sum(partial, 0, out=dsinks) if dsinks.dtype == partial.dtype else dsinks.copy_(partial.sum(0))
+    return rows
 
 
 def _launch_dkdv(
@@ -224,8 +237,7 @@ def _launch_dkdv(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    rows: _Rows,
     dk: Tensor | None,
     dv: Tensor | None,
 ) -> None:
@@ -236,26 +248,25 @@ def _launch_dkdv(
     launch = p.config("dkdv")
     tiles = triton.cdiv(p.max_seqlen_k, launch["BLOCK_N"])
     flash_attention_dkdv_kernel[(tiles * p.n_batch * p.n_kv_heads,)](
-        q, k, v, dout, lse, delta, *targets, *p.cu_seqlens, p.alibi_slopes,
+        q, k, v, dout, *rows, *targets, *p.cu_seqlens, p.alibi_slopes,
         p.n_batch, p.n_kv_heads, p.group, p.tokens_q, p.tokens_k, *p.strides(q, k, v, dout), *strides,
         p.stride_lseb, p.stride_alibi, p.scale, p.softcap, p.natural_scale, *p.window,
-        NEED_DK=dk is not None, NEED_DV=dv is not None, **p.constants, **launch,
+        LSE_LOW=rows.lse_low is not None, NEED_DK=dk is not None, NEED_DV=dv is not None, **p.constants, **launch,
     )  # fmt: skip
     for target, result in zip(targets, results, strict=True):
         if target is not None and result is not None:
             _copy_back(target, result)
 
 
-def _launch_dq(
-    p: _Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor
-) -> None:
+def _launch_dq(p: _Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: _Rows, dq: Tensor) -> None:
     result = _batched(dq)
     target = _target(result, p.head_dim)
     launch = p.config("dq")
     tiles = triton.cdiv(p.max_seqlen_q, launch["BLOCK_M"])
     flash_attention_dq_kernel[(tiles * p.n_batch * p.n_heads,)](
-        q, k, v, dout, lse, delta, target, *p.cu_seqlens, p.alibi_slopes,
+        q, k, v, dout, *rows, target, *p.cu_seqlens, p.alibi_slopes,
         p.n_batch, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides(q, k, v, dout, target),
-        p.stride_lseb, p.stride_alibi, p.scale, p.softcap, p.natural_scale, *p.window, **p.constants, **launch,
+        p.stride_lseb, p.stride_alibi, p.scale, p.softcap, p.natural_scale, *p.window,
+        LSE_LOW=rows.lse_low is not None, **p.constants, **launch,
     )  # fmt: skip
     _copy_back(target, result)

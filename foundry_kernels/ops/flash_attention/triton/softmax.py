@@ -1,4 +1,4 @@
-"""The running softmax of a tile of rows, and its reconstruction from lse.
+"""The running softmax of a tile of rows.
 
 Scores are in units of log2(e), so that every exponential is one `exp2`. A row's state is its maximum b_m, the sum b_l
 of the weights relative to it and, for the entropy, the sum b_e of weight times distance to the maximum: its terms have
@@ -31,22 +31,24 @@ def online_softmax(b_s, factor, b_m, b_l, b_e, MASKED: tl.constexpr, SAVE_STATS:
 
 @triton.jit
 def add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS: tl.constexpr):
-    """Add one more outcome, which has no value, to the state: (what earlier sums shrink by, the new maximum in natural
-    units, b_l, b_e). b_base is b_m, or 0 for rows that see no key, which the sink does not change."""
+    """Add one more outcome, which has no value, to the state: (what earlier sums shrink by, the new base, b_l, b_e).
+    b_base is b_m, or 0 for rows that see no key, which the sink does not change."""
     m_empty = b_m == -float("inf")
-    sink = logit * LOG2E
+    sink, low = split(logit.to(tl.float64) * LOG2E, b_m.dtype)
     b_top = tl.where(m_empty, 0.0, tl.maximum(b_m, sink))
-    b_high = tl.where(sink >= b_m, logit, b_base * LN2)  # as it was given: not through log2 and back
     b_shrink = tl.exp2(b_base - b_top)
-    b_sink = tl.where(m_empty, 0.0, tl.exp2(sink - b_top))
+    b_fall = (sink - b_top) + low
+    b_sink = tl.where(m_empty, 0.0, tl.exp2(b_fall))
     if SAVE_STATS:
-        b_e = b_shrink * (b_e + (b_base - b_top) * b_l) + b_sink * tl.maximum(sink - b_top, -2000.0)
+        b_e = b_shrink * (b_e + (b_base - b_top) * b_l) + b_sink * tl.maximum(b_fall, -2000.0)
     b_l = b_l * b_shrink + b_sink
-    return b_shrink, b_high, b_l, b_e
+    return b_shrink, b_top, b_l, b_e
 
 
 @triton.jit
-def load_lse(lse_ptr, m_rows):
-    """lse in log2; +inf for rows that see no key, so that all their probabilities are 0."""
-    b_lse = tl.load(lse_ptr, mask=m_rows, other=-float("inf"))
-    return tl.where(b_lse == -float("inf"), float("inf"), b_lse * LOG2E)
+def split(x, DTYPE: tl.constexpr):
+    """(high, low) of a float64, each rounded to DTYPE: high + low keeps what high alone would round away."""
+    high = x.to(DTYPE)
+    m_finite = tl.abs(x) < float("inf")
+    low = tl.where(m_finite, x, 0.0) - tl.where(m_finite, high, 0.0)
+    return high, low.to(DTYPE)

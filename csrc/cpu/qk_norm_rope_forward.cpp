@@ -1,0 +1,60 @@
+// RMSNorm of each head, then RoPE. Compiled once per instruction set (see isa.h).
+#include <cmath>
+
+#include "rope_rotate.h"
+
+namespace foundry {
+namespace FK_ISA {
+namespace {
+
+template <class X, bool kInterleaved, bool kRoundFirst, bool kStream>
+void norm_heads(const QkNormRopeHeads& heads, const QkNormRopeForward& a, const TableBlock& table, int64_t b,
+                int64_t begin, int64_t end) {
+  const int64_t n = a.width;
+  for_each_row(heads.y_strides, heads.n_heads, begin, end, [&](int64_t h, int64_t t) FK_INLINE {
+    const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
+    X* y = static_cast<X*>(heads.y) + heads.y_strides.offset(b, h, t);
+    Vec squares[4] = {};
+    for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec v = at.load(x + i);
+      squares[k] += v * v;
+    });
+    const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
+    if (heads.rstd) heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t] = rstd;
+    const Vec r = splat(rstd);
+    rotate<kInterleaved>(
+        table.cos(t - begin), table.sin(t - begin), a.tables.half, n,
+        [&](int64_t i, auto at) FK_INLINE {
+          Vec v = at.load(x + i) * r;
+          if constexpr (kRoundFirst) v = rounded<X>(v);
+          if (heads.weight) v *= at.load(heads.weight + i);
+          return v;
+        },
+        [&](int64_t i, auto at, int, Vec v) FK_INLINE { at.template store_to<kStream>(y + i, v); });
+  });
+}
+
+template <class X>
+void forward_typed(const QkNormRopeForward& a, int64_t begin, int64_t end) {
+  TableBlock table(a.tables, a.interleaved, false);
+  for_each_block(begin, end, a.n_tokens, table.capacity(), [&](int64_t b, int64_t t_begin, int64_t t_end) {
+    table.read(b, t_begin, t_end);
+    for (const QkNormRopeHeads& heads : a.heads) {
+      const auto run = [&](auto interleaved, auto round_first, auto streamed) {
+        norm_heads<X, interleaved.value, round_first.value, streamed.value>(heads, a, table, b, t_begin, t_end);
+      };
+      with_bools(run, a.interleaved, a.round_before_weight,
+                 worth_streaming<X>(heads.y, heads.n_heads * a.all_tokens, a.width, a.tables.half));
+    }
+  });
+  stream_fence();
+}
+
+}  // namespace
+
+void qk_norm_rope_forward(const QkNormRopeForward& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto* x) { forward_typed<std::remove_pointer_t<decltype(x)>>(a, begin, end); });
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

@@ -1,0 +1,156 @@
+// What the kernels of RoPE share: tables as they are read, the rotation of a head, loops over tokens and heads.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "dispatch.h"
+#include "rope.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+// Lanes 1, 0, 3, 2, ...
+inline Vec swap_neighbours(Vec v) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_permute_ps((__m512)v, 0xB1);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_permute_ps((__m256)v, 0xB1);
+#elif defined(__SSE2__)
+  return (Vec)_mm_shuffle_ps((__m128)v, (__m128)v, 0xB1);
+#else
+  Vec out;
+  for (int i = 0; i < kLanes; ++i) out[i] = v[i ^ 1];
+  return out;
+#endif
+}
+
+// a * b + c, rounded once where the instruction set can. Left to the compiler, two copies of one loop may round
+// different products first and so differ in the last bit.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// cos and sin of a few tokens of one sequence, in float and as `rotate` reads them. They are read once for all heads of
+// q and k, and are few enough to stay in the L1 cache.
+class TableBlock {
+ public:
+  TableBlock(const RopeTables& tables, bool interleaved, bool inverse)
+      : tables_(tables),
+        interleaved_(interleaved),
+        sign_(inverse ? -1.0f : 1.0f),
+        row_(round_up((interleaved ? 2 : 1) * tables.half)),
+        capacity_(std::max<int64_t>(1, std::min<int64_t>(16, 2048 / row_))),
+        memory_(row_ * (2 * capacity_ + 1) + kLanes) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(memory_.data());
+    values_ = memory_.data() + (round_up(start / sizeof(float)) - start / sizeof(float));
+  }
+
+  int64_t capacity() const { return capacity_; }
+  const float* cos(int64_t i) const { return values_ + 2 * row_ * i; }
+  const float* sin(int64_t i) const { return cos(i) + row_; }
+
+  void read(int64_t b, int64_t begin, int64_t end) {
+    with_type(tables_.type, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      for (int64_t t = begin; t < end; ++t) {
+        const int64_t row = tables_.row(b, t);
+        float* cos = values_ + 2 * row_ * (t - begin);
+        widen(static_cast<const T*>(tables_.cos) + tables_.cos_offset(b, row), cos, 1.0f, 1.0f);
+        widen(static_cast<const T*>(tables_.sin) + tables_.sin_offset(b, row), cos + row_, -sign_, sign_);
+      }
+    });
+  }
+
+ private:
+  // Rows start at multiples of a register, so that no read crosses a cache line.
+  static int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+  // Widens a row, times `odd`. Interleaved, both members of a pair get the value, the first of them times `even`.
+  template <class T>
+  void widen(const T* in, float* out, float even, float odd) {
+    const int64_t half = tables_.half;
+    float* values = interleaved_ ? values_ + 2 * row_ * capacity_ : out;
+    for_each_vec(half,
+                 [&](int64_t i, auto at, int) FK_INLINE { at.store(values + i, at.load(in + i)); });
+    if (interleaved_) {
+      for (int64_t i = 0; i < half; ++i) {
+        out[2 * i] = values[i] * even;
+        out[2 * i + 1] = values[i] * odd;
+      }
+    } else if (odd != 1.0f) {
+      for (int64_t i = 0; i < half; ++i) out[i] *= odd;
+    }
+  }
+
+  const RopeTables& tables_;
+  const bool interleaved_;
+  const float sign_;
+  const int64_t row_, capacity_;
+  std::vector<float> memory_;
+  float* values_;
+};
+
+// Rotates one head of one token: `read(i, access)` gives input elements, `write(i, access, k, v)` takes results.
+template <bool kInterleaved, class Read, class Write>
+inline FK_INLINE void rotate(const float* cos, const float* sin, int64_t half, int64_t width,
+                                                 Read&& read, Write&& write) {
+  if constexpr (kInterleaved) {
+    for_each_vec(2 * half, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec v = read(i, at);
+      write(i, at, k, multiply_add(v, at.load(cos + i), swap_neighbours(v) * at.load(sin + i)));
+    });
+  } else {
+    for_each_vec(half, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec a = read(i, at), b = read(half + i, at), c = at.load(cos + i), s = at.load(sin + i);
+      write(i, at, k, multiply_add(a, c, -b * s));
+      write(half + i, at, k, multiply_add(b, c, a * s));
+    });
+  }
+  if (2 * half == width) return;
+  for_each_vec(width - 2 * half, [&](int64_t i, auto at, int k) FK_INLINE {
+    write(2 * half + i, at, k, read(2 * half + i, at));
+  });
+}
+
+// Cuts the tokens [begin, end) of B * T into blocks of at most `most` tokens of one sequence, and calls
+// f(batch, begin, end) for each.
+template <class F>
+void for_each_block(int64_t begin, int64_t end, int64_t n_tokens, int64_t most, F&& f) {
+  while (begin < end) {
+    const int64_t b = begin / n_tokens, t = begin % n_tokens;
+    const int64_t count = std::min({most, n_tokens - t, end - begin});
+    f(b, t, t + count);
+    begin += count;
+  }
+}
+
+// Calls f(head, token) for all heads of some tokens, in memory order.
+template <class F>
+inline FK_INLINE void for_each_row(const RopeStrides& strides, int64_t n_heads, int64_t begin,
+                                                       int64_t end, F&& f) {
+  const bool heads_first = strides.head < strides.token;
+  const int64_t n_tokens = end - begin, n_outer = heads_first ? n_tokens : n_heads;
+  const int64_t n_inner = heads_first ? n_heads : n_tokens;
+  // One loop for both orders: f is inlined, and a second copy of it would double the time to compile this file.
+  for (int64_t i = 0; i < n_outer; ++i)
+    for (int64_t j = 0; j < n_inner; ++j) f(heads_first ? j : i, begin + (heads_first ? i : j));
+}
+
+// Whether an output is larger than the caches, and all its vectors are aligned as streaming stores need.
+template <class T>
+bool worth_streaming(const void* out, int64_t n_rows, int64_t width, int64_t half) {
+  constexpr uintptr_t kAlign = kLanes * sizeof(T);
+  return out && n_rows * width * int64_t(sizeof(T)) > kStreamBytes && reinterpret_cast<uintptr_t>(out) % kAlign == 0 &&
+         width % kLanes == 0 && half % kLanes == 0;
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry
