@@ -11,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels.registry import override
@@ -68,6 +66,5 @@ def stub_gpu(driver: StubDriver) -> Iterator[None]:
                 undo.enter_context(override(op, "triton", devices=("cpu", "cuda")))
         undo.callback(_triton.record_for, _triton._RECORDED)
         _triton.record_for(driver.target.arch)
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
         drivers.set_active(driver)
         yield

@@ -204,7 +204,8 @@ def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(kernel)
     def launcher(*args: Any) -> Any:
-        device = next(x.device for x in args if isinstance(x, torch.Tensor))
+        first = args[0]  # of most operators; where it may be None, another tensor
+        device = first.device if first is not None else next(x.device for x in args if isinstance(x, torch.Tensor))
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return kernel(*args)
         with torch.cuda.device(device):
@@ -269,6 +270,7 @@ def _plain_keys() -> int:
 
 
 _FOREIGN = ~_plain_keys()
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _unseen(tensors: list[torch.Tensor | None]) -> bool:
@@ -283,8 +285,8 @@ def _unseen(tensors: list[torch.Tensor | None]) -> bool:
         or c._functorch.peek_interpreter_stack() is not None
     ):
         return False
-    for x in tensors:  # noqa: SIM110 (a generator takes twice as long)
-        if x is not None and c._dispatch_keys(x).raw_repr() & _FOREIGN:
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN_TYPES or c._dispatch_keys(x).raw_repr() & _FOREIGN):
             return False
     return True
 

@@ -96,7 +96,8 @@ class _Rope(torch.autograd.Function):
         ctx.q_order, ctx.k_order, ctx.interleaved = storage_order(q), storage_order(k), interleaved
         ctx.save_for_backward(cos, sin, positions)
         q_out, k_out = _rope_apply(q, k, cos, sin, interleaved, positions, False, ctx.q_order, ctx.k_order)
-        ctx.mark_non_differentiable(*(out for out, x in ((q_out, q), (k_out, k)) if not x.requires_grad))
+        if not (q.requires_grad and k.requires_grad):
+            ctx.mark_non_differentiable(q_out if not q.requires_grad else k_out)
         return q_out, k_out
 
     @staticmethod
