@@ -58,7 +58,8 @@ class Plan:
 
 
 def planned(function: Callable[..., T]) -> Callable[..., T]:
-    """Keeps what `function` returns for its last 1024 combinations of arguments, none of them a tensor."""
+    """Keeps what `function` returns for its last 1024 combinations of arguments: numbers, dtypes, a device; no tensors.
+    It reads nothing else, but for the device's properties and what `forget_plans` follows."""
     cached = lru_cache(maxsize=1024)(function)
     _PLANNERS.append(cached)
     return cached

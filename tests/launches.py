@@ -8,7 +8,7 @@ been compiled from, so that two launches are of equal kernels where Triton speci
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -344,13 +344,18 @@ def unaligned(x: Tensor | None) -> Tensor | None:
     return moved.requires_grad_(x.requires_grad)
 
 
-def forward_and_backward(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
+def forward_and_backward(
+    op: OpSpec, case: Case, args: dict[str, Tensor | None], before: Callable[[], None] = lambda: None
+) -> None:
+    before()
     with torch.no_grad():
         call(op, args, case.options, backend="triton")
+    before()
     outputs = [o for o in call(op, args, case.options, backend="triton") if o.requires_grad]
     wanted = [t for t in args.values() if t is not None and t.requires_grad]
     if wanted and outputs:
         cotangents = [lay_out(torch.zeros_like(o), case.cotangent) for o in outputs]
+        before()
         torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
 
 
@@ -367,7 +372,7 @@ def described(made: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("op", OPS)
 def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str], monkeypatch: Any) -> None:
     """Forward with and without gradients, and backward, of aligned and unaligned tensors: once every launch has been
-    made, all are direct, and each is the one that Triton makes."""
+    made, all are direct, and each is the one that Triton makes from a plan that is made for it alone."""
     inputs = []
     for case in op.cases.CASES[op.name]:
         args = case.make(dtype)
@@ -380,9 +385,8 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
     made = gpu.take()
     assert not runs
     monkeypatch.setattr(_launch, "DIRECT", False)
-    _launch.forget_plans()
     for case, args in inputs:
-        forward_and_backward(op, case, args)
+        forward_and_backward(op, case, args, before=_launch.forget_plans)
     assert len(made) == len(runs) >= len(inputs)
     for direct, expected in zip(made, gpu.take(), strict=True):
         assert described(direct) == described(expected)
