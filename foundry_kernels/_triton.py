@@ -223,9 +223,10 @@ def define(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) 
     """Register `foundry_kernels::<schema>` with a launcher and a fake; returns what is to be called.
 
     Kernels are launched by operators so that torch.compile does not trace into the launch, and so that selective
-    checkpointing, DTensor and profilers know them by name. Where nothing looks (see `_unseen`) the launcher is called
-    directly, which saves a third of the host's time. `launcher` and `fake` return None in place of a result that is not
-    wanted; the operator, whose results are all tensors, an empty one.
+    checkpointing, DTensor and profilers know them by name. Where the dispatcher would do nothing but call the launcher
+    (no mode is active; tensors are just memory: no subclass, no lazy negation, no wrapper), it is called directly: that
+    costs the host less. `launcher` and `fake` return None in place of a result that is not wanted; the operator, whose
+    results are all tensors, an empty one.
     """
     name = schema.split("(")[0]
     direct = on_its_device(launcher)
@@ -239,8 +240,12 @@ def define(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) 
     tensors = tuple(i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type))
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or not _unseen([args[i] for i in tensors]):
+        if torch.compiler.is_compiling() or _watched():
             return operator(*args)
+        for i in tensors:
+            x = args[i]
+            if x is not None and (type(x) not in _PLAIN_TYPES or _keys(x).raw_repr() & _FOREIGN):
+                return operator(*args)
         return direct(*args)
 
     return call
@@ -273,22 +278,19 @@ _FOREIGN = ~_plain_keys()
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _unseen(tensors: list[torch.Tensor | None]) -> bool:
-    """Whether the dispatcher would do nothing but call the launcher: no mode, transform, profiler or tracer is active,
-    and no tensor is a subclass or has a key of its own (a lazy negation, a wrapper)."""
+_keys = torch._C._dispatch_keys
+
+
+def _watched() -> bool:
+    """Whether a mode, a profiler, a tracer or a transform is active, for which the dispatcher is needed."""
     c = torch._C
-    if (
+    return bool(
         c._len_torch_dispatch_stack()
         or c._len_torch_function_stack()
         or c._autograd._profiler_enabled()
         or c._is_tracing()
         or c._functorch.peek_interpreter_stack() is not None
-    ):
-        return False
-    for x in tensors:
-        if x is not None and (type(x) not in _PLAIN_TYPES or c._dispatch_keys(x).raw_repr() & _FOREIGN):
-            return False
-    return True
+    )
 
 
 def serve_cpu_tensors() -> None:
