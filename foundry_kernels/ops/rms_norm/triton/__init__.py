@@ -168,7 +168,7 @@ def _bwd(
         return dx, None if dw is None else dw.zero_()
     if dx is None and dw is None:
         return dx, dw
-    options = x.dtype, weight is not None, x.device, weight_offset, round_before_weight, need_dx, need_dw
+    options = x.dtype, weight is not None, x.device, weight_offset, round_before_weight, need_dx, dw is not None
     found = _plan_bwd(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
     if found is None:
         dy, dh, x = dy.contiguous(), contiguous(dh), x.contiguous()
