@@ -18,7 +18,6 @@ def test_launches() -> None:
         sys.executable,
         "-m",
         "pytest",
-        "-q",
         "-p",
         "no:cacheprovider",
         str(Path(__file__).with_name("launches.py")),
