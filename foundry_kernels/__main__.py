@@ -1,5 +1,6 @@
 """`python -m foundry_kernels`: which backends of each operation work here, and why the others do not.
 
+`python -m foundry_kernels check`: whether every operation is right on the device at hand, in about a minute.
 `python -m foundry_kernels inspect rms_norm --arch 90`: what its Triton kernels cost on a GPU that is not present.
 `python -m foundry_kernels patch-report`: what `foundry_kernels.patch` replaces in each family of transformers.
 """
@@ -22,8 +23,12 @@ def main(argv: list[str]) -> int:
         return inspect(argv[1:])
     if argv[:1] == ["patch-report"]:
         return patch_report(argv[1:])
+    if argv[:1] == ["check"]:
+        return check(argv[1:])
     if argv:
-        print(f"usage: python -m foundry_kernels [inspect ... | patch-report]; got {' '.join(argv)}", file=sys.stderr)
+        print(
+            f"usage: python -m foundry_kernels [check | inspect | patch-report]; got {' '.join(argv)}", file=sys.stderr
+        )
         return 2
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     print("\n".join(["foundry_kernels " + __version__, "", *versions(), "", *table(devices)]))
@@ -125,6 +130,12 @@ def inspect(argv: list[str]) -> int:
             if options.sass:
                 print(_aot.run_on_cubin([_aot.tool("cuobjdump"), "--dump-sass"], cost.cubin))
     return 1 if bad else 0
+
+
+def check(argv: list[str]) -> int:
+    from foundry_kernels.check import main
+
+    return main(argv, ["foundry_kernels " + __version__, "", *versions()])
 
 
 def patch_report(argv: list[str]) -> int:

@@ -95,7 +95,7 @@ class Plugin:
         parser.addoption("--most-elements", type=int, help="leave out cases of more elements of their arguments")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        from table import numel
+        from foundry_kernels.check import numel
 
         if (most := config.getoption("--most-elements")) is not None:
             cases = [(item, item.callspec.params.get("case")) for item in items]  # type: ignore[attr-defined]

@@ -23,7 +23,9 @@ FEW_ELEMENTS = 2_000
 
 def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | None:
     """Why a test with these parameters is slow, or None."""
-    from table import Row, numel
+    from table import Row
+
+    from foundry_kernels.check import numel
 
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"

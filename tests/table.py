@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import foundry_kernels as fk
 from foundry_kernels import _native, _triton
+from foundry_kernels.check import small_cases
 from foundry_kernels.registry import FLOATS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Case
 
@@ -71,17 +72,7 @@ class Row:
 
     @property
     def small_cases(self) -> tuple[Case, ...]:
-        """A few small cases, each with options or layouts that the others do not have."""
-        kinds: dict[object, Case] = {}
-        for case in self.cases:
-            if 16 <= numel(case) <= 6000:
-                layouts = tuple(None if a is None else (a.layout, a.dtype, a.grad) for a in case.args.values())
-                kinds.setdefault((tuple(sorted(map(str, case.options.items()))), layouts), case)
-        return tuple(kinds.values())
-
-
-def numel(case: Case) -> int:
-    return sum(torch.Size(a.shape).numel() for a in case.args.values() if a is not None)
+        return small_cases(self.cases)
 
 
 def rows(*backends: str) -> tuple[Row, ...]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from table import Row, numel, over_cases, over_dtypes, over_rows, rows, saved_tensors
+from table import Row, over_cases, over_dtypes, over_rows, rows, saved_tensors
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundry_kernels.check import numel
 from foundry_kernels.testing import (
     Case,
     assert_parity,

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import slow
 import torch
-from table import Row, checked_rows, numel
+from table import Row, checked_rows
 
 from foundry_kernels import _aot
+from foundry_kernels.check import numel
 
 SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
 ROWS = [pytest.param(row, id=row.id) for row in checked_rows()]

@@ -16,8 +16,7 @@ from processes import SIZE, Collectives, full
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
     """A few cases for each letter that the rule divides: the case, the axis of each tensor that has it, a name."""
-    from table import numel
-
+    from foundry_kernels.check import numel
     from foundry_kernels.distributed.sharding import letters
 
     largest = 17_000 if row.backend == "triton" else 40_000  # the interpreter is slow
