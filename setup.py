@@ -25,7 +25,8 @@ from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 if int(setuptools.__version__.split(".")[0]) < 77:  # it would say that project.license is not valid
-    sys.exit(f"foundry_kernels needs setuptools 77 or newer; this is {setuptools.__version__}: pip install 'setuptools>=77'")
+    found = f"foundry_kernels needs setuptools 77 or newer, not {setuptools.__version__}"
+    sys.exit(f"{found}: pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).parent
 COMPILER = os.environ.get("CXX", "c++")

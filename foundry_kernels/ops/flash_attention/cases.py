@@ -245,6 +245,7 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         return (
             *((bench_case(2, 8, 2, 512, d, True), half) for d in (64, 128, 256)),
             (bench_case(2, 8, 2, 512, 128, False), half),
+            (_case(2, (8, 2), (512, 512), 128, "alibi", alibi_slopes=(8,), causal=True), half),  # one option alone
             *((_case(2, (8, 2), (512, 512), d, "all-options", **everything), half) for d in (64, 256)),
         )
     both = ((256, 256), (256, 256), (8, 2))

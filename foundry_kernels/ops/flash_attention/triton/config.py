@@ -64,8 +64,8 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
     is the interpreter.
 
     `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
-    block, whose masks do. Fewer keys or queries, or more warps, make room. In float32 `maxnreg` is all that the warps
-    can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
+    block, whose masks do. Fewer keys or queries, or more warps, make room. There, forward, and in float32 `maxnreg` is
+    all that the warps can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
     """
     if kernel == "preprocess":
         elements = 8192 // dtype.itemsize  # of a tile; twice as many would spill in float32
@@ -83,4 +83,6 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         if head_dim > 128:
             m = min(m, 64)
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    return launch if dtype.itemsize == 2 else launch | {"maxnreg": min(255, 65536 // (32 * warps))}
+    if dtype.itemsize != 2 or (needs_registers and kernel == "fwd"):
+        launch["maxnreg"] = min(255, 65536 // (32 * warps))
+    return launch
