@@ -1,17 +1,24 @@
-"""Host time of a call: the smallest case of each operation, without gradients."""
+"""Host time of a call: the smallest case of each operation, without gradients.
+
+Without a GPU also that of the Triton kernels, ours and Liger's, with a stub in place of the launch; with gradients too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import foundry_kernels as fk
+from benchmarks import liger, stub_gpu
 from benchmarks.calls import unavailable
 from benchmarks.conftest import Record
 from benchmarks.measure import host_time, replay
-from benchmarks.suite import DEVICE, LIMITS, Group, smallest_case, timed_cases
+from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, smallest_case, timed_cases
+from foundry_kernels.registry import OpSpec
+from foundry_kernels.testing import Case
 
 
 def _rows() -> list[Any]:
@@ -51,3 +58,81 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
     benchmark.group = f"{group.op.name}-overhead"
     replay.give(benchmark, [seconds])
     record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})
+
+
+# --- the launch stubbed -----------------------------------------------------------------------------------------------
+
+
+def _small_case(op: OpSpec) -> Case:
+    """The smallest with rows of whole 16 bytes, as models have: others would be copied."""
+    like = smallest_case(op)
+    alike = [
+        case
+        for case in op.cases.CASES[op.name]
+        if {n for n, a in case.args.items() if a} == {n for n, a in like.args.items() if a}
+        and all(
+            a is None or (a.layout == "contiguous" and 0 not in a.shape and (a.dtype or a.shape[-1] % 16 == 0))
+            for a in case.args.values()
+        )
+    ]
+    return min(alike, key=lambda c: case_bytes(c, torch.float32))
+
+
+def _stubbed_rows() -> list[Any]:
+    ops = [op for op in fk.OPS.values() if op.bench is not None and op.impl("triton") is not None]
+    named = [(op, name) for op in ops for name in ("triton", *liger.peers(op.name, "cuda"))]
+    return [
+        pytest.param(op, name, direction, id=f"{op.name}-stubbed-overhead-{name}-{direction}")
+        for op, name in named
+        for direction in ("forward", "both")
+    ]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="there is a GPU")
+@pytest.mark.benchmark(timer=replay)
+@pytest.mark.parametrize(("op", "name", "direction"), _stubbed_rows())
+def test_stubbed_overhead(benchmark: Any, op: OpSpec, name: str, direction: str, record: Record) -> None:
+    case = _small_case(op)
+    shown = f"{name}, {direction}, launch stubbed"
+    row: dict[str, Any] = {"kind": "overhead", "op": op.name, "row": shown, "case": case.id}
+    row |= {"direction": direction, "dtype": "bfloat16", "memory": "warm"}
+    if reason := stub_gpu.why_not():
+        record.absent(row | {"why_not": reason})
+    if name == liger.NAME:
+        found = liger.peers(op.name, "cuda")[name]
+        if isinstance(found, str):
+            record.absent(row | {"why_not": found})
+        function: Callable[..., Any] = found  # type: ignore[assignment]
+    else:
+        function = lambda **args: op.public(**args, **case.options, backend="triton")  # noqa: E731
+    with stub_gpu.stub_gpu(stub_gpu.StubDriver()):
+        call = _forward(function, case) if direction == "forward" else _both(function, case)
+        if benchmark.disabled:
+            benchmark.pedantic(call)
+            return
+        seconds = host_time(call)
+    benchmark.group = f"{op.name}-stubbed-overhead-{direction}"
+    replay.give(benchmark, [seconds])
+    record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})
+
+
+def _forward(function: Callable[..., Any], case: Case) -> Callable[[], object]:
+    args = {n: None if t is None else t.detach() for n, t in case.make(torch.bfloat16).items()}
+
+    def call() -> object:
+        with torch.no_grad():
+            return function(**args)
+
+    return call
+
+
+def _both(function: Callable[..., Any], case: Case) -> Callable[[], object]:
+    args = case.make(torch.bfloat16)
+    wanted = [t for t in args.values() if t is not None and t.requires_grad]
+
+    def outputs() -> list[torch.Tensor]:
+        out = function(**args)
+        return [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+
+    cotangents = [torch.ones_like(o) for o in outputs()]
+    return lambda: torch.autograd.grad(outputs(), wanted, cotangents)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -12,14 +14,17 @@ def storage_order(x: Tensor) -> list[int]:
     ``[B, H, T, D]`` view of ``[B, T, H, D]`` memory. Dimensions of size 1 or stride 0, which no memory order
     distinguishes, stay where they are in the shape.
     """
-    order = list(range(x.dim()))
-    if x.is_contiguous():
-        return order
-    slots = [d for d in range(x.dim() - 1) if x.size(d) > 1 and x.stride(d) > 0]
+    return list(range(x.dim())) if x.is_contiguous() else order_of(x.shape, x.stride())
+
+
+def order_of(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """`storage_order` of a tensor that has elements, from numbers."""
+    order = list(range(len(shape)))
+    slots = [d for d in range(len(shape) - 1) if shape[d] > 1 and strides[d] > 0]
     ranked: list[int] = []
     for d in slots:  # by insertion: a sort by key cannot be traced where strides are symbolic
         at = len(ranked)
-        while at > 0 and x.stride(ranked[at - 1]) < x.stride(d):
+        while at > 0 and strides[ranked[at - 1]] < strides[d]:
             at -= 1
         ranked.insert(at, d)
     for slot, d in zip(slots, ranked, strict=True):
@@ -33,3 +38,23 @@ def inverse(order: list[int]) -> list[int]:
     for i, d in enumerate(order):
         undo[d] = i
     return undo
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of this shape, its dimensions lying in this order, as torch.empty gives them."""
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tensor.is_contiguous, from numbers; no size is 0."""
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
 
+from foundry_kernels._launch import Plan, forget_plans, launch, planned
+from foundry_kernels._layout import is_contiguous
 from foundry_kernels.registry import Impl
 
 try:
@@ -118,34 +120,48 @@ def compute_dtype(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def row_strides(*tensors: torch.Tensor | None) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
-    """At most three strides that reach the rows (all dimensions but the last) of tensors of one shape.
+def row_strides(
+    shape: tuple[int, ...], *strides: tuple[int, ...] | None
+) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
+    """At most three strides that reach the rows (all dimensions but the last) of tensors of one shape, from theirs.
 
     Returns `(rank, n1, n2, strides)` for `row_offset`, `strides` holding one triple a tensor (zeros for None), or None
     where the tensors need more than three dimensions or have a last stride other than 1.
     """
-    present = [t for t in tensors if t is not None]
-    shape = present[0].shape
-    if all(t.is_contiguous() for t in present):
-        width = shape[-1]
-        return 1, 1, 1, [(0, 0, 0) if t is None else (0, 0, width) for t in tensors]
-    if any(t.stride(-1) != 1 and shape[-1] > 1 for t in present):
+    present = [s for s in strides if s is not None]
+    width = shape[-1]
+    if all(is_contiguous(shape, s) for s in present):
+        return 1, 1, 1, [(0, 0, 0) if s is None else (0, 0, width) for s in strides]
+    if any(s[-1] != 1 and width > 1 for s in present):
         return None
     dims: list[tuple[int, list[int]]] = []  # (size, strides of the tensors present), outermost first
     for axis in range(len(shape) - 1):
-        size, strides = shape[axis], [t.stride(axis) for t in present]
+        size, along = shape[axis], [s[axis] for s in present]
         if size == 1:
             continue
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], strides, strict=True)):
-            dims[-1] = (dims[-1][0] * size, strides)
+        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1], along, strict=True)):
+            dims[-1] = (dims[-1][0] * size, along)
         else:
-            dims.append((size, strides))
+            dims.append((size, along))
     if len(dims) > 3:
         return None
     rank = max(1, len(dims))
     dims = [(1, [0] * len(present))] * (3 - len(dims)) + dims
-    each = iter(zip(*(strides for _, strides in dims), strict=True))
-    return rank, dims[1][0], dims[2][0], [(0, 0, 0) if t is None else next(each) for t in tensors]
+    each = iter(zip(*(along for _, along in dims), strict=True))
+    return rank, dims[1][0], dims[2][0], [(0, 0, 0) if s is None else next(each) for s in strides]
+
+
+def strides_of(x: torch.Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None else x.stride()
+
+
+def empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory of x's shape and dtype; the quickest way to it."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def programs(device: torch.device) -> int:
@@ -155,12 +171,15 @@ def programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@planned
+def _plan_sum(parts: int, width: int, dtype: torch.dtype) -> Plan:
+    constants = {"COMPUTE": compute_dtype(dtype), "BLOCK_ROWS": 32, "BLOCK_COLS": 64}
+    return Plan((triton.cdiv(width, 64),), (parts, width), constants)
+
+
 def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
     """out [N] = the sum over p of partial [p, N], rounded: the partial sums of a grid's programs."""
-    parts, width = partial.shape
-    sum_partials_kernel[(triton.cdiv(width, 64),)](
-        partial, out, parts, width, COMPUTE=compute_dtype(partial.dtype), BLOCK_ROWS=32, BLOCK_COLS=64
-    )
+    launch(sum_partials_kernel, _plan_sum(*partial.shape, partial.dtype), partial, out)
 
 
 def capability(device: torch.device) -> int:
@@ -179,10 +198,11 @@ def _capability(device: torch.device) -> int:
 _RECORDED: int | None = None
 
 
-def record_for(arch: int) -> None:
-    """From now on choose launches as on a device of this compute capability (see `_aot`)."""
+def record_for(arch: int | None) -> None:
+    """From now on choose launches as on a device of this compute capability (see `_aot`); None: of the one at hand."""
     global _RECORDED
     _RECORDED = arch
+    forget_plans()
 
 
 def refuse_second_derivative(op: str) -> None:
@@ -192,26 +212,104 @@ def refuse_second_derivative(op: str) -> None:
         raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
 
 
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher, called while the device of its tensors is the current one: Triton launches on the current device,
+    whatever its arguments are, and an operator defined in Python has no guard of its own."""
+
+    @wraps(kernel)
+    def launcher(*args: Any) -> Any:
+        first = args[0]  # of most operators; where it may be None, another tensor
+        device = first.device if first is not None else next(x.device for x in args if isinstance(x, torch.Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return kernel(*args)
+        with torch.cuda.device(device):
+            return kernel(*args)
+
+    return launcher
+
+
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
-_LAUNCHERS: dict[str, Callable[..., Any]] = {}
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the operator's name
+_SERVE_CPU: set[str] = set()
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register `foundry_kernels::<schema>` with a launcher and a fake; returns the operator to call.
+def define(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register `foundry_kernels::<schema>` with a launcher and a fake; returns what is to be called.
 
     Kernels are launched by operators so that torch.compile does not trace into the launch, and so that selective
-    checkpointing and DTensor can refer to them by name.
+    checkpointing, DTensor and profilers know them by name. Where the dispatcher would do nothing but call the launcher
+    (no mode is active; tensors are just memory: no subclass, no lazy negation, no wrapper), it is called directly: that
+    costs the host less. `launcher` and `fake` return None in place of a result that is not wanted; the operator, whose
+    results are all tensors, an empty one.
     """
     name = schema.split("(")[0]
-    _LAUNCHERS[name] = kernel
+    direct = on_its_device(launcher)
+    LAUNCHERS[name] = _filled(direct)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, kernel, "CPU" if INTERPRET else "CUDA")
-    torch.library.register_fake(f"foundry_kernels::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.foundry_kernels, name).default
+    _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
+    if INTERPRET:
+        _SERVE_CPU.add(name)
+    torch.library.register_fake(f"foundry_kernels::{name}", _filled(fake), lib=_LIBRARY)
+    operator = getattr(torch.ops.foundry_kernels, name).default
+    tensors = tuple(i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type))
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _watched():
+            return operator(*args)
+        for i in tensors:
+            x = args[i]
+            if x is not None and (type(x) not in _PLAIN_TYPES or _keys(x).raw_repr() & _FOREIGN):
+                return operator(*args)
+        return direct(*args)
+
+    return call
+
+
+def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with empty tensors in place of results that are None."""
+
+    @wraps(function)
+    def filled(*args: Any) -> Any:
+        results = function(*args)
+        if not isinstance(results, tuple):
+            return results
+        like = next(x for x in args if isinstance(x, torch.Tensor))
+        return tuple(like.new_empty(0) if r is None else r for r in results)
+
+    return filled
+
+
+def _plain_keys() -> int:
+    """The bits of the dispatch keys of tensors that are just memory on a device."""
+    key, bits = torch._C.DispatchKey, 0
+    for each in ("CPU", "CUDA"):
+        for kind in ("", "Autograd", "Autocast"):
+            bits |= torch._C.DispatchKeySet(getattr(key, kind + each)).raw_repr()
+    return bits | torch._C.DispatchKeySet(key.ADInplaceOrView).raw_repr()
+
+
+_FOREIGN = ~_plain_keys()
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+_keys = torch._C._dispatch_keys
+
+
+def _watched() -> bool:
+    """Whether a mode, a profiler, a tracer or a transform is active, for which the dispatcher is needed."""
+    c = torch._C
+    return bool(
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._autograd._profiler_enabled()
+        or c._is_tracing()
+        or c._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def serve_cpu_tensors() -> None:
     """Register the launchers for CPU tensors too, so that what they would launch can be recorded (see `_aot`)."""
-    while _LAUNCHERS:
-        name, kernel = _LAUNCHERS.popitem()
-        _LIBRARY.impl(name, kernel, "CPU")
+    for name, launcher in LAUNCHERS.items():
+        if name not in _SERVE_CPU:
+            _SERVE_CPU.add(name)
+            _LIBRARY.impl(name, launcher, "CPU")

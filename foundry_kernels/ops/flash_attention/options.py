@@ -36,14 +36,17 @@ class AttentionOptions(NamedTuple):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What autograd has to save of the options."""
-        return tuple(getattr(self, name) for name in TENSORS)
+        values: tuple[Any, ...] = self
+        return tuple(values[at] for at in _TENSORS_AT)
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> AttentionOptions:
-        given: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-        return self._replace(**given)
+        values: list[Any] = list(self)
+        for at, tensor in zip(_TENSORS_AT, tensors, strict=True):
+            values[at] = tensor
+        return AttentionOptions._make(values)
 
     def without_tensors(self) -> AttentionOptions:
-        return self._replace(**_NO_TENSORS)
+        return self.with_tensors([None] * len(_TENSORS_AT))
 
     def select(self, out: Tensor, lse: Tensor, entropy: Tensor, max_logit: Tensor) -> Tensor | tuple[Tensor, ...]:
         """What the caller asked for of all that attention can return."""
@@ -69,7 +72,7 @@ SCHEMA_TYPES = {
 }
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items())
 TENSORS = tuple(name for name, kind in SCHEMA_TYPES.items() if kind.startswith("Tensor"))
-_NO_TENSORS: dict[str, Any] = dict.fromkeys(TENSORS)
+_TENSORS_AT = tuple(AttentionOptions._fields.index(name) for name in TENSORS)
 
 
 def from_operator_args(args: Sequence[Any]) -> tuple[AttentionOptions, tuple[bool, ...]]:

@@ -10,6 +10,7 @@ block of values, o_ offsets.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import (
     compute_dtype,
     define,
+    empty_like,
     refuse_second_derivative,
     round_to,
     row_offset,
@@ -121,68 +124,107 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate[..., :half], gate[..., half:]
 
 
-def _layout(out_gap: int, *tensors: Tensor) -> tuple[list[Tensor], tuple[int, int, int, int, int, Any]]:
-    """The tensors, copied where strides do not reach their rows, and (rank, n_rows, n_cols, n1, n2, strides).
+def _layout(
+    shape: tuple[int, ...], out_gap: int, *strides: tuple[int, ...]
+) -> tuple[int, int, int, int, int, list[int]] | None:
+    """(rank, n_rows, n_cols, n1, n2, strides) of tensors of this shape; None where they must be copied first.
 
     Rows that are contiguous in every tensor and, with an `out_gap` of 0, in the output are one long row.
     """
-    layout = row_strides(*tensors)
+    layout = row_strides(shape, *strides)
     if layout is None:
-        tensors = tuple(t.contiguous() for t in tensors)
-        layout = row_strides(*tensors)
-    assert layout is not None
-    rank, n1, n2, strides = layout
-    n_cols = tensors[0].shape[-1]
-    n_rows = tensors[0].numel() // n_cols
-    if rank == 1 and out_gap == 0 and (n_rows == 1 or all(row_stride == n_cols for *_, row_stride in strides)):
+        return None
+    rank, n1, n2, rows = layout
+    n_cols = shape[-1]
+    n_rows = math.prod(shape[:-1])
+    if rank == 1 and out_gap == 0 and (n_rows == 1 or all(row_stride == n_cols for *_, row_stride in rows)):
         n_rows, n_cols = 1, n_rows * n_cols
-    return list(tensors), (rank, n_rows, n_cols, n1, n2, strides)
+    return rank, n_rows, n_cols, n1, n2, [s for row in rows for s in row]
 
 
 def _empty_fwd(gate: Tensor, up: Tensor | None) -> Tensor:
-    shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
-    return torch.empty(shape, dtype=gate.dtype, device=gate.device)
+    if up is not None:
+        return empty_like(gate)
+    return torch.empty((*gate.shape[:-1], gate.shape[-1] // 2), dtype=gate.dtype, device=gate.device)
+
+
+@planned
+def _plan_fwd(
+    shape: tuple[int, ...],
+    gate_strides: tuple[int, ...],
+    up_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    activation: str,
+) -> Plan | None:
+    layout = _layout(shape, 0, gate_strides, up_strides)
+    if layout is None:
+        return None
+    rank, n_rows, n_cols, n1, n2, strides = layout
+    grid, block, n_tiles = _tiles(n_rows, n_cols)
+    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)}
+    return Plan(grid, (n_rows, n_cols, n_tiles, n1, n2, *strides), constants | block)
 
 
 def _fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y = _empty_fwd(gate, up)
     if y.numel() == 0:
         return y
-    (gate, up), (rank, n_rows, n_cols, n1, n2, (gate_strides, up_strides)) = _layout(0, *_halves(gate, up))
-    grid, block, n_tiles = _tiles(n_rows, n_cols)
-    glu_fwd_kernel[grid](
-        gate, up, y, n_rows, n_cols, n_tiles, n1, n2, *gate_strides, *up_strides,
-        RANK=rank, ACTIVATION=activation, COMPUTE=compute_dtype(gate.dtype), **block,
-    )  # fmt: skip
+    gate, up = _halves(gate, up)
+    plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, activation)
+    if plan is None:
+        gate, up = gate.contiguous(), up.contiguous()
+        plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, activation)
+        assert plan is not None
+    launch(glu_fwd_kernel, plan, gate, up, y)
     return y
 
 
-def _empty_bwd(gate: Tensor, up: Tensor | None, need_dgate: bool, need_dup: bool) -> tuple[Tensor, Tensor]:
-    dgate, dup = (
-        torch.empty(gate.shape if needed else (0,), dtype=gate.dtype, device=gate.device)
-        for needed in (need_dgate, need_dup)
-    )
-    return dgate, dup
+def _empty_bwd(
+    gate: Tensor, up: Tensor | None, need_dgate: bool, need_dup: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return empty_like(gate) if need_dgate else None, None if up is None or not need_dup else empty_like(up)
+
+
+@planned
+def _plan_bwd(
+    shape: tuple[int, ...],
+    dy_strides: tuple[int, ...],
+    gate_strides: tuple[int, ...],
+    up_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    packed: bool,
+    activation: str,
+    need_dgate: bool,
+    need_dup: bool,
+) -> Plan | None:
+    out_gap = shape[-1] if packed else 0
+    layout = _layout(shape, out_gap, dy_strides, gate_strides, up_strides)
+    if layout is None:
+        return None
+    rank, n_rows, n_cols, n1, n2, strides = layout
+    grid, block, n_tiles = _tiles(n_rows, n_cols)
+    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)}
+    needed = {"NEED_DGATE": need_dgate, "NEED_DUP": need_dup}
+    numbers = (shape[-1] + out_gap, n_rows, n_cols, n_tiles, n1, n2, *strides)
+    return Plan(grid, numbers, constants | needed | block)
 
 
 def _bwd(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_dgate: bool, need_dup: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     dgate, dup = _empty_bwd(gate, up, need_dgate, need_dup)
-    if dgate.numel() == 0 and dup.numel() == 0:
+    if dy.numel() == 0 or (dgate is None and dup is None):
         return dgate, dup
-    into_gate, into_up = _halves(dgate, None if up is None else dup)
-    width = dy.shape[-1]
-    out_gap = 0 if up is not None else width
-    (dy, gate, up), (rank, n_rows, n_cols, n1, n2, strides) = _layout(out_gap, dy, *_halves(gate, up))
-    dy_strides, gate_strides, up_strides = strides
-    grid, block, n_tiles = _tiles(n_rows, n_cols)
-    glu_bwd_kernel[grid](
-        dy, gate, up, into_gate, into_up, width + out_gap, n_rows, n_cols, n_tiles, n1, n2,
-        *dy_strides, *gate_strides, *up_strides,
-        RANK=rank, ACTIVATION=activation, NEED_DGATE=into_gate.numel() > 0, NEED_DUP=into_up.numel() > 0,
-        COMPUTE=compute_dtype(gate.dtype), **block,
-    )  # fmt: skip
+    packed = up is None
+    into_gate, into_up = _halves(dgate, None) if packed and dgate is not None else (dgate, dup)
+    gate, up = _halves(gate, up)
+    options = gate.dtype, packed, activation, into_gate is not None, into_up is not None
+    plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), up.stride(), *options)
+    if plan is None:
+        dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
+        plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), up.stride(), *options)
+        assert plan is not None
+    launch(glu_bwd_kernel, plan, dy, gate, up, into_gate, into_up)
     return dgate, dup
 
 
@@ -192,7 +234,7 @@ def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 def _bwd_fake(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_dgate: bool, need_dup: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     return _empty_bwd(gate, up, need_dgate, need_dup)
 
 

@@ -36,10 +36,10 @@ def _tile(n_rows: int, n_cols: int, elements: int) -> dict[str, int]:
 
 def _reachable(logits: Tensor) -> tuple[Tensor, tuple[int, int, int, list[tuple[int, int, int]]]]:
     """The logits, copied where strides do not reach their rows, and what `row_offset` needs."""
-    layout = row_strides(logits)
+    layout = row_strides(logits.shape, logits.stride())
     if layout is None:
         logits = logits.contiguous()
-        layout = row_strides(logits)
+        layout = row_strides(logits.shape, logits.stride())
     assert layout is not None
     return logits, layout
 

@@ -9,31 +9,37 @@ from torch import Tensor
 
 from foundry_kernels._triton import define, refuse_second_derivative
 from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args
-from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, launch_bwd, launch_fwd
+from foundry_kernels.ops.flash_attention.triton.launch import (
+    empty_bwd,
+    empty_fwd,
+    fake_rows,
+    launch_bwd,
+    launch_fwd,
+)
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     options, (save_lse, save_stats) = from_operator_args(args)
     return launch_fwd(q, k, v, options, save_lse, save_stats)
 
 
-def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     options, (save_lse, save_stats) = from_operator_args(args)
-    return empty_fwd(q, v, options, save_lse, save_stats)
+    return empty_fwd(q, v, options, save_lse, save_stats, fake_rows)
 
 
 def _bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     options, need = from_operator_args(args)
     return launch_bwd(dout, dlse, q, k, v, out, lse, options, *need)
 
 
 def _fake_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
-    options, need = from_operator_args(args)
-    return empty_bwd(q, k, v, options, *need)
+) -> tuple[Tensor | None, ...]:
+    options, (need_dq, need_dk, need_dv, need_dsinks) = from_operator_args(args)
+    return empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, fake_rows)
 
 
 flash_attention_fwd = define(
@@ -49,6 +55,11 @@ flash_attention_bwd = define(
     _bwd,
     _fake_bwd,
 )
+
+
+def _returned(lse: Tensor, q: Tensor) -> Tensor:
+    """lse in the dtype that the caller gets."""
+    return lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -67,9 +78,11 @@ class _FlashAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
         ctx.options = options.without_tensors()
         if options.return_lse:
-            lse = lse.to(entropy.dtype)
-        lse_depends = q.requires_grad or k.requires_grad or (sinks is not None and sinks.requires_grad)  # never on v
-        ctx.mark_non_differentiable(entropy, max_logit, *(() if lse_depends else (lse,)))
+            lse = _returned(lse, q)
+            if not (q.requires_grad or k.requires_grad or (sinks is not None and sinks.requires_grad)):  # never on v
+                ctx.mark_non_differentiable(lse)
+        if options.return_stats:
+            ctx.mark_non_differentiable(entropy, max_logit)
         results = options.select(out, lse, entropy, max_logit)
         return results if isinstance(results, tuple) else (results,)
 
@@ -98,8 +111,9 @@ class _FlashAttention(torch.autograd.Function):
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     sinks = options.sinks
-    differentiable = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
         bare = options if sinks is None else options._replace(sinks=None)
         results = _FlashAttention.apply(q, k, v, sinks, bare)
         return results if len(results) > 1 else results[0]
@@ -107,7 +121,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
         q, k, v, *options.operator_args(), options.return_lse, options.return_stats
     )
     if options.return_lse:
-        lse = lse.to(entropy.dtype)
+        lse = _returned(lse, q)
     return options.select(out, lse, entropy, max_logit)
 
 

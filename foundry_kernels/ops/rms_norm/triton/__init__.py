@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import (
     compute_dtype,
+    contiguous,
     define,
+    empty_like,
     programs,
     refuse_second_derivative,
     row_strides,
+    strides_of,
     sum_partials,
 )
 from foundry_kernels.ops.rms_norm.triton.kernels import (
@@ -50,12 +55,42 @@ def _y_dtype(x: Tensor, weight: Tensor | None, round_before_weight: bool) -> tor
 
 def _empty_fwd(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, round_before_weight: bool, save_rstd: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=_y_dtype(x, weight, round_before_weight), device=x.device)
-    h = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    y_dtype = _y_dtype(x, weight, round_before_weight)
+    y = empty_like(x) if y_dtype == x.dtype else torch.empty(x.shape, dtype=y_dtype, device=x.device)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rstd = torch.empty(x.shape[:-1] if save_rstd else (0,), dtype=compute, device=x.device)
-    return y, h, rstd
+    rstd = torch.empty(x.shape[:-1], dtype=compute, device=x.device) if save_rstd else None
+    return y, None if residual is None else empty_like(x), rstd
+
+
+@planned
+def _plan_fwd(
+    shape: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    residual_strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    has_weight: bool,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+    save_rstd: bool,
+) -> tuple[bool, Plan] | None:
+    """Whether rows are wide, and the launch; None where x and residual must be copied first."""
+    layout = row_strides(shape, x_strides, residual_strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (x_rows, residual_rows) = layout
+    has_residual = residual_strides is not None
+    n_cols = shape[-1]
+    n_rows = math.prod(shape[:-1])
+    options = config(n_cols, backward=False, needs_few_registers=dtype.itemsize == 2 and not has_residual)
+    wide = options.pop("wide")
+    constants = dict(
+        RANK=rank, HAS_RESIDUAL=has_residual, HAS_WEIGHT=has_weight, ROUND_FIRST=round_before_weight,
+        SAVE_RSTD=save_rstd, COMPUTE=compute_dtype(dtype), **options,
+    )  # fmt: skip
+    grid = (triton.cdiv(n_rows, options["BLOCK_ROWS"]),)
+    return wide, Plan(grid, (n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, weight_offset), constants)
 
 
 def _fwd(
@@ -66,35 +101,55 @@ def _fwd(
     weight_offset: float,
     round_before_weight: bool,
     save_rstd: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     y, h, rstd = _empty_fwd(x, residual, weight, round_before_weight, save_rstd)
-    if x.numel() == 0:
+    if y.numel() == 0:
         return y, h, rstd
-    layout = row_strides(x, residual)
-    if layout is None:
-        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        layout = row_strides(x, residual)
-    assert layout is not None
-    rank, n1, n2, (x_strides, residual_strides) = layout
-    weight = None if weight is None else weight.contiguous()
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols
-    launch = config(n_cols, backward=False, needs_few_registers=x.element_size() == 2 and residual is None)
-    kernel = rms_norm_fwd_wide_kernel if launch.pop("wide") else rms_norm_fwd_kernel
-    kernel[(triton.cdiv(n_rows, launch["BLOCK_ROWS"]),)](
-        x, residual, weight, y, h, rstd, n_rows, n_cols, n1, n2, *x_strides, *residual_strides,
-        eps, weight_offset,
-        RANK=rank, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, ROUND_FIRST=round_before_weight,
-        SAVE_RSTD=save_rstd, COMPUTE=compute_dtype(x.dtype), **launch,
-    )  # fmt: skip
+    options = x.dtype, weight is not None, eps, weight_offset, round_before_weight, save_rstd
+    found = _plan_fwd(x.shape, x.stride(), strides_of(residual), *options)
+    if found is None:
+        x, residual = x.contiguous(), contiguous(residual)
+        found = _plan_fwd(x.shape, x.stride(), strides_of(residual), *options)
+        assert found is not None
+    wide, plan = found
+    kernel = rms_norm_fwd_wide_kernel if wide else rms_norm_fwd_kernel
+    launch(kernel, plan, x, residual, contiguous(weight), y, h, rstd)
     return y, h, rstd
 
 
-def _empty_bwd(x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
-    dx = torch.empty(x.shape if need_dx else (0,), dtype=x.dtype, device=x.device)
-    if not need_dw or weight is None:
-        return dx, x.new_empty(0)
-    return dx, torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+def _empty_bwd(x: Tensor, weight: Tensor | None, need_dx: bool, need_dw: bool) -> tuple[Tensor | None, Tensor | None]:
+    return empty_like(x) if need_dx else None, empty_like(weight) if need_dw and weight is not None else None
+
+
+@planned
+def _plan_bwd(
+    shape: tuple[int, ...],
+    dy_strides: tuple[int, ...],
+    dh_strides: tuple[int, ...] | None,
+    x_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    has_weight: bool,
+    device: torch.device,
+    weight_offset: float,
+    round_before_weight: bool,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[bool, Plan] | None:
+    """Whether rows are wide, and the launch; None where dy, dh and x must be copied first."""
+    layout = row_strides(shape, dy_strides, dh_strides, x_strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (dy_rows, dh_rows, x_rows) = layout
+    n_cols = shape[-1]
+    n_rows = math.prod(shape[:-1])
+    options = config(n_cols, backward=True)
+    wide = options.pop("wide")
+    constants = dict(
+        RANK=rank, HAS_DH=dh_strides is not None, HAS_WEIGHT=has_weight, ROUND_FIRST=round_before_weight,
+        NEED_DX=need_dx, NEED_DW=need_dw, COMPUTE=compute_dtype(dtype), **options,
+    )  # fmt: skip
+    grid = (min(triton.cdiv(n_rows, options["BLOCK_ROWS"]), programs(device)),)
+    return wide, Plan(grid, (n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, weight_offset), constants)
 
 
 def _bwd(
@@ -107,34 +162,25 @@ def _bwd(
     round_before_weight: bool,
     need_dx: bool,
     need_dw: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     dx, dw = _empty_bwd(x, weight, need_dx, need_dw)
     if x.numel() == 0:
-        return dx, dw.zero_()
-    if not (need_dx or need_dw):
+        return dx, None if dw is None else dw.zero_()
+    if dx is None and dw is None:
         return dx, dw
-    layout = row_strides(dy, dh, x)
-    if layout is None:
-        dy, dh, x = dy.contiguous(), None if dh is None else dh.contiguous(), x.contiguous()
-        layout = row_strides(dy, dh, x)
-    assert layout is not None
-    rank, n1, n2, (dy_strides, dh_strides, x_strides) = layout
-    weight = None if weight is None else weight.contiguous()
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols
-    launch = config(n_cols, backward=True)
-    wide = launch.pop("wide")
-    grid = min(triton.cdiv(n_rows, launch["BLOCK_ROWS"]), programs(x.device))
+    options = x.dtype, weight is not None, x.device, weight_offset, round_before_weight, need_dx, dw is not None
+    found = _plan_bwd(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
+    if found is None:
+        dy, dh, x = dy.contiguous(), contiguous(dh), x.contiguous()
+        found = _plan_bwd(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
+        assert found is not None
+    wide, plan = found
     partial = None
-    if need_dw:
-        partial = (torch.zeros if wide else torch.empty)((grid, n_cols), dtype=rstd.dtype, device=x.device)
-    (rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel)[(grid,)](
-        dy, dh, x, weight, rstd, dx, partial, n_rows, n_cols, n1, n2, *dy_strides, *dh_strides, *x_strides,
-        weight_offset,
-        RANK=rank, HAS_DH=dh is not None, HAS_WEIGHT=weight is not None, ROUND_FIRST=round_before_weight,
-        NEED_DX=need_dx, NEED_DW=need_dw, COMPUTE=compute_dtype(x.dtype), **launch,
-    )  # fmt: skip
-    if partial is not None:
+    if dw is not None:
+        partial = (rstd.new_zeros if wide else rstd.new_empty)((plan.grid[0], x.shape[-1]))
+    kernel = rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel
+    launch(kernel, plan, dy, dh, x, contiguous(weight), rstd, dx, partial)
+    if partial is not None and dw is not None:
         sum_partials(partial, dw)
     return dx, dw
 
@@ -147,7 +193,7 @@ def _fwd_fake(
     weight_offset: float,
     round_before_weight: bool,
     save_rstd: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return _empty_fwd(x, residual, weight, round_before_weight, save_rstd)
 
 
@@ -161,7 +207,7 @@ def _bwd_fake(
     round_before_weight: bool,
     need_dx: bool,
     need_dw: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     return _empty_bwd(x, weight, need_dx, need_dw)
 
 

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels._layout import inverse, storage_order
-from foundry_kernels._triton import define, refuse_second_derivative
+from foundry_kernels._launch import planned
+from foundry_kernels._layout import dense_strides, inverse, order_of, storage_order
+from foundry_kernels._triton import define, empty_like, refuse_second_derivative
 from foundry_kernels.ops.rope.triton.launch import Norms, launch_backward, launch_forward, unit_stride
 
 
-def _dense(x: Tensor, order: list[int]) -> Tensor:
-    """An unfilled tensor of x's shape and dtype, dense with its dimensions in this order."""
+def _dense(x: Tensor, order: list[int] | None) -> Tensor:
+    """An unfilled tensor of x's shape and dtype, dense with its dimensions in this order; None: in x's own."""
+    strides = _dense_strides(x.shape, x.stride(), None if order is None else tuple(order))
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+@planned
+def _dense_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    if order is None:
+        order = tuple(range(len(shape)) if 0 in shape else order_of(shape, strides))
+    return dense_strides(shape, order)
+
+
+def _dense_fake(x: Tensor, order: list[int] | None) -> Tensor:
+    """As `_dense`, for sizes that may be symbolic."""
+    order = storage_order(x) if order is None else order
     return torch.empty([x.shape[d] for d in order], dtype=x.dtype, device=x.device).permute(inverse(order))
 
 
-def _absent(q: Tensor | None, k: Tensor | None) -> Tensor:
-    """What stands for a result that is not wanted."""
-    x = k if q is None else q
-    assert x is not None, "q or k must be given"
-    return x.new_empty(0)
-
+Dense = Callable[[Tensor, list[int] | None], Tensor]
 
 # --- rope -----------------------------------------------------------------------------------------------------------
 
 
 def _empty_rope(
-    q: Tensor | None, k: Tensor | None, q_order: list[int] | None, k_order: list[int] | None
-) -> tuple[Tensor, Tensor]:
-    q_out = _absent(q, k) if q is None else _dense(q, storage_order(q) if q_order is None else q_order)
-    k_out = _absent(q, k) if k is None else _dense(k, storage_order(k) if k_order is None else k_order)
-    return q_out, k_out
+    q: Tensor | None, k: Tensor | None, q_order: list[int] | None, k_order: list[int] | None, dense: Dense = _dense
+) -> tuple[Tensor | None, Tensor | None]:
+    return None if q is None else dense(q, q_order), None if k is None else dense(k, k_order)
 
 
 def _apply(
@@ -45,7 +54,7 @@ def _apply(
     inverse: bool,
     q_order: list[int] | None = None,
     k_order: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     q_out, k_out = _empty_rope(q, k, q_order, k_order)
     launch_forward(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse=inverse)
     return q_out, k_out
@@ -61,8 +70,8 @@ def _apply_fake(
     inverse: bool,
     q_order: list[int] | None = None,
     k_order: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _empty_rope(q, k, q_order, k_order)
+) -> tuple[Tensor | None, Tensor | None]:
+    return _empty_rope(q, k, q_order, k_order, _dense_fake)
 
 
 _rope_apply = define(
@@ -87,7 +96,8 @@ class _Rope(torch.autograd.Function):
         ctx.q_order, ctx.k_order, ctx.interleaved = storage_order(q), storage_order(k), interleaved
         ctx.save_for_backward(cos, sin, positions)
         q_out, k_out = _rope_apply(q, k, cos, sin, interleaved, positions, False, ctx.q_order, ctx.k_order)
-        ctx.mark_non_differentiable(*(out for out, x in ((q_out, q), (k_out, k)) if not x.requires_grad))
+        if not (q.requires_grad and k.requires_grad):
+            ctx.mark_non_differentiable(q_out if not q.requires_grad else k_out)
         return q_out, k_out
 
     @staticmethod
@@ -105,14 +115,17 @@ class _Rope(torch.autograd.Function):
 # --- qk_norm_rope ---------------------------------------------------------------------------------------------------
 
 
-def _empty_rstd(x: Tensor, save: bool) -> Tensor:
+def _empty_rstd(x: Tensor) -> Tensor:
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.empty(x.shape[:-1] if save else (0,), dtype=compute, device=x.device)
+    return torch.empty(x.shape[:-1], dtype=compute, device=x.device)
 
 
-def _empty_fwd(q: Tensor, k: Tensor, save_q_rstd: bool, save_k_rstd: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q_out, k_out = _empty_rope(q, k, None, None)
-    return q_out, k_out, _empty_rstd(q, save_q_rstd), _empty_rstd(k, save_k_rstd)
+Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _empty_fwd(q: Tensor, k: Tensor, save_q_rstd: bool, save_k_rstd: bool, dense: Dense = _dense) -> Results:
+    q_out, k_out = _empty_rope(q, k, None, None, dense)
+    return q_out, k_out, _empty_rstd(q) if save_q_rstd else None, _empty_rstd(k) if save_k_rstd else None
 
 
 def _fwd(
@@ -129,13 +142,13 @@ def _fwd(
     positions: Tensor | None,
     save_q_rstd: bool,
     save_k_rstd: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Results:
     q_out, k_out, q_rstd, k_rstd = _empty_fwd(q, k, save_q_rstd, save_k_rstd)
     norms = Norms(
         unit_stride(q_weight),
         unit_stride(k_weight),
-        q_rstd if save_q_rstd else None,
-        k_rstd if save_k_rstd else None,
+        q_rstd,
+        k_rstd,
         eps,
         weight_offset,
         round_before_weight,
@@ -158,8 +171,8 @@ def _fwd_fake(
     positions: Tensor | None,
     save_q_rstd: bool,
     save_k_rstd: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_fwd(q, k, save_q_rstd, save_k_rstd)
+) -> Results:
+    return _empty_fwd(q, k, save_q_rstd, save_k_rstd, _dense_fake)
 
 
 def _empty_bwd(
@@ -171,22 +184,13 @@ def _empty_bwd(
     need_dk: bool,
     need_dq_weight: bool,
     need_dk_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    absent = _absent(q, k)
-
-    def gradient(x: Tensor | None, needed: bool) -> Tensor:
-        return _dense(x, storage_order(x)) if needed and x is not None else absent.new_empty(0)
-
-    def of_weight(weight: Tensor | None, needed: bool) -> Tensor:
-        if not needed or weight is None:
-            return absent.new_empty(0)
-        return torch.empty_like(weight, memory_format=torch.contiguous_format)
-
+    dense: Dense = _dense,
+) -> Results:
     return (
-        gradient(q, need_dq),
-        gradient(k, need_dk),
-        of_weight(q_weight, need_dq_weight),
-        of_weight(k_weight, need_dk_weight),
+        dense(q, None) if need_dq and q is not None else None,
+        dense(k, None) if need_dk and k is not None else None,
+        empty_like(q_weight) if need_dq_weight and q_weight is not None else None,
+        empty_like(k_weight) if need_dk_weight and k_weight is not None else None,
     )
 
 
@@ -209,18 +213,17 @@ def _bwd(
     need_dk: bool,
     need_dq_weight: bool,
     need_dk_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Results:
     """`dq_out`, q and its rstd are None where none of q's gradients is wanted; likewise those of k."""
     gradients = _empty_bwd(q, k, q_weight, k_weight, need_dq, need_dk, need_dq_weight, need_dk_weight)
     if all(x is None or x.numel() == 0 for x in (q, k)):
         for gradient in gradients:
-            gradient.zero_()
+            if gradient is not None:
+                gradient.zero_()
         return gradients
-    dq, dk, dq_weight, dk_weight = gradients
     launch_backward(
         dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, weight_offset, round_before_weight,
-        interleaved, positions, dq if need_dq else None, dk if need_dk else None,
-        dq_weight if need_dq_weight else None, dk_weight if need_dk_weight else None,
+        interleaved, positions, *gradients,
     )  # fmt: skip
     return gradients
 
@@ -244,8 +247,9 @@ def _bwd_fake(
     need_dk: bool,
     need_dq_weight: bool,
     need_dk_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_bwd(q, k, q_weight, k_weight, need_dq, need_dk, need_dq_weight, need_dk_weight)
+) -> Results:
+    needed = need_dq, need_dk, need_dq_weight, need_dk_weight
+    return _empty_bwd(q, k, q_weight, k_weight, *needed, _dense_fake)
 
 
 _qk_norm_rope_fwd = define(

@@ -9,8 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
+from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._layout import storage_order
-from foundry_kernels._triton import compute_dtype, programs, sum_partials
+from foundry_kernels._triton import compute_dtype, programs, strides_of, sum_partials
 from foundry_kernels.ops.rope.triton.kernels import qk_norm_rope_bwd_kernel, rope_kernel
 
 
@@ -61,6 +62,9 @@ def config(
     }
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
 class Norms(NamedTuple):
     """What a forward pass with norms is given beside q, k and the tables. A rstd of None is not saved."""
 
@@ -76,16 +80,20 @@ class Norms(NamedTuple):
 NO_NORMS = Norms(None, None, None, None, 0.0, 0.0, False)
 
 
-def unit_stride(x: Tensor | None) -> Tensor | None:
+def with_unit_stride(x: Tensor) -> Tensor:
     """x with a last stride of 1."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def unit_stride(x: Tensor | None) -> Tensor | None:
+    return None if x is None else with_unit_stride(x)
 
 
 def launch_forward(
     q: Tensor | None,
     k: Tensor | None,
-    q_out: Tensor,
-    k_out: Tensor,
+    q_out: Tensor | None,
+    k_out: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None,
@@ -95,23 +103,53 @@ def launch_forward(
     norms: Norms = NO_NORMS,
 ) -> None:
     """Rotates q and k, whichever are given, into q_out and k_out: dense tensors that set the order of the work."""
-    x, out = (q, q_out) if _has_elements(q) else (k, k_out)
-    if not _has_elements(x):
+    if not (_has_elements(q) or _has_elements(k)):
         return
+    x = q if q is not None else k
     assert x is not None
-    tables = _Tables.of(cos, sin, positions)
+    cos, sin = with_unit_stride(cos), with_unit_stride(sin)
+    check_positions(positions, cos)
     q, k = unit_stride(q), unit_stride(k)
-    q_into, k_into = None if q is None else q_out, None if k is None else k_out
-    strides = [*_strides(q, k, q_into, k_into), *tables.strides]
-    launch = _config(x, q, k, cos, strides, heads_inner=out.stride(1) < out.stride(2), backward=False)
-    chunks = sum(triton.cdiv(_n_heads(t), launch["BLOCK_HEADS"]) for t in (q, k))
-    splits, items = _split(launch, x, chunks)
-    rope_kernel[(items,)](
-        q, k, norms.q_weight, norms.k_weight, q_into, k_into, norms.q_rstd, norms.k_rstd, *tables.tensors,
-        x.shape[2], _n_heads(q), _n_heads(k), cos.shape[-2], splits, *strides, *tables.position_strides,
-        -1.0 if inverse else 1.0, norms.eps, norms.weight_offset, NORM=norms is not NO_NORMS,
-        ROUND_FIRST=norms.round_before_weight, D=x.shape[3], HALF=cos.shape[-1], INTERLEAVED=interleaved, **launch,
+    plan = _plan_forward(
+        _layout(q), _layout(k), strides_of(q_out), strides_of(k_out), layout(cos), layout(sin), _layout(positions),
+        x.dtype, x.device, interleaved, -1.0 if inverse else 1.0, norms is not NO_NORMS, *norms[4:],
     )  # fmt: skip
+    q_weight, k_weight, q_rstd, k_rstd = norms[:4]
+    launch(rope_kernel, plan, q, k, q_weight, k_weight, q_out, k_out, q_rstd, k_rstd, cos, sin, positions)
+
+
+@planned
+def _plan_forward(
+    q: Layout | None,
+    k: Layout | None,
+    q_out: tuple[int, ...] | None,
+    k_out: tuple[int, ...] | None,
+    cos: Layout,
+    sin: Layout,
+    positions: Layout | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    interleaved: bool,
+    direction: float,
+    norm: bool,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+) -> Plan:
+    on_q = q is not None and 0 not in q[0]
+    x, out = (q, q_out) if on_q else (k, k_out)
+    assert x is not None
+    assert out is not None
+    strides = [*_strides(q and q[1], k and k[1], q_out, k_out), *_table_strides(cos), *_table_strides(sin)]
+    options = _config(x[0], q, k, cos, strides, dtype, heads_inner=out[1] < out[2], backward=False)
+    chunks = sum(triton.cdiv(_n_heads(t), options["BLOCK_HEADS"]) for t in (q, k))
+    splits, items = _split(options, x[0], device, chunks)
+    numbers = (
+        x[0][2], _n_heads(q), _n_heads(k), cos[0][-2], splits, *strides, *_position_strides(positions),
+        direction, eps, weight_offset,
+    )  # fmt: skip
+    constants = {"NORM": norm, "ROUND_FIRST": round_before_weight, "INTERLEAVED": interleaved}
+    return Plan((items,), numbers, constants | {"D": x[0][3], "HALF": cos[0][-1]} | options)
 
 
 def launch_backward(
@@ -138,76 +176,110 @@ def launch_backward(
     x = q if _has_elements(q) else k
     assert x is not None
     order = storage_order(x)
-    tables = _Tables.of(cos, sin, positions)
+    cos, sin = with_unit_stride(cos), with_unit_stride(sin)
+    check_positions(positions, cos)
     dq_out, dk_out, q, k = unit_stride(dq_out), unit_stride(dk_out), unit_stride(q), unit_stride(k)
-    strides = [*_strides(dq_out, dk_out, q, k, dq, dk), *tables.strides]
-    launch = _config(x, q, k, cos, strides, heads_inner=order.index(1) > order.index(2), backward=True)
-    q_splits, q_items = _split(launch, x, triton.cdiv(_n_heads(q), launch["BLOCK_HEADS"]))
-    k_splits, k_items = _split(launch, x, triton.cdiv(_n_heads(k), launch["BLOCK_HEADS"]))
-    grid = min(max(q_items, k_items), programs(x.device))
-    q_partial, k_partial = _partial(dq_weight, x, grid), _partial(dk_weight, x, grid)
-    qk_norm_rope_bwd_kernel[(grid,)](
-        dq_out, dk_out, q, k, unit_stride(q_weight), unit_stride(k_weight), q_rstd, k_rstd, *tables.tensors,
-        dq, dk, q_partial, k_partial, x.shape[2], _n_heads(q), _n_heads(k), cos.shape[-2],
-        q_items, k_items, q_splits, k_splits, *strides, *tables.position_strides, weight_offset,
-        D=x.shape[3], HALF=cos.shape[-1], INTERLEAVED=interleaved, ROUND_FIRST=round_before_weight, **launch,
+    plan = _plan_backward(
+        strides_of(dq_out), strides_of(dk_out), _layout(q), _layout(k), strides_of(dq), strides_of(dk),
+        layout(cos), layout(sin), _layout(positions), x.dtype, x.device, order.index(1) > order.index(2),
+        interleaved, weight_offset, round_before_weight,
+    )  # fmt: skip
+    q_partial, k_partial = _partial(dq_weight, x, plan.grid[0]), _partial(dk_weight, x, plan.grid[0])
+    launch(
+        qk_norm_rope_bwd_kernel, plan, dq_out, dk_out, q, k, unit_stride(q_weight), unit_stride(k_weight),
+        q_rstd, k_rstd, cos, sin, positions, dq, dk, q_partial, k_partial,
     )  # fmt: skip
     for partial, dw in ((q_partial, dq_weight), (k_partial, dk_weight)):
         if partial is not None and dw is not None:
             sum_partials(partial, dw)
 
 
-class _Tables(NamedTuple):
-    """cos, sin and positions as the kernels take them, with their strides over batch and rows (or tokens)."""
+@planned
+def _plan_backward(
+    dq_out: tuple[int, ...] | None,
+    dk_out: tuple[int, ...] | None,
+    q: Layout | None,
+    k: Layout | None,
+    dq: tuple[int, ...] | None,
+    dk: tuple[int, ...] | None,
+    cos: Layout,
+    sin: Layout,
+    positions: Layout | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads_inner: bool,
+    interleaved: bool,
+    weight_offset: float,
+    round_before_weight: bool,
+) -> Plan:
+    x = q if q is not None and 0 not in q[0] else k
+    assert x is not None
+    strides = [*_strides(dq_out, dk_out, q and q[1], k and k[1], dq, dk), *_table_strides(cos), *_table_strides(sin)]
+    options = _config(x[0], q, k, cos, strides, dtype, heads_inner=heads_inner, backward=True)
+    q_splits, q_items = _split(options, x[0], device, triton.cdiv(_n_heads(q), options["BLOCK_HEADS"]))
+    k_splits, k_items = _split(options, x[0], device, triton.cdiv(_n_heads(k), options["BLOCK_HEADS"]))
+    grid = min(max(q_items, k_items), programs(device))
+    numbers = (
+        x[0][2], _n_heads(q), _n_heads(k), cos[0][-2], q_items, k_items, q_splits, k_splits,
+        *strides, *_position_strides(positions), weight_offset,
+    )  # fmt: skip
+    constants = {"INTERLEAVED": interleaved, "ROUND_FIRST": round_before_weight}
+    return Plan((grid,), numbers, constants | {"D": x[0][3], "HALF": cos[0][-1]} | options)
 
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None]
-    strides: tuple[int, ...]
-    position_strides: tuple[int, int]
 
-    @classmethod
-    def of(cls, cos: Tensor, sin: Tensor, positions: Tensor | None) -> _Tables:
-        tensors = unit_stride(cos), unit_stride(sin), positions
-        strides = (*_table_strides(tensors[0]), *_table_strides(tensors[1]))
-        if positions is None:
-            return cls(tensors, strides, (0, 0))
-        if positions.device.type == "cpu" and positions.numel() > 0:  # on a GPU the check would have to synchronize
-            low, high = (int(x) for x in positions.aminmax())
-            if low < 0 or high >= cos.shape[-2]:
-                raise IndexError(
-                    f"positions must lie in 0 .. {cos.shape[-2] - 1}, the table's rows; got {low} to {high}"
-                )
-        batch_stride = positions.stride(0) if positions.dim() == 2 else 0
-        return cls(tensors, strides, (batch_stride, positions.stride(-1)))
+def check_positions(positions: Tensor | None, cos: Tensor) -> None:
+    """On the CPU; on a GPU the check would have to synchronize."""
+    if positions is not None and positions.device.type == "cpu" and positions.numel() > 0:
+        low, high = (int(x) for x in positions.aminmax())
+        if low < 0 or high >= cos.shape[-2]:
+            raise IndexError(f"positions must lie in 0 .. {cos.shape[-2] - 1}, the table's rows; got {low} to {high}")
 
 
-def _table_strides(table: Tensor | None) -> tuple[int, int]:
-    assert table is not None
-    return table.stride(0) if table.dim() == 3 else 0, table.stride(-2)
+def layout(x: Tensor) -> Layout:
+    return x.shape, x.stride()
+
+
+def _layout(x: Tensor | None) -> Layout | None:
+    return None if x is None else layout(x)
+
+
+def _table_strides(table: Layout) -> tuple[int, int]:
+    """Over batch and rows (or tokens)."""
+    _, strides = table
+    return strides[0] if len(strides) == 3 else 0, strides[-2]
+
+
+def _position_strides(positions: Layout | None) -> tuple[int, int]:
+    if positions is None:
+        return 0, 0
+    _, strides = positions
+    return strides[0] if len(strides) == 2 else 0, strides[-1]
 
 
 def _config(
-    x: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
+    shape: tuple[int, ...],
+    q: Layout | None,
+    k: Layout | None,
+    cos: Layout,
     strides: list[int],
+    dtype: torch.dtype,
     *,
     heads_inner: bool,
     backward: bool,
 ) -> dict[str, Any]:
     aligned = all(s % 16 == 0 for s in strides)
-    launch = config(
-        x.shape[3], 2 * cos.shape[-1], x.shape[2], _n_heads(q), _n_heads(k),
+    options = config(
+        shape[3], 2 * cos[0][-1], shape[2], _n_heads(q), _n_heads(k),
         heads_inner=heads_inner, aligned=aligned, backward=backward,
     )  # fmt: skip
-    return launch | {"COMPUTE": compute_dtype(x.dtype)}
+    return options | {"COMPUTE": compute_dtype(dtype)}
 
 
-def _split(launch: dict[str, Any], x: Tensor, chunks: int) -> tuple[int, int]:
+def _split(options: dict[str, Any], shape: tuple[int, ...], device: torch.device, chunks: int) -> tuple[int, int]:
     """How many programs share the `chunks` of heads of one tile of tokens, and how many items of work that makes. About
     4 chunks each, so that loading the angles pays; fewer where the device would not be full."""
-    tiles = x.shape[0] * triton.cdiv(x.shape[2], launch["BLOCK_TOKENS"])
-    splits = min(chunks, max(triton.cdiv(chunks, 4), triton.cdiv(4 * programs(x.device), tiles)))
+    tiles = shape[0] * triton.cdiv(shape[2], options["BLOCK_TOKENS"])
+    splits = min(chunks, max(triton.cdiv(chunks, 4), triton.cdiv(4 * programs(device), tiles)))
     return splits, tiles * splits
 
 
@@ -219,13 +291,13 @@ def _partial(dw: Tensor | None, x: Tensor, grid: int) -> Tensor | None:
     return torch.empty((grid, x.shape[3]), dtype=accumulate, device=x.device)
 
 
-def _strides(*tensors: Tensor | None) -> list[int]:
+def _strides(*tensors: tuple[int, ...] | None) -> list[int]:
     """Of each over batch, heads and tokens."""
-    return [s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()[:3])]
+    return [s for strides in tensors for s in (strides or (0, 0, 0))[:3]]
 
 
-def _n_heads(x: Tensor | None) -> int:
-    return 0 if x is None else x.shape[1]
+def _n_heads(x: Layout | None) -> int:
+    return 0 if x is None else x[0][1]
 
 
 def _has_elements(x: Tensor | None) -> bool:

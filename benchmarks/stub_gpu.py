@@ -1,0 +1,70 @@
+"""A GPU that launches nothing: the host's share of a call to a Triton kernel, on a machine without a GPU.
+
+Kernels are compiled for the architecture, arguments are bound and launchers called as on a GPU; the launch itself, the
+last call into the driver, does nothing. Tensors are the CPU's, and results are whatever was in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import foundry_kernels as fk
+from foundry_kernels import _triton
+from foundry_kernels.registry import override
+
+
+class StubDriver:
+    """Triton's driver of a GPU, but for the launch."""
+
+    def __init__(self, arch: int = 90) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", arch, 32)
+        self.launcher_cls = lambda src, metadata: self.launch
+        self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=self._properties)
+
+    def launch(self, *args: Any) -> None:
+        """What a compiled kernel is called with: grid, stream, function, metadata, hooks and the kernel's arguments."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def _load(self, name: str, binary: bytes, shared: int, device: int) -> tuple[None, str, int, int, int]:
+        return None, name, 0, 0, 1024
+
+    def _properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132}
+
+
+def why_not() -> str | None:
+    """The reason why there can be no stub in this process, or None."""
+    if _triton.MISSING is not None:
+        return _triton.MISSING
+    if _triton.INTERPRET:
+        return "kernels that are interpreted cannot be compiled: unset TRITON_INTERPRET"
+    return None
+
+
+@contextmanager
+def stub_gpu(driver: StubDriver) -> Iterator[None]:
+    """While it lasts, Triton kernels serve CPU tensors and are launched by `driver`."""
+    from triton.runtime.driver import driver as drivers
+
+    _triton.serve_cpu_tensors()
+    with ExitStack() as undo:
+        for op in fk.OPS.values():
+            if op.impl("triton") is not None:
+                undo.enter_context(override(op, "triton", devices=("cpu", "cuda")))
+        undo.callback(_triton.record_for, _triton._RECORDED)
+        _triton.record_for(driver.target.arch)
+        drivers.set_active(driver)
+        yield

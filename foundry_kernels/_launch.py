@@ -1,0 +1,118 @@
+"""Launches of Triton kernels without Triton's own way to them, which costs the host 15 to 40 µs a launch.
+
+`kernel[grid](...)` works out at each call what the kernel is specialised on (dtypes, None, which numbers are 1 or
+multiples of 16, which pointers are aligned), looks the compiled kernel up by the text of all that, and calls it. Here
+all but the tensors is worked out once. A launcher keeps a `Plan` for each combination of shapes, strides and options;
+a plan keeps the compiled kernel for each specialisation of its tensors, which Triton's own function determines at each
+call. The first launch of each is made by Triton, which returns the kernel to keep. So a kept kernel is only called with
+the very numbers that it was first launched with, and with tensors that Triton cannot tell from the first ones.
+
+This file alone relies on what Triton does not document. Versions that nobody has looked at are launched by
+`kernel[grid](...)` alone. So is everything in the interpreter, while hooks are installed (a profiler's), and while
+`JITFunction.run` is replaced. Triton's environment variables count at the first launch of a specialisation, and that
+the globals of a kernel are constant is checked then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+#: Releases of Triton whose `JITFunction.run` does what `launch` replaces.
+KNOWN = ("3.6.", "3.7.")
+
+try:
+    import triton
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime.driver import driver as _drivers
+    from triton.runtime.jit import JITFunction
+
+    DIRECT = triton.__version__.startswith(KNOWN)
+except ImportError:  # no Triton, or one that is arranged differently
+    DIRECT = False
+
+if DIRECT:
+    from triton._C.libtriton import native_specialize_impl as _specialize
+
+    _RUN = JITFunction.run
+    _ENTER, _EXIT = type(knobs.runtime).__dict__["launch_enter_hook"], type(knobs.runtime).__dict__["launch_exit_hook"]
+    _RUNTIME, _COMPILATION = knobs.runtime.__dict__, knobs.compilation.__dict__  # what a program has set
+
+#: Settings that `JITFunction.run` looks at.
+_LOOKED_AT = frozenset({"launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook"})
+
+T = TypeVar("T")
+_PLANNERS: list[Any] = []
+
+
+class Plan:
+    """A launch but for its tensors: the grid, the numbers that follow the tensors, constants and options by name."""
+
+    __slots__ = ("constants", "grid", "kept", "numbers")
+
+    def __init__(self, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self.grid, self.numbers, self.constants = grid, numbers, constants
+        self.kept: dict[Any, tuple[Any, ...]] = {}
+
+
+def planned(function: Callable[..., T]) -> Callable[..., T]:
+    """Keeps what `function` returns for its last 1024 combinations of arguments: numbers, dtypes, a device; no tensors.
+    It reads nothing else, but for the device's properties and what `forget_plans` follows."""
+    cached = lru_cache(maxsize=1024)(function)
+    _PLANNERS.append(cached)
+    return cached
+
+
+def forget_plans() -> None:
+    """Where plans would come out differently from now on."""
+    for cached in _PLANNERS:
+        cached.cache_clear()
+
+
+def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
+    """``kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)``; a tensor may be None."""
+    if not (DIRECT and type(kernel) is JITFunction and _undisturbed(kernel)):
+        kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
+        return
+    driver = _drivers.active
+    device = driver.get_current_device()
+    key = (kernel.__name__, device, *specializations(kernel, device, tensors))
+    kept = plan.kept.get(key)
+    if kept is None or kept[0] is not kernel:
+        compiled = kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
+        if type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
+            plan.kept[key] = (kernel, compiled.run, compiled, *_rest(kernel, plan, len(tensors)))
+        return
+    _, run, compiled, x, y, z, rest = kept
+    # No metadata, and no hooks to give it to.
+    run(
+        x, y, z, driver.get_current_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
+        *tensors, *rest,
+    )  # fmt: skip
+
+
+def specializations(kernel: Any, device: int, tensors: tuple[Any, ...]) -> list[Any]:
+    """What Triton's binder makes of each tensor: ("*bf16", "D") where the pointer is a multiple of 16."""
+    backend = kernel.device_caches[device][3]
+    return [_specialize(backend, x, False, True, True) for x in tensors]
+
+
+def _undisturbed(kernel: Any) -> bool:
+    """Nothing wants to see the launch, or changes what is compiled."""
+    return (
+        not _ENTER.calls
+        and not _EXIT.calls
+        and _LOOKED_AT.isdisjoint(_RUNTIME)
+        and "instrumentation_mode" not in _COMPILATION
+        and not kernel.pre_run_hooks
+        and JITFunction.run is _RUN
+    )
+
+
+def _rest(kernel: Any, plan: Plan, n_tensors: int) -> tuple[int, int, int, tuple[Any, ...]]:
+    """The grid in three dimensions, and the kernel's arguments after the tensors, constants among them, in order."""
+    x, y, z = (*plan.grid, 1, 1)[:3]
+    names = kernel.arg_names[n_tensors + len(plan.numbers) :]
+    return x, y, z, (*plan.numbers, *(plan.constants[name] for name in names))

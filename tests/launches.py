@@ -1,0 +1,432 @@
+"""What tests/test_launch.py runs in a process of its own, where kernels are not interpreted: that a launch from
+a kept plan is the one that Triton would make.
+
+The stub of a GPU records what is launched. Nothing is compiled: the stand-in of a compiled kernel is what it would have
+been compiled from, so that two launches are of equal kernels where Triton specialises them equally.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+import foundry_kernels as fk
+from benchmarks.stub_gpu import StubDriver, stub_gpu
+from foundry_kernels import _launch, _triton
+from foundry_kernels._launch import Plan, launch
+from foundry_kernels.registry import OpSpec
+from foundry_kernels.testing import Case, call, lay_out
+
+OPS = [pytest.param(op, id=op.name) for op in fk.OPS.values() if op.impl("triton")]
+
+
+class Recorder(StubDriver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.stream = 0, 100
+        self.launches: list[tuple[Any, ...]] = []
+        self.get_current_device = lambda: self.device
+        self.get_current_stream = lambda device: 1000 * device + self.stream
+
+    def launch(self, *args: Any) -> None:
+        self.launches.append(args)
+
+    def take(self) -> list[tuple[Any, ...]]:
+        taken, self.launches = self.launches, []
+        return taken
+
+
+def compiled(driver: Recorder, src: Any, options: dict[str, Any]) -> CompiledKernel:
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.src, kernel.name, kernel.module, kernel._run = src, src.fn.__name__, object(), driver.launch
+    kernel.metadata = SimpleNamespace(target=driver.target)
+    kernel.packed_metadata = ("metadata of", src.fn.__name__)
+    kernel.function = (
+        src.fn.__name__, driver.device, str(src.signature), str(src.constants), str(src.attrs), str(options)
+    )  # fmt: skip
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Recorder]:
+    driver = Recorder()
+    with pytest.MonkeyPatch.context() as patch, stub_gpu(driver):
+        patch.setattr(triton.compiler, "compile", lambda src, target, options: compiled(driver, src, options))
+        yield driver
+
+
+@pytest.fixture
+def gpu(process: Recorder) -> Recorder:
+    process.take()
+    process.device, process.stream = 0, 100
+    return process
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels launched by Triton itself, which is not disturbed by being watched."""
+    seen: list[str] = []
+    own = JITFunction.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kernel.__name__)
+        return own(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(_launch, "_RUN", run)
+    return seen
+
+
+@triton.jit
+def toy_kernel(x_ptr, w_ptr, y_ptr, n, stride, factor, FLAG: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.store(y_ptr + cols, tl.load(x_ptr + cols * stride, mask=cols < n) * factor, mask=cols < n)
+
+
+def plan(n: int = 16, stride: int = 32, factor: Any = 0.5, **changes: Any) -> Plan:
+    return Plan((3,), (n, stride, factor), {"FLAG": True, "BLOCK": 16, "num_warps": 4} | changes)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> Tensor:
+    return torch.zeros(offset + 64, dtype=dtype)[offset : offset + 16].view(shape or (16,))
+
+
+def by_triton(p: Plan, *tensors: Any) -> None:
+    toy_kernel[p.grid](*tensors, *p.numbers, **p.constants)
+
+
+def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Two calls of a compiled kernel: Triton gives it hooks that do nothing, and metadata for them."""
+    return all(
+        x is y or (not isinstance(x, Tensor) and x == y) for x, y in zip(a[:6] + a[9:], b[:6] + b[9:], strict=True)
+    )
+
+
+# --- one kernel -------------------------------------------------------------------------------------------------------
+
+
+def test_equal_arguments_are_launched_directly(gpu: Recorder, runs: list[str]) -> None:
+    p, tensors = plan(), (draw(), draw(), draw())
+    launch(toy_kernel, p, *tensors)
+    assert runs == ["toy_kernel"]
+    launch(toy_kernel, p, *tensors)
+    launch(toy_kernel, p, draw(), draw(), draw())  # others of the same kind
+    assert runs == ["toy_kernel"]
+    first, second, _ = gpu.take()
+    assert same(first, second)
+    assert second[:4] == (3, 1, 1, 100)
+    assert second[9:] == (*tensors, 16, 32, 0.5, True, 16)
+
+
+CHANGES: dict[str, tuple[Any, Any, Any]] = {
+    "unaligned": (draw(offset=1), draw(), draw()),
+    "unaligned result": (draw(), draw(), draw(offset=3)),
+    "another dtype": (draw(dtype=torch.float16), draw(), draw()),
+    "of equal size": (draw(), draw(dtype=torch.int32), draw()),
+    "None": (draw(), None, draw()),
+    "None and unaligned": (draw(offset=2), None, draw()),
+    "a float": (draw(), 1.0, draw()),
+    "an int": (draw(), 7, draw()),
+    "the int 1": (draw(), 1, draw()),
+    "a large int": (draw(), 2**40, draw()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_triton_tells_apart_is_launched_by_triton_first(name: str, gpu: Recorder, runs: list[str]) -> None:
+    """The plan is one: all that differs is where the tensors go."""
+    p, usual, changed = plan(), (draw(), draw(), draw()), CHANGES[name]
+    launch(toy_kernel, p, *usual)
+    launch(toy_kernel, p, *changed)
+    assert len(runs) == 2
+    for tensors in (changed, usual, changed, usual):
+        launch(toy_kernel, p, *tensors)
+    assert len(runs) == 2
+    by_triton(p, *usual)
+    by_triton(p, *changed)
+    *made, expected, expected_changed = gpu.take()
+    assert expected[4] != expected_changed[4]
+    e, c = expected, expected_changed
+    for launched, by in zip(made, [e, c, c, e, c, e], strict=True):
+        assert same(launched, by)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n": 17},
+        {"n": 1},
+        {"n": 2**31},
+        {"stride": 1},
+        {"stride": 31},
+        {"factor": 1},
+        {"FLAG": False},
+        {"num_warps": 8},
+    ],
+    ids=str,
+)
+def test_other_numbers_are_another_plan(changes: dict[str, Any], gpu: Recorder, runs: list[str]) -> None:
+    tensors, plans = (draw(), draw(), draw()), (plan(), plan(**changes))
+    for p in plans * 2:
+        launch(toy_kernel, p, *tensors)
+    assert len(runs) == 2
+    for p in plans:
+        by_triton(p, *tensors)
+    made = gpu.take()
+    assert all(same(a, b) for a, b in zip(made[:4], made[4:] * 2, strict=True))
+    assert made[0][4] != made[1][4]
+
+
+def test_keys_are_as_fine_as_tritons(gpu: Recorder) -> None:
+    """Over all combinations: where our key of the tensors is the same, so is Triton's."""
+    p, found = plan(), {}
+    several = [None, *(draw(dtype=t, offset=o) for t in (torch.float32, torch.float16, torch.int64) for o in (0, 1, 2))]
+    for x in several[1:]:
+        for w in several:
+            ours = tuple(_launch.specializations(toy_kernel, 0, (x, w, draw())))
+            by_triton(p, x, w, draw())
+            found.setdefault(ours, set()).add(gpu.take()[0][4])
+    assert len(found) > 20
+    assert all(len(kernels) == 1 for kernels in found.values())
+
+
+def test_the_stream_of_the_moment(gpu: Recorder, runs: list[str]) -> None:
+    p, tensors = plan(), (draw(), draw(), draw())
+    for stream in (100, 200, 300, 100):
+        gpu.stream = stream
+        launch(toy_kernel, p, *tensors)
+    assert [made[3] for made in gpu.take()] == [100, 200, 300, 100]
+    assert len(runs) == 1
+
+
+def test_a_kernel_of_each_device(gpu: Recorder, runs: list[str]) -> None:
+    p, tensors = plan(), (draw(), draw(), draw())
+    for device in (0, 1, 0, 1):
+        gpu.device = device
+        launch(toy_kernel, p, *tensors)
+    made = gpu.take()
+    assert [m[3] for m in made] == [100, 1100, 100, 1100]
+    assert [m[4][1] for m in made] == [0, 1, 0, 1]
+    assert len(runs) == 2
+
+
+def test_threads(gpu: Recorder) -> None:
+    """Plans and kinds of tensors mixed, from an empty cache: every launch is of the kernel that Triton would take."""
+    plans = [plan(n=n, num_warps=w) for n in (1, 16, 17) for w in (4, 8)]
+    kinds = list(CHANGES.values())
+    wrong, start = [], threading.Barrier(8)
+    expected = {}
+    for i, p in enumerate(plans):
+        for j, tensors in enumerate(kinds):
+            by_triton(p, *tensors)
+            expected[i, j] = gpu.take()[0]
+
+    def work(seed: int) -> None:
+        order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(seed)).tolist()
+        start.wait()
+        for at in order * 5:
+            i, j = divmod(at, len(kinds))
+            launch(toy_kernel, plans[i], *kinds[j])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    made = gpu.take()
+    assert len(made) == 8 * 5 * len(expected)
+    by_kernel: dict[Any, list[tuple[Any, ...]]] = {}
+    for e in expected.values():
+        by_kernel.setdefault(e[4], []).append(e)
+    wrong = [m for m in made if not any(same(m, e) for e in by_kernel[m[4]])]
+    assert not wrong
+
+
+# --- when Triton launches itself --------------------------------------------------------------------------------------
+
+
+def hook(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+@contextmanager
+def a_hook(chain: Any) -> Iterator[None]:
+    chain.add(hook)
+    yield
+    chain.remove(hook)
+
+
+@contextmanager
+def a_setting(settings: Any, name: str, value: Any) -> Iterator[None]:
+    with settings.scope():
+        setattr(settings, name, value)
+        yield
+
+
+@contextmanager
+def a_pre_run_hook() -> Iterator[None]:
+    toy_kernel.add_pre_run_hook(hook)
+    yield
+    toy_kernel.pre_run_hooks.clear()
+
+
+@contextmanager
+def another_version() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "DIRECT", False)
+        yield
+
+
+@contextmanager
+def run_replaced() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = JITFunction.run
+        patch.setattr(JITFunction, "run", lambda *args, **kwargs: own(*args, **kwargs))
+        yield
+
+
+DISTURBANCES = {
+    "enter hook": lambda: a_hook(knobs.runtime.launch_enter_hook),
+    "exit hook": lambda: a_hook(knobs.runtime.launch_exit_hook),
+    "hook that is set": lambda: a_setting(knobs.runtime, "launch_enter_hook", hook),
+    "debug": lambda: a_setting(knobs.runtime, "debug", True),
+    "instrumentation": lambda: a_setting(knobs.compilation, "instrumentation_mode", "x"),
+    "pre-run hook": a_pre_run_hook,
+    "another version": another_version,
+    "run replaced": run_replaced,
+}
+
+
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_triton_launches_itself(name: str, gpu: Recorder, runs: list[str]) -> None:
+    p, tensors = plan(), (draw(), draw(), draw())
+    launch(toy_kernel, p, *tensors)
+    with DISTURBANCES[name]():
+        launch(toy_kernel, p, *tensors)
+        launch(toy_kernel, p, *tensors)
+    assert len(runs) == 3
+    launch(toy_kernel, p, *tensors)
+    assert len(runs) == 3, "directly again"
+    made = gpu.take()
+    assert same(made[0], made[3])
+
+
+def test_hooks_are_called(gpu: Recorder) -> None:
+    """The launcher gets the chain of hooks and what they are to be told."""
+    p, tensors = plan(), (draw(), draw(), draw())
+    launch(toy_kernel, p, *tensors)
+    with a_hook(knobs.runtime.launch_enter_hook):
+        launch(toy_kernel, p, *tensors)
+    assert gpu.take()[1][7].calls is knobs.runtime.launch_enter_hook.calls
+
+
+# --- the operations ---------------------------------------------------------------------------------------------------
+
+
+def unaligned(x: Tensor | None) -> Tensor | None:
+    """The same values one element further on in memory."""
+    if x is None or x.numel() == 0 or not x.is_contiguous():
+        return x
+    moved = x.detach().new_empty(x.numel() + 1)[1:].view(x.shape)
+    moved.copy_(x.detach())
+    return moved.requires_grad_(x.requires_grad)
+
+
+def forward_and_backward(
+    op: OpSpec, case: Case, args: dict[str, Tensor | None], before: Callable[[], None] = lambda: None
+) -> None:
+    before()
+    with torch.no_grad():
+        call(op, args, case.options, backend="triton")
+    before()
+    outputs = [o for o in call(op, args, case.options, backend="triton") if o.requires_grad]
+    wanted = [t for t in args.values() if t is not None and t.requires_grad]
+    if wanted and outputs:
+        cotangents = [lay_out(torch.zeros_like(o), case.cotangent) for o in outputs]
+        before()
+        torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+
+
+def described(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A launch but for the addresses of what was allocated for it."""
+
+    def kind(x: Any) -> Any:
+        return (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) if isinstance(x, Tensor) else x
+
+    return (*made[:6], *map(kind, made[9:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str], monkeypatch: Any) -> None:
+    """Forward with and without gradients, and backward, of aligned and unaligned tensors: once every launch has been
+    made, all are direct, and each is the one that Triton makes from a plan that is made for it alone."""
+    inputs = []
+    for case in op.cases.CASES[op.name]:
+        args = case.make(dtype)
+        inputs += [(case, args), (case, {name: unaligned(x) for name, x in args.items()})]
+    for case, args in inputs:
+        forward_and_backward(op, case, args)
+    gpu.take(), runs.clear()
+    for case, args in inputs:
+        forward_and_backward(op, case, args)
+    made = gpu.take()
+    if any(planner.__wrapped__.__module__.startswith(op.package) for planner in _launch._PLANNERS):
+        assert not runs
+    runs.clear()
+    monkeypatch.setattr(_launch, "DIRECT", False)
+    for case, args in inputs:
+        forward_and_backward(op, case, args, before=_launch.forget_plans)
+    assert len(made) == len(runs) >= len(inputs)
+    for direct, expected in zip(made, gpu.take(), strict=True):
+        assert described(direct) == described(expected)
+
+
+# --- what is relied on ------------------------------------------------------------------------------------------------
+
+
+def test_this_version_of_triton_is_known() -> None:
+    """Where it is not: read JITFunction.run and CompiledKernel of the new one, then add it to `_launch.KNOWN`."""
+    assert _launch.DIRECT, f"Triton {triton.__version__} is launched the slow way"
+
+
+def test_a_real_compiled_kernel() -> None:
+    """Compiled, loaded and launched by Triton and by us: the same call."""
+    import importlib
+
+    compiler = importlib.import_module("triton.compiler.compiler")
+    driver = Recorder()
+    p, tensors = plan(), (draw(), draw(), draw())
+    fresh = JITFunction(toy_kernel.fn)
+    with pytest.MonkeyPatch.context() as patch, stub_gpu(driver):
+        patch.setattr(triton.compiler, "compile", compiler.compile)
+        launch(fresh, p, *tensors)
+        launch(fresh, p, *tensors)
+    first, second = driver.take()
+    assert len(p.kept) == 1
+    assert same(first, second)
+    assert first[4] == "toy_kernel"
+    assert [type(hook_).__name__ for hook_ in first[7:9]] == ["HookChain"] * 2
+    assert second[6:9] == (None, None, None)
+
+
+def test_capability_recorded_is_part_of_a_plan() -> None:
+    """Plans made for one GPU are forgotten when launches are recorded for another."""
+    before = _triton._RECORDED
+    _triton._plan_sum(3, 5, torch.float32)
+    assert _triton._plan_sum.cache_info().currsize > 0
+    _triton.record_for(80)
+    assert _triton._plan_sum.cache_info().currsize == 0
+    _triton.record_for(before)
