@@ -49,7 +49,8 @@ struct Half {
   uint16_t bits;
 };
 
-inline Vec splat(float v) { return Vec{} + v; }
+// Minus zero changes no v and is left out. Plus zero would change -0, and so be an addition for each number spread.
+inline Vec splat(float v) { return v - Vec{}; }
 
 template <class To, class From>
 inline To bit_cast(const From& from) {
