@@ -61,20 +61,21 @@ inline Vec exp2(Vec t) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// e^x for x up to 88: at most 1 unit in the last place from the truth near 0 and 3 at -80, 0 below -104, NaN for NaN.
-// Other than by exp2 of a product with log2(e), the error hardly grows with |x|.
+// e^x for x up to 88: at most 1 unit in the last place from the truth near 0 and 3 at -80, 0 below -104 (without
+// AVX-512 below -87.7, where 2^n is not a normal number), NaN for NaN. Other than by exp2 of a product with log2(e),
+// the error hardly grows with |x|.
 //
 // e^x = 2^n e^r, n = x / ln 2 rounded, r = x - n ln 2.
 inline FK_INLINE Vec exp(Vec x) {
-  // A result of 0 is computed without underflow, which takes the processor 70 ns: here scale_by_power knows it by n.
+  // A result of 0 is computed without underflow, which takes the processor 70 ns: by n alone.
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the last bits
 #if defined(__AVX512F__)
-  constexpr float kLowest = -1000.0f;
+  constexpr float kLowest = -1000.0f, kShift = kRound;
 #else
-  constexpr float kLowest = -176.0f;
+  constexpr float kLowest = -88.0f, kShift = kRound + 127.0f;  // n = -127 or more, and the bits are 2^n's exponent
 #endif
   x = larger(splat(kLowest), x);
-  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec n = (x * kLog2E + shift) - shift;
+  const Vec shifted = x * kLog2E + kShift, n = shifted - kShift;
 #if defined(__FMA__) || defined(__AVX512F__)  // the product is not rounded
   const Vec r = x - n * 0x1.62e43p-1f;
 #else  // ln 2 in two parts, of which n times the first is exact
@@ -87,7 +88,11 @@ inline FK_INLINE Vec exp(Vec x) {
   p = p * r + 0x1.fffffcp-2f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
+#if defined(__AVX512F__)
   return scale_by_power(p, n);
+#else
+  return p * bit_cast<Vec>(bit_cast<VecU>(shifted) << 23);
+#endif
 }
 
 // 1 + e^-v, whose inverse is the logistic function; infinity where e^-v is.
