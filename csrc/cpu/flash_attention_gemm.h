@@ -69,16 +69,24 @@ inline void multiply_block(Factor<E> a, const float* b, int64_t ldb, int64_t dep
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; ++v) acc[i][v] = Vec{};
+  // An address can add once and twice a register to another: a pointer is kept for every third row, as for all of them
+  // there are too few registers.
+  const E* third[(kRows + 2) / 3];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; i += 3) third[i / 3] = a.data + i * a.row;
   for (int64_t k = 0; k < depth; ++k) {
     Vec right[kVecs];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) right[v] = Whole::load(b + k * ldb + v * kLanes);
+    for (int v = 0; v < kVecs; ++v) right[v] = Whole::load(b + v * kLanes);
+    b += ldb;
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec left = spread(a.data + i * a.row + k * a.step);
+      const Vec left = spread(third[i / 3] + i % 3 * a.row);
 #pragma GCC unroll 16
       for (int v = 0; v < kVecs; ++v) accumulate<E>(acc[i][v], left, right[v]);
     }
+#pragma GCC unroll 16
+    for (const E*& p : third) p += a.step;
   }
   // C last, so that sums over many tiles are made of the tiles' sums: their rounding errors grow with the number of
   // tiles and not with that of all terms.

@@ -21,6 +21,19 @@ inline Vec larger(Vec a, Vec b) {
 #endif
 }
 
+// The smaller of two; the second where one is NaN.
+inline Vec smaller(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_min_ps(0xFFFF, (__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (Vec)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE__)
+  return (Vec)_mm_min_ps((__m128)a, (__m128)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
 // p * 2^n for an integer n; down to -254 and up to 254 where the processor has no instruction for it.
 inline FK_INLINE Vec scale_by_power(Vec p, Vec n) {
 #if defined(__AVX512F__)
@@ -29,6 +42,20 @@ inline FK_INLINE Vec scale_by_power(Vec p, Vec n) {
   const VecI whole = __builtin_convertvector(n, VecI), half = whole >> 1;
   return p * bit_cast<Vec>((half + 127) << 23) * bit_cast<Vec>((whole - half + 127) << 23);
 #endif
+}
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the last bits
+
+// kTimes 2^f, |f| <= 1/2.
+template <int kTimes = 1>
+inline FK_INLINE Vec exp2_fraction(Vec f) {
+  Vec p = splat(kTimes * 0x1.41fb2ep-13f);
+  p = p * f + kTimes * 0x1.5f3f3p-10f;
+  p = p * f + kTimes * 0x1.3b2d5p-7f;
+  p = p * f + kTimes * 0x1.c6aee6p-5f;
+  p = p * f + kTimes * 0x1.ebfbdcp-3f;
+  p = p * f + kTimes * 0x1.62e43p-1f;
+  return p * f + kTimes * 1.0f;
 }
 
 // 2^t. At most 1.5 units in the last place from the truth where that is a normal number, at most one subnormal step
@@ -44,37 +71,28 @@ inline Vec exp2(Vec t) {
   const Vec f = (Vec)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for an infinity
 #else
   constexpr float kLowest = -151.0f, kHighest = 128.0f;  // beyond them nothing changes
-  t = t < splat(kLowest) ? splat(kLowest) : t;           // a NaN compares false and stays
-  t = t > splat(kHighest) ? splat(kHighest) : t;
-  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec n = (t + shift) - shift, f = t - n;
+  t = smaller(splat(kHighest), larger(splat(kLowest), t));
+  const Vec n = (t + kRound) - kRound, f = t - n;
 #endif
-  Vec p = splat(0x1.41fb2ep-13f);
-  p = p * f + 0x1.5f3f3p-10f;
-  p = p * f + 0x1.3b2d5p-7f;
-  p = p * f + 0x1.c6aee6p-5f;
-  p = p * f + 0x1.ebfbdcp-3f;
-  p = p * f + 0x1.62e43p-1f;
-  p = p * f + 1.0f;
-  return scale_by_power(p, n);
+  return scale_by_power(exp2_fraction(f), n);
 }
 
 constexpr float kLog2E = 1.44269504f;
 
-// e^x for x up to 88: at most 1 unit in the last place from the truth near 0 and 3 at -80, 0 below -104, NaN for NaN.
-// Other than by exp2 of a product with log2(e), the error hardly grows with |x|.
+// e^x for x up to 88: at most 1 unit in the last place from the truth near 0 and 3 at -80, 0 below -104 (without
+// AVX-512 below -87.7, where 2^n is not a normal number), NaN for NaN. Other than by exp2 of a product with log2(e),
+// the error hardly grows with |x|.
 //
 // e^x = 2^n e^r, n = x / ln 2 rounded, r = x - n ln 2.
 inline FK_INLINE Vec exp(Vec x) {
-  // A result of 0 is computed without underflow, which takes the processor 70 ns: here scale_by_power knows it by n.
+  // A result of 0 is computed without underflow, which takes the processor 70 ns: by n alone.
 #if defined(__AVX512F__)
-  constexpr float kLowest = -1000.0f;
+  constexpr float kLowest = -1000.0f, kShift = kRound;
 #else
-  constexpr float kLowest = -176.0f;
+  constexpr float kLowest = -88.0f, kShift = kRound + 127.0f;  // n = -127 or more, and the bits are 2^n's exponent
 #endif
   x = larger(splat(kLowest), x);
-  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec n = (x * kLog2E + shift) - shift;
+  const Vec shifted = x * kLog2E + kShift, n = shifted - kShift;
 #if defined(__FMA__) || defined(__AVX512F__)  // the product is not rounded
   const Vec r = x - n * 0x1.62e43p-1f;
 #else  // ln 2 in two parts, of which n times the first is exact
@@ -87,11 +105,25 @@ inline FK_INLINE Vec exp(Vec x) {
   p = p * r + 0x1.fffffcp-2f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
+#if defined(__AVX512F__)
   return scale_by_power(p, n);
+#else
+  return p * bit_cast<Vec>(bit_cast<VecU>(shifted) << 23);
+#endif
 }
 
 // 1 + e^-v, whose inverse is the logistic function; infinity where e^-v is.
-inline Vec logistic_denominator(Vec v) { return 1.0f + exp2(v * -kLog2E); }
+inline FK_INLINE Vec logistic_denominator(Vec v) {
+#if defined(__AVX512F__)
+  return 1.0f + exp2(v * -kLog2E);
+#else
+  // As exp2, but what is lost beside 1 may become 0: with a factor of 2 in the polynomial one number holds the power.
+  constexpr float kLowest = -126.0f, kHighest = 129.0f, kShift = kRound + 126.0f;
+  const Vec t = smaller(splat(kHighest), larger(splat(kLowest), v * -kLog2E));
+  const Vec shifted = t + kShift, f = t - (shifted - kShift);
+  return 1.0f + exp2_fraction<2>(f) * bit_cast<Vec>(bit_cast<VecU>(shifted) << 23);
+#endif
+}
 
 // The normal distribution: its density times sqrt(2 pi), and the share of it below v. The tail is
 // e^(-z^2/2) f(z), z = |v|, with f a polynomial in 1 / (1 + 0.35 z), so that it keeps its relative exactness however
@@ -121,8 +153,7 @@ inline Vec tanh(Vec v) {
   const Vec magnitude = v < Vec{} ? -v : v;
   Vec y = larger(magnitude * (-2.0f * kLog2E), splat(-60.0f));
   y = v == v ? y : v;
-  const Vec shift = splat(12582912.0f);
-  const Vec n = (y + shift) - shift, r = y - n;
+  const Vec n = (y + kRound) - kRound, r = y - n;
   Vec p = splat(0.00015345812f);  // (2^r - 1) / r
   p = p * r + 0.0013399931f;
   p = p * r + 0.0096184891f;

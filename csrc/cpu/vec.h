@@ -49,7 +49,8 @@ struct Half {
   uint16_t bits;
 };
 
-inline Vec splat(float v) { return Vec{} + v; }
+// Minus zero changes no v and is left out. Plus zero would change -0, and so be an addition for each number spread.
+inline Vec splat(float v) { return v - Vec{}; }
 
 template <class To, class From>
 inline To bit_cast(const From& from) {
@@ -73,6 +74,8 @@ template <> struct Convert<BFloat16> {
   static Vec widen(Bits v) {
 #if defined(__AVX512F__)  // GCC converts in two halves
     return bit_cast<Vec>((VecU)_mm512_cvtepu16_epi32((__m256i)v) << 16);
+#elif defined(__AVX2__)
+    return bit_cast<Vec>((VecU)_mm256_cvtepu16_epi32((__m128i)v) << 16);
 #else
     return bit_cast<Vec>(__builtin_convertvector(v, VecU) << 16);
 #endif
@@ -83,14 +86,19 @@ template <> struct Convert<BFloat16> {
     const __mmask16 has_exponent = _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(0x7F800000));
     if (__builtin_expect(has_exponent == 0xFFFF, 1)) return (Bits)_mm512_cvtneps_pbh((__m512)v);
 #endif
-    const VecU u = bit_cast<VecU>(v);
-    const VecU rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-    const VecU quiet_nan = (u >> 16) | 0x40u;  // rounding could carry a NaN's mantissa into infinity
-    const VecU chosen = v == v ? rounded : quiet_nan;
+    // What rounding adds could carry a NaN's mantissa into infinity.
+    const VecU u = bit_cast<VecU>(v), sum = u + 0x7FFFu + ((u >> 16) & 1u);
 #if defined(__AVX512F__)
+    const VecU chosen = v == v ? sum >> 16 : (u >> 16) | 0x40u;
     return (Bits)_mm512_cvtepi32_epi16((__m512i)chosen);
 #else
+    const VecU chosen = (sum | (VecU)(v != v)) >> 16;
+#if defined(__AVX2__)
+    const __m256i words = (__m256i)chosen;
+    return (Bits)_mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+#else
     return __builtin_convertvector(chosen, VecH);
+#endif
 #endif
   }
 };

@@ -14,10 +14,13 @@
 namespace foundry {
 namespace {
 
-// Calls f(task, thread's scratch) for every task, each thread taking the next one when it is free.
+constexpr int64_t kTaskGrain = 1 << 18;  // multiplications that are worth waking a thread for: some 10 us of them
+
+// Calls f(task, thread's scratch) for every task, each thread taking the next one when it is free. `work` counts the
+// multiplications in all tasks: little is done by the calling thread alone.
 template <class F>
-void for_each_task(int64_t n_tasks, int64_t scratch_floats, F&& f) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), n_tasks);
+void for_each_task(int64_t n_tasks, int64_t work, int64_t scratch_floats, F&& f) {
+  const int64_t threads = std::min<int64_t>({at::get_num_threads(), n_tasks, std::max<int64_t>(1, work / kTaskGrain)});
   const Tensor scratch = at::empty({threads, round_up(scratch_floats, kAttentionPad)}, at::kFloat);
   float* memory = scratch.mutable_data_ptr<float>();
   std::atomic<int64_t> next{0};
@@ -112,6 +115,13 @@ int64_t max_seqlen_k(const KeepAlive& keep) {
   return longest;
 }
 
+// Multiplications of one product of queries and keys and one of weights and values, masks not considered.
+int64_t work_of(const AttentionInputs& a, const KeepAlive& keep) {
+  int64_t pairs = 0;
+  for (const auto& s : keep.sequences) pairs += s.q_len * s.k_len;
+  return pairs * keep.q.size(1) * (a.head_dim + a.head_dim_v);
+}
+
 constexpr int64_t kForwardTasks = 32;  // with fewer, keys are split, if there are
 constexpr int64_t kSplitKeys = 512;    // at least so many a split
 
@@ -164,7 +174,8 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   const auto kernel = FK_CHOOSE_ISA(attention_forward);
   const auto combine = FK_CHOOSE_ISA(attention_combine);
   std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
-  for_each_task(n_tasks, attention_forward_scratch(a.head_dim, a.head_dim_v), [&](int64_t i, float* scratch) {
+  const int64_t scratch_floats = attention_forward_scratch(a.head_dim, a.head_dim_v);
+  for_each_task(n_tasks, work_of(a, keep), scratch_floats, [&](int64_t i, float* scratch) {
     kernel(a, tasks[i], scratch);
     // Whoever does the last split of some rows combines them: waking threads once more would cost more than that.
     if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
@@ -247,7 +258,8 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
   const auto kernel = FK_CHOOSE_ISA(attention_backward);
   const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v) + (num_splits > 1 ? 0 : a.split_size);
   // The last rows of a causal sequence see the most keys: they go first.
-  for_each_task(n_tasks, scratch, [&](int64_t i, float* memory) { kernel(a, tasks[n_tasks - 1 - i], memory); });
+  for_each_task(n_tasks, 2 * work_of(a, keep), scratch,
+                [&](int64_t i, float* memory) { kernel(a, tasks[n_tasks - 1 - i], memory); });
   if (num_splits == 1) return;
   const auto combine = FK_CHOOSE_ISA(attention_backward_combine);
   const int64_t blocks = (longest + kAttentionKeys - 1) / kAttentionKeys;
