@@ -72,7 +72,7 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, capsys: Captu
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["no_such_op"], "op must be one of flash_attention"),
+        (["no_such_op"], f"op must be one of {', '.join(fk.OPS)}; got no_such_op"),
         (["rms_norm", "--device", "cpu", "--case", "no-such-case"], "no case 'no-such-case' for rms_norm"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
