@@ -27,9 +27,7 @@ struct Input {
   template <class Access>
   FK_INLINE Vec first_read(int64_t i, Access at) const {
     if constexpr (!kResidual) return at.load(x + i);
-    const Vec sum = rounded<X>(at.load(x + i) + at.load(residual + i));
-    at.store(h + i, sum);
-    return sum;
+    return at.store_rounded(h + i, at.load(x + i) + at.load(residual + i));
   }
   FK_INLINE void prefetch(int64_t i) const {
     __builtin_prefetch(x + i);

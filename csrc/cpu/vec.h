@@ -190,6 +190,12 @@ struct Whole {
     const typename Convert<T>::Bits bits = Convert<T>::round(v);
     std::memcpy(p, &bits, sizeof(bits));
   }
+  // Returns what was stored, so that v is rounded once.
+  template <class T> static Vec store_rounded(T* p, Vec v) {
+    const typename Convert<T>::Bits bits = Convert<T>::round(v);
+    std::memcpy(p, &bits, sizeof(bits));
+    return Convert<T>::widen(bits);
+  }
   template <bool kStream, class T> static void store_to(T* p, Vec v) {
     if constexpr (kStream) stream(p, Convert<T>::round(v));
     else store(p, v);
@@ -206,6 +212,11 @@ struct Part {
   template <class T> void store(T* p, Vec v) const {
     const typename Convert<T>::Bits bits = Convert<T>::round(v);
     std::memcpy(p, &bits, count * sizeof(T));
+  }
+  template <class T> Vec store_rounded(T* p, Vec v) const {
+    const typename Convert<T>::Bits bits = Convert<T>::round(v);
+    std::memcpy(p, &bits, count * sizeof(T));
+    return Convert<T>::widen(bits);
   }
   template <bool kStream, class T> void store_to(T* p, Vec v) const { store(p, v); }
 };
