@@ -97,7 +97,7 @@ def _regular(arg: Arg) -> bool:
 def test_kernels_go_to_the_device_of_their_tensors(op: OpSpec, current: int, devices: Devices) -> None:
     devices.current = current
     results = forward(op, "cuda:1")
-    assert devices.launches == [1]
+    assert set(devices.launches) == {1}
     assert {x.device for x in results} == {torch.device("cuda:1")}
     assert devices.current == current, "the caller's device is not current again"
     assert devices.changes == (current != 1), "the device is changed only where it is another"

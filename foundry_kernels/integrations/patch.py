@@ -23,6 +23,8 @@ from foundry_kernels.nn._backend import Backend, plan, serving
 from foundry_kernels.registry import short_dtype
 
 OURS = (RMSNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
+#: The operations that `ops` may name: those of other models' modules, and the loss of this package's own.
+OPERATIONS = (*PATCHABLE, "cross_entropy")
 ATTENTION = "_attn_implementation"
 
 #: What `dense_masks` may be, and the attention of transformers that it means.
@@ -160,9 +162,9 @@ def patch(
         model: any module; those inside of it are found wherever they are. Of a model of transformers, the whole: masks
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
-        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope and flash_attention; None for all
-            but an attention that is "eager" by choice. qk_norm_rope is the norm of queries and keys and the rotation
-            in one; without it the two are done one after the other.
+        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention and, in this
+            package's own models, cross_entropy; None for all but an attention that is "eager" by choice. qk_norm_rope
+            is the norm of queries and keys and the rotation in one; without it the two are done one after the other.
         dense_masks: what happens where a mask is not causal, a window or padding: "refuse" raises ValueError with
             the reason in the forward pass, "sdpa" runs that call on torch's scaled_dot_product_attention, or on the
             model's own eager attention where there is a soft cap or sinks, which SDPA lacks.
@@ -191,7 +193,7 @@ def patch(
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
-    backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
+    backends = plan(backend, _with_companions([op for op in OPERATIONS if op in used]))
     states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
     attending = [
         (module, adapter, state)
@@ -218,13 +220,13 @@ def patch(
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
     if ops is None:
-        return PATCHABLE
+        return OPERATIONS
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be a list of names or None; got {ops!r}")
     wanted = tuple(ops)
     for op in wanted:
-        if op not in PATCHABLE:
-            raise ValueError(f"ops names an unknown operation {op!r}; there are {', '.join(PATCHABLE)}")
+        if op not in OPERATIONS:
+            raise ValueError(f"ops names an unknown operation {op!r}; there are {', '.join(OPERATIONS)}")
     return wanted
 
 
@@ -260,7 +262,7 @@ def _find(
     if isinstance(found, str):
         return None, Entry(name, cls, reason=found)
     if isinstance(module, OURS):
-        ops: tuple[str, ...] = tuple(op for op in module.backends if op in PATCHABLE)
+        ops: tuple[str, ...] = tuple(op for op in module.backends if op in OPERATIONS)
     elif found is None:
         return None, None
     else:
