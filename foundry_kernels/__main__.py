@@ -96,7 +96,9 @@ def inspect(argv: list[str]) -> int:
         "--arch", type=int, nargs="+", default=[90], help="compute capabilities, 90 for 9.0", metavar="CC"
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
-    parser.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
+    shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
     parser.add_argument("--ptx", action="store_true", help="print the PTX")
     parser.add_argument("--sass", action="store_true", help="print the machine code")
     options = parser.parse_args(argv)
@@ -109,7 +111,7 @@ def inspect(argv: list[str]) -> int:
         parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     bad = 0
     for arch in options.arch:
-        recorded = _aot.record(OPS[options.op], arch, options.all)
+        recorded = _aot.record(OPS[options.op], arch, options.all, options.timed)
         launches = [launch for launch in recorded if options.kernel in launch.name]
         gpu = _aot.GPUS[arch]
         print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")

@@ -112,10 +112,10 @@ class Cost:
         return found
 
 
-def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
+def record(op: OpSpec, arch: int, everything: bool = True, timed_alone: bool = False) -> list[Launch]:
     """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
     device of compute capability `arch` (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
-    names any."""
+    names any, and else, with `timed_alone`, without the parity cases."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
@@ -133,7 +133,8 @@ def record(op: OpSpec, arch: int, everything: bool = True) -> list[Launch]:
     if unfilled is None:
         timed = op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ()
         unfilled = tuple((case, dtype) for dtype in DTYPES for case in timed)
-        made = op.cases.CASES[op.name]
+        if everything or not (timed_alone and timed):
+            made = op.cases.CASES[op.name]
     with ExitStack() as undo:
         for each in OPS.values():  # a function may hand on to another operation
             if each.impl("triton") is not None:
