@@ -115,7 +115,7 @@ class Cost:
 def record(op: OpSpec, arch: int, everything: bool = True, timed_alone: bool = False) -> list[Launch]:
     """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
     device of compute capability `arch` (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
-    names any, and else, with `timed_alone`, without the parity cases."""
+    names any; where it names none, `timed_alone` leaves the parity cases out."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
     if _triton.INTERPRET:
