@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from benchmarks import liger
+from benchmarks import isa, liger
 from benchmarks.calls import unavailable
-from benchmarks.measure import Prepare, free_bytes
-from benchmarks.suite import DEVICE
+from benchmarks.measure import Prepare
+from benchmarks.suite import DEVICE, needs_too_much
 from foundry_kernels.models import ModelConfig, Transformer, generate
 from foundry_kernels.registry import short_dtype
 
@@ -143,12 +143,13 @@ def _too_large(group: ModelGroup, name: str) -> str | None:
     needed += kept * tokens * (20 * config.dim + 4 * config.ffn_width) * group.dtype.itemsize
     if "reference" in name or DEVICE == "cpu":
         needed += kept * config.n_heads * tokens**2 * (4 + 2 * group.dtype.itemsize)
-    free = free_bytes(DEVICE)
-    return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free" if free and needed > free else None
+    return needs_too_much(needed)
 
 
 def _make(group: ModelGroup, name: str) -> nn.Module | Any:
     """The model, or the reason why there is none."""
+    if isa.current.lacks_products(group.dtype.itemsize, True):
+        return isa.no_products()
     if group.family == "hugging-face":
         return _hugging_face(group, name)
     backend = "auto" if name.startswith("ours") else "reference"
