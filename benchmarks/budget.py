@@ -165,7 +165,7 @@ class Budget:
         if found.effort < 1:
             lines.append(f"  fewer rounds: {found.effort:.0%} of them")
         if found.cut:
-            lines.append(f"  left out unless time is left: {', '.join(found.cut)}")
+            lines.append(f"  left out unless time is left: {listed(found.cut)}")
         return lines
 
     def progress(self) -> str:
@@ -193,6 +193,12 @@ class Budget:
             "cut": {s: [sum(u.rows for u in of if u.shape == s) for of in (cut, self.units)] for s in shapes},
             "fewer_rounds": len(fewer),
         }
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Names, not more than a few: JSON files and pages have them all."""
+    more = f"; and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more
 
 
 def minutes(seconds: float) -> str:

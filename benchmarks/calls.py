@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,8 @@ class Contenders:
         self.group = group
         self.prepare: dict[str, Prepare] = {}
         self.why_not: dict[str, str] = {}
+        #: While it lasts, runs are not timed: no caches are scrubbed before them.
+        self.untimed: Callable[[], AbstractContextManager[None]] = nullcontext
         reason = too_large(group)
         if reason is not None:
             self.why_not = dict.fromkeys(group.names, reason)
@@ -60,6 +63,8 @@ class Contenders:
         shared = Arguments(group)
         scrubs = group.memory != "warm" and not (group.direction != "backward" and shared.rotates)
         scrub = Scrub(DEVICE) if scrubs else None
+        if scrub is not None:
+            self.untimed = scrub.resting
         # Of all contenders together: between two uses of a result's memory lie as many others as there are sets.
         results: deque[object] = deque(maxlen=len(shared.sets) if group.memory == "cold" else 0)
         peers = group.peers
@@ -74,13 +79,17 @@ class Contenders:
                 else:
                     own = Arguments(group) if name == liger.NAME else shared
                     prepare = _call(group, group.function(name), own, scrub, results)
-                prepare()()
+                with self.untimed():
+                    prepare()()
                 timer()  # what a GPU has to say comes late
                 if (reason := _falls_back(group, name, prepare)) is not None:
                     self.why_not[name] = reason
                     continue
                 if group.memory == "cold" and group.limit == "memcpy" and name not in LIMITS:
-                    _use_memory(prepare, len(shared.sets), scrub)
+                    # No page fault of the memory that results rotate through is left to time.
+                    with self.untimed():
+                        for _ in shared.sets:
+                            prepare()()
             except Exception as error:
                 reason = unavailable(error, ours=name in OURS)
                 if reason is None:
@@ -117,16 +126,6 @@ def _seconds(prepare: Prepare) -> float:
         run()
         found.append(timer() - start)
     return min(found)
-
-
-def _use_memory(prepare: Prepare, count: int, scrub: Scrub | None) -> None:
-    """Call until the memory that results rotate through has been used once, so that no page fault is left to time."""
-    if scrub is not None:
-        scrub.rests = True
-    for _ in range(count):
-        prepare()()
-    if scrub is not None:
-        scrub.rests = False
 
 
 def unavailable(error: Exception, ours: bool) -> str | None:

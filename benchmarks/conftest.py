@@ -203,6 +203,6 @@ def pytest_terminal_summary(
 
         held = f", held to {isa.current.forced}" if isa.current.forced else ""
         terminalreporter.write_sep("=", f"verdict: {len(rows)} rows in {minutes(budget.gone)}{held}")
-        for line in (*verdict.lines(rows), *tables.cuts(budget.kept())):
+        for line in (*verdict.lines(rows), *tables.cuts(budget.kept(), most=6)):
             terminalreporter.write_line(line)
     return (yield)

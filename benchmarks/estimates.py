@@ -13,7 +13,7 @@ from benchmarks.budget import Unit
 from benchmarks.measure import cache_bytes, timer
 from benchmarks.models import ModelGroup
 from benchmarks.rows import QUICK
-from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, set_count
+from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, rotates, set_count
 from benchmarks.tables import shape_of
 from foundry_kernels.registry import OpSpec
 
@@ -23,7 +23,7 @@ _OVER_LIMIT = 4
 _RUNS = 6
 #: Seconds: making and first touching a gigabyte; what each row takes anyhow; compiling a function forward, and a model
 #: of two layers; one row of host time. Processors differ by less than these vary.
-_TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _HOST = 1.5, 0.1, 2.0, 25.0, 0.7
+_TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _HOST = 1.5, 0.1, 2.0, 25.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[f
     call = _OVER_LIMIT * machine.seconds(group.bytes_moved, group.flops or 0.0) + 50e-6
     if group.direction == "backward":  # behind an untimed forward pass, which the rate of the backward one bounds
         call *= 2
-    scrubbed = group.memory != "warm" and (group.direction == "backward" or group.limit == "GEMM")
-    call += machine.seconds(2 * cache_bytes(DEVICE)) if scrubbed else 0
     sets = set_count(group)
+    scrubbed = group.memory != "warm" and not (group.direction != "backward" and rotates(group, sets))
+    scrub = machine.seconds(2 * cache_bytes(DEVICE)) if scrubbed else 0
     warm_ups = 4 if group.memory == "warm" else 0
-    a_round = count * call * (1 + warm_ups)
+    a_round = count * call * (1 + warm_ups) + len(names) * scrub
     rounds = a_round * min(effort[1], max(5, math.ceil(effort[0] / a_round)))
     used = sets if group.memory == "cold" and group.limit == "memcpy" else 0
     made = case_bytes(group.case, group.dtype) * sets + 2 * cache_bytes(DEVICE) * (group.memory != "warm")
@@ -107,8 +107,8 @@ def model(group: ModelGroup, machine: Machine) -> Unit:
     call = machine.seconds(0, 2 * parameters * group.tokens * (3 if trains else 1)) * 2 + 1e-3 * c.n_layers
     call *= group.tokens if group.task == "decode" else 1
     compiled = sum("compiled" in n for n in group.names) if group.task in ("forward", "forward+backward") else 0
-    fixed = len(group.names) * (0.5 + 6 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
-    rounds = max(2.5, 5 * len(group.names) * call)
+    fixed = len(group.names) * (0.5 + 3 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
+    rounds = max(2.5, 3 * len(group.names) * call)
     return Unit(group.id, group.id, "compiled model" if compiled else "model", fixed, rounds, call, last=True)
 
 

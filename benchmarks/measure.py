@@ -192,7 +192,7 @@ latest = Latest()
 
 class Scrub:
     """Reads twice the last-level cache, so that nothing older is left in it, and nothing that has yet to be written
-    back, as there would be after writing. Does nothing while it `rests`."""
+    back, as there would be after writing. Does nothing while it is `resting`."""
 
     def __init__(self, device: str) -> None:
         self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
@@ -201,6 +201,15 @@ class Scrub:
     def __call__(self) -> None:
         if not self.rests:
             self._buffer.sum()
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """For runs that are not timed."""
+        before, self.rests = self.rests, True
+        try:
+            yield
+        finally:
+            self.rests = before
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:

@@ -38,7 +38,10 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
         "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, rope_interleaved=False),
     },
 }
-_TOKENS = {"small": 512, "medium": 1024, "1b": 4096}
+#: For whether a model runs, not how fast.
+TINY = "tiny"
+_TINY = ModelConfig(64, 1, 4, 2, 128, 256, hidden_dim=128, rope_interleaved=False)
+_TOKENS = {TINY: 96, "small": 512, "medium": 1024, "1b": 4096}
 _PROMPT, _NEW = 64, 32
 #: Relative difference of the losses up to which two models compute the same.
 _SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -64,7 +67,7 @@ class ModelGroup:
 
     @property
     def config(self) -> ModelConfig:
-        return SIZES[DEVICE][self.size]
+        return _TINY if self.size == TINY else SIZES[DEVICE][self.size]
 
     @property
     def tokens(self) -> int:

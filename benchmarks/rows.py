@@ -50,8 +50,11 @@ class Measured:
             # Of products calls are long, and vary little.
             if share < 1 or (effort == QUICK and group.limit == "GEMM"):
                 least = 3
-            # They have run once at least, to see whether they can.
-            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=1) if self.prepare else {}
+            self.untimed = contenders.untimed
+            with self.untimed():  # once more: before, they have run to see whether they can
+                for prepare in self.prepare.values():
+                    prepare()()
+            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0) if self.prepare else {}
         self.wrong: dict[str, str] = {}
         for name in self.prepare if checked else ():
             problem = wrong(group, name)
@@ -79,12 +82,14 @@ class Measured:
         if name in self.why_not:
             return row | {"why_not": self.why_not[name]}
         mine = self.times[name]
+        with self.untimed():
+            peak = peak_bytes(self.prepare[name], DEVICE)
         middle = statistics.median(mine)
         quartiles = statistics.quantiles(mine, n=4)
         row |= {
             "median_us": round(middle * 1e6, 1),
             "spread_us": [round(q * 1e6, 1) for q in (quartiles[0], quartiles[2])],
-            "peak_bytes": peak_bytes(self.prepare[name], DEVICE),
+            "peak_bytes": peak,
         }
         if name == "GEMM":
             return row | {"TFLOP/s": round(2 * MATMUL[DEVICE] ** 3 / middle / 1e12, 3)}

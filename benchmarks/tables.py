@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.budget import listed
+
 OURS = ("triton", "native", "reference")
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 
@@ -46,11 +48,12 @@ def cut(kept: dict[str, Any]) -> str:
     return _paragraph(f"Budget: {budget['minutes']:g} min, {budget['spent']:g} spent. {' '.join(lines)}")
 
 
-def cuts(budget: dict[str, Any]) -> list[str]:
-    """What was left out to keep the budget, and where there were fewer rounds."""
+def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
+    """What was left out to keep the budget, the first `most` by name, and where there were fewer rounds."""
     if not budget.get("minutes"):
         return []
-    left_out = "; ".join(f"{shape} ({rows} of {of} rows)" for shape, (rows, of) in budget["cut"].items())
+    shapes = [f"{shape} ({rows} of {of} rows)" for shape, (rows, of) in budget["cut"].items()]
+    left_out = listed(shapes, len(shapes) if most is None else most)
     found = [f"Left out to keep {budget['minutes']:g} min: {left_out}."] if left_out else []
     if budget["fewer_rounds"]:
         found.append(f"Fewer rounds in {budget['fewer_rounds']} of {budget['comparisons']} comparisons.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from benchmarks.budget import Unit
 from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
 from benchmarks.measure import interleaved, latest, median_ratio, peak_bytes, replay, reused_memory
-from benchmarks.models import BASE, ModelContenders, ModelGroup, model_groups
+from benchmarks.models import BASE, TINY, ModelContenders, ModelGroup, model_groups
 from benchmarks.suite import DEVICE
 from foundry_kernels.registry import short_dtype
 
@@ -63,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.benchmark(timer=replay)
 def test_model(benchmark: Any, group: ModelGroup, name: str, record: Record) -> None:
     if benchmark.disabled:
-        contenders = ModelContenders(group, (name,))
+        contenders = ModelContenders(replace(group, size=TINY), (name,))
         if name in contenders.why_not:
             pytest.skip(contenders.why_not[name])
         benchmark.pedantic(contenders.prepare[name]())

@@ -21,7 +21,7 @@ from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
 from benchmarks.measure import exponent, last_exponent, release, replay
 from benchmarks.rows import Measured
-from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Group, case_bytes, groups
+from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Group, case_bytes, groups, smallest_case
 from foundry_kernels.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
@@ -126,7 +126,7 @@ def fit(sizes: Sequence[float], line: dict[str, list[Any]]) -> dict[str, float]:
 def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
     scaling: Scaling = params["scaling"]
     of = [Group(scaling.op, case, scaling.dtype, scaling.direction, "cold") for _, case in scaling.points]
-    return estimates.growth(scaling.id, f"{scaling.op.name} over {scaling.axis}", of, machine)
+    return estimates.growth(scaling.id, f"growth of {scaling.op.name} over {scaling.axis}", of, machine)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -138,11 +138,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
     ours = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction).ours[0]
     if benchmark.disabled:
-        group = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction, "warm")
-        contenders = Contenders(group, (ours,))
-        if ours in contenders.why_not:
-            pytest.skip(contenders.why_not[ours])
-        benchmark.pedantic(contenders.prepare[ours]())
+        size, case = scaling.points[0]
+        threads = size if scaling.axis == "threads" else None  # these points are all of the largest shape
+        case = case if threads is None else smallest_case(scaling.op)
+        with _with_threads(threads):
+            contenders = Contenders(Group(scaling.op, case, scaling.dtype, scaling.direction, "warm"), (ours,))
+            if ours in contenders.why_not:
+                pytest.skip(contenders.why_not[ours])
+            benchmark.pedantic(contenders.prepare[ours]())
         return
     row: dict[str, Any] = {"kind": "scaling", "op": scaling.op.name, "row": ours, "direction": scaling.direction}
     row |= {"dtype": short_dtype(scaling.dtype), "case": f"by {scaling.axis}", "memory": "cold"}
