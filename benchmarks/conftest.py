@@ -97,7 +97,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _write(config: pytest.Config, lines: list[str]) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    assert reporter is not None
+    if reporter is None:  # -p no:terminal
+        return
     for line in lines:
         reporter.ensure_newline()
         reporter.write_line(line)

@@ -88,6 +88,8 @@ def force(name: str) -> Isa:
 
     from foundry_kernels import _native
 
+    if torch.cuda.is_available():
+        raise ValueError("a GPU is measured here, which has no instruction set of a CPU")
     if _native.MISSING is not None:
         raise ValueError(f"our kernels cannot be held to {name!r}: {_native.MISSING}")
     usable = _native.build_info()["usable_instruction_sets"]
