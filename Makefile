@@ -51,14 +51,16 @@ fuzz: setup-test
 sanitize: setup-test
 	$(PY) tests/sanitize.py --seconds $(or $(SECONDS),120)
 
-# Then `python -m benchmarks report build/bench.json NAME` keeps the run and makes its page and pictures.
+# The quick set, within eight minutes (BUDGET=0: all of it). Then `python -m benchmarks report build/bench.json NAME` keeps
+# the run and makes its page and pictures. ISA=avx2 holds our kernels, torch, oneDNN and MKL to that instruction set.
 bench: setup-test
 	mkdir -p build
-	$(PY) -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json $(ARGS)
+	$(PY) -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json \
+		$(if $(BUDGET),--budget=$(BUDGET)) $(if $(ISA),--isa=$(ISA)) $(ARGS)
 
 # This tree against a commit, by turns: make bench-compare COMMIT=main ARGS="-k rope"
 bench-compare: setup-test
-	$(PY) -m benchmarks compare $(COMMIT) $(ARGS)
+	$(PY) -m benchmarks compare $(COMMIT) $(if $(ISA),--isa=$(ISA)) $(ARGS)
 
 setup: $(VENV)/.built
 setup-test: $(VENV)/.test-packages $(VENV)/.built
