@@ -17,7 +17,7 @@ TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis tran
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-all lint setup setup-test resources fuzz sanitize bench bench-compare gpu-check clean
+.PHONY: demo test test-slow test-all test-arm lint setup setup-test resources fuzz sanitize bench bench-compare gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -32,6 +32,10 @@ test-slow: setup-test
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow
+
+# The wheel for 64-bit ARM (ARGS=--wheel: no more than that), and parity and random cases on it under emulation.
+test-arm: setup-test
+	$(PY) tests/arm.py $(ARGS)
 
 lint: $(VENV)/.test-packages
 	$(PY) -m ruff check .

@@ -2,21 +2,30 @@
 
 #include <atomic>
 
+#if defined(FK_HAVE_NEON_BF16)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #define FK_CPU_HAS_AVX512                                                                                           \
   (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && \
    __builtin_cpu_supports("avx512dq"))
+
+#define FK_STRING(name) FK_STRING_OF(name)
+#define FK_STRING_OF(name) #name
 
 namespace foundry {
 
 // clang-format off: labels inside of macros
 bool isa_usable(Isa isa) {
   switch (isa) {
-    case Isa::baseline: return true;
+    case Isa::lowest: return true;
     FK_IF_AVX2(case Isa::avx2
                : return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");)
     FK_IF_AVX512(case Isa::avx512 : return FK_CPU_HAS_AVX512;)
     FK_IF_AVX512_BF16(case Isa::avx512_bf16 : return FK_CPU_HAS_AVX512 && __builtin_cpu_supports("avx512bf16");)
+    FK_IF_NEON_BF16(case Isa::neon_bf16 : return getauxval(AT_HWCAP2) & HWCAP2_BF16;)
     default: return false;
   }
 }
@@ -24,7 +33,7 @@ bool isa_usable(Isa isa) {
 
 static std::atomic<Isa>& choice() {
   static std::atomic<Isa> isa{[] {
-    Isa best = Isa::baseline;
+    Isa best = Isa::lowest;
     for (const Isa candidate : kIsas)
       if (isa_usable(candidate)) best = candidate;
     return best;
@@ -41,7 +50,8 @@ const char* isa_name(Isa isa) {
     case Isa::avx512_bf16: return "avx512_bf16";
     case Isa::avx512: return "avx512";
     case Isa::avx2: return "avx2";
-    default: return "baseline";
+    case Isa::neon_bf16: return "neon_bf16";
+    default: return FK_STRING(FK_LOWEST);
   }
 }
 

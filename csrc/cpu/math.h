@@ -93,7 +93,7 @@ inline FK_INLINE Vec exp(Vec x) {
 #endif
   x = larger(splat(kLowest), x);
   const Vec shifted = x * kLog2E + kShift, n = shifted - kShift;
-#if defined(__FMA__) || defined(__AVX512F__)  // the product is not rounded
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)  // the product is not rounded
   const Vec r = x - n * 0x1.62e43p-1f;
 #else  // ln 2 in two parts, of which n times the first is exact
   const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;

@@ -19,6 +19,8 @@ inline Vec swap_neighbours(Vec v) {
   return (Vec)_mm256_permute_ps((__m256)v, 0xB1);
 #elif defined(__SSE2__)
   return (Vec)_mm_shuffle_ps((__m128)v, (__m128)v, 0xB1);
+#elif defined(__aarch64__)
+  return (Vec)vrev64q_f32((float32x4_t)v);
 #else
   Vec out;
   for (int i = 0; i < kLanes; ++i) out[i] = v[i ^ 1];
@@ -33,6 +35,8 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) {
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
