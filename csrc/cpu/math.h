@@ -121,14 +121,17 @@ inline FK_INLINE Vec exp(Vec x) {
 }
 
 // 1 + e^-v, whose inverse is the logistic function; infinity where e^-v is.
-//
-// As exp2, but what is lost beside 1 may become 0: with a factor of 2 in the polynomial one number holds the power.
 template <bool kShort = false>
 inline FK_INLINE Vec logistic_denominator(Vec v) {
+#if defined(__AVX512F__)
+  return 1.0f + exp2<kShort>(v * -kLog2E);
+#else
+  // As exp2, but what is lost beside 1 may become 0: with a factor of 2 in the polynomial one number holds the power.
   constexpr float kLowest = -89.5f, kHighest = 87.3f, kShift = kRound + 126.0f;  // powers from 2^-126 to infinity
   v = smaller(splat(kHighest), larger(splat(kLowest), v));
   const Vec shifted = v * -kLog2E + kShift, f = v * -kLog2E - (shifted - kShift);
   return 1.0f + exp2_fraction<kShort, 2>(f) * bit_cast<Vec>(bit_cast<VecU>(shifted) << 23);
+#endif
 }
 
 // The normal distribution: its density times sqrt(2 pi), and the share of it below v. The tail is
