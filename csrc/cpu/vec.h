@@ -178,14 +178,6 @@ inline void stream_fence() {
 #endif
 }
 
-// Whether an output is larger than the caches, and all its rows are aligned as streaming stores need.
-template <class T>
-bool worth_streaming(const T* out, const Rows& rows, int64_t n_cols) {
-  constexpr uintptr_t kAlign = kLanes * sizeof(T);
-  return out && rows.count() * n_cols * int64_t(sizeof(T)) > kStreamBytes &&
-         reinterpret_cast<uintptr_t>(out) % kAlign == 0 && n_cols % kLanes == 0;
-}
-
 // Access to kLanes elements, or to the first `count` of them (the rest read as zero and are not written).
 struct Whole {
   template <class T> static Vec load(const T* p) {
