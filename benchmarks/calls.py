@@ -114,8 +114,9 @@ def _falls_back(group: Group, name: str, prepare: Prepare) -> str | None:
     else:
         same = replace(group, dtype=torch.float32, memory="warm")
         wide = _call(same, same.function(name), Arguments(same), None, deque(maxlen=0))
-    slower = _seconds(prepare) / _seconds(wide)
-    return f"{isa.no_products()}: {slower:.0f} times as slow as in float32" if slower > _FALLBACK else None
+    if _seconds(prepare) <= _FALLBACK * _seconds(wide):
+        return None
+    return f"{isa.no_products()}: more than {_FALLBACK} times as slow as in float32"
 
 
 def _seconds(prepare: Prepare) -> float:

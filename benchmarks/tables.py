@@ -30,7 +30,7 @@ def held(kept: dict[str, Any]) -> str:
     if not isa.get("forced"):
         return ""
     name, torch = isa["forced"], isa["torch"]
-    obeyed = f"torch reports {torch}" if isa["obeyed"] else f"**torch did not obey: it reports {torch}**"
+    obeyed = f"it reports {torch}" if isa["obeyed"] else f"**it did not obey and reports {torch}**"
     switches = ", ".join(f"`{k}={v}`" for k, v in isa["switches"].items())
     return _paragraph(
         f"**Held to {name}** (`--isa {name}`) on a processor that may have more: our kernels, torch ({obeyed}), "

@@ -291,5 +291,5 @@ def test_a_verdict_fits_a_screen_and_may_have_nothing_to_say() -> None:
     assert tables.cuts(of, most=2) == [
         "Left out to keep 8 min: shape 0 (1 of 2 rows); shape 1 (1 of 2 rows); and 7 more."
     ]
-    assert "shape 8 (1 of 2 rows)" in tables.cut({"budget": of})
+    assert "shape 8 (1 of 2 rows)" in tables.cut({"budget": of}).replace("\n", " ")
     assert verdict.lines([row("rope", {"eager": 2.0})])[-1] == "Behind a peer: none of 1 rows."

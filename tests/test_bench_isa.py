@@ -57,12 +57,12 @@ def test_a_row_says_what_it_was_held_to() -> None:
 
 
 def test_the_page_says_once_what_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tables.held({"isa": HELD.kept()})
+    text = tables.held({"isa": HELD.kept()}).replace("\n", " ")
     assert text.startswith("**Held to avx2** (`--isa avx2`)")
     assert "`ONEDNN_MAX_CPU_ISA=AVX2`" in text
-    assert "torch reports AVX2" in text
+    assert "torch (it reports AVX2)" in text
     lied = isa.Isa("avx2", "AVX512", "avx2", obeyed=False)
-    assert "**torch did not obey: it reports AVX512**" in tables.held({"isa": lied.kept()}).replace("\n", " ")
+    assert "**it did not obey and reports AVX512**" in tables.held({"isa": lied.kept()}).replace("\n", " ")
     assert tables.held({"isa": isa.Isa("avx2", "AVX2").kept()}) == tables.held({}) == ""
     run = {"machine_info": {"cpu": {"brand_raw": "A processor", "count": 2}}, "device": "cpu"}
     assert report.device(run) == "A processor, 2 cores"
@@ -80,7 +80,7 @@ def test_torch_is_no_peer_where_its_products_fall_back_to_loops(monkeypatch: pyt
     seconds = iter([9.0, 1.0, 2.0, 1.0])  # in bfloat16 and in float32, of eager and then of SDPA
     monkeypatch.setattr(calls, "_seconds", lambda prepare: next(seconds))
     found = calls.Contenders(g, (*g.ours, "eager", "SDPA flash", "memcpy"))
-    assert "oneDNN is held to avx2: 9 times as slow as in float32" in found.why_not.pop("eager")
+    assert "oneDNN is held to avx2: more than 2.5 times as slow as in float32" in found.why_not.pop("eager")
     assert found.why_not == {}
     assert set(found.prepare) == {*g.ours, "SDPA flash", "memcpy"}
 
