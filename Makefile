@@ -33,7 +33,7 @@ test-slow: setup-test
 
 test-all: test test-slow
 
-# The wheel for 64-bit ARM (ARGS=--wheel: no more than that), and parity and random cases on it under emulation.
+# The wheel for 64-bit ARM (ARGS=--wheel: no more than that), and parity on it under emulation (--fuzz: random cases).
 test-arm: setup-test
 	$(PY) tests/arm.py $(ARGS)
 
