@@ -23,6 +23,7 @@ std::vector<std::string> compiled_isas() {
   FK_IF_AVX2(names.push_back("avx2");)
   FK_IF_AVX512(names.push_back("avx512");)
   FK_IF_AVX512_BF16(names.push_back("avx512_bf16");)
+  FK_IF_AMX_BF16(names.push_back("amx_bf16");)
   return names;
 }
 

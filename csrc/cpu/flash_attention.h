@@ -149,12 +149,16 @@ inline int64_t attention_split_size(int64_t head_dim_v) { return round_up(head_d
 
 }  // namespace foundry
 
-FK_DECLARE_PER_ISA(void, attention_forward, const AttentionForward& args, const AttentionTask& task, float* scratch)
-FK_DECLARE_PER_ISA(void, attention_decode, const AttentionForward& args, const AttentionTask& task, float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_forward, const AttentionForward& args, const AttentionTask& task,
+                           float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_decode, const AttentionForward& args, const AttentionTask& task,
+                           float* scratch)
 // Combines splits [split, split + num_splits) of the rows of `task` and finishes them.
-FK_DECLARE_PER_ISA(void, attention_combine, const AttentionForward& args, const AttentionTask& task, int64_t num_splits)
-FK_DECLARE_PER_ISA(void, attention_backward, const AttentionBackward& args, const AttentionBackwardTask& task,
-                   float* scratch)
-FK_DECLARE_PER_ISA(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
-                   int64_t token_end)
-FK_DECLARE_PER_ISA(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head, float sink)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_combine, const AttentionForward& args, const AttentionTask& task,
+                           int64_t num_splits)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_backward, const AttentionBackward& args, const AttentionBackwardTask& task,
+                           float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
+                           int64_t token_end)
+FK_DECLARE_PER_ISA_AND_AMX(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head,
+                           float sink)

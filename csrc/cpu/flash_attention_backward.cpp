@@ -270,7 +270,10 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
 
 void attention_backward(const AttentionBackward& a, const AttentionBackwardTask& task, float* scratch) {
   if constexpr (kPairs) {
-    if (a.type == Dtype::bf16) return backward<BFloat16>(a, task, scratch);
+    if (a.type == Dtype::bf16) {
+      [[maybe_unused]] const TileRegisters tiles;
+      return backward<BFloat16>(a, task, scratch);
+    }
   }
   backward<float>(a, task, scratch);
 }

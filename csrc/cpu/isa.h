@@ -1,11 +1,12 @@
 // A kernel in csrc/cpu is one source, compiled once per instruction set, each time into a namespace of its own. One of
-// them is picked at run time. The build sets FK_ISA to baseline, avx2, avx512 or avx512_bf16 for each compilation.
+// them is picked at run time. The build sets FK_ISA to baseline, avx2, avx512, avx512_bf16 or amx_bf16 for each
+// compilation, to the last for attention only: elsewhere amx_bf16 runs what avx512_bf16 does.
 #pragma once
 
 namespace foundry {
 
-enum class Isa { baseline, avx2, avx512, avx512_bf16 };
-constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512_bf16};
+enum class Isa { baseline, avx2, avx512, avx512_bf16, amx_bf16 };
+constexpr Isa kIsas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16};
 
 // The best instruction set that is compiled in and that this processor has, or the one set by force_isa.
 Isa chosen_isa();
@@ -15,8 +16,15 @@ const char* isa_name(Isa isa);
 
 }  // namespace foundry
 
-// Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*).
-#define FK_DECLARE_PER_ISA(ret, name, ...)                            \
+// Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*); the second is for
+// kernels that amx_bf16 has its own of.
+#define FK_DECLARE_PER_ISA(ret, name, ...)        \
+  FK_DECLARE_UP_TO_AVX512(ret, name, __VA_ARGS__) \
+  FK_IF_AMX_BF16(namespace foundry::amx_bf16 { using avx512_bf16::name; })
+#define FK_DECLARE_PER_ISA_AND_AMX(ret, name, ...) \
+  FK_DECLARE_UP_TO_AVX512(ret, name, __VA_ARGS__)  \
+  FK_IF_AMX_BF16(namespace foundry::amx_bf16 { ret name(__VA_ARGS__); })
+#define FK_DECLARE_UP_TO_AVX512(ret, name, ...)                       \
   namespace foundry {                                                 \
   namespace baseline {                                                \
   ret name(__VA_ARGS__);                                              \
@@ -41,11 +49,17 @@ const char* isa_name(Isa isa);
 #else
 #define FK_IF_AVX512_BF16(...)
 #endif
+#if defined(FK_HAVE_AMX_BF16)
+#define FK_IF_AMX_BF16(...) __VA_ARGS__
+#else
+#define FK_IF_AMX_BF16(...)
+#endif
 
 // An expression: the chosen instruction set's `name` as a function pointer.
 #define FK_CHOOSE_ISA(name)                                                                       \
   ([]() -> decltype(& ::foundry::baseline::name) {                                                \
     switch (::foundry::chosen_isa()) {                                                            \
+      FK_IF_AMX_BF16(case ::foundry::Isa::amx_bf16 : return &::foundry::amx_bf16::name;)          \
       FK_IF_AVX512_BF16(case ::foundry::Isa::avx512_bf16 : return &::foundry::avx512_bf16::name;) \
       FK_IF_AVX512(case ::foundry::Isa::avx512 : return &::foundry::avx512::name;)                \
       FK_IF_AVX2(case ::foundry::Isa::avx2 : return &::foundry::avx2::name;)                      \
