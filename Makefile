@@ -17,7 +17,7 @@ TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis tran
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-all lint setup setup-test resources fuzz sanitize bench bench-compare gpu-check clean
+.PHONY: demo test test-slow test-all test-arm lint setup setup-test resources fuzz sanitize bench bench-compare gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -32,6 +32,10 @@ test-slow: setup-test
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow
+
+# The wheel for 64-bit ARM (ARGS=--wheel: no more than that), and parity and random cases on it under emulation.
+test-arm: setup-test
+	$(PY) tests/arm.py $(ARGS)
 
 lint: $(VENV)/.test-packages
 	$(PY) -m ruff check .
@@ -51,14 +55,16 @@ fuzz: setup-test
 sanitize: setup-test
 	$(PY) tests/sanitize.py --seconds $(or $(SECONDS),120)
 
-# Then `python -m benchmarks report build/bench.json NAME` keeps the run and makes its page and pictures.
+# The quick set, within eight minutes (BUDGET=0: all of it). Then `python -m benchmarks report build/bench.json NAME` keeps
+# the run and makes its page and pictures. ISA=avx2 holds our kernels, torch, oneDNN and MKL to that instruction set.
 bench: setup-test
 	mkdir -p build
-	$(PY) -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json $(ARGS)
+	$(PY) -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json \
+		$(if $(BUDGET),--budget=$(BUDGET)) $(if $(ISA),--isa=$(ISA)) $(ARGS)
 
 # This tree against a commit, by turns: make bench-compare COMMIT=main ARGS="-k rope"
 bench-compare: setup-test
-	$(PY) -m benchmarks compare $(COMMIT) $(ARGS)
+	$(PY) -m benchmarks compare $(COMMIT) $(if $(ISA),--isa=$(ISA)) $(ARGS)
 
 setup: $(VENV)/.built
 setup-test: $(VENV)/.test-packages $(VENV)/.built

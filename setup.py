@@ -40,7 +40,8 @@ def compiler_has(flag: str) -> bool:
         return False
 
 
-ISA_FLAGS: dict[str, list[str]] = {"baseline": []}
+#: The first is what every processor of the architecture has (csrc/cpu/isa.h).
+ISA_FLAGS: dict[str, list[str]] = {}
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["baseline"] = ["-O2"]  # half the time to compile, and no processor of the last ten years runs it
     ISA_FLAGS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -49,6 +50,13 @@ if platform.machine().lower() in ("x86_64", "amd64"):
         ISA_FLAGS["avx512_bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
         if compiler_has("-mamx-bf16"):
             ISA_FLAGS["amx_bf16"] = [*ISA_FLAGS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
+elif platform.machine().lower() in ("aarch64", "arm64"):
+    ISA_FLAGS["neon"] = []
+    if sys.platform == "linux" and compiler_has("-march=armv8.2-a+bf16"):  # isa.cpp asks Linux for it
+        ISA_FLAGS["neon_bf16"] = ["-march=armv8.2-a+bf16"]
+else:
+    ISA_FLAGS["baseline"] = []
+LOWEST = next(iter(ISA_FLAGS))
 #: Instruction sets that only some of csrc/cpu is compiled for, by the beginning of their names (see isa.h).
 ISA_SOURCES = {"amx_bf16": "flash_attention"}
 #: No -ffast-math: NaN and infinity are handled, sums keep their order. Contraction to fma is wanted.
@@ -100,7 +108,7 @@ class Build(BuildExtension):
     user_options: ClassVar = [
         *BuildExtension.user_options,
         ("sanitize", None, "build/sanitized, with sanitizers"),
-        ("instruction-sets=", None, f"comma-separated, baseline among them (default: {','.join(ISA_FLAGS)})"),
+        ("instruction-sets=", None, f"comma-separated, {LOWEST} among them (default: {','.join(ISA_FLAGS)})"),
     ]
     boolean_options: ClassVar = [*BuildExtension.boolean_options, "sanitize"]
 
@@ -114,12 +122,12 @@ class Build(BuildExtension):
 
     def finalize_options(self) -> None:
         wanted = set(ISA_FLAGS) if self.instruction_sets is None else set(self.instruction_sets.split(","))
-        if not {"baseline"} <= wanted <= set(ISA_FLAGS):
-            raise ValueError(f"--instruction-sets must be baseline and any of {', '.join(ISA_FLAGS)}; got {wanted}")
+        if not {LOWEST} <= wanted <= set(ISA_FLAGS):
+            raise ValueError(f"--instruction-sets must be {LOWEST} and any of {', '.join(ISA_FLAGS)}; got {wanted}")
         if "amx_bf16" in wanted:
             wanted.add("avx512_bf16")  # whose kernels it runs where it has none
         self.isas = [isa for isa in ISA_FLAGS if isa in wanted]
-        self.defines = [f"-DFK_HAVE_{isa.upper()}" for isa in self.isas if isa != "baseline"]
+        self.defines = [f"-DFK_HAVE_{isa.upper()}" for isa in self.isas if isa != LOWEST]
         if self.sanitize:
             if self.inplace:
                 raise ValueError("--sanitize does not go with --inplace: it would replace the extension in use")
@@ -182,7 +190,7 @@ class Build(BuildExtension):
         commands = []
         for source in sorted(sources("cpu"), key=lambda path: -Path(path).stat().st_size):
             shared = Path(source).name == "isa.cpp"
-            for isa in ["baseline"] if shared else self.isas:
+            for isa in [LOWEST] if shared else self.isas:
                 if not Path(source).name.startswith(ISA_SOURCES.get(isa, "")):
                     continue
                 target = folder / f"{Path(source).stem}.{isa}.o"

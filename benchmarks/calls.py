@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import foundry_kernels as fk
-from benchmarks import liger
+from benchmarks import isa, liger
 from benchmarks.measure import Prepare, Scrub, cache_bytes, timer
 from benchmarks.suite import DEVICE, LIMITS, MOST_SETS, OURS, Group, rotates, set_count, too_large
 from foundry_kernels.testing import make_cotangents
@@ -27,6 +29,15 @@ class Arguments:
         #: Whether the first set has left the caches once all have been used.
         self.rotates = rotates(group, len(self.sets))
         self._turn = itertools.cycle(self.sets)
+        self._cotangents: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
+
+    def cotangents(self, out: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        """For outputs like `out`, as many as there are sets; all contenders get the same."""
+        like = tuple((o.shape, o.dtype) for o in out)
+        if like not in self._cotangents:
+            made = make_cotangents(out, "contiguous")
+            self._cotangents[like] = [made, *(tuple(c.clone() for c in made) for _ in self.sets[1:])]
+        return self._cotangents[like]
 
     def next(self) -> dict[str, Tensor | None]:
         return next(self._turn)
@@ -43,12 +54,19 @@ class Contenders:
         self.group = group
         self.prepare: dict[str, Prepare] = {}
         self.why_not: dict[str, str] = {}
+        #: While it lasts, runs are not timed: no caches are scrubbed before them.
+        self.untimed: Callable[[], AbstractContextManager[None]] = nullcontext
         reason = too_large(group)
         if reason is not None:
             self.why_not = dict.fromkeys(group.names, reason)
             return
         shared = Arguments(group)
-        scrub = Scrub(DEVICE) if group.memory != "warm" else None
+        scrubs = group.memory != "warm" and not (group.direction != "backward" and shared.rotates)
+        scrub = Scrub(DEVICE) if scrubs else None
+        if scrub is not None:
+            self.untimed = scrub.resting
+        # Of all contenders together: between two uses of a result's memory lie as many others as there are sets.
+        results: deque[object] = deque(maxlen=len(shared.sets) if group.memory == "cold" else 0)
         peers = group.peers
         for name in group.names if names is None else names:
             found = peers.get(name)
@@ -60,11 +78,18 @@ class Contenders:
                     prepare = _limit(group, name)
                 else:
                     own = Arguments(group) if name == liger.NAME else shared
-                    prepare = _call(group, group.function(name), own, scrub)
-                prepare()()
+                    prepare = _call(group, group.function(name), own, scrub, results)
+                with self.untimed():
+                    prepare()()
                 timer()  # what a GPU has to say comes late
+                if (reason := _falls_back(group, name, prepare)) is not None:
+                    self.why_not[name] = reason
+                    continue
                 if group.memory == "cold" and group.limit == "memcpy" and name not in LIMITS:
-                    _use_memory(prepare, len(shared.sets), scrub)
+                    # No page fault of the memory that results rotate through is left to time.
+                    with self.untimed():
+                        for _ in shared.sets:
+                            prepare()()
             except Exception as error:
                 reason = unavailable(error, ours=name in OURS)
                 if reason is None:
@@ -74,14 +99,33 @@ class Contenders:
                 self.prepare[name] = prepare
 
 
-def _use_memory(prepare: Prepare, count: int, scrub: Scrub | None) -> None:
-    """Call until the memory that results rotate through has been used once, so that no page fault is left to time."""
-    if scrub is not None:
-        scrub.rests = True
-    for _ in range(count):
-        prepare()()
-    if scrub is not None:
-        scrub.rests = False
+#: A call in 16 bits takes at most about as long as in float32, if it is not computed by plain loops.
+_FALLBACK = 2.5
+
+
+def _falls_back(group: Group, name: str, prepare: Prepare) -> str | None:
+    """Why torch's own products of 16 bits are no measure where oneDNN is held down, or None. Fused kernels may have
+    others: each is compared with itself in float32."""
+    products = group.flops is not None and name not in (*OURS, "memcpy")
+    if not isa.current.lacks_products(group.dtype.itemsize, products):
+        return None
+    if name == "GEMM":
+        wide = _limit(replace(group, dtype=torch.float32), name)
+    else:
+        same = replace(group, dtype=torch.float32, memory="warm")
+        wide = _call(same, same.function(name), Arguments(same), None, deque(maxlen=0))
+    slower = _seconds(prepare) / _seconds(wide)
+    return f"{isa.no_products()}: {slower:.0f} times as slow as in float32" if slower > _FALLBACK else None
+
+
+def _seconds(prepare: Prepare) -> float:
+    """Of the shorter of two calls; of one where it is long."""
+    found: list[float] = []
+    while len(found) < 2 and sum(found) < 0.1:
+        run, start = prepare(), timer()
+        run()
+        found.append(timer() - start)
+    return min(found)
 
 
 def unavailable(error: Exception, ours: bool) -> str | None:
@@ -100,7 +144,7 @@ def _limit(group: Group, name: str) -> Prepare:
         a, b = (torch.randn(*[MATMUL[DEVICE]] * 2, device=DEVICE, dtype=group.dtype) for _ in range(2))
         return lambda: lambda: a @ b
     size = max(group.bytes_moved // 2 // 4, 1)
-    count = 1 if group.memory == "warm" else int(min(max(2 * cache_bytes(DEVICE) // (4 * size) + 1, 2), MOST_SETS))
+    count = 1 if group.memory == "warm" else int(min(2 * cache_bytes(DEVICE) // (8 * size) + 1, MOST_SETS))
     # A list: a pair that is made when its turn comes would lie in the caches.
     pairs = itertools.cycle([tuple(torch.ones(2, size, device=DEVICE).unbind()) for _ in range(count)])
 
@@ -115,10 +159,11 @@ def _limit(group: Group, name: str) -> Prepare:
 MATMUL = {"cpu": 1024, "cuda": 8192}
 
 
-def _call(group: Group, function: Callable[..., Any], arguments: Arguments, scrub: Scrub | None) -> Prepare:
+def _call(
+    group: Group, function: Callable[..., Any], arguments: Arguments, scrub: Scrub | None, keep: deque[object]
+) -> Prepare:
     """Cold and fresh calls are prepared by scrubbing the caches where the rotation alone does not empty them: where the
-    sets are too small together, and behind the forward pass of a backward one."""
-    keep: deque[object] = deque(maxlen=len(arguments.sets) if group.memory == "cold" else 0)
+    sets are too small together, and behind the forward pass of a backward one. `keep` holds the latest results."""
 
     def finish(call: Callable[[], object], clean: bool) -> Callable[[], object]:
         if scrub is not None and not clean:
@@ -142,8 +187,7 @@ def _call(group: Group, function: Callable[..., Any], arguments: Arguments, scru
         out = function(**args)
         return out if isinstance(out, tuple) else (out,)
 
-    made = make_cotangents(outputs(arguments.next()), "contiguous")
-    cotangents = itertools.cycle([made, *(tuple(c.clone() for c in made) for _ in arguments.sets[1:])])
+    cotangents = itertools.cycle(arguments.cotangents(outputs(arguments.next())))
 
     def gradients(args: dict[str, Tensor | None], out: tuple[Tensor, ...], dy: tuple[Tensor, ...]) -> object:
         return torch.autograd.grad(out, [t for t in args.values() if t is not None and t.requires_grad], dy)

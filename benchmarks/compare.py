@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.isa import SWITCHES, force
+
 ROOT = Path(__file__).parents[1]
 TREES = ROOT / "build" / "compare"
 #: Beyond this, and with the whole spread on one side of it, a row is called slower or faster.
@@ -26,13 +28,13 @@ MARGIN = 1.05
 #: What a side runs: the package from its own tree first, then the benchmarks from this one.
 _START = """
 import sys
-tree, root = sys.argv[1:]
+tree, root = sys.argv[1:3]
 sys.path.insert(0, tree)
 import foundry_kernels
 assert foundry_kernels.__file__.startswith(tree), foundry_kernels.__file__
 sys.path[0] = root
 from benchmarks.compare import serve
-serve()
+serve(*sys.argv[3:])
 """
 
 
@@ -46,11 +48,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--fail-above", type=float, metavar="RATIO", help="exit with 1 if the whole spread of a row is above RATIO"
     )
+    parser.add_argument("--isa", choices=tuple(SWITCHES), help="hold both sides to this instruction set of the CPU")
     options = parser.parse_args(argv)
     if options.turns < 2:
         parser.error(f"--turns must be at least 2, for there to be a spread; got {options.turns}")
     other = prepare(options.commit)
-    sides = [Side("this tree", ROOT), Side(options.commit, other)]
+    sides = [Side("this tree", ROOT, options.isa), Side(options.commit, other, options.isa)]
     try:
         worst = run(sides, options.k, options.turns, options.seconds, options.full)
     finally:
@@ -99,13 +102,14 @@ def _git(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str
 class Side:
     """A process with the package of `tree`."""
 
-    def __init__(self, name: str, tree: Path) -> None:
+    def __init__(self, name: str, tree: Path, isa: str | None = None) -> None:
         self.name = name
         # An idle side's threads must sleep, not spin.
         env = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONPATH": ""}
+        env |= {} if isa is None else SWITCHES[isa]
         env.pop("TRITON_INTERPRET", None)  # interpreted kernels have no speed
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(tree), str(ROOT)],
+            [sys.executable, "-c", _START, str(tree), str(ROOT), *([] if isa is None else [isa])],
             cwd=tree,
             env=env,
             stdin=subprocess.PIPE,
@@ -193,10 +197,15 @@ class Ratio:
 # --- in the process of a side -----------------------------------------------------------------------------------------
 
 
-def serve() -> None:
+def serve(held_to: str | None = None) -> None:
     """Answer requests, a line of JSON each; standard output is kept for the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    if held_to is not None:
+        try:
+            force(held_to)
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
     measure = _measurer()
     for line in sys.stdin:
         request = json.loads(line)

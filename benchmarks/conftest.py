@@ -1,15 +1,25 @@
-"""Options, progress, and what a run leaves in its JSON beside pytest-benchmark's own."""
+"""Options, the budget, progress, the verdict, and what a run leaves in its JSON beside pytest-benchmark's own."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import isa
+from benchmarks.budget import DEFAULT, Budget, collected, minutes
+
+_STARTED = time.monotonic()
 _ABSENT = pytest.StashKey[list[dict[str, Any]]]()
+_ROWS = pytest.StashKey[list[dict[str, Any]]]()
+_BUDGET = pytest.StashKey[Budget]()
+_TENTHS = pytest.StashKey[int]()
+_UNIT = pytest.StashKey[str]()
 _FIGURES = "figures"
 _HERE = Path(__file__).parent
 _SIZE = re.compile(r"\b([A-Z][a-z]?)=(\d+)")
@@ -17,11 +27,37 @@ _SIZE = re.compile(r"\b([A-Z][a-z]?)=(\d+)")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all shapes, dtypes and directions; over half an hour")
+    parser.addoption(
+        "--budget",
+        type=_minutes,
+        metavar="MINUTES",
+        help=f"time to keep to, by fewer rounds and then fewer shapes; 0 for none (default: {DEFAULT:g}; --full: 0)",
+    )
+    parser.addoption(
+        "--isa",
+        choices=tuple(isa.SWITCHES),
+        help="hold our kernels, torch, oneDNN and MKL to this instruction set of the CPU",
+    )
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+_minutes.__name__ = "minutes"  # as argparse calls it where it refuses a value
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A table short enough to read, the rows of one comparison together; a line for each row as it is done."""
-    config.stash[_ABSENT] = []
+    if (name := config.getoption("isa", None)) is not None:
+        try:
+            isa.force(name)
+        except ValueError as error:
+            raise pytest.UsageError(f"--isa {name}: {error}") from None
+    config.stash[_ABSENT], config.stash[_ROWS], config.stash[_TENTHS] = [], [], 0
     if hasattr(config.option, "benchmark_columns"):
         config.option.benchmark_columns = ["median", "iqr", "rounds"]
         config.option.benchmark_group_by = "group"
@@ -38,6 +74,61 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.extra_keyword_matches.update(f"{letter}{size}" for letter, size in _SIZE.findall(item.name))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Plan, and announce it."""
+    config = session.config
+    items = [item for item in session.items if hasattr(getattr(item, "module", None), "unit")]
+    if config.option.collectonly or not items or getattr(config.option, "benchmark_disable", False):
+        return
+    from benchmarks import estimates
+
+    machine = estimates.machine()
+    units = []
+    for item in items:
+        unit = item.module.unit(item.callspec.params, machine)  # type: ignore[attr-defined]
+        item.stash[_UNIT] = unit.id
+        units.append(unit)
+    limit = config.getoption("budget", None)
+    if limit is None:
+        limit = 0.0 if config.getoption("full", False) else DEFAULT
+    config.stash[_BUDGET] = Budget(collected(units), limit, _STARTED)
+    _write(config, ["", *config.stash[_BUDGET].announced()])
+
+
+def _write(config: pytest.Config, lines: list[str]) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:  # -p no:terminal
+        return
+    for line in lines:
+        reporter.ensure_newline()
+        reporter.write_line(line)
+        reporter.flush()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Counts the time of a row, and says what is left of it about ten times a run."""
+    budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
+    if budget is None or not name:
+        return (yield)
+    start = time.monotonic()
+    budget.admit(name)
+    try:
+        return (yield)
+    finally:
+        budget.spend(name, time.monotonic() - start)
+        tenths = int(budget.done * 10)
+        if item.config.stash[_TENTHS] < tenths < 10:
+            item.config.stash[_TENTHS] = tenths
+            _write(item.config, [f"--- {budget.done:.0%}: {budget.progress()}"])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
+    if budget is not None and name and budget.admit(name) is None:
+        pytest.skip(f"budget: no time for it within {budget.minutes:g} min")
+
+
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:
     """The figures in place of PASSED."""
     if not isinstance(report, pytest.TestReport) or report.when != "call" or not report.passed:
@@ -52,9 +143,14 @@ class Record:
     def __init__(self, request: pytest.FixtureRequest, show: Callable[[str, object], None]) -> None:
         self._config, self._show = request.config, show
         self.full = bool(request.config.getoption("full", False))
+        budget = request.config.stash.get(_BUDGET, None)
+        #: Of the rounds.
+        self.share = 1.0 if budget is None else budget.admit(request.node.stash.get(_UNIT, "")) or 1.0
 
     def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
+        row |= isa.current.row()
         benchmark.extra_info.update(row)
+        self._config.stash[_ROWS].append(row)
         self._show(_FIGURES, in_a_line(row))
 
     def absent(self, row: dict[str, Any]) -> bool:
@@ -92,3 +188,22 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
     output_json["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     output_json["full"] = bool(config.getoption("full", False))
     output_json["absent"] = config.stash[_ABSENT]
+    output_json["isa"] = (isa.current if isa.current.ours else isa.found()).kept()
+    if _BUDGET in config.stash:
+        output_json["budget"] = config.stash[_BUDGET].kept()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Generator[None, object, object]:
+    """What the run says, before the tables of it."""
+    rows, budget = config.stash.get(_ROWS, []), config.stash.get(_BUDGET, None)
+    if rows and budget is not None:
+        from benchmarks import tables, verdict
+
+        held = f", held to {isa.current.forced}" if isa.current.forced else ""
+        terminalreporter.write_sep("=", f"verdict: {len(rows)} rows in {minutes(budget.gone)}{held}")
+        for line in (*verdict.lines(rows), *tables.cuts(budget.kept(), most=6)):
+            terminalreporter.write_line(line)
+    return (yield)

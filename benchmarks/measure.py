@@ -157,9 +157,42 @@ def free_bytes(device: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
+def release() -> None:
+    """Give back what nothing refers to: results in cycles, and blocks that the C library keeps."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+class Latest:
+    """The one comparison whose rows are asked for, one after the other: its tensors are released before the next is
+    measured, whichever suite that is of."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._value: Any = None
+
+    def get(self, key: object, make: Callable[[], Any]) -> Any:
+        if self._key != key or self._value is None:
+            self.clear()
+            self._key, self._value = key, make()
+        return self._value
+
+    def clear(self) -> None:
+        if self._value is not None:
+            self._key = self._value = None
+            release()
+
+
+#: Of this process.
+latest = Latest()
+
+
 class Scrub:
     """Reads twice the last-level cache, so that nothing older is left in it, and nothing that has yet to be written
-    back, as there would be after writing. Does nothing while it `rests`."""
+    back, as there would be after writing. Does nothing while it is `resting`."""
 
     def __init__(self, device: str) -> None:
         self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
@@ -168,6 +201,15 @@ class Scrub:
     def __call__(self) -> None:
         if not self.rests:
             self._buffer.sum()
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """For runs that are not timed."""
+        before, self.rests = self.rests, True
+        try:
+            yield
+        finally:
+            self.rests = before
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:

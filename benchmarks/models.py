@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from benchmarks import liger
+from benchmarks import isa, liger
 from benchmarks.calls import unavailable
-from benchmarks.measure import Prepare, free_bytes
-from benchmarks.suite import DEVICE
+from benchmarks.measure import Prepare
+from benchmarks.suite import DEVICE, needs_too_much
 from foundry_kernels.models import ModelConfig, Transformer, generate
 from foundry_kernels.registry import short_dtype
 
@@ -38,7 +38,10 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
         "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, rope_interleaved=False),
     },
 }
-_TOKENS = {"small": 512, "medium": 1024, "1b": 4096}
+#: For whether a model runs, not how fast.
+TINY = "tiny"
+_TINY = ModelConfig(64, 1, 4, 2, 128, 256, hidden_dim=128, rope_interleaved=False)
+_TOKENS = {TINY: 96, "small": 512, "medium": 1024, "1b": 4096}
 _PROMPT, _NEW = 64, 32
 #: Relative difference of the losses up to which two models compute the same.
 _SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -64,7 +67,7 @@ class ModelGroup:
 
     @property
     def config(self) -> ModelConfig:
-        return SIZES[DEVICE][self.size]
+        return _TINY if self.size == TINY else SIZES[DEVICE][self.size]
 
     @property
     def tokens(self) -> int:
@@ -143,12 +146,13 @@ def _too_large(group: ModelGroup, name: str) -> str | None:
     needed += kept * tokens * (20 * config.dim + 4 * config.ffn_width) * group.dtype.itemsize
     if "reference" in name or DEVICE == "cpu":
         needed += kept * config.n_heads * tokens**2 * (4 + 2 * group.dtype.itemsize)
-    free = free_bytes(DEVICE)
-    return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free" if free and needed > free else None
+    return needs_too_much(needed)
 
 
 def _make(group: ModelGroup, name: str) -> nn.Module | Any:
     """The model, or the reason why there is none."""
+    if isa.current.lacks_products(group.dtype.itemsize, True):
+        return isa.no_products()
     if group.family == "hugging-face":
         return _hugging_face(group, name)
     backend = "auto" if name.startswith("ours") else "reference"

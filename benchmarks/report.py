@@ -45,6 +45,7 @@ def keep(source: Path, target: Path) -> None:
         "full": run.get("full", False),
         "rows": [b["extra_info"] for b in run["benchmarks"]],
         "absent": run.get("absent", []),
+        **{key: run[key] for key in ("isa", "budget") if key in run},
     }
     check(kept, source)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +55,8 @@ def keep(source: Path, target: Path) -> None:
 def device(run: dict[str, Any]) -> str:
     cpu = run["machine_info"].get("cpu", {})
     on_cpu = f"{cpu.get('brand_raw', 'CPU')}, {cpu.get('count')} cores"
+    forced = run.get("isa", {}).get("forced")
+    on_cpu += f", held to {forced}" if forced else ""
     return on_cpu if run["device"] == "cpu" else str(run["device"])
 
 
@@ -96,6 +99,7 @@ def page(source: Path) -> Path:
     kept = load(source)
     pictures = _pictures(kept, source)
     parts = [f"# {source.stem}", tables.header(kept, source.name)]
+    parts += [text for text in (tables.held(kept), tables.cut(kept)) if text]
     parts += [f"![{title}]({path.name})" for title, path in pictures]
     for title, text in (
         ("Operations", tables.operations(kept)),

@@ -28,7 +28,7 @@ QUICK, FULL = (0.6, 15), (2.0, 25)
 class Measured:
     """All contenders of a group, timed. `times` holds a list of seconds for each that could run; `why_not` the reason
     of each that could not; `wrong` what is wrong with the result of each that computed something else (only where
-    `checked`: without, ratios mean nothing)."""
+    `checked`: without, ratios mean nothing). `share`: of the rounds, where there is no time for all."""
 
     def __init__(
         self,
@@ -38,18 +38,23 @@ class Measured:
         *,
         least: int = 5,
         checked: bool = True,
+        share: float = 1.0,
     ) -> None:
         self.group = group
-        seconds, rounds = effort
+        seconds, rounds = effort[0] * share, max(round(effort[1] * share), 3)
         with self.memory():
             contenders = Contenders(group, names)
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
             # After a few runs the caches hold what fits.
             warm_ups = 4 if group.memory == "warm" else 0
-            if effort == QUICK and group.limit == "GEMM":  # calls are long, and vary little
+            # Of products calls are long, and vary little.
+            if share < 1 or (effort == QUICK and group.limit == "GEMM"):
                 least = 3
-            # They have run once at least, to see whether they can.
-            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=1) if self.prepare else {}
+            self.untimed = contenders.untimed
+            with self.untimed():  # once more: before, they have run to see whether they can
+                for prepare in self.prepare.values():
+                    prepare()()
+            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0) if self.prepare else {}
         self.wrong: dict[str, str] = {}
         for name in self.prepare if checked else ():
             problem = wrong(group, name)
@@ -77,12 +82,14 @@ class Measured:
         if name in self.why_not:
             return row | {"why_not": self.why_not[name]}
         mine = self.times[name]
+        with self.untimed():
+            peak = peak_bytes(self.prepare[name], DEVICE)
         middle = statistics.median(mine)
         quartiles = statistics.quantiles(mine, n=4)
         row |= {
             "median_us": round(middle * 1e6, 1),
             "spread_us": [round(q * 1e6, 1) for q in (quartiles[0], quartiles[2])],
-            "peak_bytes": peak_bytes(self.prepare[name], DEVICE),
+            "peak_bytes": peak,
         }
         if name == "GEMM":
             return row | {"TFLOP/s": round(2 * MATMUL[DEVICE] ** 3 / middle / 1e12, 3)}
@@ -94,10 +101,13 @@ class Measured:
         row |= self._on_device(name)
         if name in LIMITS:
             return row
-        row |= {"limit": group.limit, "time_over_memcpy": round(median_ratio(mine, self.times["memcpy"]), 3)}
+        row |= {"limit": group.limit}
+        if "memcpy" in self.times:
+            row["time_over_memcpy"] = round(median_ratio(mine, self.times["memcpy"]), 3)
         if name in self.wrong:
             return row | {"wrong": self.wrong[name]}
-        row["of_limit"] = round(self._of_limit(name), 4)
+        if group.limit in self.times:
+            row["of_limit"] = round(self._of_limit(name), 4)
         row["speedup_over"] = {
             n: round(median_ratio(t, mine), 3)
             for n, t in self.times.items()

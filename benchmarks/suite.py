@@ -247,23 +247,39 @@ def wrong(group: Group, name: str) -> str | None:
 
 
 def too_large(group: Group) -> str | None:
-    """Why the group does not fit the free memory, or None."""
-    needed = case_bytes(group.case, group.dtype) * (6 + 4 * set_count(group))
-    needed += 12 * min(case_bytes(group.bench.parity_case(group.case), torch.float64), 2**62)
-    needed += group.bench.workspace_bytes(group.case)
+    """Why the group does not fit half of the free memory, or None."""
+    return needs_too_much(group_bytes(group))
+
+
+def needs_too_much(needed: int) -> str | None:
+    """The reason not to begin what needs as many bytes, or None: half of what is free is left to others."""
     free = free_bytes(DEVICE)
-    if free is None or needed <= free:
+    if free is None or needed <= free // 2:
         return None
-    return f"needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+    return f"needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} are free, of which half is left to others"
+
+
+def group_bytes(group: Group) -> int:
+    """The most that the group holds at a time, roughly, beside what the process holds anyhow."""
+    case, sets = group.case, set_count(group)
+    given, wide = case_bytes(case, group.dtype), case_bytes(case, torch.float32)
+    made = max(group.bytes_moved - given, 0) if group.direction == "forward" else group.bytes_moved
+    needed = given * sets + made * (sets + 1)  # inputs in rotation; results that are kept, and their gradients
+    needed += 4 * wide  # what eager makes in float32 on the way, or saves for its backward pass
+    needed += max(group.bytes_moved, 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0)  # of memcpy
+    needed += 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0  # scrubs
+    needed += 12 * min(case_bytes(group.bench.parity_case(case), torch.float64), 2**62)
+    return needed + group.bench.workspace_bytes(case)
 
 
 def set_count(group: Group) -> int:
     if group.memory == "warm":
         return 1
-    if group.limit == "GEMM":  # scrubbed caches do: of these, inputs are a small part
+    # Caches are scrubbed there: of products inputs are a small part, and a backward pass follows its forward pass.
+    if group.limit == "GEMM" or group.direction == "backward":
         return 2
     wanted = 2 * cache_bytes(DEVICE) // max(case_bytes(group.case, group.dtype), 1) + 1
-    return int(max(wanted, 2)) if wanted <= MOST_SETS else 2
+    return int(wanted) if wanted <= MOST_SETS else 2
 
 
 def rotates(group: Group, count: int) -> bool:

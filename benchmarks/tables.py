@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.budget import listed
+
 OURS = ("triton", "native", "reference")
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 
@@ -20,6 +22,42 @@ def header(kept: dict[str, Any], source: str) -> str:
         "`% of GEMM` over that of a square matrix product of the same dtype. `warm`: the inputs are in the caches; "
         "`cold`: they rotate, so that they are not; `fresh`: cold, and outputs are new memory, page faults included."
     )
+
+
+def held(kept: dict[str, Any]) -> str:
+    """What the instruction set means, where the run was held to one."""
+    isa = kept.get("isa", {})
+    if not isa.get("forced"):
+        return ""
+    name, torch = isa["forced"], isa["torch"]
+    obeyed = f"torch reports {torch}" if isa["obeyed"] else f"**torch did not obey: it reports {torch}**"
+    switches = ", ".join(f"`{k}={v}`" for k, v in isa["switches"].items())
+    return _paragraph(
+        f"**Held to {name}** (`--isa {name}`) on a processor that may have more: our kernels, torch ({obeyed}), "
+        f"oneDNN, MKL, and what `torch.compile` generates, by {switches}. A processor that has no more than "
+        f"{name} has other ports, caches and clocks. Where oneDNN, so held, has no products of 16 bits, torch computes "
+        "them by plain loops: rows of torch's that do so are left out, and no ratio is taken over them."
+    )
+
+
+def cut(kept: dict[str, Any]) -> str:
+    """What was left out to keep the budget."""
+    budget = kept.get("budget", {})
+    if not (lines := cuts(budget)):
+        return ""
+    return _paragraph(f"Budget: {budget['minutes']:g} min, {budget['spent']:g} spent. {' '.join(lines)}")
+
+
+def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
+    """What was left out to keep the budget, the first `most` by name, and where there were fewer rounds."""
+    if not budget.get("minutes"):
+        return []
+    shapes = [f"{shape} ({rows} of {of} rows)" for shape, (rows, of) in budget["cut"].items()]
+    left_out = listed(shapes, len(shapes) if most is None else most)
+    found = [f"Left out to keep {budget['minutes']:g} min: {left_out}."] if left_out else []
+    if budget["fewer_rounds"]:
+        found.append(f"Fewer rounds in {budget['fewer_rounds']} of {budget['comparisons']} comparisons.")
+    return found
 
 
 def _paragraph(text: str) -> str:
@@ -56,7 +94,7 @@ def _halves(kept: dict[str, Any]) -> list[list[Row]]:
     return [[r for r in rows if r["op"] not in products], [r for r in rows if r["op"] in products]]
 
 
-def _shape(row: Row) -> str:
+def shape_of(row: Row) -> str:
     """The shape, and the words behind it but for those that only say how large it is: "512x2048", "1x4096, decode"."""
     shape, *words = row["case"].split("-")
     words = [w for w in words if w not in ("cached", "large")]
@@ -116,7 +154,7 @@ def operations(kept: dict[str, Any]) -> str:
         ]
         lines = []
         for r in ours:
-            cells = [f"`{r['op']}`", r["direction"], r["dtype"], _shape(r), r["memory"], r["row"], _time(r)]
+            cells = [f"`{r['op']}`", r["direction"], r["dtype"], shape_of(r), r["memory"], r["row"], _time(r)]
             cells += [*(_ratio(r, p) for p in peers), *(_of_limit(r, limit) for limit in limits), _rate(r)]
             cells += [_mega(r, "peak_bytes"), _mega(r, "saved_bytes")]
             cells += [str(r.get(key, "–")) for key in ("device_us", "graph_us")] if gpu else []
@@ -140,7 +178,7 @@ def summary(kept: dict[str, Any]) -> str:
     }
     lines = []
     for op, by_dtype in chosen.items():
-        cells = [f"`{op}`", _shape(next(iter(by_dtype.values())))]
+        cells = [f"`{op}`", shape_of(next(iter(by_dtype.values())))]
         cells += [show(by_dtype[d]) if d in by_dtype else "–" for show in columns.values() for d in dtypes]
         lines.append(cells)
     heads = ["operation", "shape", *(f"{title}, {_SHORT.get(d, d)}" for title in columns for d in dtypes)]
@@ -229,7 +267,7 @@ def absent(kept: dict[str, Any]) -> str:
     for r in [*kept.get("absent", []), *kept["rows"]]:
         reason = r.get("why_not") or r.get("wrong") or r.get("graph_why_not")
         if reason:
-            found.setdefault((r["op"], r["row"], reason), []).append(_shape(r))
+            found.setdefault((r["op"], r["row"], reason), []).append(shape_of(r))
     lines = []
     for (op, name, reason), cases in found.items():
         distinct = list(dict.fromkeys(cases))

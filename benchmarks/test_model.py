@@ -6,24 +6,31 @@ Peak memory is that of a run beyond weights, optimiser state and what else was t
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from benchmarks import estimates
+from benchmarks.budget import Unit
 from benchmarks.conftest import Record
-from benchmarks.measure import interleaved, median_ratio, peak_bytes, replay, reused_memory
-from benchmarks.models import BASE, ModelContenders, ModelGroup, model_groups
+from benchmarks.estimates import Machine
+from benchmarks.measure import interleaved, latest, median_ratio, peak_bytes, replay, reused_memory
+from benchmarks.models import BASE, TINY, ModelContenders, ModelGroup, model_groups
 from benchmarks.suite import DEVICE
 from foundry_kernels.registry import short_dtype
 
 
 class _Measured:
-    def __init__(self, group: ModelGroup, full: bool) -> None:
+    def __init__(self, group: ModelGroup, full: bool, share: float) -> None:
         self.group = group
         with reused_memory():
             self.contenders = ModelContenders(group)
             prepare = self.contenders.prepare
-            self.times = interleaved(prepare, 8 if full else 2.5, 15, warm_ups=0) if prepare else {}
+            seconds, rounds = (8 if full else 2.5) * share, max(round(15 * share), 3)
+            least = 5 if share == 1 else 3
+            self.times = interleaved(prepare, seconds, rounds, warm_ups=0, least=least) if prepare else {}
 
     def row(self, name: str) -> dict[str, Any]:
         group, found = self.group, self.contenders
@@ -44,7 +51,8 @@ class _Measured:
         return row
 
 
-_last: list[_Measured] = []
+def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
+    return estimates.model(params["group"], machine)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -56,18 +64,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.benchmark(timer=replay)
 def test_model(benchmark: Any, group: ModelGroup, name: str, record: Record) -> None:
     if benchmark.disabled:
-        contenders = ModelContenders(group, (name,))
+        contenders = ModelContenders(replace(group, size=TINY), (name,))
         if name in contenders.why_not:
             pytest.skip(contenders.why_not[name])
         benchmark.pedantic(contenders.prepare[name]())
         return
-    if not _last or _last[0].group != group:
-        _last.clear()
-        _last.append(_Measured(group, record.full))
-    row = _last[0].row(name)
+    measured = latest.get(group.id, lambda: _Measured(group, record.full, record.share))
+    row = measured.row(name)
     record.absent(row)
     benchmark.group = group.id
-    replay.give(benchmark, _last[0].times[name])
+    replay.give(benchmark, measured.times[name])
     record(benchmark, row)
     if "wrong" in row:
         pytest.fail(f"no ratio is reported: {row['wrong']}")

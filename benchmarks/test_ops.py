@@ -9,25 +9,26 @@ exists; "fresh memcpy" into a new one, which on a CPU also pays for page faults.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from benchmarks import estimates
+from benchmarks.budget import Unit
 from benchmarks.calls import Contenders
 from benchmarks.conftest import Record
-from benchmarks.measure import replay
+from benchmarks.estimates import Machine
+from benchmarks.measure import latest, replay
 from benchmarks.rows import FULL, QUICK, Measured
 from benchmarks.suite import Group, groups
 
-_last: list[Measured] = []  # rows of a group follow each other; its tensors need not outlive it
 
-
-def _measured(group: Group, effort: tuple[float, int]) -> Measured:
-    if not _last or _last[0].group is not group:
-        _last.clear()
-        _last.append(Measured(group, effort, group.chosen(effort == FULL)))
-    return _last[0]
+def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
+    group: Group = params["group"]
+    full = params["name"] not in group.chosen(False) or not group.quick
+    return estimates.operation(group, group.chosen(full), machine)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -44,7 +45,9 @@ def test_op(benchmark: Any, group: Group, name: str, record: Record) -> None:
             pytest.skip(contenders.why_not[name])
         benchmark.pedantic(contenders.prepare[name]())
         return
-    measured = _measured(group, FULL if record.full else QUICK)
+    effort = FULL if record.full else QUICK
+    names = group.chosen(record.full)
+    measured = latest.get(group.id, lambda: Measured(group, effort, names, share=record.share))
     with measured.memory():
         row = measured.row(name)
         if record.absent(row):

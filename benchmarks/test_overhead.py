@@ -5,16 +5,18 @@ Without a GPU also that of the Triton kernels, ours and Liger's, with a stub in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
 import foundry_kernels as fk
-from benchmarks import liger, stub_gpu
+from benchmarks import estimates, liger, stub_gpu
+from benchmarks.budget import Unit
 from benchmarks.calls import unavailable
 from benchmarks.conftest import Record
+from benchmarks.estimates import Machine
 from benchmarks.measure import host_time, replay
 from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, smallest_case, timed_cases
 from foundry_kernels.registry import OpSpec
@@ -31,6 +33,12 @@ def _rows() -> list[Any]:
         names = dict.fromkeys(("reference", *(n for n in peers if n not in LIMITS)))
         rows += [pytest.param(group, n, id=f"{op.name}-overhead-{n}") for n in names]
     return rows
+
+
+def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
+    op = params["op"] if "op" in params else params["group"].op
+    kind = f"stubbed-overhead-{params['direction']}" if "op" in params else "overhead"
+    return estimates.overhead(op, kind)
 
 
 @pytest.mark.benchmark(timer=replay)
@@ -54,7 +62,7 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
         if benchmark.disabled:
             benchmark.pedantic(function, kwargs=args)
             return
-        seconds = host_time(lambda: function(**args))
+        seconds = host_time(lambda: function(**args), batches=max(round(15 * record.share), 5))
     benchmark.group = f"{group.op.name}-overhead"
     replay.give(benchmark, [seconds])
     record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})
@@ -110,7 +118,7 @@ def test_stubbed_overhead(benchmark: Any, op: OpSpec, name: str, direction: str,
         if benchmark.disabled:
             benchmark.pedantic(call)
             return
-        seconds = host_time(call)
+        seconds = host_time(call, batches=max(round(15 * record.share), 5))
     benchmark.group = f"{op.name}-stubbed-overhead-{direction}"
     replay.give(benchmark, [seconds])
     record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,14 @@ import pytest
 import torch
 
 import foundry_kernels as fk
+from benchmarks import estimates
+from benchmarks.budget import Unit
 from benchmarks.calls import Contenders
 from benchmarks.conftest import Record
-from benchmarks.measure import exponent, last_exponent, replay
+from benchmarks.estimates import Machine
+from benchmarks.measure import exponent, last_exponent, release, replay
 from benchmarks.rows import Measured
-from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Group, case_bytes, groups
+from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Group, case_bytes, groups, smallest_case
 from foundry_kernels.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
@@ -85,13 +88,14 @@ def _names(group: Group, full: bool) -> tuple[str, ...]:
     return tuple(n for n in group.names if n not in left_out)
 
 
-def _measure(scaling: Scaling, effort: tuple[float, int]) -> dict[str, Any]:
+def _measure(scaling: Scaling, effort: tuple[float, int], share: float) -> dict[str, Any]:
     lines: dict[str, dict[str, list[Any]]] = {}
     for index, (size, case) in enumerate(scaling.points):
         group = Group(scaling.op, case, scaling.dtype, scaling.direction, "cold")
         with _with_threads(size if scaling.axis == "threads" else None):
+            names = _names(group, effort == _FULL)
             # The shapes of the suite are checked; here no contender is held against another.
-            measured = Measured(group, effort, _names(group, effort == _FULL), least=3, checked=False)
+            measured = Measured(group, effort, names, least=3, checked=False, share=share)
             with measured.memory():
                 for name in (*measured.times, *measured.why_not):
                     row = measured.row(name)
@@ -99,6 +103,8 @@ def _measure(scaling: Scaling, effort: tuple[float, int]) -> dict[str, Any]:
                     for key in ("median_us", "peak_bytes", "GB/s", "TFLOP/s", "of_limit", "why_not"):
                         if key in row:
                             line.setdefault(key, [None] * len(scaling.points))[index] = row[key]
+            del measured
+        release()
     sizes = [size for size, _ in scaling.points]
     fitted = {name: {**line, **fit(sizes, line)} for name, line in lines.items()}
     return {"axis": scaling.axis, "sizes": sizes, "lines": fitted}
@@ -117,6 +123,12 @@ def fit(sizes: Sequence[float], line: dict[str, list[Any]]) -> dict[str, float]:
     return found
 
 
+def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
+    scaling: Scaling = params["scaling"]
+    of = [Group(scaling.op, case, scaling.dtype, scaling.direction, "cold") for _, case in scaling.points]
+    return estimates.growth(scaling.id, f"growth of {scaling.op.name} over {scaling.axis}", of, machine)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = bool(metafunc.config.getoption("full", False))
     metafunc.parametrize("scaling", [pytest.param(s, id=s.id) for s in scalings(full)])
@@ -126,15 +138,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
     ours = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction).ours[0]
     if benchmark.disabled:
-        group = Group(scaling.op, scaling.points[0][1], scaling.dtype, scaling.direction, "warm")
-        contenders = Contenders(group, (ours,))
-        if ours in contenders.why_not:
-            pytest.skip(contenders.why_not[ours])
-        benchmark.pedantic(contenders.prepare[ours]())
+        size, case = scaling.points[0]
+        threads = size if scaling.axis == "threads" else None  # these points are all of the largest shape
+        case = case if threads is None else smallest_case(scaling.op)
+        with _with_threads(threads):
+            contenders = Contenders(Group(scaling.op, case, scaling.dtype, scaling.direction, "warm"), (ours,))
+            if ours in contenders.why_not:
+                pytest.skip(contenders.why_not[ours])
+            benchmark.pedantic(contenders.prepare[ours]())
         return
     row: dict[str, Any] = {"kind": "scaling", "op": scaling.op.name, "row": ours, "direction": scaling.direction}
     row |= {"dtype": short_dtype(scaling.dtype), "case": f"by {scaling.axis}", "memory": "cold"}
-    row |= _measure(scaling, _FULL if record.full else _QUICK)
+    row |= _measure(scaling, _FULL if record.full else _QUICK, record.share)
     line = row["lines"][ours]
     if not any(line.get("median_us", ())):
         record.absent(row | {"why_not": next(r for r in line["why_not"] if r)})

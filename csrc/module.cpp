@@ -19,11 +19,12 @@ namespace {
 using foundry::Isa;
 
 std::vector<std::string> compiled_isas() {
-  std::vector<std::string> names{"baseline"};
+  std::vector<std::string> names{foundry::isa_name(Isa::lowest)};
   FK_IF_AVX2(names.push_back("avx2");)
   FK_IF_AVX512(names.push_back("avx512");)
   FK_IF_AVX512_BF16(names.push_back("avx512_bf16");)
   FK_IF_AMX_BF16(names.push_back("amx_bf16");)
+  FK_IF_NEON_BF16(names.push_back("neon_bf16");)
   return names;
 }
 

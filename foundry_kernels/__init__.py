@@ -4,6 +4,7 @@ from foundry_kernels import compat, models, nn
 from foundry_kernels.integrations import patch
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.ops.rms_norm import add_rms_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.swiglu import geglu, swiglu
@@ -21,6 +22,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "geglu",
+    "linear_cross_entropy",
     "models",
     "nn",
     "patch",

@@ -12,12 +12,14 @@ import torch
 
 from foundry_kernels.registry import Impl
 
+_REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"
+
 
 def _load() -> tuple[Any, str | None]:
     try:
         module = importlib.import_module("foundry_kernels._C")
     except ModuleNotFoundError:
-        return None, "the C++ extension is not built; run `pip install --no-build-isolation -e .` with a C++ compiler"
+        return None, f"the C++ extension is not built; {_REBUILD}"
     except ImportError as error:  # built for another torch, or a library is missing
         return None, f"the C++ extension does not load ({error}); rebuild it against torch {torch.__version__}"
     return module, None
@@ -46,7 +48,11 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if MISSING is not None:
         return Impl("native", _absent, dtypes=dtypes, missing=MISSING, sources=devices)
-    module = importlib.import_module(package + ".native")
+    try:
+        module = importlib.import_module(package + ".native")
+    except AttributeError as error:  # sources newer than the extension: it has no such operator yet
+        stale = f"the C++ extension is older than this package ({error}); {_REBUILD}"
+        return Impl("native", _absent, dtypes=dtypes, missing=stale, sources=devices)
     compiled = devices if build_info()["cuda_architectures"] else ("cpu",)
     hint = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
     return Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices)

@@ -69,13 +69,33 @@ class Impl:
 class OpSpec:
     """An operation: its public function, its implementations and the folder that holds everything about it.
 
-    `impls` is what `resolve` reads, and is replaced by `override` alone.
+    `impls` is replaced by `override` alone.
     """
 
     name: str
     public: Callable[..., Any]
     impls: tuple[Impl, ...]
     package: str
+
+    def __post_init__(self) -> None:
+        self.choose()
+
+    def choose(self) -> None:
+        """Work out what `resolve` answers for the devices of `AUTO_ORDER`: it is asked at every call."""
+        self.chosen = {
+            (backend, device, dtype): impl.fn
+            for device in AUTO_ORDER
+            for dtype in FLOATS
+            for backend in ("auto", *BACKENDS)
+            if (impl := self._first(backend, device, dtype)) is not None
+        }
+
+    def _first(self, backend: str, device: str, dtype: torch.dtype) -> Impl | None:
+        """The first implementation that can serve such a tensor, of those that `backend` allows."""
+        for name in AUTO_ORDER.get(device, ("reference",)) if backend == "auto" else (backend,):
+            if (impl := self.impl(name)) is not None and impl.why_not(device, dtype) is None:
+                return impl
+        return None
 
     def impl(self, backend: str) -> Impl | None:
         for impl in self.impls:
@@ -145,10 +165,12 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
         raise KeyError(f"{spec.name} has no {backend} kernel")
     changed = replace(own, **changes)
     spec.impls = tuple(changed if impl is own else impl for impl in before)
+    spec.choose()
     try:
         yield changed
     finally:
         spec.impls = before
+        spec.choose()
 
 
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
@@ -158,18 +180,13 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
         _know_dtensor()
     if _transformed() and backend != "reference":
         backend = _transformable(spec, backend)
-    device, dtype = x.device.type, x.dtype
-    if backend == "auto":
-        for name in AUTO_ORDER.get(device, ("reference",)):
-            impl = spec.impl(name)
-            if impl is not None and impl.why_not(device, dtype) is None:
-                return impl.fn
-    elif backend in BACKENDS:
-        impl = spec.impl(backend)
-        if impl is not None and impl.why_not(device, dtype) is None:
-            return impl.fn
-    else:
-        check_backend(backend)
+    device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type  # a device's type is a new string each time
+    dtype = x.dtype
+    if isinstance(backend, str) and (chosen := spec.chosen.get((backend, device, dtype))) is not None:
+        return chosen
+    check_backend(backend)
+    if (impl := spec._first(backend, device, dtype)) is not None:
+        return impl.fn
     raise BackendUnavailable(_refusal(spec, backend, device, dtype))
 
 

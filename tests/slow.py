@@ -33,11 +33,11 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
     emulated = isinstance(row, Row) and (row.cuda_on_cpu or (row.backend == "triton" and row.device == "cpu"))
     if emulated and parameters.get("part") == "others":
         return "all but the small cases, emulated"
-    if isinstance(row, Row) and case is not None:
-        if numel(case) > MOST_ELEMENTS:
-            return f"more than {MOST_ELEMENTS} elements"
-        if emulated and dtype not in EMULATED_DTYPES and numel(case) > FEW_ELEMENTS:
-            return f"emulated in {dtype}"
+    if isinstance(row, Row) and case is not None and numel(case) > MOST_ELEMENTS:
+        return f"more than {MOST_ELEMENTS} elements"
+    # A test without a case runs several.
+    if emulated and dtype is not None and dtype not in EMULATED_DTYPES and (case is None or numel(case) > FEW_ELEMENTS):
+        return f"emulated in {dtype}"
     name = parameters.get("name", parameters.get("instruction_set"))
     if name in instruction_sets and name not in {instruction_sets[0], "avx2", instruction_sets[-1]}:
         return f"instruction set {name}"

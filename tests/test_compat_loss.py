@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundry_kernels.compat import cross_entropy
+from foundry_kernels.compat import cross_entropy, linear_cross_entropy
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "one token": ((7,), ()),
@@ -110,3 +110,35 @@ def test_what_is_not_served_is_refused() -> None:
         cross_entropy(x, target, reduction="max")
     with pytest.raises(IndexError, match=r"target must be in 0 \.\. 6"):
         cross_entropy(x, target + 7)
+
+
+needs_torchs = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch.nn.functional has none yet")
+
+
+@needs_torchs
+def test_the_signature_of_the_linear_form_is_torchs() -> None:
+    theirs = list(inspect.signature(F.linear_cross_entropy).parameters.values())
+    ours = list(inspect.signature(linear_cross_entropy).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in ours[:-1]] == [(p.name, p.kind, p.default) for p in theirs]
+    assert ours[-1].name == "backend"
+
+
+@needs_torchs
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("tokens", [(), (5,)], ids=["one-token", "tokens"])
+def test_the_linear_form_is_torchs(tokens: tuple[int, ...], reduction: str) -> None:
+    x, target = draw((*tokens, 6), tokens)
+    linear_weight, linear_bias = draw((7, 6), ())[0], torch.linspace(-1.0, 1.0, 7)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "weight": torch.linspace(0.5, 2.0, 7)}
+    found = []
+    for function in (F.linear_cross_entropy, linear_cross_entropy):
+        leaves = [t.detach().requires_grad_() for t in (x, linear_weight, linear_bias)]
+        loss = function(*leaves[:2], target, linear_bias=leaves[2], ignore_index=np.int64(3), **options)
+        found.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
+    for a, e in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_a_linear_weight_of_more_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"linear_weight must be \[C, in_features\]; got shape \(7, 2, 6\)"):
+        linear_cross_entropy(torch.ones(5, 6), torch.ones(7, 2, 6), torch.zeros(5, dtype=torch.int64))

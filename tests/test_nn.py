@@ -408,3 +408,27 @@ STARTS = torch.tensor([0, 2, 3])
 def test_attention_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_cross_entropy_is_a_linear_layer_with_its_loss(bias):
+    torch.manual_seed(0)
+    head = nn.LinearCrossEntropy(8, 21, bias, label_smoothing=0.1, softcap=5.0)
+    plain = torch.nn.Linear(8, 21, bias)
+    plain.load_state_dict(head.state_dict())
+    hidden, target = torch.randn(2, 5, 8), torch.randint(21, (2, 5))
+    logits = 5.0 * torch.tanh(plain(hidden) / 5.0)
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
+    loss = head(hidden, target)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for ours, theirs in zip(head.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert "in_features=8, out_features=21" in repr(head)
+    assert "backend='auto'" in repr(head)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        nn.LinearCrossEntropy(8, 21, backend="gpu")

@@ -160,6 +160,34 @@ def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(not NATIVE, reason=str(_native.MISSING))
+def test_an_extension_older_than_the_package_costs_only_what_it_lacks() -> None:
+    """As after an update of the sources that brings an operation, before the extension is built again."""
+    done = run_python("""
+    import torch
+    namespace = type(torch.ops.foundry_kernels)
+    found = namespace.__getattr__
+    def lacking(self, name):
+        if self.name == "foundry_kernels" and name == "cross_entropy":
+            raise AttributeError(f"'_OpNamespace' 'foundry_kernels' object has no attribute '{name}'")
+        return found(self, name)
+    namespace.__getattr__ = lacking
+    import foundry_kernels as fk
+    x, target = torch.randn(3, 8), torch.tensor([1, 2, 3])
+    fk.rms_norm(x, backend="native"); fk.cross_entropy(x, target)
+    try:
+        fk.cross_entropy(x, target, backend="native")
+    except fk.BackendUnavailable as error:
+        print(error)
+    import foundry_kernels.distributed, foundry_kernels.__main__
+    foundry_kernels.__main__.main([])
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "native: the C++ extension is older than this package" in done.stdout
+    assert "no attribute 'cross_entropy'" in done.stdout
+    assert "pip install --no-build-isolation -e ." in done.stdout
+
+
+@pytest.mark.skipif(not NATIVE, reason=str(_native.MISSING))
 def test_a_cuda_tensor_with_a_cpu_extension_is_told_what_to_do() -> None:
     if _native.build_info()["cuda_architectures"]:
         pytest.skip("this extension has CUDA kernels")

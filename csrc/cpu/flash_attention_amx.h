@@ -1,8 +1,6 @@
 // Products of bfloat16 pairs by AMX: eight tiles of 16 rows and 64 bytes, which are state of the thread.
 #pragma once
 
-#include <immintrin.h>
-
 #include "flash_attention.h"
 #include "transpose.h"
 #include "vec.h"

@@ -14,7 +14,7 @@ namespace {
 template <class E, int kVecs, class Access, class T>
 inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, Access at,
                                                       Vec (&out)[kVecs]) {
-#if defined(__AVX512BF16__)
+#if defined(FK_PAIRS)
   if constexpr (kPer<E> == 2) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; v += 2) {

@@ -13,7 +13,11 @@
 namespace foundry {
 namespace FK_ISA {
 
-constexpr int kSums = kLanes > 8 ? 16 : 8;  // registers that sums are formed in
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSums = 16;  // registers that sums are formed in
+#else
+constexpr int kSums = 8;
+#endif
 
 // Lane i is the sum of v[i]'s lanes.
 template <int kStep = 1>

@@ -5,7 +5,7 @@
 // over a register, and so are never transposed.
 //
 // Factors of products are of a type E: float, or bfloat16 where memory holds that and the processor has dot products of
-// pairs (vdpbf16ps: exact products, added in float). A lane then holds a pair, which are neighbours along the depth of
+// pairs (vdpbf16ps, bfdot: products added in float). A lane then holds a pair, which are neighbours along the depth of
 // the product, and weights and gradients of scores are rounded to bfloat16 before they are multiplied, as on GPUs.
 // Where the processor has tiles (AMX), these take the whole ones of such a product.
 #pragma once
@@ -19,16 +19,20 @@ namespace FK_ISA {
 
 constexpr int kRowVecs = kAttentionRows / kLanes;
 
-// The block of a product that is held in registers: 16 of them with AVX-512 (which has 32), 12 elsewhere (of 16).
+// The block of a product that is held in registers: 16 of them with AVX-512 (which has 32), 20 on ARM (of 32, too: with
+// 24 GCC spills two), 12 elsewhere (of 16).
 #if defined(__AVX512F__)
 constexpr int kBlockRows = 4, kBlockVecs = 4;
+#elif defined(__aarch64__)
+constexpr int kBlockRows = 5, kBlockVecs = 4;
 #else
 constexpr int kBlockRows = 6, kBlockVecs = 2;
 #endif
 
 enum class Start { zero, add, scaled };  // what a product is added to: nothing, C, or C times a factor a column
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define FK_PAIRS
 constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
@@ -54,9 +58,13 @@ template <class E> inline Vec spread(const E* p) {
 }
 
 template <class E> inline void accumulate(Vec& acc, Vec a, Vec b) {
-#if defined(__AVX512BF16__)
+#if defined(FK_PAIRS)
   if constexpr (kPer<E> == 2) {
+#if defined(__AVX512BF16__)
     acc = (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+    acc = (Vec)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
     return;
   }
 #endif

@@ -8,13 +8,32 @@ namespace FK_ISA {
 
 #if defined(__AVX512BF16__)
 constexpr VecI kColumn = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#endif
 
-// Of two rows of 32 numbers, a lane for each column of the first 16 (kHalf 0) or the last: the first row's number and
-// the second's.
+#if defined(FK_PAIRS)
+// Of two rows of 2 * kLanes numbers, a lane for each column of the first half (kHalf 0) or the last: the first row's
+// number and the second's.
 template <int kHalf>
 inline Vec columns_paired(Vec a, Vec b) {
+#if defined(__AVX512BF16__)
   return (Vec)_mm512_permutex2var_epi16((__m512i)a, (__m512i)(kColumn * 0x10001 + 0x200000 + kHalf * 0x100010),
                                         (__m512i)b);
+#else
+  return (Vec)(kHalf ? vzip2q_u16((uint16x8_t)a, (uint16x8_t)b) : vzip1q_u16((uint16x8_t)a, (uint16x8_t)b));
+#endif
+}
+
+// The first `count` of 2 * kLanes numbers, or all; zero in place of those that are not, which are not read.
+inline Vec load_columns(const BFloat16* p, int64_t count) {
+#if defined(__AVX512BF16__)
+  const __mmask32 mask = count >= 32 ? ~__mmask32(0) : (__mmask32(1) << count) - 1;
+  return (Vec)_mm512_maskz_loadu_epi16(mask, p);
+#else
+  Vec bits{};
+  if (count >= 2 * kLanes) std::memcpy(&bits, p, sizeof(bits));
+  else if (count > 0) std::memcpy(&bits, p, count * sizeof(*p));
+  return bits;
+#endif
 }
 #endif
 
@@ -22,18 +41,16 @@ inline Vec columns_paired(Vec a, Vec b) {
 // `scratch`, zero in place of a last row that is missing.
 template <class E>
 inline Tile<E> pack_pairs(Tile<E> tile, int64_t n, int64_t width, float* scratch) {
-#if defined(__AVX512BF16__)
+#if defined(FK_PAIRS)
   if constexpr (kPer<E> == 2) {
     const int64_t ld = round_up(width, kAttentionPad);
     for (int64_t i = 0; i < n; i += 2) {
       const E *a = tile.data + i * tile.ld, *b = i + 1 < n ? a + tile.ld : nullptr;
       float* out = scratch + i / 2 * ld;
-      for (int64_t c = 0; c < width; c += 32) {
-        const __mmask32 mask = width - c >= 32 ? ~__mmask32(0) : (__mmask32(1) << (width - c)) - 1;
-        const Vec x = (Vec)_mm512_maskz_loadu_epi16(mask, a + c);
-        const Vec y = b ? (Vec)_mm512_maskz_loadu_epi16(mask, b + c) : Vec{};
+      for (int64_t c = 0; c < ld; c += 2 * kLanes) {
+        const Vec x = load_columns(a + c, width - c), y = b ? load_columns(b + c, width - c) : Vec{};
         Whole::store(out + c, columns_paired<0>(x, y));
-        if (width - c > 16) Whole::store(out + c + 16, columns_paired<1>(x, y));
+        if (ld - c > kLanes) Whole::store(out + c + kLanes, columns_paired<1>(x, y));
       }
     }
     return {reinterpret_cast<const E*>(scratch), 2 * ld};
@@ -49,6 +66,12 @@ inline void store_pairs(float* pairs, Vec a, Vec b, BFloat16* row_a = nullptr, B
   if (pairs) _mm512_storeu_si512(pairs, _mm512_permutexvar_epi16((__m512i)(kColumn * 0x10001 + 0x100000), halves));
   if (row_a) _mm256_storeu_si256((__m256i*)row_a, _mm512_castsi512_si256(halves));
   if (row_b) _mm256_storeu_si256((__m256i*)row_b, _mm512_extracti64x4_epi64(halves, 1));
+#elif defined(FK_PAIRS)
+  const auto x = (uint16x4_t)Convert<BFloat16>::round(a), y = (uint16x4_t)Convert<BFloat16>::round(b);
+  const auto both = vcombine_u16(vzip1_u16(x, y), vzip2_u16(x, y));
+  if (pairs) std::memcpy(pairs, &both, sizeof(both));
+  if (row_a) std::memcpy(row_a, &x, sizeof(x));
+  if (row_b) std::memcpy(row_b, &y, sizeof(y));
 #endif
 }
 

@@ -7,10 +7,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(FK_HAVE_NEON_BF16)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 #define FK_CPU_HAS_AVX512                                                                                           \
   (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && \
    __builtin_cpu_supports("avx512dq"))
+
+#define FK_STRING(name) FK_STRING_OF(name)
+#define FK_STRING_OF(name) #name
 
 namespace foundry {
 
@@ -33,7 +40,7 @@ static bool amx_usable() {
 // clang-format off: labels inside of macros
 bool isa_usable(Isa isa) {
   switch (isa) {
-    case Isa::baseline: return true;
+    case Isa::lowest: return true;
     FK_IF_AVX2(case Isa::avx2
                : return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");)
@@ -43,6 +50,7 @@ bool isa_usable(Isa isa) {
       static const bool usable = isa_usable(Isa::avx512_bf16) && amx_usable();
       return usable;
     })
+    FK_IF_NEON_BF16(case Isa::neon_bf16 : return getauxval(AT_HWCAP2) & HWCAP2_BF16;)
     default: return false;
   }
 }
@@ -50,7 +58,7 @@ bool isa_usable(Isa isa) {
 
 static std::atomic<Isa>& choice() {
   static std::atomic<Isa> isa{[] {
-    Isa best = Isa::baseline;
+    Isa best = Isa::lowest;
     for (const Isa candidate : kIsas)
       if (isa_usable(candidate)) best = candidate;
     return best;
@@ -68,7 +76,8 @@ const char* isa_name(Isa isa) {
     case Isa::avx512_bf16: return "avx512_bf16";
     case Isa::avx512: return "avx512";
     case Isa::avx2: return "avx2";
-    default: return "baseline";
+    case Isa::neon_bf16: return "neon_bf16";
+    default: return FK_STRING(FK_LOWEST);
   }
 }
 

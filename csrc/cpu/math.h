@@ -46,9 +46,16 @@ inline FK_INLINE Vec scale_by_power(Vec p, Vec n) {
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the last bits
 
-// kTimes 2^f, |f| <= 1/2.
-template <int kTimes = 1>
+// kTimes 2^f, |f| <= 1/2. kShort, for results of 16 bits: within 2.7e-6 of itself.
+template <bool kShort = false, int kTimes = 1>
 inline FK_INLINE Vec exp2_fraction(Vec f) {
+  if constexpr (kShort) {
+    Vec p = splat(kTimes * 0x1.3997dap-7f);
+    p = p * f + kTimes * 0x1.ca1444p-5f;
+    p = p * f + kTimes * 0x1.ec06dap-3f;
+    p = p * f + kTimes * 0x1.62e0dcp-1f;
+    return p * f + kTimes * 0x1.ffffe8p-1f;
+  }
   Vec p = splat(kTimes * 0x1.41fb2ep-13f);
   p = p * f + kTimes * 0x1.5f3f3p-10f;
   p = p * f + kTimes * 0x1.3b2d5p-7f;
@@ -65,7 +72,8 @@ inline FK_INLINE Vec exp2_fraction(Vec f) {
 // last place, so that the relative error grows by up to 8e-8 |v|.
 //
 // 2^t = 2^n 2^f, n = t rounded, |f| <= 1/2.
-inline Vec exp2(Vec t) {
+template <bool kShort = false>
+inline FK_INLINE Vec exp2(Vec t) {
 #if defined(__AVX512F__)
   const Vec n = (Vec)_mm512_roundscale_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Vec f = (Vec)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for an infinity
@@ -74,7 +82,7 @@ inline Vec exp2(Vec t) {
   t = smaller(splat(kHighest), larger(splat(kLowest), t));
   const Vec n = (t + kRound) - kRound, f = t - n;
 #endif
-  return scale_by_power(exp2_fraction(f), n);
+  return scale_by_power(exp2_fraction<kShort>(f), n);
 }
 
 constexpr float kLog2E = 1.44269504f;
@@ -93,7 +101,7 @@ inline FK_INLINE Vec exp(Vec x) {
 #endif
   x = larger(splat(kLowest), x);
   const Vec shifted = x * kLog2E + kShift, n = shifted - kShift;
-#if defined(__FMA__) || defined(__AVX512F__)  // the product is not rounded
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)  // the product is not rounded
   const Vec r = x - n * 0x1.62e43p-1f;
 #else  // ln 2 in two parts, of which n times the first is exact
   const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -113,15 +121,16 @@ inline FK_INLINE Vec exp(Vec x) {
 }
 
 // 1 + e^-v, whose inverse is the logistic function; infinity where e^-v is.
+template <bool kShort = false>
 inline FK_INLINE Vec logistic_denominator(Vec v) {
 #if defined(__AVX512F__)
-  return 1.0f + exp2(v * -kLog2E);
+  return 1.0f + exp2<kShort>(v * -kLog2E);
 #else
   // As exp2, but what is lost beside 1 may become 0: with a factor of 2 in the polynomial one number holds the power.
-  constexpr float kLowest = -126.0f, kHighest = 129.0f, kShift = kRound + 126.0f;
-  const Vec t = smaller(splat(kHighest), larger(splat(kLowest), v * -kLog2E));
-  const Vec shifted = t + kShift, f = t - (shifted - kShift);
-  return 1.0f + exp2_fraction<2>(f) * bit_cast<Vec>(bit_cast<VecU>(shifted) << 23);
+  constexpr float kLowest = -89.5f, kHighest = 87.3f, kShift = kRound + 126.0f;  // powers from 2^-126 to infinity
+  v = smaller(splat(kHighest), larger(splat(kLowest), v));
+  const Vec shifted = v * -kLog2E + kShift, f = v * -kLog2E - (shifted - kShift);
+  return 1.0f + exp2_fraction<kShort, 2>(f) * bit_cast<Vec>(bit_cast<VecU>(shifted) << 23);
 #endif
 }
 
@@ -131,9 +140,10 @@ inline FK_INLINE Vec logistic_denominator(Vec v) {
 struct Normal {
   Vec density, below;
 };
-inline Normal normal(Vec v) {
+template <bool kShort = false>
+inline FK_INLINE Normal normal(Vec v) {
   const Vec z = v < splat(0.0f) ? -v : v;
-  const Vec density = exp2(z * z * (-0.5f * kLog2E));
+  const Vec density = exp2<kShort>(z * z * (-0.5f * kLog2E));
   const Vec t = 1.0f / (1.0f + 0.35f * z);
   Vec p = splat(-0.0291595846f);
   p = p * t + 0.144039312f;

@@ -20,29 +20,34 @@ void norm_gradients(const QkNormRopeGradients& heads, const QkNormRopeBackward& 
 
     // First pass: rotates the gradient back, adds to dW, and forms the one sum over the head that dX needs.
     Vec products[4] = {};
-    rotate<kInterleaved>(
+    rotate<kInterleaved, kSplit<X>>(
         table.cos(t - begin), table.sin(t - begin), a.tables.half, n,
         [&](int64_t i, auto at) FK_INLINE { return at.load(dy + i); },
-        [&](int64_t i, auto at, int k, Vec grad) FK_INLINE {
-          const Vec normed = at.load(x + i) * r;
-          if (dw) at.store(dw + i, at.load(dw + i) + grad * (kRoundFirst ? rounded<X>(normed) : normed));
-          if (heads.weight) grad *= at.load(heads.weight + i);
-          products[k] += grad * normed;
+        [&](int64_t i, auto at, int k, Vec2 grad) FK_INLINE {
+          const Vec2 normed = at.load(x + i) * r;
+          if (dw) at.store(dw + i, at.load(dw + i) + grad * (kRoundFirst ? at.template rounded<X>(normed) : normed));
+          if (heads.weight) grad = grad * at.load(heads.weight + i);
+          products[k] += grad.a * normed.a;
+          products[k + 1] += grad.b * normed.b;
           at.store(dnormed + i, grad);
         });
     if (!heads.dx) return;
 
     X* dx = static_cast<X*>(heads.dx) + heads.dx_strides.offset(b, h, t);
     const Vec mean = splat(sum(products) / static_cast<float>(n));
-    for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-      at.template store_to<kStream>(dx + i, r * (at.load(dnormed + i) - at.load(x + i) * r * mean));
+    for_each_part(kInterleaved, a.tables.half, n, [&](int64_t part, int64_t count) FK_INLINE {
+      for_each_vec2<kSplit<X>>(count, [&](int64_t i, auto at, int) FK_INLINE {
+        const Vec2 normed = at.load(x + part + i) * r;
+        at.template store<kStream>(dx + part + i, (at.load(dnormed + part + i) - normed * mean) * r);
+      });
     });
   });
 }
 
 template <class X>
 void backward_typed(const QkNormRopeBackward& a, int64_t chunk_begin, int64_t chunk_end) {
-  TableBlock table(a.tables, a.interleaved, true);
+  TableBlock table(a.tables, a.interleaved, true, kSplit<X>);
+  const SplitWeights<QkNormRopeGradients> split(a, kSplit<X>);
   std::vector<float> dnormed(a.width);
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
     for (const QkNormRopeGradients& heads : a.heads)
@@ -50,7 +55,7 @@ void backward_typed(const QkNormRopeBackward& a, int64_t chunk_begin, int64_t ch
     const int64_t begin = chunk * a.chunk_tokens, end = std::min(a.all_tokens, begin + a.chunk_tokens);
     for_each_block(begin, end, a.n_tokens, table.capacity(), [&](int64_t b, int64_t t_begin, int64_t t_end) {
       table.read(b, t_begin, t_end);
-      for (const QkNormRopeGradients& heads : a.heads) {
+      for (const QkNormRopeGradients& heads : split.heads) {
         float* dw = heads.dw_chunks ? heads.dw_chunks + chunk * a.width : nullptr;
         if (!dw && !heads.dx) continue;
         const auto run = [&](auto interleaved, auto round_first, auto streamed) {
@@ -61,6 +66,11 @@ void backward_typed(const QkNormRopeBackward& a, int64_t chunk_begin, int64_t ch
                    worth_streaming<X>(heads.dx, heads.n_heads * a.all_tokens, a.width, a.tables.half));
       }
     });
+    for (const QkNormRopeGradients& heads : a.heads)
+      if (kSplit<X> && heads.dw_chunks)
+        for_each_part(a.interleaved, a.tables.half, a.width, [&](int64_t part, int64_t count) {
+          put_in_order(heads.dw_chunks + chunk * a.width + part, count);
+        });
   }
   stream_fence();
 }

@@ -7,39 +7,52 @@ namespace foundry {
 namespace FK_ISA {
 namespace {
 
+// Two loops over a few heads: the sum, the root and the division of one take longer than all the rest, and those of
+// several overlap.
 template <class X, bool kInterleaved, bool kRoundFirst, bool kStream>
 void norm_heads(const QkNormRopeHeads& heads, const QkNormRopeForward& a, const TableBlock& table, int64_t b,
                 int64_t begin, int64_t end) {
+  constexpr int64_t kRows = 8;
   const int64_t n = a.width;
-  for_each_row(heads.y_strides, heads.n_heads, begin, end, [&](int64_t h, int64_t t) FK_INLINE {
-    const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
-    X* y = static_cast<X*>(heads.y) + heads.y_strides.offset(b, h, t);
-    Vec squares[4] = {};
-    for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
-      const Vec v = at.load(x + i);
-      squares[k] += v * v;
+  for_each_group(heads.y_strides, heads.n_heads, begin, end, kRows, [&](auto&& rows) FK_INLINE {
+    float rstds[kRows], *rstd = rstds;
+    rows([&](int64_t h, int64_t t) FK_INLINE {
+      const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
+      Vec squares[4] = {};
+      for_each_vec2<kSplit<X>>(n, [&](int64_t i, auto at, int k) FK_INLINE {
+        const Vec2 v = at.load(x + i);
+        squares[k] += v.a * v.a;
+        squares[k + 1] += v.b * v.b;
+      });
+      *rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
+      if (heads.rstd) heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t] = *rstd;
+      ++rstd;
     });
-    const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
-    if (heads.rstd) heads.rstd[(b * heads.n_heads + h) * a.n_tokens + t] = rstd;
-    const Vec r = splat(rstd);
-    rotate<kInterleaved>(
-        table.cos(t - begin), table.sin(t - begin), a.tables.half, n,
-        [&](int64_t i, auto at) FK_INLINE {
-          Vec v = at.load(x + i) * r;
-          if constexpr (kRoundFirst) v = rounded<X>(v);
-          if (heads.weight) v *= at.load(heads.weight + i);
-          return v;
-        },
-        [&](int64_t i, auto at, int, Vec v) FK_INLINE { at.template store_to<kStream>(y + i, v); });
+    rstd = rstds;
+    rows([&](int64_t h, int64_t t) FK_INLINE {
+      const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
+      X* y = static_cast<X*>(heads.y) + heads.y_strides.offset(b, h, t);
+      const Vec r = splat(*rstd++);
+      rotate<kInterleaved, kSplit<X>>(
+          table.cos(t - begin), table.sin(t - begin), a.tables.half, n,
+          [&](int64_t i, auto at) FK_INLINE {
+            Vec2 v = at.load(x + i) * r;
+            if constexpr (kRoundFirst) v = at.template rounded<X>(v);
+            if (heads.weight) v = v * at.load(heads.weight + i);
+            return v;
+          },
+          [&](int64_t i, auto at, int, Vec2 v) FK_INLINE { at.template store<kStream>(y + i, v); });
+    });
   });
 }
 
 template <class X>
 void forward_typed(const QkNormRopeForward& a, int64_t begin, int64_t end) {
-  TableBlock table(a.tables, a.interleaved, false);
+  TableBlock table(a.tables, a.interleaved, false, kSplit<X>);
+  const SplitWeights<QkNormRopeHeads> split(a, kSplit<X>);
   for_each_block(begin, end, a.n_tokens, table.capacity(), [&](int64_t b, int64_t t_begin, int64_t t_end) {
     table.read(b, t_begin, t_end);
-    for (const QkNormRopeHeads& heads : a.heads) {
+    for (const QkNormRopeHeads& heads : split.heads) {
       const auto run = [&](auto interleaved, auto round_first, auto streamed) {
         norm_heads<X, interleaved.value, round_first.value, streamed.value>(heads, a, table, b, t_begin, t_end);
       };

@@ -5,11 +5,16 @@
 #include <cmath>
 
 #include "dispatch.h"
+#include "vec2.h"
 
 namespace foundry {
 namespace FK_ISA {
 
 namespace {
+
+// As reads_split says.
+template <class X, class Y>
+constexpr bool kSplit = std::is_same_v<X, BFloat16> && std::is_same_v<Y, BFloat16>;
 
 // What is normalised in one row: x, or the sum x + residual, which is written to h as it is read.
 template <class X, bool kResidual>
@@ -25,43 +30,51 @@ struct Input {
     }
   }
   template <class Access>
-  FK_INLINE Vec first_read(int64_t i, Access at) const {
+  FK_INLINE Vec2 first_read(int64_t i, Access at) const {
     if constexpr (!kResidual) return at.load(x + i);
-    return at.store_rounded(h + i, at.load(x + i) + at.load(residual + i));
-  }
-  FK_INLINE void prefetch(int64_t i) const {
-    __builtin_prefetch(x + i);
-    if constexpr (kResidual) __builtin_prefetch(residual + i);
+    else return at.store_rounded(h + i, at.load(x + i) + at.load(residual + i));
   }
   template <class Access>
-  FK_INLINE Vec second_read(int64_t i, Access at) const {
+  FK_INLINE Vec2 second_read(int64_t i, Access at) const {
     return at.load(kResidual ? h + i : x + i);
   }
 };
 
-// A row is read twice: for its sum of squares, then, from the L1 cache, to be scaled. Meanwhile the next row of a large
-// input is prefetched: the hardware prefetcher would only start at its first read.
+// A row is read twice: for its sum of squares, then, from the L1 cache, to be scaled. One loop does the first reading
+// of a row and the second of the row before it.
 template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
+  Vec squares[4] = {};
+  const auto read = [&](const Input<X, kResidual>& in, int64_t i, auto at, int k) FK_INLINE {
+    const Vec2 v = in.first_read(i, at);
+    squares[k] += v.a * v.a;
+    squares[k + 1] += v.b * v.b;
+  };
+  Input<X, kResidual> in(a, begin);
+  for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE { read(in, i, at, k); });
   for (int64_t row = begin; row < end; ++row) {
-    const Input<X, kResidual> in(a, row), next(a, row + 1 < end ? row + 1 : row);
-    Vec squares[4] = {};
-    for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
-      const Vec v = in.first_read(i, at);
-      squares[k] += v * v;
-    });
     const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
     if (a.rstd) a.rstd[row] = rstd;
     const Vec r = splat(rstd);
     Y* y = static_cast<Y*>(a.y) + row * n;
-    for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-      if constexpr (kStream) next.prefetch(i);
-      Vec v = in.second_read(i, at) * r;
-      if constexpr (kRoundFirst) v = rounded<X>(v);
-      if constexpr (kWeight) v *= at.load(a.weight + i);
-      at.template store_to<kStream>(y + i, v);
+    const auto write = [&](int64_t i, auto at) FK_INLINE {
+      Vec2 v = in.second_read(i, at) * r;
+      if constexpr (kRoundFirst) v = at.template rounded<X>(v);
+      if constexpr (kWeight) v = v * at.load(a.weight + i);
+      at.template store<kStream>(y + i, v);
+    };
+    if (row + 1 == end) {
+      for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int) FK_INLINE { write(i, at); });
+      return;
+    }
+    const Input<X, kResidual> next(a, row + 1);
+    for (Vec& each : squares) each = Vec{};
+    for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE {
+      read(next, i, at, k);
+      write(i, at);
     });
+    in = next;
   }
 }
 
@@ -80,22 +93,27 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
 
       // First pass: adds to dW, and forms the one sum over the row that dX needs.
       Vec products[4] = {};
-      for_each_vec(n, [&](int64_t i, auto at, int k) FK_INLINE {
-        const Vec grad = at.load(dy + i), normed = at.load(x + i) * r;
-        if (dw) at.store(dw + i, at.load(dw + i) + grad * (kRoundFirst ? rounded<X>(normed) : normed));
-        products[k] += (a.weight ? grad * at.load(a.weight + i) : grad) * normed;
+      for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE {
+        Vec2 grad = at.load(dy + i);
+        const Vec2 normed = at.load(x + i) * r;
+        if (dw) at.store(dw + i, at.load(dw + i) + grad * (kRoundFirst ? at.template rounded<X>(normed) : normed));
+        if (a.weight) grad = grad * at.load(a.weight + i);
+        products[k] += grad.a * normed.a;
+        products[k + 1] += grad.b * normed.b;
       });
       if (!a.dx) continue;
 
       X* dx = static_cast<X*>(a.dx) + row * n;
       const Vec mean = splat(sum(products) / static_cast<float>(n));
-      for_each_vec(n, [&](int64_t i, auto at, int) FK_INLINE {
-        const Vec grad = at.load(dy + i);
-        Vec v = r * ((a.weight ? grad * at.load(a.weight + i) : grad) - at.load(x + i) * r * mean);
-        if (dh) v += at.load(dh + i);
-        at.template store_to<kStream>(dx + i, v);
+      for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int) FK_INLINE {
+        Vec2 grad = at.load(dy + i);
+        if (a.weight) grad = grad * at.load(a.weight + i);
+        Vec2 v = (grad - at.load(x + i) * r * mean) * r;
+        if (dh) v = v + at.load(dh + i);
+        at.template store<kStream>(dx + i, v);
       });
     }
+    if (kSplit<X, Y> && dw) put_in_order(dw, n);
   }
 }
 
@@ -159,6 +177,7 @@ void widen_weight(const WidenWeight& a) {
     const auto* in = static_cast<decltype(type)>(const_cast<void*>(a.in));
     for_each_vec(a.n, [&](int64_t i, auto at, int) FK_INLINE { at.store(a.out + i, at.load(in + i) + offset); });
   });
+  if (a.split) split_in_place(a.out, a.n);
 }
 
 }  // namespace FK_ISA

@@ -6,8 +6,11 @@
 
 namespace foundry {
 
+// Whether rows are read split (see vec2.h). The weight must then be split too.
+inline bool reads_split(Dtype x, Dtype y) { return x == Dtype::bf16 && y == Dtype::bf16; }
+
 struct RmsNormForward : RmsNormForwardCall {
-  const float* weight;  // [n_cols], the offset added, or null
+  const float* weight;  // [n_cols], the offset added, split where reads_split, or null
 };
 
 struct RmsNormBackward : RmsNormBackwardCall {
@@ -30,6 +33,7 @@ struct WidenWeight {
   float offset;
   float* out;
   int64_t n;
+  bool split;  // see vec2.h
 };
 
 }  // namespace foundry

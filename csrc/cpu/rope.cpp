@@ -10,16 +10,16 @@ void rope_heads(const RopeHeads& heads, const Rope& a, const TableBlock& table, 
   for_each_row(heads.y_strides, heads.n_heads, begin, end, [&](int64_t h, int64_t t) FK_INLINE {
     const X* x = static_cast<const X*>(heads.x) + heads.x_strides.offset(b, h, t);
     X* y = static_cast<X*>(heads.y) + heads.y_strides.offset(b, h, t);
-    rotate<kInterleaved>(
+    rotate<kInterleaved, kSplit<X>>(
         table.cos(t - begin), table.sin(t - begin), a.tables.half, a.width,
         [&](int64_t i, auto at) FK_INLINE { return at.load(x + i); },
-        [&](int64_t i, auto at, int, Vec v) FK_INLINE { at.template store_to<kStream>(y + i, v); });
+        [&](int64_t i, auto at, int, Vec2 v) FK_INLINE { at.template store<kStream>(y + i, v); });
   });
 }
 
 template <class X>
 void rope_typed(const Rope& a, int64_t begin, int64_t end) {
-  TableBlock table(a.tables, a.interleaved, a.inverse);
+  TableBlock table(a.tables, a.interleaved, a.inverse, kSplit<X>);
   for_each_block(begin, end, a.n_tokens, table.capacity(), [&](int64_t b, int64_t t_begin, int64_t t_end) {
     table.read(b, t_begin, t_end);
     for (const RopeHeads& heads : a.heads) {

@@ -16,6 +16,8 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 // For lambdas of inner loops, some of which the compiler would not inline by itself.
@@ -85,6 +87,8 @@ template <> struct Convert<BFloat16> {
     // The instruction takes subnormal floats for zero; lanes with a zero exponent go the long way.
     const __mmask16 has_exponent = _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(0x7F800000));
     if (__builtin_expect(has_exponent == 0xFFFF, 1)) return (Bits)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (Bits)vcvt_bf16_f32((float32x4_t)v);
 #endif
     // What rounding adds could carry a NaN's mantissa into infinity.
     const VecU u = bit_cast<VecU>(v), sum = u + 0x7FFFu + ((u >> 16) & 1u);
@@ -111,6 +115,9 @@ template <> struct Convert<Half> {
 #elif defined(__F16C__)
   static Vec widen(Bits v) { return (Vec)_mm256_cvtph_ps((__m128i)v); }
   static Bits round(Vec v) { return (Bits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#elif defined(__aarch64__)
+  static Vec widen(Bits v) { return (Vec)vcvt_f32_f16((float16x4_t)v); }
+  static Bits round(Vec v) { return (Bits)vcvt_f16_f32((float32x4_t)v); }
 #else
   static Vec widen(Bits v) {
     Vec out;
@@ -169,14 +176,6 @@ inline void stream_fence() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
-}
-
-// Whether an output is larger than the caches, and all its rows are aligned as streaming stores need.
-template <class T>
-bool worth_streaming(const T* out, const Rows& rows, int64_t n_cols) {
-  constexpr uintptr_t kAlign = kLanes * sizeof(T);
-  return out && rows.count() * n_cols * int64_t(sizeof(T)) > kStreamBytes &&
-         reinterpret_cast<uintptr_t>(out) % kAlign == 0 && n_cols % kLanes == 0;
 }
 
 // Access to kLanes elements, or to the first `count` of them (the rest read as zero and are not written).

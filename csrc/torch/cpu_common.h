@@ -16,15 +16,15 @@ constexpr int64_t kGrain = 1 << 15;
 // The same for what takes an exponential an element: a thread is worth waking for half as many.
 constexpr int64_t kExpGrain = kGrain / 2;
 
-// The weight in float with its offset added; the tensor itself where that changes nothing.
-inline Tensor float_weight(const Tensor& weight, double offset) {
+// The weight in float with its offset added, split if so wanted; the tensor itself where that changes nothing.
+inline Tensor float_weight(const Tensor& weight, double offset, bool split = false) {
   if (!weight.defined()) return weight;
   const Tensor in = weight.contiguous();
-  if (in.scalar_type() == at::kFloat && offset == 0.0) return in;
+  if (in.scalar_type() == at::kFloat && offset == 0.0 && !split) return in;
   Tensor out = at::empty({in.numel()}, in.options().dtype(at::kFloat));
   FK_CHOOSE_ISA(widen_weight)
-  (WidenWeight{in.const_data_ptr(), dtype_of(in), static_cast<float>(offset), out.mutable_data_ptr<float>(),
-               in.numel()});
+  (WidenWeight{in.const_data_ptr(), dtype_of(in), static_cast<float>(offset), out.mutable_data_ptr<float>(), in.numel(),
+               split});
   return out;
 }
 

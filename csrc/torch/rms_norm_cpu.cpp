@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTenso
 
   RmsNormForward args{};
   set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
-  const Tensor scale = float_weight(weight, weight_offset);
+  const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
   const auto kernel = FK_CHOOSE_ISA(rms_norm_forward);
   at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_,
 
   RmsNormBackward args{};
   set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
-  const Tensor scale = float_weight(weight, weight_offset);
+  const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
   const int64_t n_cols = args.n_cols, n_rows = args.rows.count();
   // Rows are cut into chunks by the shape alone, so that dW does not depend on the number of threads.

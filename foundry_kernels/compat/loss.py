@@ -1,8 +1,8 @@
-"""PyTorch's cross_entropy, for class indices."""
+"""PyTorch's cross_entropy and linear_cross_entropy, for class indices."""
 
 from __future__ import annotations
 
-from typing import SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 from torch import Tensor
 from torch.nn import _reduction
@@ -10,6 +10,7 @@ from torch.nn import _reduction
 from foundry_kernels._checks import check_float, check_tensor
 from foundry_kernels.compat.scalars import as_float, as_int
 from foundry_kernels.ops.cross_entropy import cross_entropy as fk_cross_entropy
+from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy as fk_linear_cross_entropy
 
 
 def cross_entropy(
@@ -61,6 +62,57 @@ def cross_entropy(
         target,
         weight=weight,
         ignore_index=as_int("ignore_index", ignore_index),
+        reduction=reduction,
+        label_smoothing=as_float("label_smoothing", label_smoothing),
+        backend=backend,
+    ).to(input.dtype)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: SupportsIndex | None = None,
+    label_smoothing: SupportsFloat = 0.0,
+    options: Any = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``torch.nn.functional.linear_cross_entropy`` (PyTorch 2.13) of class indices, always in chunks.
+
+    Args:
+        input: ``[in_features]`` or ``[N, in_features]``.
+        linear_weight: ``[C, in_features]``. Weights of more dimensions are refused.
+        target: ``[]`` or ``[N]`` int32 or int64, in 0 .. C - 1 or `ignore_index`. Probabilities are refused.
+        linear_bias: ``[C]``, or None.
+        weight: ``[C]``, of each class, or None.
+        reduction: "none", "mean" or "sum".
+        ignore_index: targets that count nothing; None is -100.
+        label_smoothing: 0 .. 1.
+        options: PyTorch's `LinearCrossEntropyOptions`. Chunks are chosen here, so it is not looked at.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        The loss, of input's dtype. A mean over nothing is 0, where PyTorch's is NaN.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument does not fit.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+    """
+    check_float("input", input)
+    check_float("linear_weight", linear_weight)
+    if linear_weight.dim() != 2:
+        raise ValueError(f"linear_weight must be [C, in_features]; got shape {tuple(linear_weight.shape)}")
+    return fk_linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        bias=linear_bias,
+        class_weight=weight,
+        ignore_index=-100 if ignore_index is None else as_int("ignore_index", ignore_index),
         reduction=reduction,
         label_smoothing=as_float("label_smoothing", label_smoothing),
         backend=backend,

@@ -61,8 +61,7 @@ def link(name: str, objects: list[Path], flags: list[str] = []) -> Path:  # noqa
 def load_operators() -> None:
     """Registers torch.ops.foundry_kernels_cuda_on_cpu.*: the package's operators, with CUDA kernels for CPU tensors."""
     kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-    bindings = sorted((ROOT / "csrc" / "torch").glob("*.cpp"))
-    bindings = [p for p in bindings if not p.stem.endswith("_cpu")] + [HERE / "guarded_memory.cpp"]
+    bindings = [p for p in sorted((ROOT / "csrc" / "torch").glob("*.cpp")) if not p.stem.endswith(("_cpu", "_cuda"))]
     torch_flags = [
         "-std=c++20",
         f"-DFK_LIBRARY={LIBRARY}",
@@ -71,11 +70,19 @@ def load_operators() -> None:
         *(f"-isystem{p}" for p in include_paths()),
     ]
     torch_flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
-    jobs = [(p, ["-std=c++17", *CHECKS]) for p in kernels] + [(p, torch_flags) for p in bindings]
+    jobs = [(p, torch_flags, with_launches(p)) for p in bindings] + [(HERE / "guarded_memory.cpp", torch_flags, None)]
+    jobs += [(p, ["-std=c++17", *CHECKS], None) for p in kernels]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda job: compile_object(*job), jobs))
     libraries = Path(torch.__file__).parent / "lib"
     torch.ops.load_library(str(link(LIBRARY, objects, [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"])))
+
+
+def with_launches(schemas: Path) -> str:
+    """The schemas of an operation and its launches on CUDA as one unit: most of the time goes into torch's headers."""
+    launches = schemas.with_stem(schemas.stem + "_cuda")
+    parts = [p for p in (schemas, launches) if p.exists()]
+    return "\n".join(f'#line 1 "{p.name}"\n{p.read_text()}' for p in parts)
 
 
 def load_plain(source: Path, text: str) -> ctypes.CDLL:

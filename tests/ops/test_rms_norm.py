@@ -235,6 +235,20 @@ def test_every_half_precision_number_survives(instruction_set: Callable[[str], N
 
 
 @needs_native
+@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+def test_any_nan_in_a_wide_weight_stays_nan(instruction_set: Callable[[str], None], name: str) -> None:
+    """All its mantissa's bits set: rounding to bfloat16 must not carry into the exponent and the sign."""
+    instruction_set(name)
+    weight = torch.full((67,), 0x7FFFFFFF, dtype=torch.int32)
+    weight[::3] = -1
+    for dtype in (torch.bfloat16, torch.float16):
+        a = torch.linspace(-2.0, 2.0, 67).to(dtype).expand(2, 67)
+        y = fk.rms_norm(a, weight.view(torch.float32), round_before_weight=False, backend="native")
+        assert y.dtype == dtype
+        assert y.isnan().all()
+
+
+@needs_native
 def test_unknown_instruction_sets_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown instruction set"):
         _native._C.force_instruction_set("avx1024")

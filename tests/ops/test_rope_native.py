@@ -61,6 +61,21 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], op: str, 
         assert_parity(fk.OPS[op], case, backend="native", dtype=dtype)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("name", SETS)
+def test_any_nan_in_a_wide_table_stays_nan(
+    instruction_set: Callable[[str], None], name: str, interleaved: bool
+) -> None:
+    """All its mantissa's bits set: rounding to bfloat16 must not carry into the exponent and the sign."""
+    instruction_set(name)
+    q, k = inputs((2, 1), 3, 148, torch.bfloat16)
+    bits = torch.full((3, 74), 0x7FFFFFFF, dtype=torch.int32)
+    bits[:, ::3] = -1
+    table = bits.view(torch.float32)
+    for out in rope(q, k, table, table, interleaved=interleaved, backend="native"):
+        assert out.isnan().all()
+
+
 def outputs_and_gradients(op: str, q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """With q and k themselves as cotangents."""
     made = arguments(op, q, k, **options)

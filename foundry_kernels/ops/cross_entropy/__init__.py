@@ -113,32 +113,41 @@ def cross_entropy(
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
-    _check(logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
+    options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
+    check("logits", logits, logits.shape[-1], target, "weight", weight, *options)
     function = resolve(CROSS_ENTROPY, backend, logits)
     rest = (label_smoothing, z_loss, softcap, return_lse, return_z_loss)
     if reduction != "none" and is_dtensor(logits):  # whose sums torch reduces over devices
-        losses, lse, zs = function(logits, target, weight, ignore_index, "none", *rest)
-        loss, z = _reduced(losses, zs if return_z_loss else None, target, weight, ignore_index, reduction)
+        each, lse, zs = function(logits, target, weight, ignore_index, "none", *rest)
+        results = reduced(each, lse, zs, target, weight, ignore_index, reduction)
     else:
-        loss, lse, z = function(logits, target, weight, ignore_index, reduction, *rest)
+        results = function(logits, target, weight, ignore_index, reduction, *rest)
+    return chosen(*results, return_lse, return_z_loss)
+
+
+def chosen(
+    loss: Tensor, lse: Tensor | None, z: Tensor | None, return_lse: bool, return_z_loss: bool
+) -> Tensor | tuple[Any, ...]:
+    """What the caller asked for."""
     if not (return_lse or return_z_loss):
         return loss
     return loss, *([lse] if return_lse else []), *([z] if return_z_loss else [])
 
 
-def _reduced(
-    losses: Tensor, zs: Tensor | None, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str
-) -> tuple[Tensor, Tensor | None]:
+def reduced(
+    losses: Tensor, lse: Tensor | None, zs: Tensor | None,
+    target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Losses and z-losses of the tokens reduced by torch's own operations: over devices, two or three numbers."""
     loss, z = losses.sum(), None if zs is None else zs.sum()
     if reduction == "sum":
-        return loss, z
+        return loss, lse, z
     counts = target != ignore_index
     total = counts.sum().float()
     if weight is not None:
         total = (weight.float()[torch.where(counts, target, 0)] * counts).sum()
     loss, total = _whole(loss), _whole(total)
-    return reference.mean(loss, total), None if z is None else reference.mean(_whole(z), total)
+    return reference.mean(loss, total), lse, None if z is None else reference.mean(_whole(z), total)
 
 
 def _whole(x: Any) -> Tensor:
@@ -150,9 +159,12 @@ def _whole(x: Any) -> Tensor:
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
-def _check(
-    logits: Tensor,
+def check(
+    name: str,
+    x: Tensor,
+    n_classes: int,
     target: Tensor,
+    weight_name: str,
     weight: Tensor | None,
     ignore_index: int,
     reduction: str,
@@ -160,20 +172,21 @@ def _check(
     z_loss: float,
     softcap: float | None,
 ) -> None:
+    """All but what `x` is: the logits, or what they are made of, with the tokens in all dimensions but the last."""
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(
             f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
             "are not supported (torch.nn.functional.cross_entropy takes them)"
         )
     check_integer("target", target)
-    check_shape("target", target, logits.shape[:-1], "that of logits without the last dimension")
-    check_device("target", target, "logits", logits)
+    check_shape("target", target, x.shape[:-1], f"that of {name} without the last dimension")
+    check_device("target", target, name, x)
     if weight is not None:
-        check_float("weight", weight)
-        check_shape("weight", weight, (logits.shape[-1],), "a value for each class")
-        check_device("weight", weight, "logits", logits)
+        check_float(weight_name, weight)
+        check_shape(weight_name, weight, (n_classes,), "a value for each class")
+        check_device(weight_name, weight, name, x)
         if weight.requires_grad:
-            raise ValueError("weight must not require a gradient: the weights of classes are constants here")
+            raise ValueError(f"{weight_name} must not require a gradient: the weights of classes are constants here")
     check_int("ignore_index", ignore_index)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")

@@ -266,7 +266,7 @@ def flash_attention_varlen(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in the dtype of an enabled ``torch.autocast``; float64 is left alone, as autocast itself does."""
-    device = q.device.type
+    device = "cpu" if q.is_cpu else q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no "meta"
         return q, k, v
     dtype = torch.get_autocast_dtype(device)

@@ -26,12 +26,14 @@ MAX_HEAD_DIM = 256
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_kind(q, k, v)
-    check_rank("q", q, 4, "[B, H, T, D]")
-    check_rank("k", k, 4, "[B, Hk, S, D]")
-    check_rank("v", v, 4, "[B, Hk, S, Dv]")
-    batch, n_heads, _, head_dim = q.shape
-    batch_k, n_kv_heads, seqlen_k, head_dim_k = k.shape
-    batch_v, n_heads_v, seqlen_v, head_dim_v = v.shape
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    if not len(shape_q) == len(shape_k) == len(shape_v) == 4:
+        check_rank("q", q, 4, "[B, H, T, D]")
+        check_rank("k", k, 4, "[B, Hk, S, D]")
+        check_rank("v", v, 4, "[B, Hk, S, Dv]")
+    batch, n_heads, _, head_dim = shape_q
+    batch_k, n_kv_heads, seqlen_k, head_dim_k = shape_k
+    batch_v, n_heads_v, seqlen_v, head_dim_v = shape_v
     if batch_k != batch:
         raise ValueError(f"k must have q's batch size {batch}; got shape {tuple(k.shape)}")
     if batch_v != batch or n_heads_v != n_kv_heads or seqlen_v != seqlen_k:
@@ -93,10 +95,12 @@ def _check_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_float("q", q)
     check_tensor("k", k)
     check_tensor("v", v)
-    check_dtype("k", k, "q", q)
-    check_dtype("v", v, "q", q)
-    check_device("k", k, "q", q)
-    check_device("v", v, "q", q)
+    if not q.dtype == k.dtype == v.dtype:
+        check_dtype("k", k, "q", q)
+        check_dtype("v", v, "q", q)
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):  # which is known sooner than whether two devices are equal
+        check_device("k", k, "q", q)
+        check_device("v", v, "q", q)
 
 
 def _check_heads(n_heads: int, n_kv_heads: int, head_dim: int, head_dim_k: int, head_dim_v: int) -> None:

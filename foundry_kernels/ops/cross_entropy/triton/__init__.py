@@ -8,13 +8,15 @@ program, always in the same order. Backward: element by element, with a row's fe
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._triton import compute_dtype, define, refuse_second_derivative, row_strides
+from foundry_kernels._launch import Plan, launch, planned
+from foundry_kernels._triton import compute_dtype, contiguous, define, refuse_second_derivative, row_strides
 from foundry_kernels.ops.cross_entropy.triton.kernels import (
     cross_entropy_bwd_kernel,
     cross_entropy_fwd_kernel,
@@ -32,16 +34,6 @@ def _tile(n_rows: int, n_cols: int, elements: int) -> dict[str, int]:
     if tile["num_warps"] == 1:  # or a few registers are spilled for an occupancy that nobody needs
         tile["maxnreg"] = 168
     return tile
-
-
-def _reachable(logits: Tensor) -> tuple[Tensor, tuple[int, int, int, list[tuple[int, int, int]]]]:
-    """The logits, copied where strides do not reach their rows, and what `row_offset` needs."""
-    layout = row_strides(logits.shape, logits.stride())
-    if layout is None:
-        logits = logits.contiguous()
-        layout = row_strides(logits.shape, logits.stride())
-    assert layout is not None
-    return logits, layout
 
 
 def _compute(logits: Tensor) -> torch.dtype:
@@ -68,42 +60,91 @@ def _empty_fwd(
     )
 
 
+def _shared_arguments(
+    layout: tuple[int, int, int, list[tuple[int, int, int]]], n_cols: int, dtype: torch.dtype, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The numbers, from n1 on, and the constants that the forward and the backward kernel share."""
+    rank, n1, n2, (strides,) = layout
+    share = label_smoothing / n_cols
+    numbers = (n1, n2, *strides, ignore_index, label_smoothing, share, z_loss, softcap or 0.0)
+    smooth, capped = label_smoothing > 0.0, softcap is not None
+    return numbers, {"RANK": rank, "CAP": capped, "SMOOTH": smooth, "COMPUTE": compute_dtype(dtype)}
+
+
+@planned
+def _plan_fwd(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float | None,
+) -> Plan | None:  # fmt: skip
+    layout = row_strides(shape, strides)
+    if layout is None:
+        return None
+    n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
+    block = _tile(n_rows, n_cols, _FORWARD)
+    numbers, constants = _shared_arguments(layout, n_cols, dtype, ignore_index, label_smoothing, z_loss, softcap)
+    grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]),)
+    return Plan(grid, (n_rows, n_cols, *numbers), constants | block)
+
+
+@planned
+def _plan_reduce(n_rows: int, n_cols: int, dtype: torch.dtype, ignore_index: int, mean: bool) -> Plan:
+    constants = {"MEAN": mean, "COMPUTE": compute_dtype(dtype), "BLOCK": min(1024, triton.next_power_of_2(n_rows))}
+    return Plan((1,), (n_rows, n_cols, ignore_index), constants | {"num_warps": 4})
+
+
 def _fwd(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float,
     z_loss: float, softcap: float | None, save_lse: bool, save_z_loss: bool, save_stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     outputs = _empty_fwd(logits, target, reduction, save_lse, save_z_loss, save_stats)
     loss, lse, lse_low, z, total = outputs
-    n_rows, n_cols = target.numel(), logits.shape[-1]
+    n_rows = target.numel()
     if n_rows == 0:
         for each in (loss, z, total):
             each.zero_()
         return outputs
-    target, weight = target.contiguous(), None if weight is None else weight.contiguous()
-    reduces = reduction != "none"
+    target, weight = target.contiguous(), contiguous(weight)
+    options = logits.dtype, ignore_index, label_smoothing, z_loss, softcap
+    plan = _plan_fwd(logits.shape, logits.stride(), *options)
+    if plan is None:
+        logits = logits.contiguous()
+        plan = _plan_fwd(logits.shape, logits.stride(), *options)
+        assert plan is not None
+    reduces, mean = reduction != "none", reduction == "mean"
     losses = loss.new_empty(n_rows) if reduces else loss
     zs = (loss.new_empty(n_rows) if reduces else z) if save_z_loss else None
-    logits, (rank, n1, n2, (xs,)) = _reachable(logits)
-    block = _tile(n_rows, n_cols, _FORWARD)
-    cross_entropy_fwd_kernel[(triton.cdiv(n_rows, block["BLOCK_ROWS"]),)](
+    launch(
+        cross_entropy_fwd_kernel, plan,
         logits, target, weight, _sum_of(weight, label_smoothing, loss.dtype), losses,
         lse if save_lse else None, lse_low if save_stats else None, zs,
-        n_rows, n_cols, n1, n2, *xs, ignore_index, label_smoothing, label_smoothing / n_cols, z_loss, softcap or 0.0,
-        RANK=rank, CAP=softcap is not None, SMOOTH=label_smoothing > 0.0, COMPUTE=compute_dtype(logits.dtype), **block,
     )  # fmt: skip
     if reduces:
-        cross_entropy_reduce_kernel[(1,)](
-            losses, zs, target, weight, loss, z if save_z_loss else None,
-            total if save_stats and reduction == "mean" else None,
-            n_rows, n_cols, ignore_index,
-            MEAN=reduction == "mean", COMPUTE=compute_dtype(logits.dtype),
-            BLOCK=min(1024, triton.next_power_of_2(n_rows)), num_warps=4,
+        launch(
+            cross_entropy_reduce_kernel, _plan_reduce(n_rows, logits.shape[-1], logits.dtype, ignore_index, mean),
+            losses, zs, target, weight, loss, z if save_z_loss else None, total if save_stats and mean else None,
         )  # fmt: skip
     return outputs
 
 
 def _empty_bwd(logits: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+@planned
+def _plan_bwd(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, ignore_index: int, reduction: str,
+    label_smoothing: float, z_loss: float, softcap: float | None,
+) -> Plan | None:  # fmt: skip
+    layout = row_strides(shape, strides)
+    if layout is None:
+        return None
+    n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
+    block = _tile(n_rows, n_cols, _BACKWARD)
+    n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
+    numbers, constants = _shared_arguments(layout, n_cols, dtype, ignore_index, label_smoothing, z_loss, softcap)
+    grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)
+    return Plan(grid, (n_rows, n_cols, n_tiles, *numbers), constants | {"DLOSS_A_ROW": reduction == "none"} | block)
 
 
 def _bwd(
@@ -114,18 +155,17 @@ def _bwd(
     dlogits = _empty_bwd(logits)
     if dlogits.numel() == 0:
         return dlogits
-    n_rows, n_cols = target.numel(), logits.shape[-1]
-    target, weight = target.contiguous(), None if weight is None else weight.contiguous()
-    logits, (rank, n1, n2, (xs,)) = _reachable(logits)
-    block = _tile(n_rows, n_cols, _BACKWARD)
-    n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
-    cross_entropy_bwd_kernel[(triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)](
+    target, weight = target.contiguous(), contiguous(weight)
+    options = logits.dtype, ignore_index, reduction, label_smoothing, z_loss, softcap
+    plan = _plan_bwd(logits.shape, logits.stride(), *options)
+    if plan is None:
+        logits = logits.contiguous()
+        plan = _plan_bwd(logits.shape, logits.stride(), *options)
+        assert plan is not None
+    launch(
+        cross_entropy_bwd_kernel, plan,
         dloss.contiguous(), logits, target, weight, _sum_of(weight, label_smoothing, lse.dtype),
         lse.contiguous(), lse_low.contiguous(), total_weight, dlogits,
-        n_rows, n_cols, n_tiles, n1, n2, *xs, ignore_index, label_smoothing, label_smoothing / n_cols, z_loss,
-        softcap or 0.0,
-        RANK=rank, CAP=softcap is not None, SMOOTH=label_smoothing > 0.0, DLOSS_A_ROW=reduction == "none",
-        COMPUTE=compute_dtype(logits.dtype), **block,
     )  # fmt: skip
     return dlogits
 

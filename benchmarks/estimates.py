@@ -1,0 +1,117 @@
+"""What a comparison is expected to take on this machine, before any of it has run: bytes and products of its calls over
+the machine's rates, times how often they are called. `budget.Budget` corrects it by what the first ones took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.budget import Unit
+from benchmarks.measure import cache_bytes, timer
+from benchmarks.models import ModelGroup
+from benchmarks.rows import QUICK
+from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, rotates, set_count
+from benchmarks.tables import shape_of
+from foundry_kernels.registry import OpSpec
+
+#: How much longer than at the machine's limit the contenders' calls take, on average; eager is among them.
+_OVER_LIMIT = 4
+#: Runs of each contender beside the rounds: the first, warm-up, check, and those that show the memory.
+_RUNS = 6
+#: Seconds: making and first touching a gigabyte; what each row takes anyhow; compiling a function forward, and a model
+#: of two layers; one row of host time. Processors differ by less than these vary.
+_TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _HOST = 1.5, 0.1, 2.0, 25.0, 0.3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes that a copy reads and writes, and operations of a float32 product, a second."""
+
+    copied: float
+    products: float
+
+    def seconds(self, moved: float, operations: float = 0.0) -> float:
+        """Of a call at the machine's limit."""
+        return moved / self.copied + operations / self.products
+
+
+def machine() -> Machine:
+    """Measured in a part of a second."""
+    source, into = torch.ones(2, 2**24, device=DEVICE).unbind()  # 64 MB each
+    a, b = torch.ones(2, 1024, 1024, device=DEVICE).unbind()
+    copied = 2 * source.nbytes / _best(lambda: into.copy_(source))
+    return Machine(copied, 2 * 1024**3 / _best(lambda: a @ b))
+
+
+def _best(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(4):
+        start = timer()
+        call()
+        times.append(timer() - start)
+    return max(min(times), 1e-9)
+
+
+def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
+    """Of the rows `names` of a group."""
+    compiled = "torch.compile" in names and group.memory in _compiles_at(group)
+    fixed, rounds = _times(group, names, machine, QUICK)
+    size = machine.seconds(group.bytes_moved, group.flops or 0.0)
+    fixed += _COMPILE * (1 if group.direction == "forward" else 2) if compiled else 0
+    shape = f"{group.op.name} {shape_of({'case': group.case.id})}"
+    return Unit(group.id, shape, "compiled" if compiled else "operation", fixed, rounds, size, group.op.name)
+
+
+def _compiles_at(group: Group) -> tuple[str, ...]:
+    """The state of memory that is measured first, and for which torch.compile is waited."""
+    fits = 2 * case_bytes(group.case, group.dtype) <= cache_bytes(DEVICE) and "decode" not in group.case.id
+    return ("warm",) if fits and group.limit != "GEMM" else ("cold",)
+
+
+def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[float, int]) -> tuple[float, float]:
+    """Seconds beside the rounds, and of all rounds."""
+    count = sum(n not in LIMITS for n in names)
+    call = _OVER_LIMIT * machine.seconds(group.bytes_moved, group.flops or 0.0) + 50e-6
+    if group.direction == "backward":  # behind an untimed forward pass, which the rate of the backward one bounds
+        call *= 2
+    sets = set_count(group)
+    scrubbed = group.memory != "warm" and not (group.direction != "backward" and rotates(group, sets))
+    scrub = machine.seconds(2 * cache_bytes(DEVICE)) if scrubbed else 0
+    warm_ups = 4 if group.memory == "warm" else 0
+    a_round = count * call * (1 + warm_ups) + len(names) * scrub
+    rounds = a_round * min(effort[1], max(5, math.ceil(effort[0] / a_round)))
+    used = sets if group.memory == "cold" and group.limit == "memcpy" else 0
+    made = case_bytes(group.case, group.dtype) * sets + 2 * cache_bytes(DEVICE) * (group.memory != "warm")
+    checked = case_bytes(group.bench.parity_case(group.case), torch.float64)
+    fixed = len(names) * _ROW + count * call * (_RUNS + used) + (made + 4 * checked) / 1e9 * _TOUCH
+    return fixed, rounds
+
+
+def growth(name: str, shape: str, groups: Sequence[Group], machine: Machine) -> Unit:
+    """Of all sizes along an axis; `groups` holds one for each."""
+    fixed = rounds = 0.0
+    for group in groups:
+        more = _times(group, [n for n in group.names if n not in ("torch.compile", "eager")], machine, (0.2, 7))
+        fixed, rounds = fixed + more[0], rounds + more[1]
+    size = max(machine.seconds(g.bytes_moved, g.flops or 0.0) for g in groups)
+    return Unit(name, shape, "growth", fixed, rounds, size)
+
+
+def model(group: ModelGroup, machine: Machine) -> Unit:
+    """Of the models that are compared at a task. A step is compiled already, with forward and backward."""
+    c, trains = group.config, group.task in ("forward+backward", "step")
+    parameters = c.n_layers * c.dim * (2 * c.dim + 3 * c.ffn_width) + 2 * c.vocab_size * c.dim
+    call = machine.seconds(0, 2 * parameters * group.tokens * (3 if trains else 1)) * 2 + 1e-3 * c.n_layers
+    call *= group.tokens if group.task == "decode" else 1
+    compiled = sum("compiled" in n for n in group.names) if group.task in ("forward", "forward+backward") else 0
+    fixed = len(group.names) * (0.5 + 3 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
+    rounds = max(2.5, 3 * len(group.names) * call)
+    return Unit(group.id, group.id, "compiled model" if compiled else "model", fixed, rounds, call, last=True)
+
+
+def overhead(op: OpSpec, kind: str) -> Unit:
+    """Of the host time of an operation."""
+    return Unit(f"{op.name}-{kind}", f"{op.name} {kind}", "overhead", 0.0, last=True, a_row=_HOST)

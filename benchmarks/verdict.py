@@ -1,0 +1,96 @@
+"""Where our kernels pay on this machine and where they do not, in a screen, from the rows of a run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.tables import OURS, shape_of
+
+Row = dict[str, Any]
+
+#: Within this of 1, a ratio says nothing: runs of the same code differ by as much.
+MARGIN = 1.05
+#: Of our models, what each is held against.
+_PAIRS = {"ours": "reference", "ours, compiled": "reference, compiled", "patched by ours": "Hugging Face"}
+_MOST = 8
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """The verdict; empty where no row of ours was held against a peer."""
+    found = [*_operations(rows), *_models(rows)]
+    parts: list[str] = []
+    for title, low, high in (
+        ("It pays here:", MARGIN, float("inf")),
+        ("No difference (within 5 %):", 1 / MARGIN, MARGIN),
+        ("It does not pay here:", 0.0, 1 / MARGIN),
+    ):
+        of = [text for ratio, text in found if low <= ratio < high]
+        parts += [title, *(f"  {text}" for text in of)] if of else []
+    return parts + _behind(rows) + _wrong(rows)
+
+
+def _operations(rows: Sequence[Row]) -> list[tuple[float, str]]:
+    """By operation, direction and kernel the median over the peer that is hardest to beat, and a sentence."""
+    by: dict[tuple[str, str, str], list[Row]] = {}
+    for row in _ours(rows):
+        by.setdefault((row["op"], row["direction"], row["row"]), []).append(row)
+    several = len({name for _, _, name in by}) > 1
+    found = []
+    for (op, direction, name), mine in by.items():
+        ratios = [_over(row) for row in mine]
+        peers = dict.fromkeys(p for over in ratios for p in over)
+        over = {p: statistics.median(r[p] for r in ratios if p in r) for p in peers}
+        hardest = min(over, key=lambda p: over[p])
+        shown = [hardest, *(p for p in ("eager",) if p in over and p != hardest)]
+        behind = sum(_least(row)[1] < 1 / MARGIN for row in mine)
+        text = f"{op} {direction}{f' ({name})' if several else ''}: {', '.join(f'{over[p]:.2f}x {p}' for p in shown)}"
+        text += f" (median of {len(mine)} rows)" if len(mine) > 1 else ""
+        found.append((over[hardest], text + (f"; behind on {behind}" if behind else "")))
+    return found
+
+
+def _models(rows: Sequence[Row]) -> list[tuple[float, str]]:
+    found = []
+    for row in rows:
+        peer = _PAIRS.get(row["row"], "") if row.get("kind") == "model" else ""
+        if (ratio := row.get("speedup_over", {}).get(peer)) is not None:
+            text = f"{row['op']} {row['case']}, {row['direction']}: {row['row']} {ratio:.2f}x {peer}"
+            found.append((ratio, text))
+    return found
+
+
+def _ours(rows: Sequence[Row]) -> list[Row]:
+    """The rows of our kernels that were held against a peer."""
+    kernels = (r for r in rows if r.get("kind", "op") == "op" and r["row"] in ("native", "triton"))
+    return [r for r in kernels if _over(r)]
+
+
+def _over(row: Row) -> dict[str, float]:
+    """How many times as fast as each peer; our other kernels are none."""
+    return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in OURS}
+
+
+def _least(row: Row) -> tuple[str, float]:
+    """The peer that the row is furthest behind, or least ahead of, and the ratio."""
+    return min(_over(row).items(), key=lambda item: item[1])
+
+
+def _behind(rows: Sequence[Row]) -> list[str]:
+    mine = _ours(rows)
+    slower = sorted((r for r in mine if _least(r)[1] < 1 / MARGIN), key=lambda r: _least(r)[1])
+    if not slower:
+        return [f"Behind a peer: none of {len(mine)} rows."] if mine else []
+    named = []
+    for row in slower[:_MOST]:
+        peer, ratio = _least(row)
+        what = f"{row['op']} {row['direction']} {row['dtype']} {shape_of(row)}, {row['memory']}"
+        named.append(f"  {what}: {ratio:.2f}x {peer}")
+    more = [f"  and {len(slower) - _MOST} more"] if len(slower) > _MOST else []
+    return [f"Behind a peer, {len(slower)} of {len(mine)} rows:", *named, *more]
+
+
+def _wrong(rows: Sequence[Row]) -> list[str]:
+    wrong = [f"{r['op']} {r['direction']} {r['row']}" for r in rows if "wrong" in r]
+    return [f"Wrong results, so without ratios: {', '.join(dict.fromkeys(wrong))}."] if wrong else []

@@ -1,0 +1,159 @@
+r"""The cross-entropy of a linear layer's output, without that output: cross_entropy(hidden @ weight.T + bias, target).
+
+The logits are by far the largest tensor of a training step. Here they are made for a chunk of tokens at a time, go
+through the kernel of :func:`foundry_kernels.cross_entropy`, and are gone before the next chunk.
+
+Where the loss is reduced, each chunk's gradients are made right behind its logits, for a loss whose own gradient is 1,
+and a backward pass multiplies them by what that turns out to be: so nothing is computed twice, and a loss that is
+scaled, added to others or differentiated twice through one graph (``retain_graph=True``) is right. With
+``reduction="none"`` each token's loss has a gradient of its own, and a backward pass makes the logits anew from the lse
+that was kept (one matrix product more). The gradients of weight and bias are summed over chunks in float32, whatever
+the dtype, and rounded once.
+
+The matrix products are PyTorch's own.
+
+Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009; Hsu et al., "Liger
+Kernel", 2024, arXiv:2410.10989.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._checks import check_device, check_dtype, check_float, check_int, check_shape
+from foundry_kernels.ops import cross_entropy as losses
+from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops.linear_cross_entropy import reference
+from foundry_kernels.registry import is_dtensor, resolve
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments without those that decide what is returned."""
+
+    bias: Tensor | None
+    class_weight: Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    chunk_size: int | None
+    backend: str
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_z_loss: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_size: int | None = None,
+    return_lse: bool = False,
+    return_z_loss: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """``cross_entropy(logit_scale * (hidden @ weight.T + bias), target)``, whose logits never exist as a whole.
+
+    Args:
+        hidden: ``[..., D]`` float32, bfloat16, float16 or float64, any strides, D at least 1.
+        weight: ``[V, D]``, of hidden's dtype and device; V at least 1. It may be the embedding's, too.
+        target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`.
+        bias: ``[V]``, of hidden's dtype and device, or None.
+        class_weight: ``[V]``, the `weight` of :func:`foundry_kernels.cross_entropy`, or None. It takes no gradient.
+        ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss: as there. On the CPU
+            ignored tokens are dropped before the product; on a GPU, where their number is not known without waiting
+            for it, they are computed and count nothing.
+        logit_scale: the logits are multiplied by this, before the soft cap.
+        chunk_size: tokens whose logits exist at a time; None chooses (see `Memory`).
+        backend: "auto", "reference" (which does make all logits), "triton" or "native": those whose cross-entropy
+            kernel serves the chunks.
+
+    Returns:
+        As :func:`foundry_kernels.cross_entropy`.
+
+    Raises:
+        As :func:`foundry_kernels.cross_entropy`; ValueError where weight or bias does not fit hidden, `logit_scale` is
+            not finite, or `chunk_size` below 1.
+
+    Under autocast hidden, weight and bias are rounded to its dtype first, as a linear layer's are. There is no second
+    derivative.
+
+    Memory, beyond inputs and the gradients that are returned: the logits of one chunk and their gradient, by default of
+    a 16th of the tokens (an 8th in 16 bits) but of 64 at least; with gradients and a reduced loss the gradients in
+    float32, which for float32 inputs and a loss that is the root of the graph, on the CPU, are the ones returned. With
+    reduction "none": lse and what its rounding took. Nothing is made for an input that needs no gradient.
+
+    Products are of the inputs' dtype; a CPU without instructions for bfloat16 or float16 gets float32 copies of hidden
+    and weight, whose logits are exact to float32.
+    """
+    check_float("hidden", hidden)
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        low = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
+        bias = bias.to(low) if isinstance(bias, Tensor) else bias
+    _check(hidden, weight, bias, logit_scale, chunk_size)
+    loss_options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
+    losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, *loss_options)
+    function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
+    args = (hidden, weight, target, bias, class_weight, ignore_index)
+    rest = (label_smoothing, z_loss, softcap, logit_scale, chunk_size, return_lse, return_z_loss)
+    if reduction != "none" and is_dtensor(hidden):  # whose sums torch reduces over devices
+        each, lse, zs = function(*args, "none", *rest)
+        results = losses.reduced(each, lse, zs, target, class_weight, ignore_index, reduction)
+    else:
+        results = function(*args, reduction, *rest)
+    return losses.chosen(*results, return_lse, return_z_loss)
+
+
+def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, chunk_size: int | None) -> None:
+    check_float("weight", weight)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must have a last dimension of at least 1; got shape {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"weight must be [V, D] with V at least 1; got shape {tuple(weight.shape)}")
+    check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "the last dimension is hidden's")
+    check_dtype("weight", weight, "hidden", hidden)
+    check_device("weight", weight, "hidden", hidden)
+    if bias is not None:
+        check_float("bias", bias)
+        check_shape("bias", bias, weight.shape[:1], "a value for each class")
+        check_dtype("bias", bias, "hidden", hidden)
+        check_device("bias", bias, "hidden", hidden)
+    if not -float("inf") < logit_scale < float("inf"):  # also false for NaN
+        raise ValueError(f"logit_scale must be finite; got {logit_scale}")
+    if chunk_size is not None:
+        check_int("chunk_size", chunk_size, minimum=1)
+
+
+LINEAR_CROSS_ENTROPY = register_op(linear_cross_entropy, reference.linear_cross_entropy, native_devices=("cpu",))

@@ -1,0 +1,112 @@
+"""Sample inputs, which the parity suite enumerates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.cross_entropy.cases import IGNORED, class_weights, targets
+from foundry_kernels.testing import Arg, Case, normal
+
+
+def _case(
+    rows: tuple[int, ...],
+    width: int,
+    n_classes: int,
+    note: str = "",
+    hidden: str = "contiguous",
+    frozen: tuple[str, ...] = (),
+    bias: bool = False,
+    class_weight: bool = False,
+    ignored: float = 0.0,
+    std: float = 1.0,
+    cotangent: str = "contiguous",
+    **options: Any,
+) -> Case:
+    name = "x".join(map(str, (*rows, width))) + f"-{n_classes}" + ("-" + note if note else "")
+    args = {
+        "hidden": Arg((*rows, width), hidden, values=normal(std), grad="hidden" not in frozen),
+        "weight": Arg((n_classes, width), values=normal(width**-0.5), grad="weight" not in frozen),
+        "target": Arg(rows, values=targets(n_classes, ignored), dtype=torch.int64, grad=False),
+        "bias": Arg((n_classes,), values=normal(0.5)) if bias else None,
+        "class_weight": Arg((n_classes,), values=class_weights, grad=False) if class_weight else None,
+    }
+    return Case(name, args, options, cotangent)
+
+
+_NONE: dict[str, Any] = {"reduction": "none"}
+_ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.7}
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "linear_cross_entropy": (
+        _case((3,), 4, 5, "z-loss", z_loss=1e-2),
+        *(
+            _case((rows,), width, n)
+            for rows, width, n in [(1, 1, 1), (4, 8, 9), (7, 16, 33), (130, 8, 67), (9, 24, 129)]
+        ),
+        _case((200,), 32, 1031),
+        _case((12,), 8, 50, "chunks", chunk_size=5),
+        _case((12,), 8, 50, "chunks-none", chunk_size=5, **_NONE),
+        _case((12,), 8, 50, "one-by-one", chunk_size=1, reduction="sum"),
+        _case((2, 3, 5), 8, 40, "4d"),
+        *(
+            _case((2, 3, 5), 8, 40, layout, hidden=layout, cotangent="strided", **_NONE)
+            for layout in ("swapped", "sliced", "offset", "expanded", "strided")
+        ),
+        _case((0,), 8, 40, "empty"),
+        _case((2, 0), 8, 40, "empty-none", **_NONE),
+        _case((12,), 8, 50, "bias", bias=True),
+        _case((12,), 8, 50, "bias-none", bias=True, ignored=0.3, **_NONE),
+        *(_case((12,), 8, 50, "frozen-" + name, frozen=(name,)) for name in ("hidden", "weight")),
+        *(_case((12,), 8, 50, f"frozen-{name}-none", frozen=(name,), **_NONE) for name in ("hidden", "weight")),
+        _case((12,), 8, 50, "frozen-both", frozen=("hidden", "weight"), bias=True),
+        _case((40,), 8, 50, "ignored", ignored=0.4, chunk_size=7),
+        _case((40,), 8, 50, "ignored-none", ignored=0.4, chunk_size=7, **_NONE),
+        _case((12,), 8, 50, "all-ignored", ignored=1.0),
+        _case((12,), 8, 50, "all-ignored-none", ignored=1.0, **_NONE),
+        _case((12,), 8, 50, "class-weight", class_weight=True, ignored=0.2),
+        _case((12,), 8, 50, "everything", class_weight=True, bias=True, ignored=0.2, chunk_size=5, **_ALL),
+        _case(
+            (12,), 8, 50, "everything-none", class_weight=True, bias=True, ignored=0.2, chunk_size=5, **_ALL, **_NONE
+        ),
+        _case((12,), 8, 50, "lse", return_lse=True, ignored=0.2),
+        _case((12,), 8, 50, "lse-and-z-loss", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2),
+        _case((12,), 8, 50, "lse-none", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2, **_NONE),
+        _case((12,), 8, 50, "large", std=60.0),
+    ),
+}
+
+
+def scales(
+    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
+) -> dict[str, float]:
+    """Size of the terms that a gradient or the loss sums (float64 inputs), by argument.
+
+    A logit sums products, and the loss is a difference of logits: it is as exact as they are.
+    """
+    hidden, weight, target, class_weight = (args[k] for k in ("hidden", "weight", "target", "class_weight"))
+    assert hidden is not None
+    assert weight is not None
+    assert target is not None
+    counts = target != options.get("ignore_index", IGNORED)
+    if not counts.any():
+        return {}
+    x, w = hidden.detach().reshape(-1, hidden.shape[-1]).abs(), weight.detach().abs()
+    logits = float((x @ w.t()).max())
+    found = {"output 0": logits, "output 1": logits}
+    ones = torch.ones(counts.shape, dtype=torch.float64, device=target.device)
+    of_target = ones if class_weight is None else class_weight[torch.where(counts, target, 0).long()]
+    largest = float((of_target * counts).max()) * abs(options.get("logit_scale", 1.0))
+    if options.get("reduction", "mean") == "mean":
+        largest /= max(float((of_target * counts).sum()), 1e-30)
+    dlogits = largest * float(cotangents[0].abs().max())
+    return found | {"hidden": 2 * dlogits * float(w.max()), "weight": dlogits * float(x.max())}
+
+
+def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
+    """What `inspect` compiles without --all: the chunks' kernels (all others are those of cross_entropy)."""
+    kinds = (_case((64,), 16, 32000), _case((64,), 16, 32000, **_ALL, **_NONE), _case((64,), 16, 50257))
+    return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

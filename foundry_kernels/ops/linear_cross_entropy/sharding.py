@@ -1,0 +1,17 @@
+"""The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
+
+Tokens are independent; the gradients of weight and bias are sums over them. A reduced loss is a sum that the public
+function leaves to torch where the tokens are divided, so here it is never divided.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+OPERATORS = ("linear_cross_entropy_fwd", "linear_cross_entropy_bwd")
+
+_OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss", "dscale")
+
+
+def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    dims = {"hidden": "...d", "weight": "vd", "bias": "v", "class_weight": "v"} | dict.fromkeys(_OF_TOKENS, "...")
+    return dims, "..." if args.get("reduction", "none") == "none" else ""

@@ -1,0 +1,220 @@
+"""linear_cross_entropy: what the table of cases cannot say of the chunks, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import rows, saved_tensors
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels.ops.linear_cross_entropy import chunks, linear_cross_entropy
+
+ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "linear_cross_entropy"]
+BACKENDS = [pytest.param(r.backend, r.device, id=r.id) for r in ROWS]
+backends = pytest.mark.parametrize(("backend", "device"), BACKENDS)
+kernels = pytest.mark.parametrize(("backend", "device"), [p for p in BACKENDS if p.values[0] != "reference"])
+TOKENS, WIDTH, CLASSES = 13, 8, 21
+
+
+def draw(device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=g, dtype=torch.float64)
+    weight = torch.randn(CLASSES, WIDTH, generator=g, dtype=torch.float64) / math.sqrt(WIDTH)
+    target = torch.randint(CLASSES, (TOKENS,), generator=g).to(device)
+    return hidden.to(device, dtype).requires_grad_(), weight.to(device, dtype).requires_grad_(), target
+
+
+def gradients(loss: Tensor, *of: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, of, torch.ones_like(loss), **options)
+
+
+def expected(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(hidden @ weight.t(), target, **options)
+
+
+def assert_near(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    for a, e in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+@backends
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_it_is_torchs_linear_and_cross_entropy(backend: str, device: str, reduction: str) -> None:
+    hidden, weight, target = draw(device)
+    target[[2, 5]] = -100
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=4, backend=backend)
+    exact = expected(hidden, weight, target, reduction=reduction)
+    torch.testing.assert_close(loss, exact)
+    assert_near(gradients(loss, hidden, weight), gradients(exact, hidden, weight))
+
+
+@kernels
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_graph_is_walked_twice(backend: str, device: str, reduction: str) -> None:
+    """And .grad, which the first pass may have given away, is added to."""
+    hidden, weight, target = draw(device)
+    loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=4, backend=backend).sum()
+    loss.backward(retain_graph=True)
+    once = weight.grad.clone(), hidden.grad.clone()
+    loss.backward()
+    assert torch.equal(weight.grad, 2 * once[0])
+    assert torch.equal(hidden.grad, 2 * once[1])
+
+
+@kernels
+def test_a_loss_that_is_not_the_root(backend: str, device: str) -> None:
+    """Scaled, added to another loss of the same weight, and squared: gradients follow."""
+    hidden, weight, target = draw(device)
+
+    def total(loss: Any) -> Tensor:
+        return 0.25 * loss(hidden, weight, target) ** 2 + loss(hidden.flip(0), weight, target) + weight.square().mean()
+
+    ours = total(lambda *args: linear_cross_entropy(*args, chunk_size=5, backend=backend))
+    assert_near(gradients(ours, hidden, weight), gradients(total(expected), hidden, weight))
+
+
+@kernels
+def test_a_weight_that_is_also_the_embedding(backend: str, device: str) -> None:
+    _, weight, target = draw(device)
+    tokens = target.flip(0)
+    ours = linear_cross_entropy(F.embedding(tokens, weight), weight, target, chunk_size=5, backend=backend)
+    assert_near(gradients(ours, weight), gradients(expected(F.embedding(tokens, weight), weight, target), weight))
+
+
+@kernels
+def test_ignored_tokens_count_nothing_whatever_they_hold(backend: str, device: str) -> None:
+    hidden, weight, target = draw(device)
+    ignored = torch.zeros(TOKENS, dtype=torch.bool, device=device)
+    ignored[[0, 4, 12]] = True
+    with torch.no_grad():
+        hidden[4], hidden[12] = math.nan, math.inf
+    loss = linear_cross_entropy(hidden, weight, target.masked_fill(ignored, -100), chunk_size=3, backend=backend)
+    dhidden, dweight = gradients(loss, hidden, weight)
+    exact = expected(hidden[~ignored], weight, target[~ignored])
+    torch.testing.assert_close(loss, exact)
+    assert_near((dweight,), gradients(exact, weight))
+    assert not dhidden[ignored].any()
+
+
+@kernels
+def test_nothing_of_the_logits_size_is_kept_or_made_at_once(backend: str, device: str) -> None:
+    """What is saved, and the largest matrix that any operation gives back."""
+    hidden, weight, target = draw(device)
+    hidden = hidden.detach().repeat(40, 1).requires_grad_()
+    target = target.repeat(40)
+    logits = target.numel() * CLASSES
+    made: list[int] = []
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            made.extend(t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor))
+            return result
+
+    for reduction in ("mean", "none"):
+        with saved_tensors() as saved, Largest():
+            loss = linear_cross_entropy(hidden, weight, target, reduction=reduction, backend=backend)
+            gradients(loss, hidden, weight)
+        assert max(t.numel() for t in saved) < logits / 2
+    assert max(made) < logits / 2
+
+
+@kernels
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(backend: str, device: str, frozen: str) -> None:
+    hidden, weight, target = draw(device)
+    trained = {"hidden": hidden, "weight": weight}
+    trained.pop(frozen).requires_grad_(False)
+    (of,) = trained.values()
+    loss = linear_cross_entropy(hidden, weight, target, chunk_size=5, backend=backend)
+    assert_near(gradients(loss, of), gradients(expected(hidden, weight, target), of))
+
+
+@kernels
+def test_half_precision_weights_under_autocast(backend: str, device: str) -> None:
+    """float32 hidden over a bfloat16 weight: both are rounded to autocast's dtype, and gradients have their own."""
+    hidden, weight, target = draw(device)
+    low = weight.detach().bfloat16().requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, low, target, chunk_size=5, backend=backend)
+        exact = expected(hidden, low, target)
+    found, wanted = gradients(loss, hidden, low), gradients(exact, hidden, low)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, exact.float(), rtol=1e-2, atol=1e-2)
+    for a, e in zip(found, wanted, strict=True):
+        assert a.dtype == e.dtype
+        torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["widened", "as-they-are"])
+def test_both_ways_to_16_bit_products(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one a processor takes depends on its instructions: both are right, and the wide one is exact."""
+    if not any(r.backend == "native" for r in ROWS):
+        pytest.skip("the C++ extension is not built")
+    monkeypatch.setattr(chunks, "fast_products", lambda dtype: fast)
+    hidden, weight, target = draw("cpu", torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, target, chunk_size=3, backend="native")
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = expected(*wide, target)
+    assert abs(loss.item() - exact.item()) < (5e-3 if fast else 1e-6)
+    for a, e in zip(gradients(loss, hidden, weight), gradients(exact, *wide), strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=2**-7, atol=2e-3 if fast else 1e-5)
+
+
+@backends
+def test_only_the_loss_is_differentiable(backend: str, device: str) -> None:
+    hidden, weight, target = draw(device)
+    results = linear_cross_entropy(
+        hidden, weight, target, z_loss=0.1, return_lse=True, return_z_loss=True, backend=backend
+    )
+    assert [r.requires_grad for r in results] == [True, False, False]
+
+
+@kernels
+def test_there_is_no_second_derivative(backend: str, device: str) -> None:
+    hidden, weight, target = draw(device)
+    loss = linear_cross_entropy(hidden, weight, target, backend=backend)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_a_target_out_of_range_is_an_error_on_the_cpu(backend: str) -> None:
+    hidden, weight, target = draw("cpu")
+    if backend not in fk.OPS["linear_cross_entropy"].backends("cpu"):
+        pytest.skip("the C++ extension is not built")
+    target[3] = CLASSES
+    with pytest.raises(IndexError, match=f"target must be in 0 .. {CLASSES - 1} or ignore_index -100; got {CLASSES}"):
+        linear_cross_entropy(hidden, weight, target, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "hidden must be a torch.Tensor", {"hidden": [1.0]}),
+        (ValueError, "hidden must have a last dimension of at least 1", {"hidden": torch.ones(TOKENS, 0)}),
+        (ValueError, r"weight must be \[V, D\] with V at least 1", {"weight": torch.ones(0, WIDTH)}),
+        (ValueError, r"weight must have shape \(5, 8\)", {"weight": torch.ones(5, 9)}),
+        (ValueError, "weight must have hidden's dtype", {"weight": torch.ones(CLASSES, WIDTH).half()}),
+        (TypeError, "target must be class indices", {"target": torch.ones(TOKENS, CLASSES)}),
+        (ValueError, "target must have shape", {"target": torch.zeros(3, dtype=torch.int64)}),
+        (ValueError, "bias must have shape", {"bias": torch.ones(3)}),
+        (ValueError, "class_weight must have shape", {"class_weight": torch.ones(3)}),
+        (ValueError, "class_weight must not require", {"class_weight": torch.ones(CLASSES, requires_grad=True)}),
+        (ValueError, "reduction must be one of", {"reduction": "average"}),
+        (ValueError, "logit_scale must be finite", {"logit_scale": math.nan}),
+        (ValueError, "chunk_size must be >= 1; got 0", {"chunk_size": 0}),
+        (TypeError, "chunk_size must be an int", {"chunk_size": 2.5}),
+        (ValueError, "softcap must be None, or finite and > 0", {"softcap": 0.0}),
+    ],
+)
+def test_bad_input_is_refused(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    hidden, weight, target = draw("cpu")
+    arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target} | changes
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(**arguments)

@@ -1,0 +1,295 @@
+"""What benchmarks leave out to keep their time and memory, and their verdict. Estimates and clocks are made up: no time
+decides a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import foundry_kernels as fk
+from benchmarks import budget, calls, estimates, measure, models, suite, tables, verdict
+from benchmarks.budget import Budget, Unit, collected, plan
+from foundry_kernels.testing import Arg, Case
+
+
+def unit(name: str, fixed: float = 10.0, rounds: float = 0.0, **changes: Any) -> Unit:
+    return Unit(name, changes.pop("shape", name), changes.pop("kind", "operation"), fixed, rounds, **changes)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_measured_whole() -> None:
+    found = plan([unit("a", 10, 20), unit("b", 10, 20)], 60)
+    assert (found.effort, found.cut, found.seconds) == (1.0, (), 60)
+
+
+def test_rounds_are_cut_before_shapes() -> None:
+    units = [unit("a", 10, 20, size=2), unit("b", 10, 20, size=1)]
+    assert plan(units, 59) == budget.Plan(0.5, (), 40)
+    assert plan(units, 39) == budget.Plan(0.25, (), 30)
+    assert plan(units, 29) == budget.Plan(0.25, ("a",), 15)
+
+
+def test_the_largest_shapes_are_cut_first_and_whole() -> None:
+    units = [
+        unit("small forward", shape="small", size=1),
+        unit("large forward", shape="large", size=5),
+        unit("large backward", shape="large", size=9),
+        unit("middle", size=7),
+    ]
+    assert plan(units, 35).cut == ("large",)
+    assert plan(units, 15).cut == ("large", "middle")
+    assert plan(units, 5).cut == ("large", "middle", "small")
+
+
+def test_models_and_the_smallest_shape_of_an_operation_are_cut_last() -> None:
+    rows = [
+        unit("rope large", op="rope", size=8),
+        unit("rope small", op="rope", size=3),
+        unit("swiglu small", op="swiglu", size=1),
+        unit("swiglu large", op="swiglu", size=2),
+        unit("model", size=99, last=True),
+    ]
+    units = collected(rows)
+    assert plan(units, 30).cut == ("rope large", "swiglu large")
+    assert plan(units, 20).cut == ("rope large", "swiglu large", "model")
+
+
+def test_rows_of_a_comparison_are_one_unit() -> None:
+    [found] = collected([unit("a", 2, a_row=0.5)] * 3)
+    assert found.rows == 3
+    assert found.seconds() == 3.5
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(units: list[Unit], minutes: float, slower: float = 1.0) -> tuple[Budget, Clock]:
+    """All units one after the other, each of which takes `slower` times what was expected."""
+    clock = Clock()
+    kept = Budget(units, minutes, started=100.0, clock=clock)
+    for u in units:
+        share = kept.admit(u.id)
+        if share is not None:
+            clock.now += u.seconds(share) * slower
+            kept.spend(u.id, u.seconds(share) * slower)
+    return kept, clock
+
+
+def test_a_run_as_fast_as_expected_loses_nothing() -> None:
+    kept, _ = run([unit(str(i), 20, 20) for i in range(10)], 8)
+    assert set(kept.decided.values()) == {1.0}
+    assert kept.kept() == {"minutes": 8, "spent": 6.7, "comparisons": 10, "cut": {}, "fewer_rounds": 0}
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0, 3.0, 6.0])
+def test_a_machine_that_is_slower_than_expected_keeps_the_time(slower: float) -> None:
+    units = [unit(f"{i}", 3, 4, size=i % 7, shape=f"shape {i % 7}") for i in range(70)]
+    kept, clock = run(units, 8, slower)
+    assert clock.now - 100 <= 8 * 60
+    measured = [i for i, share in enumerate(kept.decided.values()) if share is not None]
+    assert len(measured) * 3 * slower > 0.5 * min(8 * 60, 70 * 3 * slower)  # and does not give up most of it either
+    cut = [i for i in range(70) if i not in measured]
+    assert not cut or min(i % 7 for i in cut) > 0 or slower == 6  # the smallest shape stays
+    assert len(kept.decided) == 70
+
+
+def test_what_was_to_be_cut_comes_back_on_a_faster_machine() -> None:
+    units = [unit(f"{i}", 60, size=i) for i in range(16)]
+    assert plan(units, 8 * 60).cut
+    kept, clock = run(units, 8, slower=0.25)
+    assert None not in kept.decided.values()
+    assert clock.now - 100 <= 8 * 60
+
+
+def test_estimates_of_one_kind_do_not_correct_another() -> None:
+    kept, clock = Budget([unit("a", 100), unit("b", 100), unit("c", 100, kind="model")], 60, 0.0, Clock()), 0
+    assert kept.admit("a") == 1.0
+    kept.spend("a", 300)
+    assert kept.factors["operation"] == pytest.approx(305 / 105)
+    assert "model" not in kept.factors
+    assert clock == 0
+
+
+def test_without_a_budget_nothing_is_cut() -> None:
+    kept, _ = run([unit(str(i), 1000, 1000) for i in range(10)], 0, slower=5)
+    assert set(kept.decided.values()) == {1.0}
+    assert tables.cuts(kept.kept()) == []
+    assert "no budget" in kept.announced()[0]
+
+
+def test_the_announcement_and_the_progress_say_what_is_left() -> None:
+    clock = Clock()
+    units = [unit("a", 60, 240, size=1, rows=3), unit("b", 360, 60, size=2, rows=4)]
+    kept = Budget(units, 4, 100.0, clock)
+    first, fewer, cut = kept.announced()
+    assert first == "7 rows in 2 comparisons, about 2.0 min; budget 4 min (--budget, 0 for none)"
+    assert "25%" in fewer
+    assert cut.endswith(": b")
+    assert kept.admit("a") == 0.25
+    clock.now += 120
+    kept.spend("a", 120)
+    assert kept.admit("b") is None
+    assert kept.progress() == "7 of 7 rows in 2.0 min, about 0.0 min to go, 2.0 min left of 4"
+    assert kept.done == 1.0
+    assert tables.cuts(kept.kept()) == [
+        "Left out to keep 4 min: b (4 of 4 rows).",
+        "Fewer rounds in 1 of 2 comparisons.",
+    ]
+
+
+# --- estimates and memory ---------------------------------------------------------------------------------------------
+
+
+def group(rows: int, width: int = 64, **changes: Any) -> suite.Group:
+    case = Case(f"{rows}x{width}", {"x": Arg((rows, width)), "weight": Arg((width,))}, {"round_before_weight": True})
+    given = {"dtype": torch.float32, "direction": "forward", "memory": "warm"} | changes
+    return suite.Group(fk.OPS["rms_norm"], case, **given)
+
+
+def test_larger_calls_and_slower_machines_are_expected_to_take_longer() -> None:
+    fast, slow = estimates.Machine(1e10, 1e11), estimates.Machine(1e9, 1e10)
+    names = ("native", "eager", "torch.compile", "memcpy")
+
+    def seconds(rows: int, machine: estimates.Machine, **changes: Any) -> float:
+        return estimates.operation(group(rows, 4096, **changes), names, machine).seconds()
+
+    assert seconds(64, fast) < seconds(8192, fast) < seconds(8192, slow)
+    assert seconds(8192, fast) < seconds(8192, fast, direction="backward")
+    small, large = (estimates.operation(group(n), names, fast) for n in (8, 80))
+    assert small.size < large.size
+    assert small.op == "rms_norm"
+    assert small.kind == "compiled"
+    assert estimates.operation(group(8), ("native", "memcpy"), fast).kind == "operation"
+
+
+def test_every_row_of_the_suites_has_an_estimate() -> None:
+    machine = estimates.Machine(1e10, 1e11)
+    for g in suite.groups(False):
+        assert 0 < estimates.operation(g, g.chosen(False), machine).seconds() < 600, g.id
+    for m in models.model_groups(False):
+        assert 0 < estimates.model(m, machine).seconds() < 600, m.id
+    found = estimates.machine()
+    assert found.copied > 0
+    assert found.products > 0
+
+
+def test_half_of_the_free_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = group(64, memory="cold")
+    monkeypatch.setattr(suite, "cache_bytes", lambda device: 2**20)
+    needed = suite.group_bytes(g)
+    monkeypatch.setattr(suite, "free_bytes", lambda device: 2 * needed)
+    assert suite.too_large(g) is None
+    monkeypatch.setattr(suite, "free_bytes", lambda device: 2 * needed - 2)
+    reason = suite.too_large(g)
+    assert reason is not None
+    assert "half is left to others" in reason
+    assert set(calls.Contenders(g, ("eager", "memcpy")).why_not) == set(g.names)
+    monkeypatch.setattr(suite, "free_bytes", lambda device: None)
+    assert suite.too_large(g) is None
+
+
+def test_what_a_group_needs_grows_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "cache_bytes", lambda device: 2**20)
+    held = suite.case_bytes(group(4096).case, torch.float32)
+    assert suite.group_bytes(group(4096)) > 3 * held  # x, y, and the float32 temporaries of eager
+    assert suite.group_bytes(group(4096)) < suite.group_bytes(group(4096, direction="backward"))
+    assert suite.group_bytes(group(4096)) < suite.group_bytes(group(4096, memory="cold"))
+
+
+def test_contenders_share_their_results_memory_and_cotangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "cache_bytes", lambda device: 100_000)
+    monkeypatch.setattr(calls, "cache_bytes", lambda device: 100_000)
+    made: list[torch.Tensor] = []
+    real = calls.make_cotangents
+
+    def counted(out: tuple[torch.Tensor, ...], layout: str) -> tuple[torch.Tensor, ...]:
+        made.extend(found := real(out, layout))
+        return found
+
+    monkeypatch.setattr(calls, "make_cotangents", counted)
+    found = calls.Contenders(group(64, direction="backward", memory="cold"), ("native", "eager", "F.rms_norm"))
+    assert len(found.prepare) >= 2
+    assert len(made) == 1
+
+
+def test_the_latest_comparison_is_released_before_the_next_is_made() -> None:
+    latest, alive = measure.Latest(), []
+
+    class Held:
+        def __init__(self) -> None:
+            self.cycle = self  # as a traceback of a skipped row would hold it
+            assert not alive
+            alive.append(1)
+
+        def __del__(self) -> None:
+            alive.clear()
+
+    first = id(latest.get("a", Held))
+    assert id(latest.get("a", Held)) == first
+    latest.get("b", Held)
+    assert alive == [1]
+    latest.clear()
+    assert alive == []
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def row(op: str, over: dict[str, float], **changes: Any) -> dict[str, Any]:
+    known = {"op": op, "row": "native", "direction": "forward", "dtype": "float32", "case": "2x4-cached"}
+    return known | {"memory": "cold", "speedup_over": over} | changes
+
+
+def test_the_verdict_says_where_it_pays_and_where_not() -> None:
+    rows = [
+        row("rms_norm", {"eager": 5.0, "torch.compile": 1.5}),
+        row("rms_norm", {"eager": 6.0, "torch.compile": 2.5}),
+        row("rms_norm", {"eager": 4.0, "torch.compile": 0.8, "triton": 0.1}, case="1x4-decode", dtype="bfloat16"),
+        row("rms_norm", {"native": 0.2}, row="eager"),
+        row("rope", {"eager": 1.01}),
+        row("swiglu", {"eager": 0.5}, direction="backward"),
+        row("geglu", {}, wrong="max error 1"),
+        row("transformer", {"reference": 1.33, "ours": 1.0}, kind="model", direction="step", case="small", row="ours"),
+        {"kind": "scaling", "row": "native", "op": "rope"},
+    ]
+    assert verdict.lines(rows) == [
+        "It pays here:",
+        "  rms_norm forward: 1.50x torch.compile, 5.00x eager (median of 3 rows); behind on 1",
+        "  transformer small, step: ours 1.33x reference",
+        "No difference (within 5 %):",
+        "  rope forward: 1.01x eager",
+        "It does not pay here:",
+        "  swiglu backward: 0.50x eager; behind on 1",
+        "Behind a peer, 2 of 5 rows:",
+        "  swiglu backward float32 2x4, cold: 0.50x eager",
+        "  rms_norm forward bfloat16 1x4, decode, cold: 0.80x torch.compile",
+        "Wrong results, so without ratios: geglu forward native.",
+    ]
+
+
+def test_a_verdict_fits_a_screen_and_may_have_nothing_to_say() -> None:
+    many = [row(f"op{i % 8}", {"eager": 0.5 + i / 100}, direction=("forward", "backward")[i % 2]) for i in range(30)]
+    found = verdict.lines(many)
+    assert found[-1] == "  and 22 more"
+    assert len(found) <= 30
+    assert verdict.lines([]) == []
+    of = {
+        "minutes": 8,
+        "spent": 7.5,
+        "comparisons": 9,
+        "fewer_rounds": 0,
+        "cut": {f"shape {i}": [1, 2] for i in range(9)},
+    }
+    assert tables.cuts(of, most=2) == [
+        "Left out to keep 8 min: shape 0 (1 of 2 rows); shape 1 (1 of 2 rows); and 7 more."
+    ]
+    assert "shape 8 (1 of 2 rows)" in tables.cut({"budget": of})
+    assert verdict.lines([row("rope", {"eager": 2.0})])[-1] == "Behind a peer: none of 1 rows."
