@@ -48,6 +48,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     if compiler_has("-mavx512bf16"):
         ISA_FLAGS["avx512_bf16"] = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
+        if compiler_has("-mamx-bf16"):
+            ISA_FLAGS["amx_bf16"] = [*ISA_FLAGS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
 elif platform.machine().lower() in ("aarch64", "arm64"):
     ISA_FLAGS["neon"] = []
     if sys.platform == "linux" and compiler_has("-march=armv8.2-a+bf16"):  # isa.cpp asks Linux for it
@@ -55,6 +57,8 @@ elif platform.machine().lower() in ("aarch64", "arm64"):
 else:
     ISA_FLAGS["baseline"] = []
 LOWEST = next(iter(ISA_FLAGS))
+#: Instruction sets that only some of csrc/cpu is compiled for, by the beginning of their names (see isa.h).
+ISA_SOURCES = {"amx_bf16": "flash_attention"}
 #: No -ffast-math: NaN and infinity are handled, sums keep their order. Contraction to fma is wanted.
 FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=fast", "-fno-math-errno"]
 #: Without it, torch's headers for autograd read the declarations of all its operators.
@@ -120,6 +124,8 @@ class Build(BuildExtension):
         wanted = set(ISA_FLAGS) if self.instruction_sets is None else set(self.instruction_sets.split(","))
         if not {LOWEST} <= wanted <= set(ISA_FLAGS):
             raise ValueError(f"--instruction-sets must be {LOWEST} and any of {', '.join(ISA_FLAGS)}; got {wanted}")
+        if "amx_bf16" in wanted:
+            wanted.add("avx512_bf16")  # whose kernels it runs where it has none
         self.isas = [isa for isa in ISA_FLAGS if isa in wanted]
         self.defines = [f"-DFK_HAVE_{isa.upper()}" for isa in self.isas if isa != LOWEST]
         if self.sanitize:
@@ -185,6 +191,8 @@ class Build(BuildExtension):
         for source in sorted(sources("cpu"), key=lambda path: -Path(path).stat().st_size):
             shared = Path(source).name == "isa.cpp"
             for isa in [LOWEST] if shared else self.isas:
+                if not Path(source).name.startswith(ISA_SOURCES.get(isa, "")):
+                    continue
                 target = folder / f"{Path(source).stem}.{isa}.o"
                 flags = [*FLAGS, *ISA_FLAGS[isa], *(SANITIZE if self.sanitize else []), *self.defines]
                 command = [*COMPILER.split(), "-std=c++17", "-fPIC", *flags, f"-DFK_ISA={isa}"]

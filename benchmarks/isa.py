@@ -27,10 +27,13 @@ SWITCHES = {
         "avx2": ("avx2", "AVX2", "AVX2", "x86-64-v3"),
         "avx512": ("avx512", "AVX512_CORE", "AVX512", "x86-64-v4"),
         "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512", "x86-64-v4"),
+        "amx_bf16": ("avx512", "AVX512_CORE_AMX", "AVX512", "x86-64-v4"),
     }.items()
 }
 #: What torch calls its own set where it obeys.
-_TORCH = {"baseline": ("DEFAULT", "NO AVX"), "avx2": ("AVX2",), "avx512": ("AVX512",), "avx512_bf16": ("AVX512",)}
+_TORCH = {"baseline": ("DEFAULT", "NO AVX"), "avx2": ("AVX2",)} | dict.fromkeys(
+    ("avx512", "avx512_bf16", "amx_bf16"), ("AVX512",)
+)
 
 
 @dataclass(frozen=True)

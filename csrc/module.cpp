@@ -4,10 +4,14 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "cpu/flash_attention_tasks.h"
 #include "cpu/isa.h"
 
 namespace {
@@ -19,6 +23,7 @@ std::vector<std::string> compiled_isas() {
   FK_IF_AVX2(names.push_back("avx2");)
   FK_IF_AVX512(names.push_back("avx512");)
   FK_IF_AVX512_BF16(names.push_back("avx512_bf16");)
+  FK_IF_AMX_BF16(names.push_back("amx_bf16");)
   FK_IF_NEON_BF16(names.push_back("neon_bf16");)
   return names;
 }
@@ -54,9 +59,42 @@ void force_instruction_set(const std::string& name) {
   throw std::invalid_argument("unknown instruction set " + name);
 }
 
+using Lengths = std::vector<int64_t>;
+
+// Attention's tasks for sequences of these lengths: rows [1:3], keys [3:5] and work of each as (sequence, kv_head,
+// row_begin, row_end, key_begin, key_end, work, ...), and of the backward pass the tasks that wait for it.
+pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int64_t n_kv_heads, int64_t group,
+                               std::optional<int64_t> window_left, std::optional<int64_t> window_right,
+                               bool bottom_right) {
+  if (q_lens.size() != k_lens.size()) throw std::invalid_argument("as many lengths of queries as of keys");
+  std::vector<foundry::AttentionSequence> sequences;
+  for (size_t n = 0; n < q_lens.size(); ++n) sequences.push_back({0, 0, q_lens[n], 0, k_lens[n]});
+  foundry::AttentionBackward a{};
+  a.sequences = sequences.data();
+  a.group = group;
+  a.window_left = std::min(window_left.value_or(foundry::kUnbounded), foundry::kUnbounded);
+  a.window_right = std::min(window_right.value_or(foundry::kUnbounded), foundry::kUnbounded);
+  a.bottom_right = bottom_right;
+  const int64_t n_sequences = static_cast<int64_t>(sequences.size());
+  std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> forward;
+  for (const auto& t : foundry::forward_tasks(a, n_sequences, n_kv_heads).tasks)
+    forward.emplace_back(
+        t.sequence, t.kv_head, t.row_begin, t.row_end, t.key_begin, t.key_end,
+        foundry::attention_work(a, sequences[t.sequence], t.row_begin, t.row_end, t.key_begin, t.key_end));
+  std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> backward;
+  for (const auto& t : foundry::backward_tasks(a, n_sequences, n_kv_heads).tasks)
+    backward.emplace_back(t.sequence, t.kv_head, t.row_begin, t.row_end, t.key_begin, t.key_end, t.work, t.next_of_rows,
+                          t.next_of_keys);
+  pybind11::dict tasks;
+  tasks["forward"] = forward;
+  tasks["backward"] = backward;
+  return tasks;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "How the extension was built and which instruction set it chose.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
+  m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
 }

@@ -70,7 +70,7 @@ struct AttentionTask {
   int64_t sequence, kv_head;
   int64_t row_begin, row_end;  // at most kAttentionBlocks * kAttentionRows
   int64_t key_begin, key_end;  // the keys that it may look at
-  int64_t split;               // of AttentionForward::splits or AttentionBackward::splits
+  int64_t split;               // of AttentionForward::splits
 };
 
 // Floats of scratch that a thread needs.
@@ -91,10 +91,38 @@ struct AttentionBackward : AttentionInputs {
   const float* delta;  // see AttentionDelta
   void *dq, *dk, *dv;  // each null where no gradient is wanted
   HeadStrides dq_strides, dk_strides, dv_strides;
-  // The sums that make dk and dv, of the keys of one sequence and head: [k_len, D] and, dk_size floats later, [k_len,
-  // Dv]. Where rows are split over several tasks each has a split here of split_size floats; else null.
-  float* splits;
-  int64_t split_size, dk_size;
+  float* sums;  // see AttentionBackwardTask
+
+  // dk and dv are summed in place where they are float and their rows whole registers.
+  bool in_place(int64_t width) const { return type == Dtype::f32 && width % kAttentionPad == 0; }
+
+  // Floats that the sums of a sequence and key-value head take, for what is wanted.
+  int64_t dq_sums(int64_t rows) const {
+    return dq ? round_up(rows, kAttentionRows) * round_up(head_dim, kAttentionPad) : 0;
+  }
+  int64_t dk_sums(int64_t keys) const {
+    return dk && !in_place(head_dim) ? keys * round_up(head_dim, kAttentionPad) : 0;
+  }
+  int64_t dv_sums(int64_t keys) const {
+    return dv && !in_place(head_dim_v) ? keys * round_up(head_dim_v, kAttentionPad) : 0;
+  }
+};
+
+// A task adds what its rows and keys give to the sums for dq of these rows and to those for dk and dv of these keys.
+// Tasks of the same rows follow one another, and so do tasks of the same keys: there is one copy of the sums, and the
+// order in which they are added is fixed.
+struct AttentionBackwardTask {
+  int64_t sequence, kv_head;
+  int64_t row_begin, row_end;  // row_begin is a multiple of kAttentionRows
+  int64_t key_begin, key_end;
+  // Where in AttentionBackward::sums those of the sequence and head begin: dq, [blocks of rows, D, kAttentionRows], dk,
+  // [k_len, D], and dv, [k_len, Dv], as far as they have any. Negative for a task that does all rows and keys: it has
+  // dk and dv in its scratch, and dq of one block at a time.
+  int64_t sums;
+  int64_t work;                        // products of a row and a key
+  int64_t next_of_rows, next_of_keys;  // the tasks that wait for this one; negative where it is the last
+  bool first_of_rows, first_of_keys;   // and has none to wait for
+  int64_t work_left;                   // of this task and the longest line of those that wait for it
 };
 
 // delta = sum(dout * out) - dlse of each row, 0 for a row without keys.
@@ -121,14 +149,16 @@ inline int64_t attention_split_size(int64_t head_dim_v) { return round_up(head_d
 
 }  // namespace foundry
 
-FK_DECLARE_PER_ISA(void, attention_forward, const AttentionForward& args, const AttentionTask& task, float* scratch)
-FK_DECLARE_PER_ISA(void, attention_decode, const AttentionForward& args, const AttentionTask& task, float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_forward, const AttentionForward& args, const AttentionTask& task,
+                           float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_decode, const AttentionForward& args, const AttentionTask& task,
+                           float* scratch)
 // Combines splits [split, split + num_splits) of the rows of `task` and finishes them.
-FK_DECLARE_PER_ISA(void, attention_combine, const AttentionForward& args, const AttentionTask& task, int64_t num_splits)
-FK_DECLARE_PER_ISA(void, attention_backward, const AttentionBackward& args, const AttentionTask& task, float* scratch)
-// Writes dk and dv of keys [key_begin, key_end) from the sums of consecutive tasks, which begin at `sums`.
-FK_DECLARE_PER_ISA(void, attention_backward_combine, const AttentionBackward& args, const AttentionTask* tasks,
-                   int64_t n_tasks, int64_t key_begin, int64_t key_end, float* sums)
-FK_DECLARE_PER_ISA(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
-                   int64_t token_end)
-FK_DECLARE_PER_ISA(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head, float sink)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_combine, const AttentionForward& args, const AttentionTask& task,
+                           int64_t num_splits)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_backward, const AttentionBackward& args, const AttentionBackwardTask& task,
+                           float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
+                           int64_t token_end)
+FK_DECLARE_PER_ISA_AND_AMX(float, attention_dsink, const AttentionDelta& args, int64_t n_sequences, int64_t head,
+                           float sink)

@@ -125,23 +125,10 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
   }
 }
 
-// The keys that rows [row_begin, row_end) see: [begin, end).
-struct KeyRange {
-  int64_t begin, end;
-
-  KeyRange(const AttentionInputs& a, const AttentionTask& task) {
-    const AttentionSequence& s = a.sequences[task.sequence];
-    const int64_t offset = a.offset(s);
-    begin = std::max<int64_t>(0, task.row_begin / a.group + offset - a.window_left);
-    end = std::min(s.k_len, (task.row_end - 1) / a.group + offset + a.window_right + 1);
-    if (task.row_begin >= task.row_end || begin >= end) begin = end = 0;
-  }
-};
-
 void write_queries(const AttentionBackward& a, const AttentionSequence& s, int64_t head, const Block& b,
-                   const Scratch& scratch) {
+                   const float* dq, const Scratch& scratch) {
   const int64_t d = round_up(a.head_dim, kAttentionPad);
-  transpose(scratch.dq, kAttentionRows, d, b.vecs * kLanes, scratch.queries, d);
+  transpose(dq, kAttentionRows, d, b.vecs * kLanes, scratch.queries, d);
   const Vec scale = splat(a.scale);
   with_type(a.type, [&](auto* type) {
     for (int64_t i = 0; i < b.count; ++i) {
@@ -153,19 +140,74 @@ void write_queries(const AttentionBackward& a, const AttentionSequence& s, int64
   });
 }
 
+// Where dk or dv of a sequence and head is summed: that of key k at data + k * ld.
+struct KeySums {
+  float* data;
+  int64_t ld;
+
+  KeySums(const AttentionBackward& a, void* gradient, int64_t width, int64_t offset, int64_t stride, float* memory)
+      : data(memory),
+        ld(round_up(width, kAttentionPad)) {
+    if (gradient && a.in_place(width)) data = static_cast<float*>(gradient) + offset, ld = stride;
+  }
+};
+
+void write_keys(const AttentionBackward& a, const AttentionBackwardTask& task, const KeySums& dk, const KeySums& dv) {
+  const AttentionSequence& s = a.sequences[task.sequence];
+  const auto write = [&](void* gradient, const HeadStrides& strides, int64_t width, const KeySums& sums, float factor) {
+    if (!gradient || (factor == 1.0f && a.in_place(width))) return;
+    with_type(a.type, [&](auto* type) {
+      for (int64_t key = task.key_begin; key < task.key_end; ++key) {
+        const float* from = sums.data + key * sums.ld;
+        auto* out = static_cast<decltype(type)>(gradient) + key_offset(strides, s, task.kv_head, key);
+        for_each_vec(width, [&](int64_t i, auto at, int) FK_INLINE { at.store(out + i, at.load(from + i) * factor); });
+      }
+    });
+  };
+  write(a.dk, a.dk_strides, a.head_dim, dk, a.scale);
+  write(a.dv, a.dv_strides, a.head_dim_v, dv, 1.0f);
+}
+
+// Fetches [part / parts, (part + 1) / parts) of what the rows from `row` on read first: a task has them once, and its
+// keys are too few to hide that.
+void prefetch_rows(const AttentionBackward& a, const AttentionBackwardTask& task, int64_t row, const float* dq,
+                   int64_t part, int64_t parts) {
+  const AttentionSequence& s = a.sequences[task.sequence];
+  const int64_t size = a.type == Dtype::f32 ? 4 : 2, rows = std::min<int64_t>(kAttentionRows, task.row_end - row);
+  const auto fetch = [](const void* data, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
+  };
+  for (int64_t i = part * rows / parts; i < (part + 1) * rows / parts; ++i) {
+    const auto fetch_row = [&](const void* data, const HeadStrides& strides, int64_t width) {
+      const int64_t offset = row_offset(strides, s, task.kv_head * a.group, a.group, row + i);
+      fetch(static_cast<const char*>(data) + offset * size, width * size);
+    };
+    fetch_row(a.q, a.q_strides, a.head_dim);
+    fetch_row(a.dout, a.dout_strides, a.head_dim_v);
+  }
+  if (!dq) return;
+  const int64_t floats = round_up(a.head_dim, kAttentionPad) * kAttentionRows, from = part * floats / parts;
+  fetch(dq + from, ((part + 1) * floats / parts - from) * int64_t(sizeof(float)));
+}
+
 template <class E>
-void backward(const AttentionBackward& a, const AttentionTask& task, float* scratch_memory) {
+void backward(const AttentionBackward& a, const AttentionBackwardTask& task, float* scratch_memory) {
   const Scratch scratch(a, scratch_memory);
   const AttentionSequence& s = a.sequences[task.sequence];
-  const int64_t head = task.kv_head * a.group, kv_head = task.kv_head;
+  const int64_t head = task.kv_head * a.group, kv_head = task.kv_head, n_rows = s.q_len * a.group;
   const int64_t padded_d = round_up(a.head_dim, kAttentionPad), padded_dv = round_up(a.head_dim_v, kAttentionPad);
   const int64_t lanes = lanes_of<E>(a.head_dim), value_lanes = lanes_of<E>(a.head_dim_v);
-  const bool need_scores = a.dq || a.dk;
-  const KeyRange range(a, task);
-  float* dk = a.splits ? a.splits + task.split * a.split_size : scratch.sums;
-  float* dv = dk + a.dk_size;
-  if (a.dk) std::fill(dk + range.begin * padded_d, dk + range.end * padded_d, 0.0f);
-  if (a.dv) std::fill(dv + range.begin * padded_dv, dv + range.end * padded_dv, 0.0f);
+  const bool need_scores = a.dq || a.dk, shared = task.sums >= 0;
+  float* dq_sums = shared ? a.sums + task.sums : nullptr;
+  float* key_sums = shared ? dq_sums + a.dq_sums(n_rows) : scratch.sums;
+  const KeySums dk(a, a.dk, a.head_dim, key_offset(a.dk_strides, s, kv_head, 0), a.dk_strides.token, key_sums);
+  const KeySums dv(a, a.dv, a.head_dim_v, key_offset(a.dv_strides, s, kv_head, 0), a.dv_strides.token,
+                   key_sums + a.dk_sums(s.k_len));
+  if (task.first_of_keys)
+    for (int64_t key = task.key_begin; key < task.key_end; ++key) {
+      if (a.dk) std::fill_n(dk.data + key * dk.ld, padded_d, 0.0f);
+      if (a.dv) std::fill_n(dv.data + key * dv.ld, padded_dv, 0.0f);
+    }
 
   const int64_t k_base = key_offset(a.k_strides, s, kv_head, 0);
   const int64_t v_base = key_offset(a.v_strides, s, kv_head, 0);
@@ -175,19 +217,26 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
       kPer<E> == 1 ? reinterpret_cast<const E*>(scratch.dscores) : reinterpret_cast<const E*>(scratch.dscores_rows),
       kAttentionRows, kPer<E>};
   const auto right = [](Tile<E> tile) { return reinterpret_cast<const float*>(tile.data); };
+  const auto as_tile = [](const float* rows, int64_t n) {
+    return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
+  };
   Block b;
   for (int64_t row = task.row_begin; row < task.row_end; row += kAttentionRows) {
-    b.set(a, s, task.sequence, head, row, task.row_end, 0, s.k_len);
-    std::fill(scratch.dq, scratch.dq + padded_d * kAttentionRows, 0.0f);
-    if (b.key_begin < b.key_end) read_block<E>(a, s, head, b, scratch);
-    const bool decoded = decode_serves(row, s.q_len * a.group);
-    const auto as_tile = [](const float* rows, int64_t n) {
-      return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
-    };
-    const auto queries = pack_pairs(as_tile(scratch.queries, lanes), b.count, a.head_dim, scratch.query_pairs);
-    const auto dout = pack_pairs(as_tile(scratch.dout, value_lanes), b.count, a.head_dim_v, scratch.dout_pairs);
+    b.set(a, s, task.sequence, head, row, task.row_end, task.key_begin, task.key_end);
+    float* dq = shared ? dq_sums + row * padded_d : scratch.dq;
+    if (a.dq && task.first_of_rows) std::fill_n(dq, padded_d * kAttentionRows, 0.0f);
+    Tile<E> queries{}, dout{};
+    if (b.key_begin < b.key_end) {
+      read_block<E>(a, s, head, b, scratch);
+      queries = pack_pairs(as_tile(scratch.queries, lanes), b.count, a.head_dim, scratch.query_pairs);
+      dout = pack_pairs(as_tile(scratch.dout, value_lanes), b.count, a.head_dim_v, scratch.dout_pairs);
+    }
+    const bool decoded = decode_serves(row, n_rows);
     for (int64_t begin = b.key_begin; begin < b.key_end; begin += kAttentionKeys) {
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
+      if (const int64_t next = row + kAttentionRows; shared && next < task.row_end)
+        prefetch_rows(a, task, next, a.dq ? dq_sums + next * padded_d : nullptr, (begin - b.key_begin) / kAttentionKeys,
+                      (b.key_end - b.key_begin + kAttentionKeys - 1) / kAttentionKeys);
       const auto keys =
           read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.keys);
       multiply_rows<E>(b, decoded, keys, n, a.head_dim, scratch.queries, scratch.queries_t, scratch.weights);
@@ -196,57 +245,37 @@ void backward(const AttentionBackward& a, const AttentionTask& task, float* scra
                                          a.head_dim_v, scratch.values);
         multiply_rows<E>(b, decoded, values, n, a.head_dim_v, scratch.dout, scratch.dout_t, scratch.dscores);
       }
-      with_bools([&](auto edge,
-                     auto bias) { differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, int32_t(begin)); },
-                 begin < b.full_begin || begin + n > b.full_end, has_bias(a));
+      const auto first_key = int32_t(begin - task.key_begin);
+      with_bools(
+          [&](auto edge, auto bias) { differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, first_key); },
+          begin < b.full_begin || begin + n > b.full_end, has_bias(a));
       if (a.dv)
         multiply<E>(n, padded_dv / kLanes, weights, right(dout), dout.ld / kPer<E>, steps_of<E>(b.count),
-                    dv + begin * padded_dv, padded_dv, Start::add);
+                    dv.data + begin * dv.ld, dv.ld, Start::add);
       if (a.dk)
         multiply<E>(n, padded_d / kLanes, dscores, right(queries), queries.ld / kPer<E>, steps_of<E>(b.count),
-                    dk + begin * padded_d, padded_d, Start::add);
+                    dk.data + begin * dk.ld, dk.ld, Start::add);
       if (a.dq) {
         const auto key_pairs = pack_pairs(keys, n, a.head_dim, scratch.key_pairs);
         multiply<E>(a.head_dim, b.vecs, {key_pairs.data, kPer<E>, key_pairs.ld}, scratch.dscores, kAttentionRows,
-                    steps_of<E>(n), scratch.dq, kAttentionRows, Start::add);
+                    steps_of<E>(n), dq, kAttentionRows, Start::add);
       }
     }
-    if (a.dq) write_queries(a, s, head, b, scratch);
+    if (a.dq && task.next_of_rows < 0) write_queries(a, s, head, b, dq, scratch);
   }
-  if (!a.splits) attention_backward_combine(a, &task, 1, 0, s.k_len, scratch.sums);
+  if (task.next_of_keys < 0) write_keys(a, task, dk, dv);
 }
 
 }  // namespace
 
-void attention_backward(const AttentionBackward& a, const AttentionTask& task, float* scratch) {
+void attention_backward(const AttentionBackward& a, const AttentionBackwardTask& task, float* scratch) {
   if constexpr (kPairs) {
-    if (a.type == Dtype::bf16) return backward<BFloat16>(a, task, scratch);
+    if (a.type == Dtype::bf16) {
+      [[maybe_unused]] const TileRegisters tiles;
+      return backward<BFloat16>(a, task, scratch);
+    }
   }
   backward<float>(a, task, scratch);
-}
-
-void attention_backward_combine(const AttentionBackward& a, const AttentionTask* tasks, int64_t n_tasks,
-                                int64_t key_begin, int64_t key_end, float* sums) {
-  const AttentionSequence& s = a.sequences[tasks->sequence];
-  const auto write = [&](void* gradient, const HeadStrides& strides, int64_t width, int64_t from, float factor) {
-    if (!gradient) return;
-    const int64_t padded = round_up(width, kAttentionPad);
-    for (int64_t key = key_begin; key < key_end; ++key)
-      with_type(a.type, [&](auto* type) {
-        auto* out = static_cast<decltype(type)>(gradient) + key_offset(strides, s, tasks->kv_head, key);
-        for_each_vec(width, [&](int64_t i, auto at, int) FK_INLINE {
-          Vec total{};
-          for (int64_t t = 0; t < n_tasks; ++t) {
-            const KeyRange seen_by(a, tasks[t]);
-            if (key >= seen_by.begin && key < seen_by.end)
-              total += Whole::load(sums + t * a.split_size + from + key * padded + i);
-          }
-          at.store(out + i, total * factor);
-        });
-      });
-  };
-  write(a.dk, a.dk_strides, a.head_dim, 0, a.scale);
-  write(a.dv, a.dv_strides, a.head_dim_v, a.dk_size, 1.0f);
 }
 
 void attention_delta(const AttentionDelta& a, int64_t sequence, int64_t token_begin, int64_t token_end) {

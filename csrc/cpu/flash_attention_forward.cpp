@@ -155,7 +155,10 @@ void attention_forward(const AttentionForward& a, const AttentionTask& task, flo
   if (decode_serves(task.row_begin, a.sequences[task.sequence].q_len * a.group))
     return attention_decode(a, task, scratch);
   if constexpr (kPairs) {
-    if (a.type == Dtype::bf16) return forward<BFloat16>(a, task, scratch);
+    if (a.type == Dtype::bf16) {
+      [[maybe_unused]] const TileRegisters tiles;
+      return forward<BFloat16>(a, task, scratch);
+    }
   }
   forward<float>(a, task, scratch);
 }

@@ -7,9 +7,11 @@
 // Factors of products are of a type E: float, or bfloat16 where memory holds that and the processor has dot products of
 // pairs (vdpbf16ps, bfdot: products added in float). A lane then holds a pair, which are neighbours along the depth of
 // the product, and weights and gradients of scores are rounded to bfloat16 before they are multiplied, as on GPUs.
+// Where the processor has tiles (AMX), these take the whole ones of such a product.
 #pragma once
 
 #include "flash_attention.h"
+#include "flash_attention_amx.h"
 #include "vec.h"
 
 namespace foundry {
@@ -157,13 +159,35 @@ void multiply_any(int64_t rows, int64_t vecs, Factor<E> a, const float* b, int64
     multiply_columns<1, kAlong>(rows, a, b + v * kLanes, ldb, depth, c + v * kLanes, ldc, start, factor + v * kLanes);
 }
 
+template <class E>
+inline void multiply_registers(int64_t rows, int64_t vecs, Factor<E> a, const float* b, int64_t ldb, int64_t depth,
+                               float* c, int64_t ldc, Start start, const float* factor) {
+  a.step == kPer<E> ? multiply_any<true>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor)
+                    : multiply_any<false>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
+}
+
 // C [rows, vecs registers] = A [rows, depth] B [depth, vecs registers] + what `start` says; `factor` has one number a
 // column. One of A's strides is that of neighbours, kPer<E>.
 template <class E>
 inline void multiply(int64_t rows, int64_t vecs, Factor<E> a, const float* b, int64_t ldb, int64_t depth, float* c,
                      int64_t ldc, Start start, const float* factor = nullptr) {
-  a.step == kPer<E> ? multiply_any<true>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor)
-                    : multiply_any<false>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
+#if defined(__AMX_BF16__)
+  if constexpr (kPer<E> == 2) {
+    const int64_t whole_rows = rows / kTileRows * kTileRows, whole_depth = depth / kTilePairs * kTilePairs;
+    if (whole_rows > 0 && whole_depth > 0 && (a.step == kPer<E> || whole_depth <= kAttentionKeys / 2)) {
+      multiply_tiles(whole_rows, vecs, a.data, a.row, a.step, b, ldb, whole_depth, c, ldc, start != Start::zero,
+                     start == Start::scaled ? factor : nullptr);
+      if (whole_depth < depth)
+        multiply_registers<E>(whole_rows, vecs, {a.data + whole_depth * a.step, a.row, a.step}, b + whole_depth * ldb,
+                              ldb, depth - whole_depth, c, ldc, Start::add, nullptr);
+      a.data += whole_rows * a.row;
+      c += whole_rows * ldc;
+      rows -= whole_rows;
+    }
+    if (rows == 0) return;
+  }
+#endif
+  multiply_registers<E>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
 }
 
 }  // namespace FK_ISA

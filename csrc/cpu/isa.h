@@ -1,13 +1,14 @@
 // A kernel in csrc/cpu is one source, compiled once per instruction set, each time into a namespace of its own. One of
-// them is picked at run time. The build sets FK_ISA for each compilation: on x86-64 to baseline, avx2, avx512 or
-// avx512_bf16, on 64-bit ARM to neon or neon_bf16, elsewhere to baseline.
+// them is picked at run time. The build sets FK_ISA for each compilation: on x86-64 to baseline, avx2, avx512,
+// avx512_bf16 or, for attention alone, amx_bf16 (elsewhere that runs what avx512_bf16 does), on 64-bit ARM to neon or
+// neon_bf16, elsewhere to baseline.
 #pragma once
 
 namespace foundry {
 
 // In each architecture `lowest` is what all its processors have.
-enum class Isa { lowest, avx2, avx512, avx512_bf16, neon_bf16 };
-constexpr Isa kIsas[] = {Isa::lowest, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::neon_bf16};
+enum class Isa { lowest, avx2, avx512, avx512_bf16, amx_bf16, neon_bf16 };
+constexpr Isa kIsas[] = {Isa::lowest, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16, Isa::neon_bf16};
 
 // The best instruction set that is compiled in and that this processor has, or the one set by force_isa.
 Isa chosen_isa();
@@ -23,8 +24,15 @@ const char* isa_name(Isa isa);
 #define FK_LOWEST baseline
 #endif
 
-// Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*).
-#define FK_DECLARE_PER_ISA(ret, name, ...)                            \
+// Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*); the second is for
+// kernels that amx_bf16 has its own of.
+#define FK_DECLARE_PER_ISA(ret, name, ...)   \
+  FK_DECLARE_BUT_AMX(ret, name, __VA_ARGS__) \
+  FK_IF_AMX_BF16(namespace foundry::amx_bf16 { using avx512_bf16::name; })
+#define FK_DECLARE_PER_ISA_AND_AMX(ret, name, ...) \
+  FK_DECLARE_BUT_AMX(ret, name, __VA_ARGS__)       \
+  FK_IF_AMX_BF16(namespace foundry::amx_bf16 { ret name(__VA_ARGS__); })
+#define FK_DECLARE_BUT_AMX(ret, name, ...)                            \
   namespace foundry {                                                 \
   namespace FK_LOWEST {                                               \
   ret name(__VA_ARGS__);                                              \
@@ -50,6 +58,11 @@ const char* isa_name(Isa isa);
 #else
 #define FK_IF_AVX512_BF16(...)
 #endif
+#if defined(FK_HAVE_AMX_BF16)
+#define FK_IF_AMX_BF16(...) __VA_ARGS__
+#else
+#define FK_IF_AMX_BF16(...)
+#endif
 #if defined(FK_HAVE_NEON_BF16)
 #define FK_IF_NEON_BF16(...) __VA_ARGS__
 #else
@@ -60,6 +73,7 @@ const char* isa_name(Isa isa);
 #define FK_CHOOSE_ISA(name)                                                                       \
   ([]() -> decltype(& ::foundry::FK_LOWEST::name) {                                               \
     switch (::foundry::chosen_isa()) {                                                            \
+      FK_IF_AMX_BF16(case ::foundry::Isa::amx_bf16 : return &::foundry::amx_bf16::name;)          \
       FK_IF_AVX512_BF16(case ::foundry::Isa::avx512_bf16 : return &::foundry::avx512_bf16::name;) \
       FK_IF_AVX512(case ::foundry::Isa::avx512 : return &::foundry::avx512::name;)                \
       FK_IF_AVX2(case ::foundry::Isa::avx2 : return &::foundry::avx2::name;)                      \

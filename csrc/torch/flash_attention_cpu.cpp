@@ -1,5 +1,5 @@
 // The CPU's launches of foundry_kernels::flash_attention_fwd and _bwd; see flash_attention.cpp for the operators.
-#include "../cpu/flash_attention.h"
+#include "../cpu/flash_attention_tasks.h"
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -10,24 +10,21 @@
 
 #include "cpu_common.h"
 #include "flash_attention.h"
+#include "task_queue.h"
 
 namespace foundry {
 namespace {
 
 constexpr int64_t kTaskGrain = 1 << 18;  // multiplications that are worth waking a thread for: some 10 us of them
 
-// Calls f(task, thread's scratch) for every task, each thread taking the next one when it is free. `work` counts the
-// multiplications in all tasks: little is done by the calling thread alone.
+// Calls f(thread's scratch) on each thread, of which no more than `most` are of use. `work` counts the multiplications
+// in all tasks: little is done by the calling thread alone.
 template <class F>
-void for_each_task(int64_t n_tasks, int64_t work, int64_t scratch_floats, F&& f) {
-  const int64_t threads = std::min<int64_t>({at::get_num_threads(), n_tasks, std::max<int64_t>(1, work / kTaskGrain)});
+void on_threads(int64_t most, int64_t work, int64_t scratch_floats, F&& f) {
+  const int64_t threads = std::min<int64_t>({at::get_num_threads(), most, std::max<int64_t>(1, work / kTaskGrain)});
   const Tensor scratch = at::empty({threads, round_up(scratch_floats, kAttentionPad)}, at::kFloat);
   float* memory = scratch.mutable_data_ptr<float>();
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;)
-      f(task, memory + begin * scratch.stride(0));
-  });
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { f(memory + begin * scratch.stride(0)); });
 }
 
 HeadStrides head_strides(const Tensor& t) {
@@ -109,43 +106,11 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
   a.lse_strides = row_strides(q);
 }
 
-int64_t max_seqlen_k(const KeepAlive& keep) {
-  int64_t longest = 0;
-  for (const auto& s : keep.sequences) longest = std::max(longest, s.k_len);
-  return longest;
-}
-
 // Multiplications of one product of queries and keys and one of weights and values, masks not considered.
 int64_t work_of(const AttentionInputs& a, const KeepAlive& keep) {
   int64_t pairs = 0;
   for (const auto& s : keep.sequences) pairs += s.q_len * s.k_len;
   return pairs * keep.q.size(1) * (a.head_dim + a.head_dim_v);
-}
-
-constexpr int64_t kForwardTasks = 32;  // with fewer, keys are split, if there are
-constexpr int64_t kSplitKeys = 512;    // at least so many a split
-
-// The tasks of a forward pass, the longest of a head first, and into how many splits each row's keys are divided. All
-// of it follows from the shapes, so that the result is bitwise the same whatever the number of threads.
-std::vector<AttentionTask> forward_tasks(const AttentionForward& a, const KeepAlive& keep, int64_t& num_splits) {
-  const int64_t rows = kAttentionBlocks * kAttentionRows, n_kv_heads = keep.k.size(1);
-  int64_t n_tasks = 0;
-  for (const auto& s : keep.sequences) n_tasks += (s.q_len * a.group + rows - 1) / rows * n_kv_heads;
-  num_splits =
-      std::max<int64_t>(1, std::min(max_seqlen_k(keep) / kSplitKeys, kForwardTasks / std::max<int64_t>(1, n_tasks)));
-  std::vector<AttentionTask> tasks;
-  tasks.reserve(n_tasks * num_splits);
-  for (size_t n = 0; n < keep.sequences.size(); ++n) {
-    const auto& s = keep.sequences[n];
-    const int64_t total = s.q_len * a.group,
-                  split_keys = round_up((s.k_len + num_splits - 1) / num_splits, kAttentionKeys);
-    for (int64_t head = 0; head < n_kv_heads; ++head)
-      for (int64_t begin = (total - 1) / rows * rows; begin >= 0 && total > 0; begin -= rows)
-        for (int64_t i = 0; i < num_splits; ++i)
-          tasks.push_back({int64_t(n), head, begin, std::min(begin + rows, total), std::min(i * split_keys, s.k_len),
-                           std::min((i + 1) * split_keys, s.k_len), int64_t(tasks.size())});
-  }
-  return tasks;
 }
 
 FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
@@ -163,47 +128,26 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   a.entropy = save_stats ? entropy.mutable_data_ptr<float>() : nullptr;
   a.max_logit = save_stats ? max_logit.mutable_data_ptr<float>() : nullptr;
 
-  int64_t num_splits;
-  const auto tasks = forward_tasks(a, keep, num_splits);
-  const int64_t n_tasks = static_cast<int64_t>(tasks.size());
+  const ForwardTasks all = forward_tasks(a, static_cast<int64_t>(keep.sequences.size()), k.size(1));
+  const int64_t n_tasks = static_cast<int64_t>(all.tasks.size()), num_splits = all.num_splits;
   Tensor splits;
   if (num_splits > 1) {
-    splits = at::empty({n_tasks, kAttentionBlocks * kAttentionRows, attention_split_size(a.head_dim_v)}, at::kFloat);
+    splits = at::empty({n_tasks, kTaskRows, attention_split_size(a.head_dim_v)}, at::kFloat);
     a.splits = splits.mutable_data_ptr<float>();
   }
   const auto kernel = FK_CHOOSE_ISA(attention_forward);
   const auto combine = FK_CHOOSE_ISA(attention_combine);
   std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
-  const int64_t scratch_floats = attention_forward_scratch(a.head_dim, a.head_dim_v);
-  for_each_task(n_tasks, work_of(a, keep), scratch_floats, [&](int64_t i, float* scratch) {
-    kernel(a, tasks[i], scratch);
-    // Whoever does the last split of some rows combines them: waking threads once more would cost more than that.
-    if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
-      combine(a, tasks[i / num_splits * num_splits], num_splits);
+  std::atomic<int64_t> next{0};
+  on_threads(n_tasks, work_of(a, keep), attention_forward_scratch(a.head_dim, a.head_dim_v), [&](float* scratch) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
+      kernel(a, all.tasks[i], scratch);
+      // Whoever does the last split of some rows combines them: waking threads once more would cost more than that.
+      if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
+        combine(a, all.tasks[i / num_splits * num_splits], num_splits);
+    }
   });
   return {out, lse, entropy, max_logit};
-}
-
-constexpr int64_t kBackwardTasks = 16;  // with fewer sequences x heads, rows are split, if there are
-constexpr int64_t kSplitRows = 512;     // at least so many a split
-
-// The tasks of a backward pass, `num_splits` in a row for each sequence and key-value head, from the shapes alone.
-std::vector<AttentionTask> backward_tasks(const AttentionInputs& a, const KeepAlive& keep, int64_t& num_splits) {
-  const int64_t n_kv_heads = keep.k.size(1), n_pairs = static_cast<int64_t>(keep.sequences.size()) * n_kv_heads;
-  int64_t most_rows = 0;
-  for (const auto& s : keep.sequences) most_rows = std::max(most_rows, s.q_len * a.group);
-  num_splits = std::max<int64_t>(1, std::min(most_rows / kSplitRows, kBackwardTasks / std::max<int64_t>(1, n_pairs)));
-  std::vector<AttentionTask> tasks;
-  tasks.reserve(n_pairs * num_splits);
-  for (size_t n = 0; n < keep.sequences.size(); ++n) {
-    const auto& s = keep.sequences[n];
-    const int64_t rows = s.q_len * a.group, split_rows = round_up((rows + num_splits - 1) / num_splits, kAttentionRows);
-    for (int64_t head = 0; head < n_kv_heads; ++head)
-      for (int64_t i = 0; i < num_splits; ++i)
-        tasks.push_back({int64_t(n), head, std::min(i * split_rows, rows), std::min((i + 1) * split_rows, rows), 0,
-                         s.k_len, int64_t(tasks.size())});
-  }
-  return tasks;
 }
 
 AttentionDelta delta_args(const AttentionInputs& a, const Tensor& q, const Tensor& out, const Tensor& dout,
@@ -243,33 +187,22 @@ void compute_dsinks(const AttentionDelta& d, const KeepAlive& keep, const Tensor
 }
 
 void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
-  int64_t num_splits;
-  const int64_t longest = max_seqlen_k(keep);
-  const auto tasks = backward_tasks(a, keep, num_splits);
-  a.dk_size = a.dk ? longest * round_up(a.head_dim, kAttentionPad) : 0;
-  a.split_size = a.dk_size + (a.dv ? longest * round_up(a.head_dim_v, kAttentionPad) : 0);
-  const int64_t n_tasks = static_cast<int64_t>(tasks.size());
-  Tensor splits;
-  if (num_splits > 1) {
-    splits = at::empty({n_tasks, a.split_size}, at::kFloat);
-    advise_huge_pages(splits);
-    a.splits = splits.mutable_data_ptr<float>();
+  const BackwardTasks all = backward_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
+  Tensor sums;
+  if (all.sums > 0) {
+    sums = at::empty({all.sums}, at::kFloat);
+    advise_huge_pages(sums);
+    a.sums = sums.mutable_data_ptr<float>();
   }
+  int64_t own_keys = 0;  // keys whose sums are in a thread's scratch
+  for (const auto& task : all.tasks)
+    if (task.sums < 0) own_keys = std::max(own_keys, task.key_end);
+  const int64_t scratch =
+      attention_backward_scratch(a.head_dim, a.head_dim_v) + a.dk_sums(own_keys) + a.dv_sums(own_keys);
   const auto kernel = FK_CHOOSE_ISA(attention_backward);
-  const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v) + (num_splits > 1 ? 0 : a.split_size);
-  // The last rows of a causal sequence see the most keys: they go first.
-  for_each_task(n_tasks, 2 * work_of(a, keep), scratch,
-                [&](int64_t i, float* memory) { kernel(a, tasks[n_tasks - 1 - i], memory); });
-  if (num_splits == 1) return;
-  const auto combine = FK_CHOOSE_ISA(attention_backward_combine);
-  const int64_t blocks = (longest + kAttentionKeys - 1) / kAttentionKeys;
-  at::parallel_for(0, n_tasks / num_splits * blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const AttentionTask* first = &tasks[i / blocks * num_splits];
-      const int64_t keys = keep.sequences[first->sequence].k_len, key = i % blocks * kAttentionKeys;
-      combine(a, first, num_splits, std::min(key, keys), std::min(key + kAttentionKeys, keys),
-              a.splits + first->split * a.split_size);
-    }
+  TaskQueue queue(all.tasks);
+  on_threads(static_cast<int64_t>(all.tasks.size()), 2 * work_of(a, keep), scratch, [&](float* memory) {
+    for (int64_t i = -1; (i = queue.take(i)) >= 0;) kernel(a, all.tasks[i], memory);
   });
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,23 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], name: str
             plain = not case.options.keys() - {"causal", "max_seqlen_q", "max_seqlen_k"}
             if dtype == torch.float32 or plain:
                 assert_parity(op, case, backend="native", dtype=dtype)
+
+
+def test_tiles_are_used_where_linux_shows_them(instruction_set: Callable[[str], None]) -> None:
+    """Their products of bfloat16 are added in another order than those of AVX-512; nothing else differs."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if "amx_bf16" not in _native.build_info()["instruction_sets"] or not cpuinfo.exists():
+        pytest.skip("not compiled for AMX, or not on Linux")
+    if not {"amx_tile", "amx_bf16", "avx512_bf16"} <= set(cpuinfo.read_text().split()):
+        pytest.skip("the processor has no AMX")
+    assert ISAS[-1] == "amx_bf16"
+    for dtype in DTYPES:
+        q, k, v = inputs((1, 8, 400, 96), dtype=dtype)
+        results = []
+        for name in ISAS[-2:]:
+            instruction_set(name)
+            results.append(fk.flash_attention(q, k, v, causal=True, backend="native"))
+        assert torch.equal(*results) == (dtype != torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

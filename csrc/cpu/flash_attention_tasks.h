@@ -1,0 +1,162 @@
+// How attention is divided into tasks: by the shapes and the mask alone, so that results are bitwise the same whatever
+// the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "flash_attention.h"
+
+namespace foundry {
+
+constexpr int64_t kAttentionThreads = 64;  // threads that a call's tasks are to keep busy, where it is large enough
+constexpr int64_t kSplitKeys = 512;        // keys that a split of the forward pass has at least
+constexpr int64_t kTaskRows = kAttentionBlocks * kAttentionRows;  // rows of a task; of the backward pass at least
+constexpr int64_t kTaskKeys = 256;  // keys of a task of the backward pass at least; half of that where there are few
+
+// Products of a row and a key that rows [row_begin, row_end) and keys [key_begin, key_end) take.
+inline int64_t attention_work(const AttentionInputs& a, const AttentionSequence& s, int64_t row_begin, int64_t row_end,
+                              int64_t key_begin, int64_t key_end) {
+  int64_t work = 0;
+  for (int64_t row = row_begin; row < row_end; row += kAttentionRows) {
+    const int64_t last = std::min(row + kAttentionRows, row_end) - 1;
+    const int64_t begin = std::max(key_begin, row / a.group + a.offset(s) - a.window_left);
+    const int64_t end = std::min(key_end, last / a.group + a.offset(s) + a.window_right + 1);
+    work += std::max<int64_t>(0, end - begin) * (last + 1 - row);
+  }
+  return work;
+}
+
+struct ForwardTasks {
+  std::vector<AttentionTask> tasks;  // the longer ones first, splits of the same rows side by side
+  int64_t num_splits;                // into which each row's keys are divided
+};
+
+inline ForwardTasks forward_tasks(const AttentionInputs& a, int64_t n_sequences, int64_t n_kv_heads) {
+  struct Rows {
+    int64_t work, sequence, kv_head, begin;
+  };
+  std::vector<Rows> all;
+  int64_t longest = 0, most_work = 1;
+  for (int64_t n = 0; n < n_sequences; ++n) {
+    const AttentionSequence& s = a.sequences[n];
+    const int64_t total = s.q_len * a.group;
+    longest = std::max(longest, s.k_len);
+    for (int64_t head = 0; head < n_kv_heads; ++head)
+      for (int64_t begin = (total - 1) / kTaskRows * kTaskRows; begin >= 0 && total > 0; begin -= kTaskRows) {
+        all.push_back({attention_work(a, s, begin, std::min(begin + kTaskRows, total), 0, s.k_len), n, head, begin});
+        most_work = std::max(most_work, all.back().work);
+      }
+  }
+  // In eighths of the longest: tasks of about the same length stay with those of their head, whose keys are in a cache.
+  std::stable_sort(all.begin(), all.end(), [&](const Rows& x, const Rows& y) {
+    return 8 * x.work / (most_work + 1) > 8 * y.work / (most_work + 1);
+  });
+  const int64_t count = static_cast<int64_t>(all.size());
+  const int64_t num_splits =
+      std::max<int64_t>(1, std::min(longest / kSplitKeys, kAttentionThreads / std::max<int64_t>(1, count)));
+  ForwardTasks result{{}, num_splits};
+  result.tasks.reserve(count * num_splits);
+  for (const Rows& rows : all) {
+    const AttentionSequence& s = a.sequences[rows.sequence];
+    const int64_t end = std::min(rows.begin + kTaskRows, s.q_len * a.group);
+    const int64_t split_keys = round_up((s.k_len + num_splits - 1) / num_splits, kAttentionKeys);
+    for (int64_t i = 0; i < num_splits; ++i)
+      result.tasks.push_back({rows.sequence, rows.kv_head, rows.begin, end, std::min(i * split_keys, s.k_len),
+                              std::min((i + 1) * split_keys, s.k_len), int64_t(result.tasks.size())});
+  }
+  return result;
+}
+
+struct BackwardTasks {
+  std::vector<AttentionBackwardTask> tasks;  // none comes before one that it waits for
+  int64_t sums;                              // floats of AttentionBackward::sums
+};
+
+// The tasks of one sequence and key-value head. Rows and keys are cut into `chunks` each, and a task has a chunk of
+// either. In round t row chunk r goes with key chunk t - r: none of a round's tasks wait for each other, and of a
+// causal mask every round has as many.
+inline std::vector<AttentionBackwardTask> backward_tasks_of_head(const AttentionInputs& a, int64_t sequence,
+                                                                 int64_t chunks) {
+  const AttentionSequence& s = a.sequences[sequence];
+  const int64_t rows = s.q_len * a.group, keys = s.k_len;
+  std::vector<AttentionBackwardTask> tasks;
+  const auto add = [&](int64_t row_begin, int64_t row_end, int64_t key_begin, int64_t key_end) {
+    const int64_t work = attention_work(a, s, row_begin, row_end, key_begin, key_end);
+    tasks.push_back({sequence, 0, row_begin, row_end, key_begin, key_end, -1, work, -1, -1, true, true, work});
+  };
+  if (chunks == 1) {
+    add(0, rows, 0, keys);
+    return tasks;
+  }
+  const int64_t row_chunk = round_up((rows + chunks - 1) / chunks, kTaskRows),
+                n_rows = (rows + row_chunk - 1) / row_chunk;
+  const int64_t key_chunk = round_up((keys + chunks - 1) / chunks, kAttentionKeys),
+                n_keys = (keys + key_chunk - 1) / key_chunk;
+  std::vector<int64_t> last_of_rows(n_rows, -1), last_of_keys(n_keys, -1);
+  const int64_t n_rounds = std::max(n_rows, n_keys);
+  for (int64_t round = 0; round < n_rounds; ++round)
+    for (int64_t r = 0; r < n_rows; ++r) {
+      const int64_t c = (round - r + n_rounds) % n_rounds;
+      if (c >= n_keys) continue;
+      const int64_t index = static_cast<int64_t>(tasks.size());
+      add(r * row_chunk, std::min((r + 1) * row_chunk, rows), c * key_chunk, std::min((c + 1) * key_chunk, keys));
+      AttentionBackwardTask& task = tasks.back();
+      if (task.work == 0) {
+        tasks.pop_back();
+        continue;
+      }
+      const auto follow = [&](int64_t& last, int64_t AttentionBackwardTask::* next, bool& first) {
+        if (last >= 0) tasks[last].*next = index, first = false;
+        last = index;
+      };
+      follow(last_of_rows[r], &AttentionBackwardTask::next_of_rows, task.first_of_rows);
+      follow(last_of_keys[c], &AttentionBackwardTask::next_of_keys, task.first_of_keys);
+    }
+  // Rows without keys and keys without rows have gradients too: zero.
+  for (int64_t r = 0; r < n_rows; ++r)
+    if (last_of_rows[r] < 0) add(r * row_chunk, std::min((r + 1) * row_chunk, rows), 0, 0);
+  for (int64_t c = 0; c < n_keys; ++c)
+    if (last_of_keys[c] < 0) add(0, 0, c * key_chunk, std::min((c + 1) * key_chunk, keys));
+  for (int64_t i = static_cast<int64_t>(tasks.size()) - 1; i >= 0; --i) {
+    const auto left = [&](int64_t next) { return next < 0 ? 0 : tasks[next].work_left; };
+    tasks[i].work_left += std::max(left(tasks[i].next_of_rows), left(tasks[i].next_of_keys));
+  }
+  return tasks;
+}
+
+inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequences, int64_t n_kv_heads) {
+  std::vector<int64_t> work(n_sequences);
+  int64_t total = 0;
+  for (int64_t n = 0; n < n_sequences; ++n) {
+    const AttentionSequence& s = a.sequences[n];
+    work[n] = attention_work(a, s, 0, s.q_len * a.group, 0, s.k_len);
+    total += work[n] * n_kv_heads;
+  }
+  BackwardTasks result{};
+  for (int64_t n = 0; n < n_sequences; ++n) {
+    const AttentionSequence& s = a.sequences[n];
+    const int64_t rows = s.q_len * a.group;
+    int64_t chunks = 1;
+    // The tasks of the same keys follow one another, and under a causal mask the first keys have twice the mean: as
+    // many chunks as make of that no more than a thread's share of all work.
+    if (work[n] * kAttentionThreads > total)
+      chunks = std::max<int64_t>(
+          1, std::min({(2 * kAttentionThreads * work[n] + total - 1) / total, rows / kTaskRows, s.k_len / kTaskKeys}));
+    const auto of_head = backward_tasks_of_head(a, n, chunks);
+    for (int64_t head = 0; head < n_kv_heads; ++head) {
+      const int64_t first = static_cast<int64_t>(result.tasks.size());
+      for (AttentionBackwardTask task : of_head) {
+        task.kv_head = head;
+        if (chunks > 1) task.sums = result.sums;
+        if (task.next_of_rows >= 0) task.next_of_rows += first;
+        if (task.next_of_keys >= 0) task.next_of_keys += first;
+        result.tasks.push_back(task);
+      }
+      if (chunks > 1) result.sums += a.dq_sums(rows) + a.dk_sums(s.k_len) + a.dv_sums(s.k_len);
+    }
+  }
+  return result;
+}
+
+}  // namespace foundry

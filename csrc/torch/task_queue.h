@@ -1,0 +1,58 @@
+// Tasks that wait for each other, handed out to threads.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "../cpu/flash_attention.h"
+
+namespace foundry {
+
+// Of the tasks that wait for none, that with the most work behind it goes first. A thread that finds none sleeps.
+class TaskQueue {
+ public:
+  explicit TaskQueue(const std::vector<AttentionBackwardTask>& tasks)
+      : tasks_(tasks),
+        waits_for_(tasks.size()),
+        left_(static_cast<int64_t>(tasks.size())) {
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      waits_for_[i] = !tasks[i].first_of_rows + !tasks[i].first_of_keys;
+      if (waits_for_[i] == 0) push(static_cast<int64_t>(i));
+    }
+  }
+
+  // The next task for a thread that has done `done`, negative for none; negative when none is left.
+  int64_t take(int64_t done) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (done >= 0) {
+      release(tasks_[done].next_of_rows);
+      release(tasks_[done].next_of_keys);
+    }
+    changed_.wait(lock, [this] { return !ready_.empty() || left_ == 0; });
+    if (left_ == 0) return -1;
+    const int64_t task = -ready_.top().second;
+    ready_.pop();
+    if (--left_ == 0) changed_.notify_all();
+    else if (!ready_.empty()) changed_.notify_one();
+    return task;
+  }
+
+ private:
+  void push(int64_t i) { ready_.push({tasks_[i].work_left, -i}); }
+  void release(int64_t i) {
+    if (i >= 0 && --waits_for_[i] == 0) push(i);
+  }
+
+  const std::vector<AttentionBackwardTask>& tasks_;
+  std::vector<int> waits_for_;
+  std::priority_queue<std::pair<int64_t, int64_t>> ready_;  // work left, and minus the task: the earlier one first
+  int64_t left_;                                            // that no thread has taken
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+}  // namespace foundry

@@ -1,0 +1,204 @@
+"""How attention on the CPU is divided into tasks: how many threads they keep busy, what they hold in memory, and that
+no number of threads changes a bit of the result."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import foundry_kernels as fk
+from benchmarks.measure import peak_bytes
+from foundry_kernels import _native
+
+pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+
+CORES = 64
+NONE = -1
+
+
+class Task(NamedTuple):
+    sequence: int
+    kv_head: int
+    row_begin: int
+    row_end: int
+    key_begin: int
+    key_end: int
+    work: int
+    next_of_rows: int = NONE
+    next_of_keys: int = NONE
+
+
+def tasks_of(
+    q_lens: Sequence[int],
+    k_lens: Sequence[int] | None = None,
+    *,
+    hk: int = 1,
+    group: int = 1,
+    window: tuple[int | None, int | None] = (None, 0),
+    bottom_right: bool = True,
+) -> dict[str, list[Task]]:
+    found = _native._C.attention_tasks(q_lens, k_lens or q_lens, hk, group, *window, bottom_right)
+    return {name: [Task(*t) for t in tasks] for name, tasks in found.items()}
+
+
+def slowdown(tasks: Sequence[Task], workers: int) -> float:
+    """How many times longer `workers` take than if work were divided evenly and nobody waited: each takes the next task
+    that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
+    waits = Counter(n for t in tasks for n in t[-2:] if n != NONE)
+    behind = [0] * len(tasks)
+    for i in reversed(range(len(tasks))):
+        assert all(n == NONE or n > i for n in tasks[i][-2:])
+        behind[i] = tasks[i].work + max((behind[n] for n in tasks[i][-2:] if n != NONE), default=0)
+    ready = [(-behind[i], i) for i in range(len(tasks)) if not waits[i]]
+    heapq.heapify(ready)
+    running: list[tuple[int, int]] = []
+    now = done = 0
+    while ready or running:
+        while ready and len(running) < workers:
+            i = heapq.heappop(ready)[1]
+            heapq.heappush(running, (now + tasks[i].work, i))
+        now, i = heapq.heappop(running)
+        done += 1
+        for n in tasks[i][-2:]:
+            if n != NONE:
+                waits[n] -= 1
+                if not waits[n]:
+                    heapq.heappush(ready, (-behind[n], n))
+    assert done == len(tasks), "some wait for each other"
+    return now / (sum(t.work for t in tasks) / workers)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("window", [(None, 0), (None, None)], ids=["causal", "full"])
+def test_64_cores_are_busy(group: int, window: tuple[int | None, int | None]) -> None:
+    """One sequence, 8 key-value heads, 4096 tokens."""
+    for name, tasks in tasks_of([4096], hk=8, group=group, window=window).items():
+        assert len(tasks) >= 4 * CORES, name
+        assert slowdown(tasks, CORES) < 1.1, name
+        assert slowdown(tasks, 2) < 1.01, name
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "hk", "group", "cores"),  # of the backward pass; of the forward pass 64
+    [
+        ([1], [4096], 8, 4, 8),  # decoding: keys are split
+        ([1], [16384], 2, 4, 2),
+        ([4096], None, 2, 4, 16),  # few heads: chunks of fewer keys would cost more than they gain
+        ([512], None, 8, 4, 8),
+        ([4096, 300, 17], None, 8, 1, CORES),  # a long sequence among short ones
+        ([512] * 16, None, 8, 4, CORES),
+    ],
+    ids=["decode", "decode-long", "few-heads", "short", "packed", "batch"],
+)
+def test_cores_are_busy(q_lens: list[int], k_lens: list[int] | None, hk: int, group: int, cores: int) -> None:
+    tasks = tasks_of(q_lens, k_lens, hk=hk, group=group)
+    assert slowdown(tasks["forward"], CORES) < 1.1
+    assert slowdown(tasks["backward"], cores) < 1.1
+
+
+def test_cores_are_busy_in_a_window() -> None:
+    tasks = tasks_of([4096], hk=8, window=(1023, 0))
+    assert slowdown(tasks["forward"], CORES) < 1.2
+    assert slowdown(tasks["backward"], CORES // 2) < 1.2
+
+
+def test_the_slowdown_is_that_of_the_schedule() -> None:
+    one = Task(0, 0, 0, 0, 0, 0, 6)
+    assert slowdown([one] * 4, 4) == 1.0
+    assert slowdown([one] * 5, 4) == 1.6
+    assert slowdown([one._replace(next_of_keys=1), one], 2) == 2.0
+
+
+@pytest.mark.parametrize("bottom_right", [True, False])
+@pytest.mark.parametrize("window", [(None, 0), (None, None), (70, 20), (0, -90)], ids=str)
+@pytest.mark.parametrize(("t", "s", "group"), [(700, 700, 1), (300, 900, 2), (1000, 260, 1), (9, 0, 3), (130, 1, 1)])
+def test_every_key_is_seen_once(
+    t: int, s: int, group: int, window: tuple[int | None, int | None], bottom_right: bool
+) -> None:
+    """By the rows that see it, and each row and key has a task that writes its gradient, the last of its line."""
+    offset = s - t if bottom_right else 0
+    rel_pos = torch.arange(s) - (torch.arange(t * group) // group)[:, None] - offset
+    left, right = window
+    visible = (rel_pos >= (-(1 << 30) if left is None else -left)) & (rel_pos <= (1 << 30 if right is None else right))
+    for name, tasks in tasks_of([t], [s], hk=1, group=group, window=window, bottom_right=bottom_right).items():
+        times, rows, keys = torch.zeros(t * group, s), torch.zeros(t * group), torch.zeros(s)
+        for task in tasks:
+            of_rows, of_keys = slice(task.row_begin, task.row_end), slice(task.key_begin, task.key_end)
+            times[of_rows, of_keys] += 1
+            if task.next_of_rows == NONE:
+                rows[of_rows] += 1
+            else:
+                assert tasks[task.next_of_rows][2:4] == task[2:4]
+            if task.next_of_keys == NONE:
+                keys[of_keys] += 1
+            else:
+                assert tasks[task.next_of_keys][4:6] == task[4:6]
+        assert (times <= 1).all(), name
+        assert (times[visible] == 1).all(), name
+        assert sum(task.work for task in tasks) >= visible.sum(), name
+        if name == "backward":
+            assert (rows == 1).all()
+            assert (keys == 1).all()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+SHAPES = {
+    "causal": ((1, 8, 700, 32), (1, 8, 700, 32), {"causal": True}),
+    "grouped": ((1, 8, 600, 40), (1, 2, 900, 40), {"causal": True, "window": (300, 0)}),
+    "full": ((2, 2, 520, 64), (2, 1, 640, 64), {}),
+    "decode": ((1, 8, 1, 64), (1, 2, 4096, 64), {}),
+}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_more_threads_than_cores_change_no_bit(shape: str, dtype: torch.dtype) -> None:
+    q_shape, k_shape, options = SHAPES[shape]
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(x, generator=g).to(dtype).requires_grad_() for x in (q_shape, k_shape, k_shape))
+    dout = torch.randn(q_shape, generator=g).to(dtype)
+    results: list[tuple[torch.Tensor, ...]] = []
+    for n in (1, 2, 8, CORES, CORES):
+        torch.set_num_threads(n)
+        out = fk.flash_attention(q, k, v, backend="native", **options)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hk", [2, 8])
+def test_what_the_backward_pass_holds(hk: int, dtype: torch.dtype) -> None:
+    """In float32 no more than SDPA's. In bfloat16 the gradients and one copy of their sums in float32, and a little."""
+    torch.set_num_threads(2)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 2048, 64, generator=g).to(dtype).requires_grad_() for h in (8, hk, hk))
+
+    def peak(attend: Any) -> int:
+        out = attend()
+        return peak_bytes(lambda: lambda: torch.autograd.grad(out, (q, k, v), out, retain_graph=True), "cpu")
+
+    ours = peak(lambda: fk.flash_attention(q, k, v, causal=True, backend="native"))
+    gradients = q.numel() + k.numel() + v.numel()
+    assert gradients * q.itemsize < ours
+    if dtype == torch.bfloat16:
+        assert ours <= gradients * (q.itemsize + 4) + (1 << 20)
+        return
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = peak(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    assert ours <= theirs
