@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import math
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,18 @@ def interleaved(
         if timer() > end and len(next(iter(times.values()))) >= least:
             break
     return times
+
+
+def settle(contenders: Mapping[str, Prepare], turns: int) -> None:
+    """Untimed turns of all, `turns` at most, until two have brought no new page of memory: none is left to time."""
+    quiet = 0
+    for _ in range(turns):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for prepare in contenders.values():
+            prepare()()
+        quiet = quiet + 1 if resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 16 else 0
+        if quiet == 2:
+            return
 
 
 def median_ratio(numerator: list[float], denominator: list[float]) -> float:

@@ -17,6 +17,7 @@ from benchmarks.measure import (
     peak_bytes,
     reused_memory,
     saved_bytes,
+    settle,
 )
 from benchmarks.suite import DEVICE, LIMITS, Group, wrong
 from foundry_kernels.registry import short_dtype
@@ -51,9 +52,8 @@ class Measured:
             if share < 1 or (effort == QUICK and group.limit == "GEMM"):
                 least = 3
             self.untimed = contenders.untimed
-            with self.untimed():  # once more: before, they have run to see whether they can
-                for prepare in self.prepare.values():
-                    prepare()()
+            with self.untimed():
+                settle(self.prepare, 8 if group.memory == "cold" and group.limit == "memcpy" else 1)
             self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0) if self.prepare else {}
         self.wrong: dict[str, str] = {}
         for name in self.prepare if checked else ():

@@ -3,6 +3,7 @@ decides a test."""
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -218,6 +219,18 @@ def test_contenders_share_their_results_memory_and_cotangents(monkeypatch: pytes
     found = calls.Contenders(group(64, direction="backward", memory="cold"), ("native", "eager", "F.rms_norm"))
     assert len(found.prepare) >= 2
     assert len(made) == 1
+
+
+def test_contenders_settle_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults, ran = iter([0, 90, 90, 90, 90, 90]), []
+    usage = lambda who: types.SimpleNamespace(ru_minflt=next(faults))  # noqa: E731
+    monkeypatch.setattr(measure.resource, "getrusage", usage)
+    measure.settle({n: (lambda n=n: lambda: ran.append(n)) for n in "ab"}, 8)
+    assert "".join(ran) == "ababab"  # one turn with page faults, two without
+    ran.clear()
+    faults = iter(range(0, 1000, 50))
+    measure.settle({"a": lambda: lambda: ran.append("a")}, 4)
+    assert len(ran) == 4
 
 
 def test_the_latest_comparison_is_released_before_the_next_is_made() -> None:
