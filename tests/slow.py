@@ -16,7 +16,8 @@ ARCHITECTURES = (90, "90a")
 #: Cases of more elements, all arguments together, repeat on several tiles or chunks what smaller ones show on a few.
 MOST_ELEMENTS = 100_000
 #: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long, and
-#: one code path serves all dtypes: in these the cases are tried one and all, in the others those that are small.
+#: one code path serves all dtypes: in float32 the cases are tried one and all, in the others those that are small.
+#: Tests that try several cases at once do so in these dtypes.
 EMULATED_DTYPES = (torch.float32, torch.bfloat16)
 FEW_ELEMENTS = 2_000
 
@@ -35,9 +36,10 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
         return "all but the small cases, emulated"
     if isinstance(row, Row) and case is not None and numel(case) > MOST_ELEMENTS:
         return f"more than {MOST_ELEMENTS} elements"
-    # A test without a case runs several.
-    if emulated and dtype is not None and dtype not in EMULATED_DTYPES and (case is None or numel(case) > FEW_ELEMENTS):
-        return f"emulated in {dtype}"
+    if emulated and dtype is not None:
+        several = case is None
+        if dtype not in EMULATED_DTYPES if several else dtype != torch.float32 and numel(case) > FEW_ELEMENTS:
+            return f"emulated in {dtype}"
     name = parameters.get("name", parameters.get("instruction_set"))
     if name in instruction_sets and name not in {instruction_sets[0], "avx2", instruction_sets[-1]}:
         return f"instruction set {name}"

@@ -58,6 +58,8 @@ def names(folder: Path) -> dict[str, Any]:
         "tokens": torch.randint(3, 128, (2, 12), generator=generator),
         "targets": torch.randint(3, 128, (2, 12), generator=generator),
         "logits": normal(2, 12, 128),
+        "hidden": normal(2, 12, 64),
+        "head_weight": normal(128, 64),
         "prompt_a": [5, 6, 7],
         "prompt_b": [8, 9],
         **{name: normal(2, 9, 32) for name in ("x", "branch", "residual")},

@@ -14,4 +14,4 @@ _OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss", "dscale")
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     dims = {"hidden": "...d", "weight": "vd", "bias": "v", "class_weight": "v"} | dict.fromkeys(_OF_TOKENS, "...")
-    return dims, "..." if args.get("reduction", "none") == "none" else ""
+    return dims, "..." if args.get("reduction", "mean") == "none" else ""
