@@ -114,8 +114,9 @@ def linear_cross_entropy(
     float32, which for float32 inputs and a loss that is the root of the graph, on the CPU, are the ones returned. With
     reduction "none": lse and what its rounding took. Nothing is made for an input that needs no gradient.
 
-    Products are of the inputs' dtype; a CPU without instructions for bfloat16 or float16 gets float32 copies of hidden
-    and weight, whose logits are exact to float32.
+    Products are PyTorch's own, so bits may differ with another number of threads. They are of the inputs' dtype; a CPU
+    without instructions for bfloat16 or float16 gets float32 copies of hidden and weight, whose logits are exact to
+    float32.
     """
     check_float("hidden", hidden)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
