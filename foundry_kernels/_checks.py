@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from foundry_kernels.registry import FLOATS
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -19,7 +19,7 @@ def check_float(name: str, x: Tensor) -> None:
     """`x` is a tensor of a floating-point dtype that arithmetic is defined for."""
     if not isinstance(x, Tensor):
         check_tensor(name, x)
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {x.dtype}")
 
 

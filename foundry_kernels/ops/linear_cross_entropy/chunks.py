@@ -17,6 +17,7 @@ from foundry_kernels._triton import refuse_second_derivative
 #: Tokens of a chunk, if not given: at least so many, for the product's sake, and at most this share of all where logits
 #: are of 4 bytes.
 _LEAST, _SHARE = 64, 16
+#: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache.
 _CLASSES = 4096
 
 _OPTIONS = (
