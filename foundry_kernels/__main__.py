@@ -129,10 +129,12 @@ def inspect(argv: list[str]) -> int:
             problems = cost.problems(gpu)
             bad += bool(problems)
             widths = "/".join(map(str, cost.access_bytes))
+            ahead = cost.copied_ahead(gpu)
             print(
                 f"{launch.name:<26} {launch.case:<34} {cost.registers:>3} registers  {cost.stack} spilled  "
                 f"{cost.shared:>6} B shared  {cost.warps:>2} warps  {cost.occupancy(gpu):>4.0%} occupancy  "
-                f"{widths} B an access{'  ' + cost.matrix if cost.matrix else ''}  [{launch.settings}]"
+                f"{widths} B an access{'  ' + cost.matrix if cost.matrix else ''}"
+                f"{f'  {ahead >> 10} KB copied ahead' if ahead else ''}  [{launch.settings}]"
             )
             for problem in problems:
                 print(f"  PROBLEM: {problem}")

@@ -91,12 +91,21 @@ class Cost:
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
 
-    def occupancy(self, gpu: Gpu) -> float:
-        """Estimated share of a multiprocessor's warps that can be resident at once."""
+    def resident(self, gpu: Gpu) -> int:
+        """Programs that fit on a multiprocessor at once."""
         registers_a_warp = -(-self.registers * 32 // 256) * 256
         by_registers = 65536 // (registers_a_warp * self.warps)
         by_shared = gpu.sm_shared // (self.shared + 1024) if self.shared else 32
-        return min(by_registers, by_shared, 32, gpu.warps // self.warps) * self.warps / gpu.warps
+        return min(by_registers, by_shared, 32, gpu.warps // self.warps)
+
+    def occupancy(self, gpu: Gpu) -> float:
+        """Estimated share of a multiprocessor's warps that can be resident at once."""
+        return self.resident(gpu) * self.warps / gpu.warps
+
+    def copied_ahead(self, gpu: Gpu) -> int:
+        """Bytes that asynchronous copies can have in flight to a multiprocessor's shared memory: of a loop whose loads
+        are pipelined nearly all the shared memory of its programs. 0 where there are no such copies."""
+        return self.shared * self.resident(gpu) if "cp.async" in self.ptx else 0
 
     def problems(self, gpu: Gpu) -> list[str]:
         """What is wrong with the kernel on this GPU; empty if nothing is."""

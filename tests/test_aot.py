@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -44,6 +45,23 @@ def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> None:
     assert f"compute capability {arch / 10}" in done.stdout
     assert done.stdout.count(" registers ") >= (2 if options else 5)
     assert "16/" in done.stdout or " 16 B" in done.stdout, "no kernel moves 16 bytes at a time"
+
+
+@needs_triton
+def test_the_backward_pass_of_norms_has_enough_bytes_in_flight() -> None:
+    """Of 16-bit rows of 4096 (two programs on a multiprocessor) and 8192 values. To fill its bandwidth an H200 needs
+    about 25 KB in flight to each multiprocessor, by Little's law, and an H100 16."""
+    done = inspect("rms_norm", "--arch", "90", "--timed", "--kernel", "rms_norm_bwd_kernel")
+    assert done.returncode == 0, done.stderr
+    ahead = {}
+    for case, occupancy, kilobytes in re.findall(
+        r"16384x(\d+)-\S+ bfloat16 .* (\d+)% occ.* (\d+) KB copied ahead", done.stdout
+    ):
+        ahead[int(case)] = (int(occupancy), int(kilobytes))
+    assert ahead.keys() >= {1024, 4096, 8192}, done.stdout
+    assert min(kilobytes for _, kilobytes in ahead.values()) >= 25
+    assert ahead[4096] == (50, 64)
+    assert ahead[8192] == (25, 64)
 
 
 @needs_triton
@@ -94,6 +112,13 @@ def test_what_must_not_ship_is_named() -> None:
     assert "shared memory" in cost(shared=120 << 10).problems(_aot.GPUS[89])[0]
     assert "do not fit" in cost(registers=128, warps=32).problems(GPU)[0]
     assert "wgmma" in cost(matrix="missing").problems(GPU)[0]
+
+
+def test_bytes_that_are_copied_ahead() -> None:
+    copies = {"ptx": "cp.async.cg.shared.global", "shared": 32 << 10, "warps": 16}
+    assert cost(**copies).copied_ahead(GPU) == 64 << 10, "of two programs"
+    assert cost(**copies | {"registers": 65}).copied_ahead(GPU) == 32 << 10
+    assert cost(**copies | {"ptx": "ld.global"}).copied_ahead(GPU) == 0
 
 
 def test_occupancy() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import (
+    capability,
     compute_dtype,
     contiguous,
     define,
@@ -50,19 +51,49 @@ def config(n_cols: int, *, backward: bool, needs_few_registers: bool = False) ->
     return {"BLOCK_ROWS": rows, "BLOCK_COLS": block, "num_warps": warps, "maxnreg": registers, "wide": False}
 
 
-def rows(n_cols: int, *, backward: bool, needs_few_registers: bool = False) -> list[dict[str, Any]]:
+#: Shared memory of a multiprocessor in KB, less than it has, by class of device; 8.6, 8.9 and 12.x have 100.
+_SHARED_KB = {80: 160, 87: 160, 90: 224, 100: 224, 103: 224}
+
+
+def _stages(row: dict[str, Any], row_bytes: int, capability: int) -> dict[str, Any]:
+    """`row` of a backward pass, with the loads of two tiles ahead in flight where shared memory has room for two
+    programs' tiles. They take the place of registers, so that two programs of 16 warps fit where one did."""
+    tile = 2 * row["BLOCK_ROWS"] * row_bytes
+    if 2 * tile > _SHARED_KB.get(capability, 96) << 10:
+        return row | {"STAGES": 1}
+    of_two = row["maxnreg"] if row["BLOCK_COLS"] > 4096 else min(255, 32768 // (32 * row["num_warps"]))
+    return row | {"STAGES": 3, "maxnreg": of_two if of_two >= 64 else row["maxnreg"]}
+
+
+def rows(
+    n_cols: int,
+    *,
+    backward: bool,
+    needs_few_registers: bool = False,
+    row_bytes: int | None = None,
+    capability: int = 0,
+) -> list[dict[str, Any]]:
     """`config` and what `python -m foundry_kernels tune` tries beside it: other numbers of warps and of rows a tile.
-    Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at."""
+    Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at.
+
+    row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
+    None where it is not, and nothing is loaded ahead.
+    """
     own = config(n_cols, backward=backward, needs_few_registers=needs_few_registers)
-    if own["wide"] or n_cols % 16 != 0:
+    if own["wide"]:
         return [own]
+    if n_cols % 16 != 0 or (backward and row_bytes is None):
+        return [own | {"STAGES": 1} if backward else own]
 
     def row(tile_rows: int, warps: int) -> dict[str, Any]:
         registers = min(255, 65536 // (32 * warps))
-        return own | {"BLOCK_ROWS": tile_rows, "num_warps": warps, "maxnreg": registers}
+        found = own | {"BLOCK_ROWS": tile_rows, "num_warps": warps, "maxnreg": registers}
+        return found if row_bytes is None else _stages(found, row_bytes, capability)
 
     tile, warps = own["BLOCK_ROWS"], own["num_warps"]
-    found = [own]
+    found = [row(tile, warps)]
+    if backward:
+        found.append(own | {"STAGES": 1})
     for n, w in ((tile, warps // 2), (tile, 2 * warps), (2 * tile, warps), (2 * tile, 2 * warps), (tile // 2, warps)):
         if n >= 1 and 1 <= w <= 32 and row(n, w) not in found:
             found.append(row(n, w))
@@ -172,7 +203,10 @@ def _plan_bwd(
     rank, n1, n2, (dy_rows, dh_rows, x_rows) = layout
     n_cols = shape[-1]
     n_rows = math.prod(shape[:-1])
-    options = _choose("rms_norm_bwd_kernel", dtype, device, rows(n_cols, backward=True))
+    regular = rank == 1 and all(stride % 16 == 0 for *_, stride in (dy_rows, dh_rows, x_rows))
+    row_bytes = (2 + (dh_strides is not None)) * triton.next_power_of_2(n_cols) * dtype.itemsize if regular else None
+    found = rows(n_cols, backward=True, row_bytes=row_bytes, capability=capability(device))
+    options = _choose("rms_norm_bwd_kernel", dtype, device, found)
     wide = options.pop("wide")
     constants = dict(
         RANK=rank, HAS_DH=dh_strides is not None, HAS_WEIGHT=has_weight, ROUND_FIRST=round_before_weight,

@@ -105,16 +105,17 @@ def rms_norm_bwd_kernel(
     stride_x0, stride_x1, stride_x2, offset,
     RANK: tl.constexpr, HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_FIRST: tl.constexpr,
     NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows that fit in registers. Program p takes tiles p, p + programs, ...; dw_ptr is [programs, n_cols]."""
+    """Rows that fit in registers. Program p takes tiles p, p + programs, ...; dw_ptr is [programs, n_cols]. With STAGES
+    > 1 the loads of the next tiles are in flight, into shared memory, while one is worked on."""
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     m_cols = cols < n_cols
     if HAS_WEIGHT:
         b_w = tl.load(w_ptr + cols, mask=m_cols, other=0.0).to(COMPUTE) + offset  # [1, C]
     b_dw = tl.zeros([BLOCK_ROWS, BLOCK_COLS], COMPUTE)
     program = tl.program_id(0).to(tl.int64)
-    for tile in range(program, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0)):
+    for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)  # [R]
         mask = (rows < n_rows)[:, None] & m_cols
         o_x = row_offset(rows, n1, n2, stride_x0, stride_x1, stride_x2, RANK)[:, None] + cols
