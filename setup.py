@@ -1,7 +1,7 @@
 """Builds the extension `foundry_kernels._C` where a compiler is found; the package works without it, and says so.
 
-csrc/cpu is compiled once per instruction set, csrc/torch (the only part that knows torch) once, csrc/cuda by nvcc where
-torch is a CUDA build and CUDA_HOME is set. All files are compiled side by side, MAX_JOBS at a time (default: as many as
+csrc/cpu is compiled once per instruction set, csrc/torch and the Python module (what knows torch) once, csrc/cuda by
+nvcc where torch is a CUDA build and CUDA_HOME is set. All files are compiled side by side, MAX_JOBS at a time (default: as many as
 there are processors), and only those again that something changed for. `build_ext --sanitize` builds an extension that
 reports invalid memory accesses and undefined behaviour, in a folder of its own (see tests/sanitize.py).
 """
@@ -85,7 +85,7 @@ def sources(folder: str, suffix: str = ".cpp") -> list[str]:
 
 
 def extension() -> CppExtension:
-    files = ["csrc/module.cpp", *sources("torch")]
+    files = [*sources("."), *sources("torch")]
     if not WITH_CUDA:
         files = [f for f in files if not f.endswith("_cuda.cpp")]
         flags = [*FLAGS, *TORCH_FLAGS, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']

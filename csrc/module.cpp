@@ -13,7 +13,7 @@
 
 #include "cpu/flash_attention_tasks.h"
 #include "cpu/isa.h"
-#include "torch/direct.h"
+#include "direct.h"
 
 namespace {
 

@@ -77,7 +77,7 @@ class OpSpec:
     `impls` is replaced by `override` alone.
 
     `direct` serves the public function's arguments, `backend` first and by position, where they are usual ones for the
-    native kernels on a CPU, and returns None for all others (csrc/torch/direct.cpp says which those are). It does what
+    native kernels on a CPU, and returns None for all others (csrc/direct.cpp says which those are). It does what
     the checks, `resolve` and the kernel's operator do, in a fraction of the time that Python takes for them.
     """
 

@@ -1,4 +1,4 @@
-"""Calls that go to the native kernels directly (csrc/torch/direct.cpp): the same results, and nothing kept from anyone
+"""Calls that go to the native kernels directly (csrc/direct.cpp): the same results, and nothing kept from anyone
 who wants to see a call."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@
 
 #include <cmath>
 
-#include "operators.h"
+#include "torch/operators.h"
 
 namespace foundry {
 namespace {
