@@ -1,9 +1,9 @@
 """Builds the extension `foundry_kernels._C` where a compiler is found; the package works without it, and says so.
 
 csrc/cpu is compiled once per instruction set, csrc/torch and the Python module (what knows torch) once, csrc/cuda by
-nvcc where torch is a CUDA build and CUDA_HOME is set. All files are compiled side by side, MAX_JOBS at a time (default: as many as
-there are processors), and only those again that something changed for. `build_ext --sanitize` builds an extension that
-reports invalid memory accesses and undefined behaviour, in a folder of its own (see tests/sanitize.py).
+nvcc where torch is a CUDA build and CUDA_HOME is set. All files are compiled side by side, MAX_JOBS at a time (default:
+as many as there are processors), and only those again that something changed for. `build_ext --sanitize` builds an
+extension that reports invalid memory accesses and undefined behaviour, in a folder of its own (see tests/sanitize.py).
 """
 
 from __future__ import annotations
