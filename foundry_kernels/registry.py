@@ -34,6 +34,11 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that values of `dtype` are computed and summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class BackendUnavailable(RuntimeError):
     """No implementation can serve the call; the message says why for each backend."""
 
