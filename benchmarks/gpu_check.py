@@ -207,8 +207,9 @@ def main() -> int:
         return 2
     OUT.mkdir(parents=True, exist_ok=True)
     print("\n".join(f"{k:<11} {v}" for k, v in environment().items()))
-    if not torch.cuda.is_available():
-        reason = "torch is a CPU build" if torch.version.cuda is None else "no CUDA device is present"
+    from foundry_kernels import _gpu
+
+    if (reason := _gpu.why_not()) is not None:
         print(f"gpu-check stops here: {reason}. Nothing was measured and no result was written.", file=sys.stderr)
         return 3
     gpu = torch.cuda.get_device_name()

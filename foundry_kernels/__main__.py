@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from foundry_kernels import OPS, __version__, _native, _triton
+from foundry_kernels import OPS, __version__, _gpu, _native, _triton
 from foundry_kernels.registry import BACKENDS, OpSpec
 
 
@@ -30,8 +30,9 @@ def main(argv: list[str]) -> int:
             f"usage: python -m foundry_kernels [check | inspect | patch-report]; got {' '.join(argv)}", file=sys.stderr
         )
         return 2
+    lines = ["foundry_kernels " + __version__, "", *versions(), ""]
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    print("\n".join(["foundry_kernels " + __version__, "", *versions(), "", *table(devices)]))
+    print("\n".join([*lines, *table(devices)]))
     return 0
 
 
@@ -40,11 +41,13 @@ def versions() -> list[str]:
     triton = "not usable: " + _triton.MISSING if _triton.MISSING else importlib.import_module("triton").__version__
     if _triton.INTERPRET:
         triton += ", interpreted on the CPU (TRITON_INTERPRET=1)"
+    no_gpu = _gpu.why_not()
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        gpu += f"; {no_gpu}" if no_gpu else ""
     else:
-        gpu = "no CUDA device" + ("" if torch.version.cuda else "; torch is a CPU build")
+        gpu = str(no_gpu)
     lines = [
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("torch", torch.__version__),

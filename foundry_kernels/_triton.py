@@ -21,10 +21,10 @@ try:
     import triton
     import triton.language as tl
 
-    MISSING = None
-    INTERPRET = bool(triton.knobs.runtime.interpret)
     #: By which some launches are chosen: the compilers allot registers differently.
     VERSION: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2]))
+    MISSING = f"Triton {triton.__version__} is older than 3.6; `pip install -U triton`" if VERSION < (3, 6) else None
+    INTERPRET = MISSING is None and bool(triton.knobs.runtime.interpret)
 except ImportError as error:
     MISSING = f"Triton does not import ({error}); `pip install triton`"
     INTERPRET = False

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from foundry_kernels._triton import VERSION
+
 Row = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
 
 #: The interpreter: small, so that small cases have several tiles.
@@ -51,6 +53,19 @@ _SINGLE: dict[str, dict[int, Row]] = {
     "dq": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
 }
 
+#: Where Triton is older than 3.7, in place of a row with which it would spill: by class of device, kernel, head
+#: dimension and `needs_registers` (see `config`).
+_BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
+    ("hopper", "dkdv", 64, False): (32, 128, 8, 3),  # half the queries a tile: a narrower wgmma. 199 registers
+    ("hopper", "dkdv", 128, True): (32, 64, 8, 2),  # a stage less
+    ("hopper", "dkdv", 256, False): (
+        32,
+        32,
+        8,
+        2,
+    ),  # mma.sync: what is wide enough for wgmma spills 8 bytes or more
+}
+
 
 def device_class(capability: int) -> str:
     """What devices of a compute capability (90 for 9.0) have in common."""
@@ -82,6 +97,9 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         warps = 8
         if head_dim > 128:
             m = min(m, 64)
+    if VERSION < (3, 7) and capability and dtype.itemsize == 2:
+        key = (device_class(capability), kernel, max(64, head_dim), needs_registers)
+        m, n, warps, stages = _BEFORE_3_7.get(key, (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     if dtype.itemsize != 2 or (needs_registers and kernel == "fwd"):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
