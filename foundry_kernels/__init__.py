@@ -1,6 +1,6 @@
 """Fused kernels for training and running Llama-style models, each tested against a plain PyTorch reference."""
 
-from foundry_kernels import compat, models, nn
+from foundry_kernels import compat, models, nn, tuning
 from foundry_kernels.integrations import patch
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
@@ -32,3 +32,5 @@ __all__ = [
     "rope_table",
     "swiglu",
 ]
+
+tuning.start()

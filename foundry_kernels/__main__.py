@@ -1,6 +1,7 @@
 """`python -m foundry_kernels`: which backends of each operation work here, and why the others do not.
 
 `python -m foundry_kernels check`: whether every operation is right on the device at hand, in about a minute.
+`python -m foundry_kernels tune`: which launches and backends are the fastest on this GPU, measured and kept.
 `python -m foundry_kernels inspect rms_norm --arch 90`: what its Triton kernels cost on a GPU that is not present.
 `python -m foundry_kernels patch-report`: what `foundry_kernels.patch` replaces in each family of transformers.
 """
@@ -14,7 +15,7 @@ import sys
 
 import torch
 
-from foundry_kernels import OPS, __version__, _gpu, _native, _triton
+from foundry_kernels import OPS, __version__, _gpu, _native, _triton, tuning
 from foundry_kernels.registry import BACKENDS, OpSpec
 
 
@@ -25,10 +26,11 @@ def main(argv: list[str]) -> int:
         return patch_report(argv[1:])
     if argv[:1] == ["check"]:
         return check(argv[1:])
+    if argv[:1] == ["tune"]:
+        return tune(argv[1:])
     if argv:
-        print(
-            f"usage: python -m foundry_kernels [check | inspect | patch-report]; got {' '.join(argv)}", file=sys.stderr
-        )
+        commands = "check | inspect | patch-report | tune"
+        print(f"usage: python -m foundry_kernels [{commands}]; got {' '.join(argv)}", file=sys.stderr)
         return 2
     lines = ["foundry_kernels " + __version__, "", *versions(), ""]
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -102,6 +104,8 @@ def inspect(argv: list[str]) -> int:
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
     shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
+    parser.add_argument("--gpu", help="with the launches that were measured on this GPU, by the name that torch has")
+    parser.add_argument("--tuning", metavar="FILE", help="measured launches, in place of those in the cache folder")
     parser.add_argument("--ptx", action="store_true", help="print the PTX")
     parser.add_argument("--sass", action="store_true", help="print the machine code")
     options = parser.parse_args(argv)
@@ -112,9 +116,14 @@ def inspect(argv: list[str]) -> int:
         parser.error(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {unknown[0]}")
     if _triton.MISSING or _triton.INTERPRET:
         parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
+    try:
+        tuning.use(options.tuning)
+    except (OSError, tuning.TuningFileError) as error:
+        parser.error(f"--tuning: {error}")
     bad = 0
     for arch in options.arch:
-        recorded = _aot.record(OPS[options.op], arch, options.all, options.timed)
+        with tuning.pretend(options.gpu or gpu_at_hand(arch)), tuning.watched() as chosen:
+            recorded = _aot.record(OPS[options.op], arch, options.all, options.timed)
         launches = [launch for launch in recorded if options.kernel in launch.name]
         gpu = _aot.GPUS[arch]
         print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")
@@ -134,11 +143,29 @@ def inspect(argv: list[str]) -> int:
                 print(cost.ptx)
             if options.sass:
                 print(_aot.run_on_cubin([_aot.tool("cuobjdump"), "--dump-sass"], cost.cubin))
+        print("rows, of those that can be tuned, and where they come from:")
+        for choice in chosen.values():
+            if options.kernel in choice.kernel and len(choice.rows) > 1:
+                print(f"  {choice.kernel}, {choice.key}: {choice.origin}")
     return 1 if bad else 0
+
+
+def gpu_at_hand(arch: int) -> str | None:
+    """The name of this machine's GPU, if it has this compute capability."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return torch.cuda.get_device_name() if 10 * major + minor == arch else None
 
 
 def check(argv: list[str]) -> int:
     from foundry_kernels.check import main
+
+    return main(argv, ["foundry_kernels " + __version__, "", *versions()])
+
+
+def tune(argv: list[str]) -> int:
+    from foundry_kernels.tune import main
 
     return main(argv, ["foundry_kernels " + __version__, "", *versions()])
 

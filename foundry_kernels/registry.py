@@ -31,6 +31,9 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "reference"),
 }
 
+#: By device, operation and dtype: an order that was measured to be better (see `tuning`).
+_MEASURED_ORDER: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {}
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -113,10 +116,16 @@ class OpSpec:
 
     def _first(self, backend: str, device: str, dtype: torch.dtype) -> Impl | None:
         """The first implementation that can serve such a tensor, of those that `backend` allows."""
-        for name in AUTO_ORDER.get(device, ("reference",)) if backend == "auto" else (backend,):
+        for name in self.order(device, dtype) if backend == "auto" else (backend,):
             if (impl := self.impl(name)) is not None and impl.why_not(device, dtype) is None:
                 return impl
         return None
+
+    def order(self, device: str, dtype: torch.dtype) -> tuple[str, ...]:
+        """The order in which `backend="auto"` tries the backends."""
+        usual = AUTO_ORDER.get(device, ("reference",))
+        measured = _MEASURED_ORDER.get(device, {}).get((self.name, short_dtype(dtype)), ())
+        return (*measured, *(backend for backend in usual if backend not in measured))
 
     def impl(self, backend: str) -> Impl | None:
         for impl in self.impls:
@@ -169,6 +178,15 @@ def register(spec: OpSpec) -> OpSpec:
         raise ValueError(f"an operation named {spec.name!r} is registered already")
     OPS[spec.name] = spec
     return spec
+
+
+def prefer(device: str, orders: dict[tuple[str, str], tuple[str, ...]]) -> None:
+    """From now on `backend="auto"` tries the backends of (operation, dtype) on `device` in these orders, and in that of
+    `AUTO_ORDER` where none is given."""
+    if orders != _MEASURED_ORDER.get(device, {}):
+        _MEASURED_ORDER[device] = orders
+        for spec in OPS.values():
+            spec.choose()
 
 
 @contextmanager

@@ -276,27 +276,52 @@ def untouched(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
         assert torch.equal(now, kept.view(torch.uint8)), f"{name} was modified in place"
 
 
+@dataclass
+class Expected:
+    """The arguments of a case, and what the reference makes of them in their dtype and in float64: once, for any number
+    of kernels that are held against it."""
+
+    op: OpSpec
+    case: Case
+    dtype: torch.dtype
+    args: dict[str, Tensor | None]
+    cotangents: tuple[Tensor, ...]
+    reference: Result
+    oracle: Result
+    scales: Mapping[str, float]
+
+    @classmethod
+    def of(cls, op: OpSpec, case: Case, dtype: torch.dtype, device: str = "cpu") -> Expected:
+        args = case.make(dtype, device)
+        reference = run(op, args, case.options, backend="reference")
+        cotangents = make_cotangents(reference.outputs, case.cotangent)
+        reference = run(op, args, case.options, cotangents, backend="reference")
+        args64 = to_float64(args)
+        cotangents64 = tuple(c.double() for c in cotangents)
+        oracle = run(op, args64, case.options, cotangents64, backend="reference")
+        scales = op.cases.scales(args64, case.options, cotangents64)
+        return cls(op, case, dtype, args, cotangents, reference, oracle, scales)
+
+    def check(self, backend: str) -> Result:
+        """Assert the policy for a backend's outputs and gradients, and that it modifies no input in place."""
+        incoming = {f"incoming gradient {i}": c for i, c in enumerate(self.cotangents)}
+        with untouched(self.args | incoming):
+            actual = run(self.op, self.args, self.case.options, self.cotangents, backend=backend)
+        for a, r in zip(actual.outputs, self.reference.outputs, strict=True):
+            assert a.requires_grad == r.requires_grad, f"an output has requires_grad={a.requires_grad}"
+        assert actual.grads.keys() == self.reference.grads.keys(), (
+            f"gradients of {set(actual.grads)}, expected {set(self.reference.grads)}"
+        )
+        reference, oracle = self.reference.items(), self.oracle.items()
+        roundings = (self.dtype, int((self.oracle.outputs[0] != 0).any(-1).sum()))
+        for name, tensor in actual.items().items():
+            key = name.removeprefix("gradient of ")
+            of_rows = roundings if key in self.op.cases.FROM_OUTPUT else None
+            compare(name, tensor, reference[name], oracle[name], float(self.scales.get(key, 0.0)), of_rows)
+        return actual
+
+
 def assert_parity(op: OpSpec, case: Case, *, backend: str, dtype: torch.dtype, device: str = "cpu") -> Result:
     """Assert that `backend` is as exact as the reference on `case`, outputs and gradients, and modifies none of its
     inputs in place; returns its result."""
-    args = case.make(dtype, device)
-    reference = run(op, args, case.options, backend="reference")
-    cotangents = make_cotangents(reference.outputs, case.cotangent)
-    reference = run(op, args, case.options, cotangents, backend="reference")
-    args64 = to_float64(args)
-    cotangents64 = tuple(c.double() for c in cotangents)
-    oracle = run(op, args64, case.options, cotangents64, backend="reference")
-    with untouched(args | {f"incoming gradient {i}": c for i, c in enumerate(cotangents)}):
-        actual = run(op, args, case.options, cotangents, backend=backend)
-    for a, r in zip(actual.outputs, reference.outputs, strict=True):
-        assert a.requires_grad == r.requires_grad, f"an output has requires_grad={a.requires_grad}"
-    assert actual.grads.keys() == reference.grads.keys(), (
-        f"gradients of {set(actual.grads)}, expected {set(reference.grads)}"
-    )
-    scales = op.cases.scales(args64, case.options, cotangents64)
-    roundings = (dtype, int((oracle.outputs[0] != 0).any(-1).sum()))
-    for name, tensor in actual.items().items():
-        key = name.removeprefix("gradient of ")
-        of_rows = roundings if key in op.cases.FROM_OUTPUT else None
-        compare(name, tensor, reference.items()[name], oracle.items()[name], float(scales.get(key, 0.0)), of_rows)
-    return actual
+    return Expected.of(op, case, dtype, device).check(backend)

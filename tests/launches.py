@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 import foundry_kernels as fk
 from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
-from foundry_kernels import _launch, _triton
+from foundry_kernels import _aot, _launch, _triton, measuring, tune, tune_ahead, tuning
 from foundry_kernels._launch import Plan, launch
 from foundry_kernels.registry import OpSpec
 from foundry_kernels.testing import Case, call, lay_out
@@ -422,3 +422,42 @@ def test_capability_recorded_is_part_of_a_plan() -> None:
     _triton.record_for(80)
     assert _triton._plan_sum.cache_info().currsize == 0
     _triton.record_for(before)
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_timed_is_the_launch_of_the_row(gpu: Recorder, runs: list[str]) -> None:
+    """On a GPU launches are recorded by replacing `JITFunction.run`, and repeated by it: the same calls."""
+    op = fk.OPS["swiglu"]
+    (job, *_) = tune.find_jobs([op], [torch.bfloat16], "cpu")
+    forward, _ = tune.calls(job.op, job.case, job.dtype, "cpu")
+    gpu.take()
+    for row in job.choice.rows[:2]:
+        with tuning.forced(job.choice.kernel, job.choice.key, row):
+            repeat = measuring.recorded(forward, job.choice.kernel)
+        (made,) = gpu.take()
+        kernel = repeat()
+        assert [k.src.fn.__name__ for k in kernel] == [job.choice.kernel]
+        (again,) = gpu.take()
+        assert same(made, again)
+        assert all(f"{value}" in made[4][-1] + str(made[9:]) for value in row.values())
+
+
+def test_rows_that_do_not_fit_are_dropped_ahead_of_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row is recorded with its own launches, of two dtypes; what they cost is made up."""
+
+    def cost(launch: _aot.Launch, arch: int) -> _aot.Cost:
+        stack = 8 * (dict(launch.constants)["BLOCK_COLS"] == 4096)
+        return _aot.Cost(32, stack, 0, dict(launch.options)["num_warps"], (16,), "", "", b"")
+
+    monkeypatch.setattr(_aot, "compile_for", cost)
+    assert tune_ahead.list_rows([fk.OPS["swiglu"]], 90, pytest.fail) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("  built in  ") == shown.count("_kernel, ") == 4
+    assert shown.count("dropped: 8 bytes of stack") == 4
+    assert "num_warps=8: dropped" in shown
+    assert "20 rows fit, 4 do not" in shown
+    assert "as another row" not in shown

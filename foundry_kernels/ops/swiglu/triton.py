@@ -28,6 +28,7 @@ from foundry_kernels._triton import (
     row_offset,
     row_strides,
 )
+from foundry_kernels.tuning import choose
 
 
 @triton.jit
@@ -107,13 +108,34 @@ def glu_bwd_kernel(
 _BLOCK = 1024  # 8 elements a thread
 
 
-def _tiles(n_rows: int, n_cols: int) -> tuple[tuple[int], dict[str, int], int]:
-    """Grid, block and tiles per row. Narrow rows share a program."""
-    cols = min(_BLOCK, triton.next_power_of_2(n_cols))
-    rows = min(_BLOCK // cols, triton.next_power_of_2(n_rows))
-    n_tiles = triton.cdiv(n_cols, cols)
-    grid = (triton.cdiv(n_rows, rows) * n_tiles,)
-    return grid, {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": 4}, n_tiles
+def rows(n_rows: int, n_cols: int) -> list[dict[str, int]]:
+    """Blocks and warps: that of `_BLOCK` elements, then what `python -m foundry_kernels tune` tries beside it. Narrow
+    rows share a program."""
+    found = []
+    for elements, warps in (
+        (_BLOCK, 4),
+        (_BLOCK, 8),
+        (_BLOCK // 2, 4),
+        (2 * _BLOCK, 4),
+        (2 * _BLOCK, 8),
+        (4 * _BLOCK, 8),
+    ):
+        cols = min(elements, triton.next_power_of_2(n_cols))
+        tile = min(elements // cols, triton.next_power_of_2(n_rows))
+        row = {"BLOCK_ROWS": tile, "BLOCK_COLS": cols, "num_warps": warps}
+        if row not in found:
+            found.append(row)
+    return found
+
+
+def _tiles(
+    kernel: str, n_rows: int, n_cols: int, dtype: torch.dtype, activation: str, device: torch.device
+) -> tuple[tuple[int], dict[str, int], int]:
+    """Grid, block and tiles per row."""
+    block = choose(kernel, f"{8 * dtype.itemsize}-bit {activation}", rows(n_rows, n_cols), device)
+    n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
+    grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)
+    return grid, block, n_tiles
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -154,13 +176,14 @@ def _plan_fwd(
     gate_strides: tuple[int, ...],
     up_strides: tuple[int, ...],
     dtype: torch.dtype,
+    device: torch.device,
     activation: str,
 ) -> Plan | None:
     layout = _layout(shape, 0, gate_strides, up_strides)
     if layout is None:
         return None
     rank, n_rows, n_cols, n1, n2, strides = layout
-    grid, block, n_tiles = _tiles(n_rows, n_cols)
+    grid, block, n_tiles = _tiles("glu_fwd_kernel", n_rows, n_cols, dtype, activation, device)
     constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)}
     return Plan(grid, (n_rows, n_cols, n_tiles, n1, n2, *strides), constants | block)
 
@@ -170,10 +193,10 @@ def _fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     if y.numel() == 0:
         return y
     gate, up = _halves(gate, up)
-    plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, activation)
+    plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation)
     if plan is None:
         gate, up = gate.contiguous(), up.contiguous()
-        plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, activation)
+        plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation)
         assert plan is not None
     launch(glu_fwd_kernel, plan, gate, up, y)
     return y
@@ -192,6 +215,7 @@ def _plan_bwd(
     gate_strides: tuple[int, ...],
     up_strides: tuple[int, ...],
     dtype: torch.dtype,
+    device: torch.device,
     packed: bool,
     activation: str,
     need_dgate: bool,
@@ -202,7 +226,7 @@ def _plan_bwd(
     if layout is None:
         return None
     rank, n_rows, n_cols, n1, n2, strides = layout
-    grid, block, n_tiles = _tiles(n_rows, n_cols)
+    grid, block, n_tiles = _tiles("glu_bwd_kernel", n_rows, n_cols, dtype, activation, device)
     constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)}
     needed = {"NEED_DGATE": need_dgate, "NEED_DUP": need_dup}
     numbers = (shape[-1] + out_gap, n_rows, n_cols, n_tiles, n1, n2, *strides)
@@ -218,7 +242,7 @@ def _bwd(
     packed = up is None
     into_gate, into_up = _halves(dgate, None) if packed and dgate is not None else (dgate, dup)
     gate, up = _halves(gate, up)
-    options = gate.dtype, packed, activation, into_gate is not None, into_up is not None
+    options = gate.dtype, gate.device, packed, activation, into_gate is not None, into_up is not None
     plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), up.stride(), *options)
     if plan is None:
         dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()

@@ -23,18 +23,35 @@ from foundry_kernels.ops.cross_entropy.triton.kernels import (
     cross_entropy_reduce_kernel,
 )
 from foundry_kernels.registry import wide_dtype
+from foundry_kernels.tuning import choose
 
 _FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a program's tile, 16 a thread; and where rows share it
 
 
-def _tile(n_rows: int, n_cols: int, elements: int) -> dict[str, int]:
-    """Tile of a program: rows of a small vocabulary share one."""
+def _tile(n_rows: int, n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
+    """Tile of a program of so many elements, `threads` for each thread: rows of a small vocabulary share one."""
     cols = min(elements, triton.next_power_of_2(n_cols))
     rows = min(max(_SHARED // cols, 1), 32, triton.next_power_of_2(n_rows))
-    tile = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": max(1, rows * cols // 512)}
+    tile = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": max(1, rows * cols // (32 * threads))}
     if tile["num_warps"] == 1:  # or a few registers are spilled for an occupancy that nobody needs
         tile["maxnreg"] = 168
     return tile
+
+
+def rows(n_rows: int, n_cols: int, elements: int) -> list[dict[str, int]]:
+    """The tile of `elements`, then what `python -m foundry_kernels tune` tries beside it."""
+    found: list[dict[str, int]] = []
+    for size, threads in ((1, 16), (1, 8), (2, 16), (0.5, 16), (0.5, 8), (2, 8)):
+        tile = _tile(n_rows, n_cols, int(size * elements), threads)
+        if tile not in found:
+            found.append(tile)
+    return found
+
+
+def _choose(
+    kernel: str, n_rows: int, n_cols: int, elements: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
+    return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_rows, n_cols, elements), device)
 
 
 def _sum_of(weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor | None:
@@ -71,14 +88,14 @@ def _shared_arguments(
 
 @planned
 def _plan_fwd(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, ignore_index: int, label_smoothing: float,
-    z_loss: float, softcap: float | None,
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float | None,
 ) -> Plan | None:  # fmt: skip
     layout = row_strides(shape, strides)
     if layout is None:
         return None
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    block = _tile(n_rows, n_cols, _FORWARD)
+    block = _choose("cross_entropy_fwd_kernel", n_rows, n_cols, _FORWARD, dtype, device)
     numbers, constants = _shared_arguments(layout, n_cols, dtype, ignore_index, label_smoothing, z_loss, softcap)
     grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]),)
     return Plan(grid, (n_rows, n_cols, *numbers), constants | block)
@@ -102,7 +119,7 @@ def _fwd(
             each.zero_()
         return outputs
     target, weight = target.contiguous(), contiguous(weight)
-    options = logits.dtype, ignore_index, label_smoothing, z_loss, softcap
+    options = logits.dtype, logits.device, ignore_index, label_smoothing, z_loss, softcap
     plan = _plan_fwd(logits.shape, logits.stride(), *options)
     if plan is None:
         logits = logits.contiguous()
@@ -130,14 +147,14 @@ def _empty_bwd(logits: Tensor) -> Tensor:
 
 @planned
 def _plan_bwd(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, ignore_index: int, reduction: str,
-    label_smoothing: float, z_loss: float, softcap: float | None,
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, ignore_index: int,
+    reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
 ) -> Plan | None:  # fmt: skip
     layout = row_strides(shape, strides)
     if layout is None:
         return None
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    block = _tile(n_rows, n_cols, _BACKWARD)
+    block = _choose("cross_entropy_bwd_kernel", n_rows, n_cols, _BACKWARD, dtype, device)
     n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
     numbers, constants = _shared_arguments(layout, n_cols, dtype, ignore_index, label_smoothing, z_loss, softcap)
     grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)
@@ -153,7 +170,7 @@ def _bwd(
     if dlogits.numel() == 0:
         return dlogits
     target, weight = target.contiguous(), contiguous(weight)
-    options = logits.dtype, ignore_index, reduction, label_smoothing, z_loss, softcap
+    options = logits.dtype, logits.device, ignore_index, reduction, label_smoothing, z_loss, softcap
     plan = _plan_bwd(logits.shape, logits.stride(), *options)
     if plan is None:
         logits = logits.contiguous()

@@ -104,3 +104,28 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
     if dtype.itemsize != 2 or (needs_registers and kernel == "fwd"):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
+
+
+#: What `python -m foundry_kernels tune` tries beside a 16-bit row of the table: tiles published for kernels of this
+#: kind, and one step from them in warps or stages. What does not fit a GPU is dropped there.
+_TRIED: dict[str, tuple[Row, ...]] = {
+    "fwd": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
+    "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
+    "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 128, 8, 2)),
+}
+
+
+def rows(
+    kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool
+) -> list[dict[str, Any]]:
+    """`config`, and the rows that may be measured to be better. In the interpreter another tile stands for them."""
+    own = config(kernel, capability, head_dim, dtype, needs_registers)
+    if kernel == "preprocess" or needs_registers or (dtype.itemsize != 2 and capability != 0):
+        return [own]
+    tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
+    found = [own]
+    for m, n, warps, stages in tried:
+        row = own | {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+        if row not in found:
+            found.append(row)
+    return found

@@ -23,8 +23,9 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
     flash_attention_dq_kernel,
     flash_attention_preprocess_kernel,
 )
-from foundry_kernels.ops.flash_attention.triton.config import config
+from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
+from foundry_kernels.tuning import choose
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
@@ -163,7 +164,7 @@ class _Problem:
         self.group = self.n_heads // max(self.n_kv_heads, 1)
         self.max_seqlen_q = min(max_seqlen_q, self.tokens_q)
         self.max_seqlen_k = min(max_seqlen_k, self.tokens_k)
-        self.dtype, self.capability = dtype, capability(device)
+        self.dtype, self.device, self.capability = dtype, device, capability(device)
         reach = self.tokens_q + self.tokens_k  # a window that extends past every key bounds nothing
         left = None if left is None or left >= reach else left
         right = None if right is None or right >= reach else right
@@ -194,7 +195,9 @@ class _Problem:
         needs_registers = (
             self.constants["HAS_SOFTCAP"] or self.constants["HAS_ALIBI"] or blocks != (self.head_dim, self.head_dim_v)
         )
-        return config(kernel, self.capability, max(blocks), self.dtype, needs_registers)
+        found = config_rows(kernel, self.capability, max(blocks), self.dtype, needs_registers)
+        tags = f"{8 * self.dtype.itemsize}-bit D<={max(blocks)}{' with options' if needs_registers else ''}"
+        return choose(f"flash_attention_{kernel}_kernel", tags, found, self.device)
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
         """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""

@@ -27,6 +27,7 @@ from foundry_kernels.ops.rms_norm.triton.kernels import (
     rms_norm_fwd_kernel,
     rms_norm_fwd_wide_kernel,
 )
+from foundry_kernels.tuning import choose
 
 _WIDE_BLOCK = 4096
 
@@ -49,6 +50,33 @@ def config(n_cols: int, *, backward: bool, needs_few_registers: bool = False) ->
     return {"BLOCK_ROWS": rows, "BLOCK_COLS": block, "num_warps": warps, "maxnreg": registers, "wide": False}
 
 
+def rows(n_cols: int, *, backward: bool, needs_few_registers: bool = False) -> list[dict[str, Any]]:
+    """`config` and what `python -m foundry_kernels tune` tries beside it: other numbers of warps and of rows a tile.
+    Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at."""
+    own = config(n_cols, backward=backward, needs_few_registers=needs_few_registers)
+    if own["wide"] or n_cols % 16 != 0:
+        return [own]
+
+    def row(tile_rows: int, warps: int) -> dict[str, Any]:
+        registers = min(255, 65536 // (32 * warps))
+        return own | {"BLOCK_ROWS": tile_rows, "num_warps": warps, "maxnreg": registers}
+
+    tile, warps = own["BLOCK_ROWS"], own["num_warps"]
+    found = [own]
+    for n, w in ((tile, warps // 2), (tile, 2 * warps), (2 * tile, warps), (2 * tile, 2 * warps), (tile // 2, warps)):
+        if n >= 1 and 1 <= w <= 32 and row(n, w) not in found:
+            found.append(row(n, w))
+    return found
+
+
+def _choose(kernel: str, dtype: torch.dtype, device: torch.device, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row for a launch. "wide" says which kernel it is for, and is not an option of the kernel's."""
+    if found[0]["wide"]:
+        return found[0]
+    plain = [{name: value for name, value in row.items() if name != "wide"} for row in found]
+    return choose(kernel, f"{8 * dtype.itemsize}-bit", plain, device) | {"wide": False}
+
+
 def _y_dtype(x: Tensor, weight: Tensor | None, round_before_weight: bool) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype) if round_before_weight and weight is not None else x.dtype
 
@@ -69,6 +97,7 @@ def _plan_fwd(
     x_strides: tuple[int, ...],
     residual_strides: tuple[int, ...] | None,
     dtype: torch.dtype,
+    device: torch.device,
     has_weight: bool,
     eps: float,
     weight_offset: float,
@@ -83,7 +112,8 @@ def _plan_fwd(
     has_residual = residual_strides is not None
     n_cols = shape[-1]
     n_rows = math.prod(shape[:-1])
-    options = config(n_cols, backward=False, needs_few_registers=dtype.itemsize == 2 and not has_residual)
+    found = rows(n_cols, backward=False, needs_few_registers=dtype.itemsize == 2 and not has_residual)
+    options = _choose("rms_norm_fwd_kernel", dtype, device, found)
     wide = options.pop("wide")
     constants = dict(
         RANK=rank, HAS_RESIDUAL=has_residual, HAS_WEIGHT=has_weight, ROUND_FIRST=round_before_weight,
@@ -105,7 +135,7 @@ def _fwd(
     y, h, rstd = _empty_fwd(x, residual, weight, round_before_weight, save_rstd)
     if y.numel() == 0:
         return y, h, rstd
-    options = x.dtype, weight is not None, eps, weight_offset, round_before_weight, save_rstd
+    options = x.dtype, x.device, weight is not None, eps, weight_offset, round_before_weight, save_rstd
     found = _plan_fwd(x.shape, x.stride(), strides_of(residual), *options)
     if found is None:
         x, residual = x.contiguous(), contiguous(residual)
@@ -142,7 +172,7 @@ def _plan_bwd(
     rank, n1, n2, (dy_rows, dh_rows, x_rows) = layout
     n_cols = shape[-1]
     n_rows = math.prod(shape[:-1])
-    options = config(n_cols, backward=True)
+    options = _choose("rms_norm_bwd_kernel", dtype, device, rows(n_cols, backward=True))
     wide = options.pop("wide")
     constants = dict(
         RANK=rank, HAS_DH=dh_strides is not None, HAS_WEIGHT=has_weight, ROUND_FIRST=round_before_weight,

@@ -13,6 +13,7 @@ from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._layout import storage_order
 from foundry_kernels._triton import VERSION, compute_dtype, programs, strides_of, sum_partials
 from foundry_kernels.ops.rope.triton.kernels import qk_norm_rope_bwd_kernel, rope_kernel
+from foundry_kernels.tuning import choose
 
 
 def config(
@@ -63,6 +64,19 @@ def config(
         "num_warps": warps,
         "maxnreg": min(registers, 65536 // (32 * warps)),
     }
+
+
+def rows(own: dict[str, Any], aligned: bool) -> list[dict[str, Any]]:
+    """`own`, a result of `config`, and what `python -m foundry_kernels tune` tries beside it: other warps, tiles and
+    numbers of registers. What is not aligned is left as it is: its registers would have to be looked at."""
+    found = [own]
+    tokens, warps = own["BLOCK_TOKENS"], own["num_warps"]
+    for n, w in ((tokens, 2 * warps), (tokens, warps // 2), (2 * tokens, 2 * warps), (tokens // 2, warps // 2)):
+        for registers in (128, 255):
+            row = own | {"BLOCK_TOKENS": n, "num_warps": w, "maxnreg": min(registers, 65536 // max(1, 32 * w))}
+            if aligned and n >= 1 and 1 <= w <= 32 and row not in found:
+                found.append(row)
+    return found
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -144,7 +158,8 @@ def _plan_forward(
     assert x is not None
     assert out is not None
     strides = [*_strides(q and q[1], k and k[1], q_out, k_out), *_table_strides(cos), *_table_strides(sin)]
-    options = _config(x[0], q, k, cos, strides, dtype, heads_inner=out[1] < out[2], backward=False)
+    kernel = "rope_kernel", "with norms" if norm else "without norms", device
+    options = _config(kernel, x[0], q, k, cos, strides, dtype, heads_inner=out[1] < out[2], backward=False)
     chunks = sum(triton.cdiv(_n_heads(t), options["BLOCK_HEADS"]) for t in (q, k))
     splits, items = _split(options, x[0], device, chunks)
     numbers = (
@@ -218,7 +233,8 @@ def _plan_backward(
     x = q if q is not None and 0 not in q[0] else k
     assert x is not None
     strides = [*_strides(dq_out, dk_out, q and q[1], k and k[1], dq, dk), *_table_strides(cos), *_table_strides(sin)]
-    options = _config(x[0], q, k, cos, strides, dtype, heads_inner=heads_inner, backward=True)
+    kernel = "qk_norm_rope_bwd_kernel", "with norms", device
+    options = _config(kernel, x[0], q, k, cos, strides, dtype, heads_inner=heads_inner, backward=True)
     q_splits, q_items = _split(options, x[0], device, triton.cdiv(_n_heads(q), options["BLOCK_HEADS"]))
     k_splits, k_items = _split(options, x[0], device, triton.cdiv(_n_heads(k), options["BLOCK_HEADS"]))
     grid = min(max(q_items, k_items), programs(device))
@@ -260,6 +276,7 @@ def _position_strides(positions: Layout | None) -> tuple[int, int]:
 
 
 def _config(
+    kernel: tuple[str, str, torch.device],
     shape: tuple[int, ...],
     q: Layout | None,
     k: Layout | None,
@@ -271,10 +288,13 @@ def _config(
     backward: bool,
 ) -> dict[str, Any]:
     aligned = all(s % 16 == 0 for s in strides)
-    options = config(
+    own = config(
         shape[3], 2 * cos[0][-1], shape[2], _n_heads(q), _n_heads(k),
         heads_inner=heads_inner, aligned=aligned, backward=backward, dtype=dtype,
     )  # fmt: skip
+    name, norms, device = kernel
+    tags = f"{8 * dtype.itemsize}-bit D={shape[3]} of which {2 * cos[0][-1]} rotated, {norms}"
+    options = choose(name, tags, rows(own, aligned), device)
     return options | {"COMPUTE": compute_dtype(dtype)}
 
 

@@ -1,0 +1,66 @@
+"""`python -m foundry_kernels tune --arch 90`: the rows that `tune` would measure, compiled for a GPU not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
+
+from foundry_kernels import _aot, _triton, tuning
+from foundry_kernels.registry import OpSpec
+from foundry_kernels.tuning import Choice, Row, describe
+
+
+def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn]) -> int:
+    """Print what each row costs, or why it does not fit; nothing is ranked by it. 1 if a row of the code does not."""
+    if arch not in _aot.GPUS:
+        refuse(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {arch}")
+    if _triton.MISSING or _triton.INTERPRET:
+        refuse(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
+    bad = fit = dropped = 0
+    known: set[tuple[str, str]] = set()
+    for op in ops:
+        with tuning.watched() as seen:
+            usual = _launches(op, arch)
+        for choice in seen.values():
+            if len(choice.rows) < 2 or (choice.kernel, choice.key) in known:
+                continue
+            known.add((choice.kernel, choice.key))
+            print(f"{choice.kernel}, {choice.key}")
+            for i, (row, launches) in enumerate(of_rows(op, choice, arch, usual)):
+                problems, cost = compiled(launches, arch)
+                fit, dropped = fit + (not problems), dropped + bool(problems)
+                bad += bool(problems) and i == 0
+                verdict = f"dropped: {'; '.join(problems)}" if problems else cost
+                print(f"  {'built in' if i == 0 else '        '}  {describe(row)}: {verdict}", flush=True)
+    print(f"\ncompute capability {arch / 10}: {fit} rows fit, {dropped} do not; only a GPU can rank them")
+    return 1 if bad else 0
+
+
+def _launches(op: OpSpec, arch: int) -> list[_aot.Launch]:
+    return _aot.record(op, arch, everything=False, timed_alone=True)
+
+
+def of_rows(op: OpSpec, choice: Choice, arch: int, usual: list[_aot.Launch]) -> Iterator[tuple[Row, list[_aot.Launch]]]:
+    """Each row with its launches: those that change when it is forced. Those of the code's own row, the first, are the
+    usual ones that are then made no more."""
+    for i, row in enumerate(choice.rows):
+        with tuning.forced(choice.kernel, choice.key, choice.rows[max(i, 1)]):
+            forced = _launches(op, arch)
+        here, there = (usual, forced) if i == 0 else (forced, usual)
+        yield row, [launch for launch in here if launch.name == choice.kernel and launch not in there]
+
+
+def compiled(launches: list[_aot.Launch], arch: int) -> tuple[list[str], str]:
+    """What is wrong with launches on such a GPU, and what they cost."""
+    problems: dict[str, None] = {}
+    shown: dict[str, None] = {}
+    gpu = _aot.GPUS[arch]
+    for launch in launches:
+        try:
+            cost = _aot.compile_for(launch, arch)
+        except Exception as error:  # some tiles are too much for the compiler
+            problems[f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"] = None
+            continue
+        problems.update(dict.fromkeys(cost.problems(gpu)))
+        shown[f"{cost.registers} registers, {cost.shared} B shared, {cost.occupancy(gpu):.0%} occupancy"] = None
+    return list(problems), " | ".join(shown) or "as another row"
