@@ -12,11 +12,12 @@ import triton.language as tl
 from foundry_kernels._triton import round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.dot import dot
+from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import in_window
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
-from foundry_kernels.ops.flash_attention.triton.softmax import LN2, add_sink, online_softmax
-from foundry_kernels.ops.flash_attention.triton.tile_io import load_rows, store_rows
+from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
+from foundry_kernels.ops.flash_attention.triton.tile_io import load_rows
 
 
 @triton.jit
@@ -104,23 +105,9 @@ def flash_attention_fwd_kernel(
         tl.maximum(full_start, full_stop), stop, seqlen_k, scale, softcap, slope, left, right,
         True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, SAVE_STATS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
-    m_empty = b_m == -float("inf")
-    m_rows = rows < seqlen_q
     at = n * stride_lseb + head * tokens_q + first + tl.arange(0, BLOCK_M)
-    if SAVE_STATS:
-        tl.store(max_logit_ptr + at, b_m * LN2, mask=m_rows)
-    b_base = tl.where(m_empty, 0.0, b_m)
-    if HAS_SINKS:
-        logit = tl.load(sinks_ptr + head)
-        b_shrink, b_base, b_l, b_e = add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS)
-        b_acc = b_acc * b_shrink[:, None]
-    b_l = tl.where(m_empty, 1.0, b_l)
-    b_out = round_to(b_acc / b_l[:, None], out_ptr.dtype.element_ty)
     p_out = out_ptr + n * stride_ob + head * stride_oh + first * stride_ot
-    store_rows(p_out, stride_ot, seqlen_q - i0, b_out, BLOCK_M, BLOCK_DV, DV)
-    if SAVE_LSE:
-        b_lse = (b_base.to(tl.float64) + tl.log2(b_l)) * LN2
-        tl.store(lse_ptr + at, tl.where(m_empty, -float("inf"), b_lse), mask=m_rows)
-    if SAVE_STATS:
-        b_entropy = tl.maximum((tl.log2(b_l) - b_e / b_l) * LN2, 0.0)
-        tl.store(entropy_ptr + at, tl.where(m_empty, 0.0, b_entropy), mask=m_rows)
+    finish_rows(
+        b_acc, b_m, b_l, b_e, rows < seqlen_q, head, p_out + tl.arange(0, BLOCK_M)[:, None] * stride_ot, at,
+        lse_ptr, entropy_ptr, max_logit_ptr, sinks_ptr, HAS_SINKS, SAVE_LSE, SAVE_STATS, DV, BLOCK_DV,
+    )  # fmt: skip
