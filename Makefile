@@ -3,7 +3,18 @@
 #   make test   run the tests; make test-all runs the long sweeps as well
 # Each begins by installing what it needs into .venv and building the extension. All targets are safe to repeat.
 
+# Any target with STACK=2.11 runs on the older torch and Triton of constraints-2.11.txt, in a copy of this tree with an
+# environment and a build folder of its own, build/stack-2.11 (5 GB).
+
 PYTHON ?= python3
+ifneq ($(STACK),)
+GOALS := $(or $(MAKECMDGOALS),demo)
+.PHONY: $(GOALS)
+$(GOALS):
+	$(PYTHON) tests/stack.py $(STACK)
+	$(MAKE) -C build/stack-$(STACK) $@ STACK= ARCHIVE=$(CURDIR)/build/gpu-cache.tar.xz
+else
+
 VENV := .venv
 PY := $(VENV)/bin/python
 TEXT ?=
@@ -15,9 +26,12 @@ DEMO_PACKAGES := torch setuptools wheel numpy matplotlib tqdm $(if $(filter Linu
 TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis transformers build ruff mypy clang-format
 # Without --no-compile pip translates every module of torch, most of which nothing here imports.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# Where no GPU could run them the CUDA kernels are left to `make cuda-build`: they take minutes.
+WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-all test-arm lint setup setup-test resources fuzz sanitize bench bench-compare gpu-check clean
+.PHONY: demo test test-slow test-all test-arm lint setup setup-test test-stack resources cuda-build fuzz sanitize \
+	bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -43,9 +57,17 @@ lint: $(VENV)/.test-packages
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
+# What depends on the versions of torch and Triton, without the extension: .ci/run runs it on the older stack.
+test-stack: $(VENV)/.test-packages
+	$(PYTEST) -m "not slow" $(ARGS)
+
 # Registers, stack and shared memory of the CUDA kernels, by nvcc where there is one. A spill fails.
 resources: setup-test
 	$(PY) tests/nvcc.py
+
+# The whole extension, its CUDA half too, against a CUDA build of torch: by nvcc, without a GPU. 8 minutes on 2 cores.
+cuda-build: $(VENV)/.test-packages
+	$(PY) tests/cuda_build.py
 
 # Random cases against the reference for SECONDS, each time others; what fails is kept in .hypothesis and tried first.
 fuzz: setup-test
@@ -80,14 +102,22 @@ $(VENV)/.test-packages: $(VENV)/.demo-packages
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.demo-packages setup.py pyproject.toml $(shell find csrc -type f)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	$(WITHOUT_GPU) $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	$(PY) -m foundry_kernels
 	@touch $@
 
+# Triton's kernels compiled here for `make gpu-check` on another machine, whose Triton and Python these must be:
+# make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12. It leaves build/gpu-cache.tar.xz.
+ARCHIVE ?= build/gpu-cache.tar.xz
+gpu-cache: $(VENV)/.demo-packages
+	$(PY) -m benchmarks.gpu_cache --archive $(ARCHIVE) $(ARGS)
+
 # Everything that needs a GPU, in the Python at hand, which must have torch, and without a network.
-# GPU_CHECK=build|parity|sanitize|bench runs a part.
+# GPU_CHECK=build,parity,suite,sanitize,bench runs those parts, GPU_CHECK=rest what has not passed yet.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check
 
 clean:
 	rm -rf $(VENV) build *.egg-info foundry_kernels/*.so
+
+endif

@@ -1,9 +1,10 @@
 """Builds the extension `foundry_kernels._C` where a compiler is found; the package works without it, and says so.
 
-csrc/cpu is compiled once per instruction set, csrc/torch (the only part that knows torch) once, csrc/cuda by nvcc where
-torch is a CUDA build and CUDA_HOME is set. All files are compiled side by side, MAX_JOBS at a time (default: as many as
-there are processors), and only those again that something changed for. `build_ext --sanitize` builds an extension that
-reports invalid memory accesses and undefined behaviour, in a folder of its own (see tests/sanitize.py).
+csrc/cpu is compiled once per instruction set, csrc/torch and the Python module (what knows torch) once, csrc/cuda by
+nvcc where torch is a CUDA build and CUDA_HOME has one. All files are compiled side by side, MAX_JOBS at a time
+(default: as many as there are processors), and only those again that something changed for. `build_ext --sanitize`
+builds an extension that reports invalid memory accesses and undefined behaviour, in a folder of its own (see
+tests/sanitize.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -77,7 +79,8 @@ for wanted in ("--param=asan-instrumentation-with-call-threshold=0", "-shared-li
 
 #: Compute capabilities of the CUDA half, unless TORCH_CUDA_ARCH_LIST names them: 8.0 serves 8.x, the PTX what is newer.
 CUDA_ARCHITECTURES = "8.0;9.0+PTX"
-WITH_CUDA = torch.version.cuda is not None and CUDA_HOME is not None
+#: CUDA_HOME=none leaves the CUDA half out.
+WITH_CUDA = torch.version.cuda is not None and shutil.which("nvcc", path=f"{CUDA_HOME}/bin") is not None
 
 
 def sources(folder: str, suffix: str = ".cpp") -> list[str]:
@@ -85,7 +88,7 @@ def sources(folder: str, suffix: str = ".cpp") -> list[str]:
 
 
 def extension() -> CppExtension:
-    files = ["csrc/module.cpp", *sources("torch")]
+    files = [*sources("."), *sources("torch")]
     if not WITH_CUDA:
         files = [f for f in files if not f.endswith("_cuda.cpp")]
         flags = [*FLAGS, *TORCH_FLAGS, *OPENMP, '-DFK_CUDA_ARCHITECTURES=""']

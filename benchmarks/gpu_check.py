@@ -1,20 +1,27 @@
 """`make gpu-check`: everything that needs a GPU, with the current Python and without a network.
 
-The parts, in order; a failing one does not stop the rest. GPU_CHECK=build|parity|sanitize|bench runs a single one.
+The parts, in order; a failing one does not stop the rest. GPU_CHECK=parity,bench runs those parts; GPU_CHECK=rest those
+that have not passed yet, and of their tests those that have not.
     build     the extension, by nvcc
-    parity    the whole test suite, with CUDA tensors; CUDA graphs; more than 2^31 elements
+    parity    the parity suite's cases with CUDA tensors
+    suite     all other tests, with CUDA tensors; CUDA graphs; more than 2^31 elements
     sanitize  compute-sanitizer (memcheck, racecheck, initcheck) on a few cases, where it is installed
     bench     the benchmarks
-The result goes to benchmarks/results/<gpu>.json (or to the folder in OUT, where that is set, beside the logs).
+The result goes to benchmarks/results/<gpu>.json (or to the folder in OUT, where that is set, beside the logs), after
+each part, so that a run that is stopped leaves what it had. GPU_CHECK=rest continues from there (or from the folder in
+FROM) if the sources are the same. Kernels come from build/gpu-cache.tar.xz, if it was brought along: `make gpu-cache`
+fills it on a machine without a GPU. Else they are compiled as they are met.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -26,9 +33,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
-PARTS = ("build", "parity", "sanitize", "bench")
+FROM = Path(os.environ.get("FROM") or OUT)
 #: Seconds that each part may take; together they stay within ten minutes.
-LIMITS = {"build": 130, "parity": 210, "sanitize": 60, "bench": 180}
+LIMITS = {"build": 120, "parity": 150, "suite": 100, "sanitize": 50, "bench": 170}
+PARTS = tuple(LIMITS)
+CACHE = ROOT / "build" / "gpu-cache"
 
 
 def run(name: str, command: list[str], limit: float) -> dict[str, Any]:
@@ -38,9 +47,11 @@ def run(name: str, command: list[str], limit: float) -> dict[str, Any]:
     env = os.environ | {"PYTHONUNBUFFERED": "1", "CI": "true"}  # under CI a failed build is an error
     env.pop("TRITON_INTERPRET", None)
     log = OUT / f"{name}.log"
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     assert process.stdout is not None
-    timer = threading.Timer(limit, process.kill)
+    timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # its own processes too
     timer.start()
     with log.open("w") as file:
         for line in process.stdout:
@@ -62,13 +73,53 @@ def build() -> dict[str, Any]:
 
 
 def parity() -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "tests", "-q", "--no-header", "-p", "no:cacheprovider"]
+    # The CPU's kernels are proved without a GPU, on every commit.
+    return tests("parity", ["tests/test_parity.py", "-k", "not cuda_on_cpu and not native-cpu"])
+
+
+def suite() -> dict[str, Any]:
+    # So are the ahead-of-time compilations and the checker of CUDA kernels.
+    left_out = ("test_parity.py", "test_aot.py", "cuda_on_cpu", "test_fuzz.py", "test_sanitize.py")
+    return tests("suite", ["tests", *(f"--ignore=tests/{name}" for name in left_out), "-k", "not cuda_on_cpu"])
+
+
+def tests(name: str, arguments: list[str]) -> dict[str, Any]:
+    """pytest, with a process for each core: most of the time goes into compiling and into oracles on the CPU."""
+    command = [sys.executable, "-m", "pytest", *arguments, "-q", "--no-header", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist"):
-        command += ["-n", "4"]
-    # The ahead-of-time compilations, the CPU checker and the CPU kernels are proved without a GPU, on every commit.
-    left_out = ("test_aot.py", "cuda_on_cpu", "test_fuzz.py", "test_sanitize.py")
-    command += [*(f"--ignore=tests/{name}" for name in left_out), "-k", "not cuda_on_cpu"]
-    return run("parity", command, LIMITS["parity"])
+        command += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"]
+    passed, already = OUT / f"{name}-passed.txt", OUT / f"{name}-already.txt"
+    already.write_text(passed.read_text() if passed.exists() else "")
+    command += ["-p", "benchmarks.gpu_resume", f"--passed-file={passed}", f"--already-passed={already}"]
+    before = compiled_kernels()
+    result = run(name, command, LIMITS[name])
+    names = set(passed.read_text().splitlines()) if passed.exists() else set()
+    result |= {"passed": len(names), "kernels compiled": compiled_kernels() - before}
+    result["summary"] += f" ({len(names)} passed in all, {result['kernels compiled']} kernels compiled)"
+    already.unlink()
+    return result
+
+
+def compiled_kernels() -> int:
+    """Kernels in the folder from which the tests take them, and in which they leave what they compile."""
+    return sum(1 for _ in CACHE.glob("*/*.cubin"))
+
+
+def use_cache(arch: int) -> str:
+    """Have the tests use the kernels that were brought along, if there are any; what became of that, in a sentence."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    os.environ["TRITON_CACHE_DIR"] = str(CACHE)
+    archive = CACHE.with_name(CACHE.name + ".tar.xz")
+    if not archive.exists():
+        return f"kernels are compiled here: no {archive.relative_to(ROOT)} was brought along (`make gpu-cache`)"
+    from benchmarks import gpu_cache
+
+    try:
+        about = gpu_cache.unpack(archive, CACHE)
+    except ValueError as error:
+        return f"kernels are compiled here: {error}"
+    reason = gpu_cache.why_it_would_miss(about, arch)
+    return f"{about['kernels']} kernels were brought along" + (f", which will not be found: {reason}" if reason else "")
 
 
 def sanitize() -> dict[str, Any]:
@@ -106,10 +157,48 @@ def environment() -> dict[str, str]:
     return dict(line.strip().split(None, 1) for line in versions())
 
 
+def sources() -> str:
+    """A digest of what the parts test: results are continued only where it is the same."""
+    digest = hashlib.sha256()
+    for folder in ("foundry_kernels", "csrc", "tests", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh"):
+                digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def begin(gpu: str, chosen: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The report, with what an earlier run of the same sources left in it, and the parts to be run."""
+    name = file_name(gpu)
+    report: dict[str, Any] = {"gpu": gpu, "sources": sources()}
+    try:
+        earlier = json.loads((FROM / name).read_text())
+    except (OSError, ValueError):
+        earlier = {}
+    same = isinstance(earlier, dict) and earlier.get("sources") == report["sources"]
+    if same:
+        report |= earlier
+    elif chosen == "rest":
+        print(f"nothing to continue: {FROM / name} is not there, or is of other sources; all parts are run", flush=True)
+    for part in PARTS:
+        passed = OUT / f"{part}-passed.txt"
+        if not (same and chosen == "rest"):
+            passed.unlink(missing_ok=True)
+        elif FROM != OUT and (FROM / passed.name).exists():
+            shutil.copyfile(FROM / passed.name, passed)
+    if chosen in ("", "rest"):
+        return report, tuple(p for p in PARTS if chosen == "" or not report.get(p, {}).get("ok"))
+    return report, tuple(p for p in PARTS if p in chosen.split(","))
+
+
+def file_name(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+
+
 def main() -> int:
     chosen = os.environ.get("GPU_CHECK", "")
-    if chosen and chosen not in PARTS:
-        print(f"GPU_CHECK must be one of {', '.join(PARTS)}; got {chosen!r}", file=sys.stderr)
+    if chosen and not set(chosen.split(",")) <= set(PARTS) and chosen != "rest":
+        print(f"GPU_CHECK must be rest or any of {', '.join(PARTS)}; got {chosen!r}", file=sys.stderr)
         return 2
     try:
         import torch
@@ -118,24 +207,33 @@ def main() -> int:
         return 2
     OUT.mkdir(parents=True, exist_ok=True)
     print("\n".join(f"{k:<11} {v}" for k, v in environment().items()))
-    if not torch.cuda.is_available():
-        reason = "torch is a CPU build" if torch.version.cuda is None else "no CUDA device is present"
+    from foundry_kernels import _gpu
+
+    if (reason := _gpu.why_not()) is not None:
         print(f"gpu-check stops here: {reason}. Nothing was measured and no result was written.", file=sys.stderr)
         return 3
-    steps: tuple[Callable[[], dict[str, Any]], ...] = (build, parity, sanitize, bench)
     gpu = torch.cuda.get_device_name()
-    report: dict[str, Any] = {"gpu": gpu, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    for name, step in zip(PARTS, steps, strict=True):
-        if chosen not in ("", name):
-            continue
+    major, minor = torch.cuda.get_device_capability()
+    print(use_cache(10 * major + minor), flush=True)
+    return check(gpu, chosen)
+
+
+def check(gpu: str, chosen: str) -> int:
+    steps: dict[str, Callable[[], dict[str, Any]]] = dict(
+        zip(PARTS, (build, parity, suite, sanitize, bench), strict=True)
+    )
+    report, wanted = begin(gpu, chosen)
+    target = OUT / file_name(gpu)
+    for name in wanted:
         try:
-            report[name] = step()
+            report[name] = steps[name]()
         except Exception as error:
             report[name] = {"ok": False, "summary": f"{type(error).__name__}: {error}"}
+        report["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        target.write_text(json.dumps(report, indent=1) + "\n")
     # The table of backends as a fresh process sees it, now that the extension is built.
     show = subprocess.run([sys.executable, "-m", "foundry_kernels"], cwd=ROOT, capture_output=True, text=True)
     report["environment"] = show.stdout.splitlines()
-    target = OUT / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
     target.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{show.stdout}\n{gpu}: {target}")
     for name in PARTS:
@@ -145,7 +243,10 @@ def main() -> int:
                 f"{name:<9} {'ok  ' if part['ok'] else 'FAIL'} {part.get('seconds', 0):>6} s  {part['summary'][:150]}"
             )
     print_rows(report.get("bench", {}).get("rows", []))
-    return 0 if all(report[n]["ok"] for n in PARTS if n in report) else 1
+    left = [name for name in PARTS if not report.get(name, {}).get("ok")]
+    if left:
+        print(f"not passed: {', '.join(left)}; GPU_CHECK=rest goes on from here")
+    return 1 if left else 0
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

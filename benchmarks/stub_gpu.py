@@ -19,10 +19,10 @@ from foundry_kernels.registry import override
 class StubDriver:
     """Triton's driver of a GPU, but for the launch."""
 
-    def __init__(self, arch: int = 90) -> None:
+    def __init__(self, arch: int = 90, multiprocessors: int = 132) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", arch, 32)
+        self.target, self.multiprocessors = GPUTarget("cuda", arch, 32), multiprocessors
         self.launcher_cls = lambda src, metadata: self.launch
         self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=self._properties)
 
@@ -42,7 +42,18 @@ class StubDriver:
         return None, name, 0, 0, 1024
 
     def _properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132}
+        return {"max_shared_mem": 227 << 10, "multiprocessor_count": self.multiprocessors}
+
+
+def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
+    """A compiled kernel but for its code: what Triton launches in its place is given `function`."""
+    from triton.compiler import CompiledKernel
+
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.src, kernel.name, kernel.module, kernel._run = src, src.fn.__name__, object(), driver.launch
+    kernel.metadata, kernel.function = SimpleNamespace(target=driver.target), function
+    kernel.packed_metadata = ("metadata of", src.fn.__name__)
+    return kernel
 
 
 def why_not() -> str | None:
@@ -64,7 +75,7 @@ def stub_gpu(driver: StubDriver) -> Iterator[None]:
         for op in fk.OPS.values():
             if op.impl("triton") is not None:
                 undo.enter_context(override(op, "triton", devices=("cpu", "cuda")))
-        undo.callback(_triton.record_for, _triton._RECORDED)
-        _triton.record_for(driver.target.arch)
+        undo.callback(_triton.record_for, _triton._RECORDED, _triton._RECORDED_MULTIPROCESSORS)
+        _triton.record_for(driver.target.arch, driver.multiprocessors)
         drivers.set_active(driver)
         yield

@@ -13,6 +13,7 @@
 
 #include "cpu/flash_attention_tasks.h"
 #include "cpu/isa.h"
+#include "direct.h"
 
 namespace {
 
@@ -97,4 +98,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "How the extension was built and which instruction set it chose.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
+  auto direct = m.def_submodule("direct", "Calls of the operators on plain CPU tensors, without torch's binding.");
+  if (PyModule_AddFunctions(direct.ptr(), foundry::direct_calls()) != 0) throw pybind11::error_already_set();
 }

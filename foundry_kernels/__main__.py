@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from foundry_kernels import OPS, __version__, _native, _triton, tuning
+from foundry_kernels import OPS, __version__, _gpu, _native, _triton, tuning
 from foundry_kernels.registry import BACKENDS, OpSpec
 
 
@@ -32,8 +32,9 @@ def main(argv: list[str]) -> int:
         commands = "check | inspect | patch-report | tune"
         print(f"usage: python -m foundry_kernels [{commands}]; got {' '.join(argv)}", file=sys.stderr)
         return 2
+    lines = ["foundry_kernels " + __version__, "", *versions(), ""]
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    print("\n".join(["foundry_kernels " + __version__, "", *versions(), "", *table(devices)]))
+    print("\n".join([*lines, *table(devices)]))
     return 0
 
 
@@ -42,11 +43,13 @@ def versions() -> list[str]:
     triton = "not usable: " + _triton.MISSING if _triton.MISSING else importlib.import_module("triton").__version__
     if _triton.INTERPRET:
         triton += ", interpreted on the CPU (TRITON_INTERPRET=1)"
+    no_gpu = _gpu.why_not()
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        gpu += f"; {no_gpu}" if no_gpu else ""
     else:
-        gpu = "no CUDA device" + ("" if torch.version.cuda else "; torch is a CPU build")
+        gpu = str(no_gpu)
     lines = [
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("torch", torch.__version__),
@@ -98,6 +101,7 @@ def inspect(argv: list[str]) -> int:
         "--arch", type=int, nargs="+", default=[90], help="compute capabilities, 90 for 9.0", metavar="CC"
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--case", default="", help="only launches first made by a case whose name contains this")
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
     shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
@@ -121,7 +125,7 @@ def inspect(argv: list[str]) -> int:
     for arch in options.arch:
         with tuning.pretend(options.gpu or gpu_at_hand(arch)), tuning.watched() as chosen:
             recorded = _aot.record(OPS[options.op], arch, options.all, options.timed)
-        launches = [launch for launch in recorded if options.kernel in launch.name]
+        launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
         gpu = _aot.GPUS[arch]
         print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")
         for launch in launches:
@@ -138,6 +142,8 @@ def inspect(argv: list[str]) -> int:
             )
             for problem in problems:
                 print(f"  PROBLEM: {problem}")
+            for loop in cost.loops():
+                print(f"  {loop}")
             if options.ptx:
                 print(cost.ptx)
             if options.sass:

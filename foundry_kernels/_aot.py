@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
+from foundry_kernels._sass import Loop, inner_loops
 from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
 
@@ -106,6 +107,10 @@ class Cost:
         """Bytes that asynchronous copies can have in flight to a multiprocessor's shared memory: of a loop whose loads
         are pipelined nearly all the shared memory of its programs. 0 where there are no such copies."""
         return self.shared * self.resident(gpu) if "cp.async" in self.ptx else 0
+
+    def loops(self) -> list[Loop]:
+        """The innermost loops, of those with a dot in 16 bits."""
+        return inner_loops(run_on_cubin([tool("nvdisasm"), "-c"], self.cubin)) if self.matrix else []
 
     def problems(self, gpu: Gpu) -> list[str]:
         """What is wrong with the kernel on this GPU; empty if nothing is."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foundry_kernels.registry import Impl
+from foundry_kernels.registry import Impl, no_direct_call
 
 _REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"
 
@@ -55,7 +55,8 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
         return Impl("native", _absent, dtypes=dtypes, missing=stale, sources=devices)
     compiled = devices if build_info()["cuda_architectures"] else ("cpu",)
     hint = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
-    return Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices)
+    direct = getattr(_C.direct, function, no_direct_call)
+    return Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices, direct=direct)
 
 
 def _absent(*_: Any) -> Any:

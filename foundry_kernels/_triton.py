@@ -21,11 +21,14 @@ try:
     import triton
     import triton.language as tl
 
-    MISSING = None
-    INTERPRET = bool(triton.knobs.runtime.interpret)
+    #: By which some launches are chosen: the compilers allot registers differently.
+    VERSION: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2]))
+    MISSING = f"Triton {triton.__version__} is older than 3.6; `pip install -U triton`" if VERSION < (3, 6) else None
+    INTERPRET = MISSING is None and bool(triton.knobs.runtime.interpret)
 except ImportError as error:
     MISSING = f"Triton does not import ({error}); `pip install triton`"
     INTERPRET = False
+    VERSION = (0, 0)
 
 #: float64 is for `gradcheck` in the interpreter; on a GPU the reference serves it.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if INTERPRET else ())
@@ -166,6 +169,8 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def programs(device: torch.device) -> int:
     """Number of programs of a persistent grid: two for each multiprocessor."""
+    if _RECORDED_MULTIPROCESSORS is not None:
+        return 2 * _RECORDED_MULTIPROCESSORS
     if device.type != "cuda":
         return 4  # the interpreter: few, but more than one, so that sums over programs are exercised
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -197,12 +202,14 @@ def _capability(device: torch.device) -> int:
 
 
 _RECORDED: int | None = None
+_RECORDED_MULTIPROCESSORS: int | None = None
 
 
-def record_for(arch: int | None) -> None:
-    """From now on choose launches as on a device of this compute capability (see `_aot`); None: of the one at hand."""
-    global _RECORDED
-    _RECORDED = arch
+def record_for(arch: int | None, multiprocessors: int | None = None) -> None:
+    """From now on choose launches as on a device of this compute capability (see `_aot`), with as many multiprocessors
+    if that is given; None: as on the one at hand."""
+    global _RECORDED, _RECORDED_MULTIPROCESSORS
+    _RECORDED, _RECORDED_MULTIPROCESSORS = arch, multiprocessors
     forget_plans()
 
 

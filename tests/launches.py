@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import foundry_kernels as fk
-from benchmarks.stub_gpu import StubDriver, stub_gpu
+from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
 from foundry_kernels import _aot, _launch, _triton, measuring, tune, tune_ahead, tuning
 from foundry_kernels._launch import Plan, launch
 from foundry_kernels.registry import OpSpec
@@ -49,14 +48,8 @@ class Recorder(StubDriver):
 
 
 def compiled(driver: Recorder, src: Any, options: dict[str, Any]) -> CompiledKernel:
-    kernel = CompiledKernel.__new__(CompiledKernel)
-    kernel.src, kernel.name, kernel.module, kernel._run = src, src.fn.__name__, object(), driver.launch
-    kernel.metadata = SimpleNamespace(target=driver.target)
-    kernel.packed_metadata = ("metadata of", src.fn.__name__)
-    kernel.function = (
-        src.fn.__name__, driver.device, str(src.signature), str(src.constants), str(src.attrs), str(options)
-    )  # fmt: skip
-    return kernel
+    made_of = (src.fn.__name__, driver.device, str(src.signature), str(src.constants), str(src.attrs), str(options))
+    return uncompiled(driver, src, made_of)
 
 
 @pytest.fixture(scope="module")

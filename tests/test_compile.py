@@ -115,15 +115,21 @@ def test_module_with_inductor() -> None:
 def test_model_is_exported_with_its_kernels_for_any_length(tmp_path: Any) -> None:
     """The program names the operators, takes another length, and survives being written and read."""
     model = make_model().eval()
-    shapes = {name: {1: torch.export.Dim.AUTO} for name in ("tokens", "targets")}
-    program = torch.export.export(model, (draw(7), draw(7)), dynamic_shapes=shapes, strict=False)
-    named = {node.target._schema.name for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    shapes = {name: {1: torch.export.Dim.AUTO} for name in ("tokens", "targets")} | {"return_logits": None}
     native = {f"foundry_kernels::{op}" for op, backend in model.serving().items() if backend == "native"}
     assert native
-    assert native == {name for name in named if name.startswith("foundry_kernels::")}
+    for return_logits in (False, True):
+        program = torch.export.export(
+            model, (draw(7), draw(7)), {"return_logits": return_logits}, dynamic_shapes=shapes, strict=False
+        )
+        calls = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+        named = {op._schema.name.removesuffix("_fwd") for op in calls if op.namespace == "foundry_kernels"}
+        unused = "foundry_kernels::" + ("linear_cross_entropy" if return_logits else "cross_entropy")
+        assert native - {unused} == named
     torch.export.save(program, tmp_path / "model.pt2")
     for each in (program, torch.export.load(tmp_path / "model.pt2")):
-        torch.testing.assert_close(each.module()(draw(12), draw(12)), model(draw(12), draw(12)))
+        found = each.module()(draw(12), draw(12), return_logits=True)
+        torch.testing.assert_close(found, model(draw(12), draw(12), return_logits=True))
 
 
 # --- checkpointing ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from table import saved_tensors
+from table import Allocations, saved_tensors
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -188,7 +188,7 @@ def test_no_position_sees_a_later_one():
 
 def test_loss_is_the_mean_over_the_targets_that_count():
     model, tokens, targets = make(), draw(), draw(seed=1)
-    logits, loss = model(tokens, targets)
+    logits, loss = model(tokens, targets, return_logits=True)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
     kept = F.cross_entropy(logits[:, :2].flatten(0, 1), targets[:, :2].flatten())
@@ -214,9 +214,89 @@ def test_the_loss_keeps_the_logits_and_nothing_else_of_their_size(dtype):
     model = Transformer(dataclasses.replace(TINY, vocab_size=1009), dtype=dtype)
     tokens = draw()
     with saved_tensors() as saved:
-        logits, _ = model(tokens, tokens)
+        logits, _ = model(tokens, tokens, return_logits=True)
     large = {t.untyped_storage().data_ptr() for t in saved if t.numel() >= logits.numel()}
     assert large == {logits.untyped_storage().data_ptr()}
+
+
+@pytest.mark.skipif("native" not in OPS["cross_entropy"].backends("cpu"), reason="the C++ extension is not built")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_no_logits_are_made_for_the_loss(tied):
+    config = dataclasses.replace(TINY, vocab_size=1009, tie_embeddings=tied)
+    tokens, largest = draw(12, 24), []
+    for return_logits in (False, True):
+        model = make(config, "auto")
+        with Allocations() as made:
+            logits, loss = model(tokens, tokens, return_logits=return_logits)
+            loss.backward()
+        assert (logits is None) is not return_logits
+        largest.append(made.largest)
+    assert largest[0] < tokens.numel() * 1009 / 2
+    assert largest[1] == tokens.numel() * 1009
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, "autocast"], ids=str)
+def test_loss_and_gradients_without_logits_are_those_with_them(dtype, tied):
+    """Of the kernels beside the reference's, which keeps all logits; tokens that do not count included."""
+    config, autocast = dataclasses.replace(TINY, tie_embeddings=tied), dtype == "autocast"
+    targets = draw(seed=1)
+    targets[1, 2:] = -100
+
+    def results(backend, dtype, autocast=False, **options):
+        model = make(config, backend).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(draw(), targets, **options)[1]
+        loss.backward()
+        return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+    dtype = torch.float32 if autocast else dtype
+    actual = results("auto", dtype, autocast)
+    reference = results("reference", dtype, autocast, return_logits=True)
+    exact = results("reference", torch.float64, return_logits=True)
+    assert actual["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    low = autocast or dtype == torch.bfloat16  # where rounding inside the layers decides, not the loss
+    for name, tensor in actual.items():
+        assert tensor.dtype == reference[name].dtype
+        if low:
+            error, limit = ((x[name].double() - exact[name]).norm() for x in (actual, reference))
+            assert error <= 1.5 * limit + 1e-3 * exact[name].norm(), name
+        else:
+            compare(name, tensor, reference[name], exact[name], 0.0)
+
+
+def test_a_head_that_is_no_plain_layer_is_called():
+    """A hook, LoRA's layer, a forward of its own: what they do to the logits is in the loss."""
+    tokens, expected = draw(), make()(draw(), draw())[1]
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2.0 * super().forward(x)
+
+    def by_hook(model):
+        model.output.register_forward_hook(lambda module, inputs, logits: 2.0 * logits)
+
+    def by_class(model):
+        model.output.__class__ = Doubled
+
+    def by_instance(model):
+        plain = model.output.forward
+        model.output.forward = lambda x: 2.0 * plain(x)
+
+    losses = []
+    for change in (by_hook, by_class, by_instance):
+        model = make()
+        change(model)
+        logits, loss = model(tokens, tokens)
+        assert logits is None
+        losses.append(loss)
+        torch.testing.assert_close(loss, F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+    assert losses[0] == losses[1] == losses[2] != expected
+    biased = make()
+    biased.output.bias = torch.nn.Parameter(torch.arange(11.0))
+    torch.testing.assert_close(
+        biased(tokens, tokens)[1], F.cross_entropy(biased(tokens).flatten(0, 1), tokens.flatten())
+    )
 
 
 def test_last_only_and_int32():
@@ -232,7 +312,7 @@ def test_autocast_keeps_the_residual_stream_in_float32():
     for block in model.layers:
         block.register_forward_hook(lambda module, inputs, outputs: streams.append(outputs[1].dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        logits, loss = model(tokens, tokens)
+        logits, loss = model(tokens, tokens, return_logits=True)
     assert streams == [torch.float32] * 2
     assert loss.dtype == torch.float32
     loss.backward()
@@ -329,7 +409,7 @@ def test_repr_and_serving_name_the_backends():
 
 
 def gradients(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
-    logits, loss = model(tokens, tokens.roll(-1, 1))
+    logits, loss = model(tokens, tokens.roll(-1, 1), return_logits=True)
     loss.backward()
     return {"logits": logits, "loss": loss} | {name: p.grad for name, p in model.named_parameters()}
 
@@ -397,8 +477,8 @@ def test_compiles_whole_for_any_length(backend, dynamic):
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=counter)
     for length in (5, 9, 13):
         tokens = draw(2, length)
-        logits, loss = compiled(tokens, tokens)
-        expected, expected_loss = model(tokens, tokens)
+        logits, loss = compiled(tokens, tokens, return_logits=True)
+        expected, expected_loss = model(tokens, tokens, return_logits=True)
         torch.testing.assert_close(logits, expected)
         torch.testing.assert_close(loss, expected_loss)
     assert counter.frame_count <= 2  # a second one when the length turns out to vary

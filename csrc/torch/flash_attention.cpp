@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "operators.h"
 
 namespace foundry {
 namespace {
@@ -82,6 +83,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   }
 };
 
+}  // namespace
+
 FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options,
                             bool return_lse, bool return_stats) {
   if (!any_requires_grad(q, k, v, options.sinks)) {
@@ -94,8 +97,6 @@ FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   const auto results = F::apply(q, k, v, options.sinks, options, return_lse, return_stats);
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("flash_attention(Tensor q, Tensor k, Tensor v, " FK_ATTENTION_OPTIONS

@@ -1,7 +1,6 @@
 // What the operators foundry_kernels::flash_attention_fwd and _bwd share: shapes, checks and outputs.
 #pragma once
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -60,12 +59,6 @@ inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& head_dim_v
   if (packed || q.is_contiguous()) return at::empty_symint(sizes, q.options());
   if (q.sym_size(-1) == head_dim_v) return empty_in_storage_order(q);
   return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
-}
-
-// In place of an output that was not asked for, in kernels, whose tensors are real. There are up to three a call, and
-// at::empty takes a third of a microsecond to find out what is known here.
-inline Tensor absent(const Tensor& x, at::ScalarType dtype) {
-  return x.is_cpu() ? Tensor(at::detail::empty_cpu({0}, dtype)) : at::empty({0}, x.options().dtype(dtype));
 }
 
 // out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device. lse is

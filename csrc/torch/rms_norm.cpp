@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "operators.h"
 
 namespace foundry {
 namespace {
@@ -72,6 +73,8 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
   }
 };
 
+}  // namespace
+
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
                 bool round_before_weight) {
   if (any_requires_grad(x, weight))
@@ -88,8 +91,6 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, false);
   return {y, h};
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool round_before_weight) -> Tensor",

@@ -32,16 +32,16 @@ inline std::tuple<Tensor, Tensor, Tensor> empty_fwd(const Tensor& x, const Tenso
   const auto options = x.options();
   const auto shape = x.sym_sizes();
   Tensor y = at::empty_symint(shape, options.dtype(y_dtype(x, weight, round_before_weight)));
-  Tensor h = residual.defined() ? at::empty_symint(shape, options) : at::empty({0}, options);
-  Tensor rstd = save_rstd ? at::empty_symint(shape.slice(0, shape.size() - 1), options.dtype(at::kFloat))
-                          : at::empty({0}, options.dtype(at::kFloat));
+  Tensor h = residual.defined() ? at::empty_symint(shape, options) : absent(x, x.scalar_type());
+  Tensor rstd =
+      save_rstd ? at::empty_symint(shape.slice(0, shape.size() - 1), options.dtype(at::kFloat)) : absent(x, at::kFloat);
   return {y, h, rstd};
 }
 
 inline std::tuple<Tensor, Tensor> empty_bwd(const Tensor& x, const Tensor& weight, bool need_dx, bool need_dw) {
   TORCH_CHECK_VALUE(!need_dw || weight.defined(), "there is no weight to give a gradient for");
-  Tensor dx = need_dx ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
-  Tensor dw = need_dw ? at::empty_symint(weight.sym_sizes(), weight.options()) : at::empty({0}, x.options());
+  Tensor dx = need_dx ? at::empty_symint(x.sym_sizes(), x.options()) : absent(x, x.scalar_type());
+  Tensor dw = need_dw ? at::empty_symint(weight.sym_sizes(), weight.options()) : absent(x, x.scalar_type());
   return {dx, dw};
 }
 

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "operators.h"
 
 namespace foundry {
 namespace {
@@ -99,6 +100,8 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
   }
 };
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 bool interleaved, const OptionalTensor& positions) {
   if (any_requires_grad(q, k)) {
@@ -107,6 +110,8 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& 
   }
   return call_apply(q, k, cos, sin, interleaved, positions, false, std::nullopt, std::nullopt);
 }
+
+namespace {
 
 class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> {
  public:
@@ -175,6 +180,8 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
   }
 };
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                         const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin,
                                         double eps, double weight_offset, bool round_before_weight, bool interleaved,
@@ -188,8 +195,6 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const 
                                                  round_before_weight, interleaved, positions, false, false);
   return {q_out, k_out};
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def(

@@ -77,16 +77,16 @@ inline void check_side(char name, const OptionalTensor& x, const OptionalTensor&
 // Outputs, which also serve as the fakes of the meta device. Those that are not wanted are empty.
 inline std::tuple<Tensor, Tensor> empty_rope(const OptionalTensor& q, const OptionalTensor& k, OptionalOrder q_order,
                                              OptionalOrder k_order) {
-  const auto options = either(q, k).options();
+  const Tensor& given = either(q, k);
   const auto empty = [&](const OptionalTensor& x, OptionalOrder order) {
-    return x ? empty_in_order(*x, order ? *order : at::IntArrayRef(storage_order(*x))) : at::empty({0}, options);
+    return x ? empty_in_order(*x, order ? *order : at::IntArrayRef(storage_order(*x)))
+             : absent(given, given.scalar_type());
   };
   return {empty(q, q_order), empty(k, k_order)};
 }
 
 inline Tensor empty_rstd(const Tensor& x, bool save) {
-  const auto options = x.options().dtype(at::kFloat);
-  return save ? at::empty_symint(x.sym_sizes().slice(0, 3), options) : at::empty({0}, options);
+  return save ? at::empty_symint(x.sym_sizes().slice(0, 3), x.options().dtype(at::kFloat)) : absent(x, at::kFloat);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> empty_qk_norm_rope_fwd(const Tensor& q, const Tensor& k,
@@ -97,12 +97,12 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> empty_qk_norm_rope_fwd(const T
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> empty_qk_norm_rope_bwd(
     const OptionalTensor& q, const OptionalTensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
     bool need_dq, bool need_dk, bool need_dq_weight, bool need_dk_weight) {
-  const auto options = either(q, k).options();
+  const Tensor& given = either(q, k);
   const auto gradient = [&](const OptionalTensor& x, bool needed) {
-    return needed ? empty_in_storage_order(*x) : at::empty({0}, options);
+    return needed ? empty_in_storage_order(*x) : absent(given, given.scalar_type());
   };
   const auto of_weight = [&](const OptionalTensor& weight, bool needed) {
-    return needed ? at::empty_symint(weight->sym_sizes(), weight->options()) : at::empty({0}, options);
+    return needed ? at::empty_symint(weight->sym_sizes(), weight->options()) : absent(given, given.scalar_type());
   };
   return {gradient(q, need_dq), gradient(k, need_dk), of_weight(q_weight, need_dq_weight),
           of_weight(k_weight, need_dk_weight)};

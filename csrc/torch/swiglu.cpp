@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "operators.h"
 
 namespace foundry {
 namespace {
@@ -56,6 +57,8 @@ Tensor glu(const Tensor& gate, const OptionalTensor& up, c10::string_view activa
   return call_fwd(gate, up, activation);
 }
 
+}  // namespace
+
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up) { return glu(gate, up, "silu"); }
 
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate) {
@@ -63,8 +66,6 @@ Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view appr
                     approximate);
   return glu(gate, up, approximate == "tanh" ? "gelu_tanh" : "gelu");
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("swiglu(Tensor gate, Tensor? up) -> Tensor", {at::Tag::pt2_compliant_tag});

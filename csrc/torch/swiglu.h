@@ -42,7 +42,7 @@ inline std::tuple<Tensor, Tensor> empty_glu_bwd(const Tensor& gate, const Option
   check_glu(gate, up);
   TORCH_CHECK_VALUE(!need_dup || up.has_value(), "there is no up to give a gradient for");
   const auto like_gate = [&](bool needed) {
-    return needed ? at::empty_symint(gate.sym_sizes(), gate.options()) : at::empty({0}, gate.options());
+    return needed ? at::empty_symint(gate.sym_sizes(), gate.options()) : absent(gate, gate.scalar_type());
   };
   return {like_gate(need_dgate), like_gate(need_dup)};
 }

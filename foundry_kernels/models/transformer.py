@@ -15,11 +15,15 @@ from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.generate import generate
 from foundry_kernels.nn import Attention, KeyValueStore, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
+from foundry_kernels.nn._head import matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
+from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.registry import is_dtensor
 
 #: The operations that the model calls.
-OPERATIONS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy")
+OPERATIONS = (
+    "rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy", "linear_cross_entropy"
+)  # fmt: skip
 
 
 class TransformerBlock(nn.Module):
@@ -126,8 +130,9 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         last_only: bool = False,
         ignore_index: int = -100,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits, and the loss where there are targets.
+        return_logits: bool = False,
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """Logits, or the loss where there are targets.
 
         Args:
             tokens: ``[B, T]`` int32 or int64, 0 <= token < vocab_size, T >= 1.
@@ -135,10 +140,14 @@ class Transformer(nn.Module):
             cache: keys and values of the positions before `tokens`; those of `tokens` are appended. Inference only.
             last_only: logits of the last position only, ``[B, 1, V]``; not together with targets.
             ignore_index: positions with this target are ignored.
+            return_logits: with targets, return the logits too.
 
         Returns:
-            logits ``[B, T, V]``, or with targets ``(logits, loss)``. The loss is the mean cross entropy in nats over
-            the positions that count, float32 (float64 for a float64 model); 0 where none counts.
+            logits ``[B, T, V]``, or with targets ``(None, loss)``, or ``(logits, loss)`` with `return_logits`. The loss
+            is the mean cross entropy in nats over the positions that count, float32 (float64 for a float64 model); 0
+            where none counts. Without `return_logits` the logits exist for a chunk of tokens at a time
+            (:func:`foundry_kernels.linear_cross_entropy`), unless `output` is no plain ``nn.Linear`` any more, or has
+            hooks: then it is called.
 
         Raises:
             TypeError: tokens or targets are no int32 or int64 tensors.
@@ -158,12 +167,28 @@ class Transformer(nn.Module):
         y, _ = self.norm(branch.to(stream.dtype), stream)
         if cache is not None:
             cache.advance(tokens.shape[1])
+        if targets is not None and not return_logits and (head := self._head()) is not None:
+            return None, self._loss_without_logits(y, head, targets, ignore_index)
         logits = F.linear(y, self.tok_embeddings.weight) if self.output is None else self.output(y)
         if targets is None:
             return logits
         if is_dtensor(logits):
-            return logits, _divided_loss(logits, targets, ignore_index)
-        return logits, cross_entropy(logits, targets, ignore_index=ignore_index, backend=self.backends["cross_entropy"])
+            loss = _divided_loss(logits, targets, ignore_index)
+        else:
+            backend = self.backends["cross_entropy"]
+            loss = cross_entropy(logits, targets, ignore_index=ignore_index, backend=backend)
+        return logits if return_logits else None, loss
+
+    def _head(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias that make logits, or None where only a call of `output` does."""
+        return (self.tok_embeddings.weight, None) if self.output is None else matrix_of(self.output)
+
+    def _loss_without_logits(
+        self, y: Tensor, head: tuple[Tensor, Tensor | None], targets: Tensor, ignore_index: int
+    ) -> Tensor:
+        weight, bias = head
+        backend = self.backends["linear_cross_entropy"]
+        return linear_cross_entropy(y, weight, targets, bias=bias, ignore_index=ignore_index, backend=backend)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """An empty cache on the model's device, of the dtype that its keys have (autocast's, inside autocast)."""

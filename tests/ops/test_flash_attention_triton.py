@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +17,15 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
-from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.cases import field_cases
+from foundry_kernels.ops.flash_attention import (
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_VARLEN,
+    flash_attention,
+    flash_attention_varlen,
+)
+from foundry_kernels.ops.flash_attention.cases import _case, _varlen, field_cases
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.testing import assert_parity
+from foundry_kernels.testing import Case, assert_parity, normal
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -47,11 +56,13 @@ class Launches:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that calls would launch."""
-    from foundry_kernels.ops.flash_attention.triton import launch
+    from foundry_kernels.ops.flash_attention.triton import decode_launch, launch
 
     seen: list[str] = []
     for name in KERNELS:
         monkeypatch.setattr(launch, f"flash_attention_{name}_kernel", Launches(name, seen))
+    for name in ("decode", "combine"):
+        monkeypatch.setattr(decode_launch, f"flash_attention_{name}_kernel", Launches(name, seen))
     return seen
 
 
@@ -188,6 +199,100 @@ def test_gradients_lie_as_their_tensors_do() -> None:
     out = flash_attention(q, k, v, backend="triton")
     for x, g in zip((q, k, v), torch.autograd.grad(out, (q, k, v), torch.ones_like(out)), strict=True):
         assert g.stride() == x.stride()
+
+
+#: Few queries with keys for several splits: of 64 keys in the interpreter, of 256 on a GPU.
+DECODE = (
+    _case(1, (4, 2), (1, 300), 64, "decode", causal=True, return_lse=True),
+    _case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
+    _case(1, (3, 1), (2, 290), 59, "uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
+    _case(1, (4, 2), (5, 270), 32, "top-left", causal=True, align="top_left", sinks=normal(), return_lse=True),
+    _case(1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"),
+    _case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
+    _case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
+)
+DECODE_PACKED = (
+    _varlen((1, 3, 0, 1), (260, 5, 9, 0), (4, 2), 40, "all", alibi_slopes=(4, 4), sinks=normal(), causal=True,
+            softcap=3.0, return_lse=True, return_stats=True),
+    _varlen((1, 1, 1), (300, 1, 129), (2, 1), 32, "window", window=(290, 0), index=torch.int64, slack=2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*DECODE, *DECODE_PACKED], ids=lambda case: case.id)
+@pytest.mark.usefixtures("poisoned")
+def test_keys_split_over_programs(case: Case) -> None:
+    op = FLASH_ATTENTION_VARLEN if case in DECODE_PACKED else FLASH_ATTENTION
+    assert_parity(op, case, backend="triton", dtype=torch.float32, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "expected"),
+    [(1, 700, ["decode", "combine"]), (1, 60, ["decode"]), (8, 700, ["decode", "combine"]), (40, 700, ["fwd"])],
+)
+def test_few_queries_are_launched_with_keys_split(t: int, s: int, expected: list[str], launched: list[str]) -> None:
+    q, k, v = inputs(t, s, heads=(4, 2))
+    flash_attention(q.detach(), k.detach(), v.detach(), backend="triton")
+    assert launched == expected
+
+
+def test_a_sequence_gets_the_same_bits_alone_in_a_batch_and_packed() -> None:
+    """Keys are split by their number alone, and no program of another sequence writes to the same place."""
+    lengths = (300, 70, 140)
+    q, k, v = (x.detach() for x in inputs(1, sum(lengths), heads=(4, 2)))
+    at, cu_seqlens_q = torch.tensor([0, 300, 370, 510], device=DEVICE), torch.arange(4, device=DEVICE)
+    packed_k, packed_v = (x[0].transpose(0, 1) for x in (k, v))
+    packed = flash_attention_varlen(
+        q[0].transpose(0, 1).expand(3, -1, -1), packed_k, packed_v, cu_seqlens_q, at, 1, 300, backend="triton"
+    )
+    for n, length in enumerate(lengths):
+        one = k[:, :, at[n] : at[n] + length], v[:, :, at[n] : at[n] + length]
+        alone = flash_attention(q, *one, backend="triton")
+        twice = flash_attention(*(x.expand(2, -1, -1, -1) for x in (q, *one)), backend="triton")
+        assert torch.equal(packed[n], alone[0, :, 0])
+        assert torch.equal(twice, alone.expand(2, -1, -1, -1))
+
+
+def test_a_long_cache_is_read_by_many_programs() -> None:
+    from foundry_kernels.ops.flash_attention.triton.decode_launch import split
+
+    for rows, keys, kv_heads, programs in ((16, 16384, 8, 100), (16, 131072, 1, 64), (16, 4096, 8, 100)):
+        split_keys, num_splits = split(rows, keys)
+        assert num_splits * kv_heads >= programs
+        assert (num_splits - 1) * split_keys < keys <= num_splits * split_keys
+
+
+def _loop(line: str) -> dict[str, int]:
+    """The numbers in a line of `inspect`."""
+    found = {name: int(n) for n, name in re.findall(r"(\d+) (\w+)[,;]", line)}
+    for name, pattern in {
+        "all": "of (.*) inst",
+        "overlapped": "; (.*) products",
+        "hidden": r"(\d+) exponentials are",
+    }.items():
+        found[name] = int(re.findall(pattern, line)[0])
+    return found
+
+
+def test_products_are_under_way_during_the_softmax() -> None:
+    """In the machine code for Hopper: by width, the tiles between the window's edges, whose instructions are budgeted,
+    and those on its edges, which are masked by few more. An edit that loses the overlap need not meet a GPU to fail."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90"]
+    chosen = ["--kernel", "attention_fwd", "--case", "-causal bfloat16"]
+    done = subprocess.run([*command, *chosen], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    budgets = {64: 340, 128: 395, 256: 400}
+    seen = dict.fromkeys(budgets, 0)
+    for launch in done.stdout.split("flash_attention_fwd_kernel")[1:]:
+        width = int(re.findall(r" D=(\d+)-causal bfloat16", launch)[0])
+        masked, plain = sorted((_loop(line) for line in re.findall(r"loop of .*", launch)), key=lambda x: -x["all"])
+        assert plain["all"] <= budgets[width]
+        assert masked["all"] <= 1.25 * plain["all"]
+        for loop, least in ((masked, 0.4), (plain, 0.75)):
+            assert loop["overlapped"] >= least * loop["product"], (width, loop)
+            assert loop["hidden"] >= least * loop["exponential"], (width, loop)
+        seen[width] += 1
+    assert all(seen.values())
 
 
 @pytest.mark.cuda

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foundry_kernels.registry import wide_dtype
+
 
 def cross_entropy(
     logits: Tensor,
@@ -18,7 +20,7 @@ def cross_entropy(
     return_lse: bool,
     return_z_loss: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    compute = wide_dtype(logits.dtype)
     n_classes = logits.shape[-1]
     counts, known = target != ignore_index, (target >= 0) & (target < n_classes)
     _check_targets(target, known | ~counts, n_classes, ignore_index)

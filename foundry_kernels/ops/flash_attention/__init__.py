@@ -34,6 +34,7 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels._checks import check_tensor
 from foundry_kernels.ops._register import register_op
@@ -148,6 +149,12 @@ def flash_attention(
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first, as torch does for its own
     attention. The softmax is always computed in float32 or wider.
     """
+    if not is_dynamo_compiling():
+        out = FLASH_ATTENTION.direct(
+            backend, q, k, v, causal, scale, window, softcap, alibi_slopes, sinks, align, return_lse, return_stats
+        )
+        if out is not None:
+            return out
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)
     check_dense(q, k, v)

@@ -247,6 +247,8 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
             (bench_case(2, 8, 2, 512, 128, False), half),
             (_case(2, (8, 2), (512, 512), 128, "alibi", alibi_slopes=(8,), causal=True), half),  # one option alone
             *((_case(2, (8, 2), (512, 512), d, "all-options", **everything), half) for d in (64, 256)),
+            *((_case(1, (8, 2), (t, 2048), 128, "few-queries", causal=True), half) for t in (1, 16)),
+            *((_case(1, (8, 2), (4, 2048), d, "few-queries-all-options", **everything), half) for d in (64, 128, 256)),
         )
     both = ((256, 256), (256, 256), (8, 2))
     return (

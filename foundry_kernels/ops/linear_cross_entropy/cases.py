@@ -87,7 +87,8 @@ def scales(
 
     A logit sums products, and the loss is a difference of logits: it is as exact as they are.
     """
-    hidden, weight, target, class_weight = (args[k] for k in ("hidden", "weight", "target", "class_weight"))
+    hidden, weight, target = args["hidden"], args["weight"], args["target"]
+    class_weight = args.get("class_weight")
     assert hidden is not None
     assert weight is not None
     assert target is not None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels._triton import refuse_second_derivative
+from foundry_kernels.registry import wide_dtype
 
 #: Tokens of a chunk, if not given: at least so many, for the product's sake, and at most this share of all where logits
 #: are of 4 bytes.
@@ -36,10 +37,6 @@ BWD = (
     f"Tensor? class_weight, Tensor lse, Tensor lse_low, {_OPTIONS}, {_NEEDS}) "
     "-> (Tensor dhidden, Tensor dweight, Tensor dbias)"
 )
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def fast_products(dtype: torch.dtype) -> bool:
@@ -68,7 +65,7 @@ class _Tokens:
         logit_scale: float,
         cpu: bool,
     ) -> None:
-        self.dtype, self.n_rows = compute_dtype(hidden), target.numel()
+        self.dtype, self.n_rows = wide_dtype(hidden.dtype), target.numel()
         self.target = target.reshape(-1)
         x = hidden.reshape(-1, hidden.shape[-1])
         counts = self.target != ignore_index
@@ -149,7 +146,7 @@ def empty_fwd(
         (True, reduced), (save_lse, rows), (save_stats, rows), (save_z_loss, reduced), (any(needs), ()),
         (needs[0], hidden.shape), (needs[1], weight.shape), (needs[2], weight.shape[:1]),
     ]  # fmt: skip
-    return tuple(hidden.new_empty(s if wanted else (0,), dtype=compute_dtype(hidden)) for wanted, s in shapes)
+    return tuple(hidden.new_empty(s if wanted else (0,), dtype=wide_dtype(hidden.dtype)) for wanted, s in shapes)
 
 
 def make(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels._checks import check_device, check_eps, check_float, check_shape
 from foundry_kernels.ops._register import register_op
@@ -60,6 +61,10 @@ def rms_norm(
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
+    if not is_dynamo_compiling():
+        y = RMS_NORM.direct(backend, x, weight, eps, weight_offset, round_before_weight)
+        if y is not None:
+            return y
     _check(x, weight, eps, weight_offset)
     return resolve(RMS_NORM, backend, x)(x, weight, eps, weight_offset, round_before_weight)
 
@@ -89,6 +94,10 @@ def add_rms_norm(
     Raises:
         As :func:`rms_norm`; ValueError if `residual` does not match `x`.
     """
+    if not is_dynamo_compiling():
+        pair = ADD_RMS_NORM.direct(backend, x, residual, weight, eps, weight_offset, round_before_weight)
+        if pair is not None:
+            return pair
     _check(x, weight, eps, weight_offset)
     check_float("residual", residual)
     check_shape("residual", residual, x.shape, "that of x")

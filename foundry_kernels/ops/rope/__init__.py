@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels._checks import (
     check_device,
@@ -79,6 +80,10 @@ def rope(
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
+    if not is_dynamo_compiling():
+        pair = ROPE.direct(backend, q, k, cos, sin, interleaved, positions)
+        if pair is not None:
+            return pair
     cos, sin, positions = _check(q, k, cos, sin, positions)
     return resolve(ROPE, backend, q)(q, k, cos, sin, interleaved, positions)
 
@@ -122,6 +127,12 @@ def qk_norm_rope(
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
+    if not is_dynamo_compiling():
+        pair = QK_NORM_ROPE.direct(
+            backend, q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions
+        )
+        if pair is not None:
+            return pair
     cos, sin, positions = _check(q, k, cos, sin, positions)
     if q.shape[-1] == 0:
         raise ValueError(f"q must have a last dimension of at least 2, for it is normalised; got {tuple(q.shape)}")

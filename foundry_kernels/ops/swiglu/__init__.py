@@ -16,6 +16,7 @@ Units", 2016, arXiv:1606.08415.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_shape
 from foundry_kernels.ops._register import register_op
@@ -47,6 +48,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> 
     nothing for an input that needs no gradient and writes a packed gradient directly. Kernels have no second
     derivative.
     """
+    if not is_dynamo_compiling() and (y := SWIGLU.direct(backend, gate, up)) is not None:
+        return y
     _check(gate, up)
     return resolve(SWIGLU, backend, gate)(gate, up)
 
@@ -65,6 +68,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
     Raises:
         As :func:`swiglu`; ValueError if `approximate` is neither of the two.
     """
+    if not is_dynamo_compiling() and (y := GEGLU.direct(backend, gate, up, approximate)) is not None:
+        return y
     _check(gate, up)
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate must be one of {', '.join(APPROXIMATIONS)}; got {approximate!r}")

@@ -22,6 +22,7 @@ from foundry_kernels.ops.cross_entropy.triton.kernels import (
     cross_entropy_fwd_kernel,
     cross_entropy_reduce_kernel,
 )
+from foundry_kernels.registry import wide_dtype
 from foundry_kernels.tuning import choose
 
 _FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a program's tile, 16 a thread; and where rows share it
@@ -53,10 +54,6 @@ def _choose(
     return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_rows, n_cols, elements), device)
 
 
-def _compute(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def _sum_of(weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor | None:
     return None if weight is None or label_smoothing == 0.0 else weight.to(dtype).sum()
 
@@ -65,7 +62,7 @@ def _empty_fwd(
     logits: Tensor, target: Tensor, reduction: str, save_lse: bool, save_z_loss: bool, save_stats: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def empty(wanted: bool, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape if wanted else (0,), dtype=_compute(logits), device=logits.device)
+        return torch.empty(shape if wanted else (0,), dtype=wide_dtype(logits.dtype), device=logits.device)
 
     rows, reduced = target.shape, target.shape if reduction == "none" else ()
     return (

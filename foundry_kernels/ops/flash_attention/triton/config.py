@@ -1,8 +1,9 @@
 """Tiles, warps and pipeline stages: a table keyed on kernel, class of device, head dimension and dtype.
 
-BLOCK_M counts queries, BLOCK_N keys. The compiler's report (`python -m foundry_kernels inspect flash_attention`) bounds
-each row: no spilled register and the class's shared memory, with every option in use. Where that left a choice, a row
-starts from tiles published for the same kernel shape; none has been measured here, since no GPU has run it yet.
+BLOCK_M counts queries, BLOCK_N keys; of "decode" BLOCK_M is the most rows, queries of a group's heads, that it serves.
+The compiler's report (`python -m foundry_kernels inspect flash_attention`) bounds each row: no spilled register and the
+class's shared memory, with every option in use. Where that left a choice, a row starts from tiles published for the
+same kernel shape; none has been measured here, since no GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import Any
 
 import torch
 
+from foundry_kernels._triton import VERSION
+
 Row = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
 
 #: The interpreter: small, so that small cases have several tiles.
 _INTERPRETED: Row = (32, 32, 4, 1)
+_INTERPRETED_DECODE: Row = (16, 32, 4, 1)
 
 #: 16-bit inputs, by class of device and by the head dimension (a power of two, at least 64), the wider of D and Dv.
 _HALF: dict[str, dict[str, dict[int, Row]]] = {
@@ -23,12 +27,14 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
         "fwd": {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 1)},
         "dkdv": {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 1)},
         "dq": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2)},
     },
     # 163 KB (8.0): the same tiles, one more stage in flight.
     "ampere": {
         "fwd": {64: (128, 64, 8, 3), 128: (64, 32, 4, 3), 256: (64, 32, 8, 2)},
         "dkdv": {64: (32, 128, 8, 3), 128: (32, 64, 8, 3), 256: (32, 32, 8, 2)},
         "dq": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
     },
     # 227 KB, wgmma. Forward at 128: 128x64 with 3 stages and 8 warps, PyTorch's FlexAttention default on an H100.
     # dK, dV at 128: 64 queries a tile would spill 96 bytes.
@@ -36,6 +42,7 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
         "fwd": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
         "dkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
         "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
+        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
     },
 }
 # tcgen05 (10.x): as Hopper, but dK and dV would spill at its tiles beyond 64.
@@ -49,6 +56,16 @@ _SINGLE: dict[str, dict[int, Row]] = {
     "fwd": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
     "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "dq": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "decode": {64: (16, 32, 4, 2), 128: (16, 32, 4, 2), 256: (16, 16, 4, 2)},
+}
+
+#: Where Triton is older than 3.7, in place of a row with which it would spill: by class of device, kernel, head
+#: dimension and `needs_registers` (see `config`).
+_BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
+    ("hopper", "dkdv", 64, False): (32, 128, 8, 3),  # half the queries a tile: a narrower wgmma. 199 registers
+    ("hopper", "dkdv", 128, True): (32, 64, 8, 2),  # a stage less
+    # mma.sync: what is wide enough for wgmma spills 8 bytes or more.
+    ("hopper", "dkdv", 256, False): (32, 32, 8, 2),
 }
 
 
@@ -60,30 +77,40 @@ def device_class(capability: int) -> str:
 
 
 def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool) -> dict[str, Any]:
-    """The launch of "fwd", "dkdv", "dq" or "preprocess" for the padded `head_dim`, the wider of D and Dv. Capability 0
-    is the interpreter.
+    """The launch of "fwd", "decode", "dkdv", "dq" or "preprocess" for the padded `head_dim`, the wider of D and Dv.
+    Capability 0 is the interpreter.
 
     `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
-    block, whose masks do. Fewer keys or queries, or more warps, make room. There, forward, and in float32 `maxnreg` is
+    block, whose masks do. Fewer keys or rows, or more warps, make room. There, forward, and in float32 `maxnreg` is
     all that the warps can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
     """
     if kernel == "preprocess":
         elements = 8192 // dtype.itemsize  # of a tile; twice as many would spill in float32
         return {"BLOCK_M": 32 if capability == 0 else elements // max(64, head_dim), "num_warps": 4}
     if capability == 0:
-        row = _INTERPRETED
+        row = _INTERPRETED_DECODE if kernel == "decode" else _INTERPRETED
     else:
         table = _HALF[device_class(capability)] if dtype.itemsize == 2 else _SINGLE
         row = table[kernel][max(64, head_dim)]
     m, n, warps, stages = row
     if needs_registers and kernel == "dkdv" and n > 32:
         n //= 2
+    if needs_registers and kernel == "decode" and m > 16:
+        m //= 2
     if needs_registers and kernel == "fwd":
         warps = 8
         if head_dim > 128:
             m = min(m, 64)
+    if VERSION < (3, 7) and capability and dtype.itemsize == 2:
+        key = (device_class(capability), kernel, max(64, head_dim), needs_registers)
+        m, n, warps, stages = _BEFORE_3_7.get(key, (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    if dtype.itemsize != 2 or (needs_registers and kernel == "fwd"):
+    if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both ways
+        if capability == 0:
+            launch["AHEAD"] = dtype in (torch.float32, torch.float16)
+        else:
+            launch["AHEAD"] = dtype.itemsize == 2 and device_class(capability) == "hopper"
+    if dtype.itemsize != 2 or (needs_registers and kernel in ("fwd", "decode")):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
 
@@ -102,7 +129,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """`config`, and the rows that may be measured to be better. In the interpreter another tile stands for them."""
     own = config(kernel, capability, head_dim, dtype, needs_registers)
-    if kernel == "preprocess" or needs_registers or (dtype.itemsize != 2 and capability != 0):
+    if kernel in ("preprocess", "decode") or needs_registers or (dtype.itemsize != 2 and capability != 0):
         return [own]
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]

@@ -24,6 +24,7 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
     flash_attention_preprocess_kernel,
 )
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
+from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
 from foundry_kernels.tuning import choose
 
@@ -189,6 +190,7 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
+        self.few_queries = self.group * self.max_seqlen_q <= self.config("decode")["BLOCK_M"]
 
     def config(self, kernel: str) -> dict[str, Any]:
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
@@ -242,12 +244,13 @@ def launch_fwd(
     q, k, v, result = _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v)), _batched(out)
     p = _problem(q, k, v, options)
     target = _target(result, p.head_dim_v)
-    sinks = contiguous(options.sinks)
-    plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
-    launch(
-        flash_attention_fwd_kernel, plan, q, k, v, target, lse, entropy, max_logit,
-        contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k), contiguous(options.alibi_slopes), sinks,
-    )  # fmt: skip
+    sinks, slopes = contiguous(options.sinks), contiguous(options.alibi_slopes)
+    lengths, results = (contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k)), (lse, entropy, max_logit)
+    if p.few_queries:
+        launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, save_lse, save_stats)
+    else:
+        plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
+        launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
     _copy_back(target, result)
     return out, lse, entropy, max_logit
 

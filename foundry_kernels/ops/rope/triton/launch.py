@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._layout import storage_order
-from foundry_kernels._triton import compute_dtype, programs, strides_of, sum_partials
+from foundry_kernels._triton import VERSION, compute_dtype, programs, strides_of, sum_partials
 from foundry_kernels.ops.rope.triton.kernels import qk_norm_rope_bwd_kernel, rope_kernel
 from foundry_kernels.tuning import choose
 
@@ -26,6 +26,7 @@ def config(
     heads_inner: bool,
     aligned: bool,
     backward: bool,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Tile and warps for heads of `head_dim`, of which `rotary_dim` dimensions are rotated: 8 pairs a thread, 4 warps
     forward and 8 backward where there is enough work.
@@ -35,7 +36,8 @@ def config(
     to fill it otherwise.
 
     What fits in registers was measured with the compiler for compute capabilities 8.0 to 12.0: rows that are not
-    `aligned` to 16 elements need more address arithmetic, and take half the rows in the backward pass; heads that are
+    `aligned` to 16 elements need more address arithmetic, and take half the rows in the backward pass, as float32 does
+    where Triton is older than 3.7, which would spill 8 bytes; heads that are
     narrow, partly rotated, smaller than their block or, backward, wide need more than the 128 that leave room for two
     programs. `maxnreg` says how many registers there are; without it ptxas spills some to reach an occupancy that it
     guesses, or takes so many that one program fits instead of two.
@@ -45,15 +47,16 @@ def config(
         aligned and rotary_dim == head_dim == 2 * block and 64 <= head_dim <= (128 if backward else 256)
     )
     registers = 128 if fits_128_registers else 255
-    pairs = 2048 if backward else 1024
-    rows = max(1, min(128, (pairs if aligned or not backward else pairs // 2) // block))
+    half = backward and (not aligned or (VERSION < (3, 7) and dtype == torch.float32))
+    pairs = 1024 if half or not backward else 2048
+    rows = max(1, min(128, pairs // block))
     block_heads = 1
     if heads_inner:
         common = math.gcd(n_heads, n_kv_heads)
         block_heads = min(rows, common & -common)
     block_tokens = min(rows // block_heads, triton.next_power_of_2(tokens))
     block_heads = min(rows // block_tokens, triton.next_power_of_2(max(n_heads, n_kv_heads)))
-    warps = max(1, min(32, block_tokens * block_heads * block // (256 if aligned or not backward else 128)))
+    warps = max(1, min(32, block_tokens * block_heads * block // (128 if half else 256)))
     return {
         "BLOCK_TOKENS": block_tokens,
         "BLOCK_HEADS": block_heads,
@@ -287,7 +290,7 @@ def _config(
     aligned = all(s % 16 == 0 for s in strides)
     own = config(
         shape[3], 2 * cos[0][-1], shape[2], _n_heads(q), _n_heads(k),
-        heads_inner=heads_inner, aligned=aligned, backward=backward,
+        heads_inner=heads_inner, aligned=aligned, backward=backward, dtype=dtype,
     )  # fmt: skip
     name, norms, device = kernel
     tags = f"{8 * dtype.itemsize}-bit D={shape[3]} of which {2 * cos[0][-1]} rotated, {norms}"

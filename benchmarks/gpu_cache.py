@@ -1,0 +1,247 @@
+"""`make gpu-cache`: the Triton kernels of parity cases and benchmarks, compiled here for a GPU that is elsewhere.
+
+    make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12    # for Triton 3.6 in Python 3.12; needs no GPU
+    make gpu-check                                  # there, with build/gpu-cache.tar.xz brought along: it is used
+
+Each kernel is bound and specialised by Triton's own launch, on the stub of a GPU (stub_gpu.py), and so gets the key by
+which the launch on the GPU looks for it: the contents of Triton's files (thus its release, and Python's: its library is
+compiled for one), the kernel's source, signature and options, and the architecture. No path is part of it. Triton's
+index of its cache has absolute paths: the archive has none, `unpack` writes them. It holds what a launch needs, the
+code and its description: what the compiler passes through on the way is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import foundry_kernels as fk
+from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled, why_not
+from foundry_kernels import _aot
+from foundry_kernels.registry import OpSpec
+from foundry_kernels.testing import Case, call, make_cotangents
+
+ARCHIVE = Path(__file__).parents[1] / "build" / "gpu-cache.tar.xz"
+MANIFEST, INDEX = "manifest.json", "__grp__"
+#: What to compile: Triton's source object and the options of its launch.
+Kernel = tuple[Any, dict[str, Any]]
+
+
+def made_with() -> dict[str, str]:
+    """What must be the same here and there, for a kernel that was compiled here to be found there."""
+    import triton
+    from triton.runtime.cache import triton_key
+
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {"triton": triton.__version__, "python": python, "key": triton_key()}
+
+
+def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
+    """The kernels that `run` launches, each once. In this process they cannot be launched any more."""
+    import triton.compiler
+
+    found: list[Kernel] = []
+
+    def compile_later(src: Any, target: Any, options: dict[str, Any]) -> Any:
+        found.append((src, options))
+        return uncompiled(driver, src)
+
+    own, triton.compiler.compile = triton.compiler.compile, compile_later
+    try:
+        with stub_gpu(driver):
+            run()
+    finally:
+        triton.compiler.compile = own
+    return found
+
+
+def launch_all(text: str) -> None:
+    """What the operations whose names contain `text` launch: the parity cases in each dtype, forward with and without
+    gradients, and backward; and the benchmarks."""
+    for op in fk.OPS.values():
+        impl = op.impl("triton")
+        if impl is None or text not in op.name:
+            continue
+        for case in op.cases.CASES[op.name]:
+            for dtype in impl.dtypes:
+                launch_case(op, case, case.make(dtype))
+        if op.name == "linear_cross_entropy":  # its products would be computed; its kernels are those of the cases
+            continue
+        for case in op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ():
+            for dtype in _aot.DTYPES:
+                _aot._call(op, case, _aot._unfilled(case, dtype))
+
+
+def launch_case(op: OpSpec, case: Case, args: dict[str, torch.Tensor | None]) -> None:
+    with torch.no_grad():
+        call(op, args, case.options, backend="triton")
+    outputs = tuple(o for o in call(op, args, case.options, backend="triton") if o.requires_grad)
+    given = [t for t in args.values() if t is not None and t.requires_grad]
+    if given and outputs:
+        torch.autograd.grad(outputs, given, make_cotangents(outputs, case.cotangent), allow_unused=True)
+
+
+def fill(folder: Path, kernels: list[Kernel], target: Any, jobs: int) -> int:
+    """Compiles the kernels, and on Triton 3.6 the functions that launch them, into Triton's cache in `folder`, `jobs`
+    at a time; how many failed."""
+    global _WORK
+    _WORK = kernels, target, folder
+    began, failed = time.monotonic(), 0
+    context = multiprocessing.get_context("fork")  # kernels cannot be sent: a child has them already
+    with context.Pool(jobs) as pool:
+        for done, error in enumerate(pool.imap_unordered(_compile, range(len(kernels)), chunksize=4), 1):
+            if error:
+                failed += 1
+                print(f"not compiled: {error}", file=sys.stderr, flush=True)
+            if done % 100 == 0 or done == len(kernels):
+                print(f"{done} of {len(kernels)} kernels, {time.monotonic() - began:.0f} s", flush=True)
+    return failed
+
+
+_WORK: tuple[list[Kernel], Any, Path]
+
+
+def _compile(index: int) -> str:
+    from triton import knobs
+    from triton.compiler.compiler import compile
+
+    kernels, target, folder = _WORK
+    src, options = kernels[index]
+    knobs.cache.dir = str(folder)
+    try:
+        compiled = compile(src, target=target, options=options)
+        _compile_launcher(src, compiled.metadata)
+    except Exception as error:
+        return f"{src.fn.__name__}: {type(error).__name__}: {error}"
+    return ""
+
+
+def _compile_launcher(src: Any, metadata: Any) -> None:
+    """Triton 3.6 compiles a C function for each signature, with gcc and the driver's library. Here there may be none:
+    the function is linked against an empty one of that name, and not loaded."""
+    from triton import knobs
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    if not hasattr(driver, "make_launcher"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        library = [os.environ.get("CC") or shutil.which("gcc") or "cc", "-shared", "-o", f"{folder}/libcuda.so.1"]
+        subprocess.run([*library, "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull], check=True)
+        driver.libcuda_dirs.cache_clear()
+        driver.library_dirs.cache_clear()
+        with knobs.nvidia.scope():
+            knobs.nvidia.libcuda_path = folder
+            own, build._load_module_from_path = build._load_module_from_path, _not_loaded
+            try:
+                driver.CudaLauncher(src, metadata)
+            finally:
+                build._load_module_from_path = own
+
+
+def _not_loaded(name: str, path: str) -> Any:
+    return type("module", (), {"launch": None})
+
+
+def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
+    """What a launch needs of Triton's cache in `folder`, and what it was made with."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    about_file = folder / MANIFEST
+    about_file.write_text(json.dumps(about))
+    partial = archive.with_name(archive.name + ".partial")
+    with tarfile.open(partial, "w:xz", preset=6) as tar:
+        for path in [about_file, *sorted(folder.glob("*/*"))]:
+            if path.suffix in (".json", ".cubin", ".so") and not path.name.startswith(INDEX):
+                tar.add(path, str(path.relative_to(folder)))
+    partial.replace(archive)
+
+
+def unpack(archive: Path, folder: Path) -> dict[str, Any]:
+    """The archive in `folder`, for TRITON_CACHE_DIR; what it was made with.
+
+    Raises:
+        ValueError: it is damaged, or no such archive.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        about = json.loads((folder / MANIFEST).read_text())
+    except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+        raise ValueError(f"{archive} is not a cache that `make gpu-cache` made, or is damaged: {error}") from None
+    for described in folder.glob("*/*.json"):
+        if not described.name.startswith(INDEX):
+            code = described.with_suffix(".cubin")
+            paths = {path.name: str(path.resolve()) for path in (described, code) if path.exists()}
+            (described.parent / f"{INDEX}{described.name}").write_text(json.dumps({"child_paths": paths}))
+    return dict(about)
+
+
+def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
+    """The reason why no kernel of an archive would be found by this Triton on a GPU of capability `arch`, or None."""
+    here = made_with() | {"arch": arch}
+    for name in ("arch", "triton", "python"):
+        if about.get(name) != here[name]:
+            return f"it was made for {name} {about.get(name)}, and here is {here[name]}"
+    return None if about.get("key") == here["key"] else "it was made with another build of the same release of Triton"
+
+
+@contextmanager
+def only_from(folder: Path) -> Iterator[None]:
+    """While it lasts, Triton's cache is `folder`, and a kernel that is not in it is an error instead of compiled."""
+    from triton import knobs
+    from triton.compiler import ASTSource
+
+    def refuse(src: Any, *args: Any, **kwargs: Any) -> Any:
+        raise LookupError(f"{src.fn.__name__} is not in {folder}")
+
+    own = ASTSource.make_ir
+    with knobs.cache.scope():
+        knobs.cache.dir, ASTSource.make_ir = str(folder), refuse
+        try:
+            yield
+        finally:
+            ASTSource.make_ir = own
+
+
+def main(argv: list[str]) -> int:
+    """Compile the kernels for a GPU that is elsewhere, and pack them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cache", description=main.__doc__)
+    parser.add_argument("--arch", type=int, default=90, help="compute capability, 90 for 9.0 (default)")
+    parser.add_argument("--multiprocessors", type=int, default=132, help="of that GPU (default: 132, as H100 and H200)")
+    parser.add_argument("-k", metavar="TEXT", default="", help="only operations whose name contains this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time")
+    parser.add_argument("--archive", type=Path, default=ARCHIVE, help=f"default: {ARCHIVE}")
+    options = parser.parse_args(argv)
+    if (reason := why_not()) is not None:
+        parser.error(reason)
+    driver = StubDriver(options.arch, options.multiprocessors)
+    kernels = recorded(driver, lambda: launch_all(options.k))
+    if not kernels:
+        parser.error(f"no operation with Triton kernels has {options.k!r} in its name")
+    folder = options.archive.with_suffix("").with_suffix("")  # kept: what is in it is not compiled again
+    failed = fill(folder, kernels, driver.target, options.jobs)
+    about = made_with() | {"arch": options.arch, "kernels": len(kernels) - failed}
+    pack(folder, options.archive, about)
+    size = options.archive.stat().st_size / 2**20
+    made_for = f"compute capability {options.arch / 10}, Triton {about['triton']} in Python {about['python']}"
+    print(f"{options.archive}: {about['kernels']} kernels for {made_for}; {size:.1f} MB")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,315 @@
+// Calls of the operators from Python on plain CPU tensors. torch's binding of operators translates every argument into
+// an IValue by the schema and back, which takes longer than the arithmetic of a small call, and Python's checks of the
+// arguments take as long again. These functions read the arguments of the public functions as they are.
+//
+// They serve what is usual and return None for all else, bad input included: the caller then goes the general way,
+// whose checks say what is wrong. Usual are dense CPU tensors of the class Tensor or Parameter, in a thread in which no
+// mode (FakeTensorMode, torch.func, tracing, TorchFunctionMode, ...) wants to see the call. From the operators on,
+// nothing differs: autograd, the profiler and the dispatcher see the same.
+#include "direct.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cmath>
+
+#include "torch/operators.h"
+
+namespace foundry {
+namespace {
+
+bool within(c10::DispatchKeySet keys, c10::DispatchKeySet usual) { return (keys.raw_repr() & ~usual.raw_repr()) == 0; }
+
+bool usual_thread() {
+  return within(c10::impl::tls_local_dispatch_key_set().included_, c10::default_included_set) &&
+         !at::impl::torch_function_mode_enabled();
+}
+
+// Dense, on the CPU, and none of conjugate, negated, batched, forward-mode dual, ...
+bool usual_tensor(PyObject* object) {
+  if (!THPVariable_CheckExact(object)) return false;
+  constexpr c10::DispatchKeySet kUsual{c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
+                                       c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU};
+  const Tensor& t = THPVariable_Unpack(object);
+  return t.defined() && t.is_cpu() && within(t.key_set(), kUsual) && !t._fw_grad(0).defined();
+}
+
+bool served(const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// The arguments of a call, read in their order. `ok()` tells at the end whether each was as it was read; until then one
+// that was not is a default.
+class Arguments {
+ public:
+  Arguments(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted)
+      : next_(arguments),
+        ok_(given == wanted && usual_thread() && is_text(*arguments, "auto", "native")) {
+    if (ok_) ++next_;  // the backend
+  }
+
+  bool ok() const { return ok_; }
+  void need(bool condition) { ok_ = ok_ && condition; }
+
+  const Tensor& tensor() {
+    const Tensor& t = any_tensor();
+    need(ok_ && served(t));
+    return t;
+  }
+  OptionalTensor optional_tensor() { return take_none() ? OptionalTensor() : OptionalTensor(tensor()); }
+  OptionalTensor positions() {
+    if (take_none()) return std::nullopt;
+    const Tensor& t = any_tensor();
+    need(ok_ && (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt));
+    return t;
+  }
+  bool boolean() {
+    need(ok_ && PyBool_Check(*next_));
+    return ok_ && *next_++ == Py_True;
+  }
+  double real() {
+    need(ok_ && PyFloat_CheckExact(*next_));
+    return ok_ ? PyFloat_AS_DOUBLE(*next_++) : 0.0;
+  }
+  // A window's side or the like: not negative.
+  OptionalInt optional_count() { return take_none() ? OptionalInt() : OptionalInt(count(*next_++)); }
+  std::pair<OptionalInt, OptionalInt> optional_counts() {
+    if (take_none()) return {};
+    need(ok_ && PyTuple_CheckExact(*next_) && PyTuple_GET_SIZE(*next_) == 2);
+    if (!ok_) return {};
+    PyObject* pair = *next_++;
+    const auto side = [&](int i) {
+      PyObject* value = PyTuple_GET_ITEM(pair, i);
+      return value == Py_None ? OptionalInt() : OptionalInt(count(value));
+    };
+    const OptionalInt left = side(0), right = side(1);
+    return {left, right};
+  }
+  std::optional<double> optional_positive() {
+    if (take_none()) return std::nullopt;
+    const double value = real();
+    need(value > 0.0 && std::isfinite(value));
+    return value;
+  }
+  // One of two words: whether it is the first.
+  bool word(const char* first, const char* second) {
+    need(ok_ && is_text(*next_, first, second));
+    return ok_ && PyUnicode_CompareWithASCIIString(*next_++, first) == 0;
+  }
+  void none() { need(take_none()); }
+
+ private:
+  static bool is_text(PyObject* object, const char* first, const char* second) {
+    return PyUnicode_CheckExact(object) && (PyUnicode_CompareWithASCIIString(object, first) == 0 ||
+                                            PyUnicode_CompareWithASCIIString(object, second) == 0);
+  }
+  bool take_none() {
+    const bool is_none = ok_ && *next_ == Py_None;
+    next_ += is_none;
+    return is_none;
+  }
+  const Tensor& any_tensor() {
+    static const Tensor undefined;
+    need(ok_ && usual_tensor(*next_));
+    return ok_ ? THPVariable_Unpack(*next_++) : undefined;
+  }
+  int64_t count(PyObject* object) {
+    need(ok_ && PyLong_CheckExact(object));
+    if (!ok_) return 0;
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    need(overflow == 0 && value >= 0);
+    return value;
+  }
+
+  PyObject* const* next_;
+  bool ok_;
+};
+
+PyObject* to_python(const Tensor& t) { return THPVariable_Wrap(t); }
+PyObject* to_python(const std::tuple<Tensor, Tensor>& pair) {
+  PyObject* out = PyTuple_New(2);
+  if (!out) throw python_error();
+  PyTuple_SET_ITEM(out, 0, to_python(std::get<0>(pair)));
+  PyTuple_SET_ITEM(out, 1, to_python(std::get<1>(pair)));
+  return out;
+}
+
+// The result of a call that other Python threads need not wait for.
+template <class Call>
+PyObject* result_of(const Call& call) {
+  return to_python([&] {
+    pybind11::gil_scoped_release no_gil;
+    return call();
+  }());
+}
+
+// A function of the table below: reads its arguments and calls the operator, or returns None.
+template <auto call>
+PyObject* guarded(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  HANDLE_TH_ERRORS
+  return call(arguments, given);
+  END_HANDLE_TH_ERRORS
+}
+
+bool is_eps(double eps) { return eps >= 0.0 && std::isfinite(eps); }
+
+bool is_weight(const OptionalTensor& weight, const Tensor& x, double weight_offset) {
+  return weight ? weight->dim() == 1 && weight->size(0) == x.size(-1) : weight_offset == 0.0;
+}
+
+PyObject* call_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 6);
+  const Tensor& x = in.tensor();
+  const OptionalTensor weight = in.optional_tensor();
+  const double eps = in.real(), weight_offset = in.real();
+  const bool round_before_weight = in.boolean();
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, weight_offset) && is_eps(eps));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return rms_norm(x, weight, eps, weight_offset, round_before_weight); });
+}
+
+PyObject* call_add_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 7);
+  const Tensor& x = in.tensor();
+  const Tensor& residual = in.tensor();
+  const OptionalTensor weight = in.optional_tensor();
+  const double eps = in.real(), weight_offset = in.real();
+  const bool round_before_weight = in.boolean();
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, weight_offset) && is_eps(eps));
+  in.need(in.ok() && residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type());
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return add_rms_norm(x, residual, weight, eps, weight_offset, round_before_weight); });
+}
+
+bool is_gate(const Tensor& gate, const OptionalTensor& up) {
+  if (gate.dim() == 0) return false;
+  return up ? up->sizes() == gate.sizes() && up->scalar_type() == gate.scalar_type() : gate.size(-1) % 2 == 0;
+}
+
+PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 3);
+  const Tensor& gate = in.tensor();
+  const OptionalTensor up = in.optional_tensor();
+  in.need(in.ok() && is_gate(gate, up));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return swiglu(gate, up); });
+}
+
+PyObject* call_geglu(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 4);
+  const Tensor& gate = in.tensor();
+  const OptionalTensor up = in.optional_tensor();
+  const bool exact = in.word("none", "tanh");
+  in.need(in.ok() && is_gate(gate, up));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return geglu(gate, up, exact ? "none" : "tanh"); });
+}
+
+// Tables and positions that need no preparation: those with a leading dimension of 1 for many sequences do.
+bool are_rotations(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                   const OptionalTensor& positions) {
+  if (q.dim() != 4 || k.dim() != 4 || k.scalar_type() != q.scalar_type()) return false;
+  for (const int64_t d : {0, 2, 3})
+    if (k.size(d) != q.size(d)) return false;
+  const int64_t batch = q.size(0), tokens = q.size(2), half = cos.dim() ? cos.size(-1) : 0;
+  if (half == 0 || 2 * half > q.size(3) || sin.sizes() != cos.sizes() || sin.scalar_type() != cos.scalar_type())
+    return false;
+  if (at::GradMode::is_enabled() && (cos.requires_grad() || sin.requires_grad())) return false;
+  if (cos.dim() == 3) return !positions && cos.size(0) == batch && cos.size(1) == tokens;
+  if (cos.dim() != 2) return false;
+  if (!positions) return cos.size(0) >= tokens;
+  return positions->dim() == 1 ? positions->size(0) == tokens
+                               : positions->dim() == 2 && positions->size(0) == batch && positions->size(1) == tokens;
+}
+
+PyObject* call_rope(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 7);
+  const Tensor &q = in.tensor(), &k = in.tensor(), &cos = in.tensor(), &sin = in.tensor();
+  const bool interleaved = in.boolean();
+  const OptionalTensor positions = in.positions();
+  in.need(in.ok() && are_rotations(q, k, cos, sin, positions));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return rope(q, k, cos, sin, interleaved, positions); });
+}
+
+PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 12);
+  const Tensor &q = in.tensor(), &k = in.tensor();
+  const OptionalTensor q_weight = in.optional_tensor(), k_weight = in.optional_tensor();
+  const Tensor &cos = in.tensor(), &sin = in.tensor();
+  const double eps = in.real(), weight_offset = in.real();
+  const bool round_before_weight = in.boolean(), interleaved = in.boolean();
+  const OptionalTensor positions = in.positions();
+  in.need(in.ok() && are_rotations(q, k, cos, sin, positions) && is_eps(eps));
+  in.need(in.ok() && is_weight(q_weight, q, weight_offset) && is_weight(k_weight, k, weight_offset));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] {
+    return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved,
+                        positions);
+  });
+}
+
+constexpr int64_t kMaxHeadDim = 256;  // as in checks.py
+
+bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
+  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
+  if (k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
+  const int64_t head_dim = q.size(3), head_dim_v = v.size(3), n_kv_heads = k.size(1);
+  return k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == n_kv_heads && v.size(2) == k.size(2) &&
+         k.size(3) == head_dim && 0 < head_dim && head_dim <= kMaxHeadDim && 0 < head_dim_v &&
+         head_dim_v <= kMaxHeadDim && n_kv_heads > 0 && q.size(1) > 0 && q.size(1) % n_kv_heads == 0;
+}
+
+PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 13);
+  const Tensor &q = in.tensor(), &k = in.tensor(), &v = in.tensor();
+  const bool causal = in.boolean();
+  const std::optional<double> scale = in.optional_positive();
+  const auto [window_left, window_right] = in.optional_counts();
+  const std::optional<double> softcap = in.optional_positive();
+  in.none();  // ALiBi's slopes
+  in.none();  // sinks
+  const bool bottom_right = in.word("bottom_right", "top_left");
+  const bool return_lse = in.boolean(), return_stats = in.boolean();
+  in.need(in.ok() && is_attention(q, k, v) && !return_lse && !return_stats);
+  in.need(!at::autocast::is_autocast_enabled(at::kCPU));  // it would cast them first
+  if (!in.ok()) Py_RETURN_NONE;
+  AttentionOptions options{};
+  options.max_seqlen_q = q.size(2);
+  options.max_seqlen_k = k.size(2);
+  options.scale = scale ? *scale : std::pow(static_cast<double>(q.size(3)), -0.5);
+  options.window_left = window_left;
+  options.window_right = causal ? OptionalInt(0) : window_right;
+  options.softcap = softcap;
+  options.bottom_right = bottom_right;
+  return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
+}
+
+template <auto call>
+PyMethodDef method(const char* name) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded<call>)), METH_FASTCALL,
+          "The public function's arguments, backend first, by position. None where the call is not a usual one."};
+}
+
+}  // namespace
+
+PyMethodDef* direct_calls() {
+  static PyMethodDef methods[] = {
+      method<call_rms_norm>("rms_norm"),
+      method<call_add_rms_norm>("add_rms_norm"),
+      method<call_swiglu>("swiglu"),
+      method<call_geglu>("geglu"),
+      method<call_rope>("rope"),
+      method<call_qk_norm_rope>("qk_norm_rope"),
+      method<call_flash_attention>("flash_attention"),
+      {nullptr, nullptr, 0, nullptr},
+  };
+  return methods;
+}
+
+}  // namespace foundry

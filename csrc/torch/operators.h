@@ -1,0 +1,28 @@
+// The operators that the public functions call, for direct.cpp. Each checks its arguments, serves any device and
+// records itself for a backward pass; what they are composed of is in the file of the operation.
+#pragma once
+
+#include <tuple>
+
+#include "common.h"
+#include "flash_attention_options.h"
+
+namespace foundry {
+
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
+                bool round_before_weight);
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                        double eps, double weight_offset, bool round_before_weight);
+Tensor swiglu(const Tensor& gate, const OptionalTensor& up);
+Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate);
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                bool interleaved, const OptionalTensor& positions);
+std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
+                                        const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin,
+                                        double eps, double weight_offset, bool round_before_weight, bool interleaved,
+                                        const OptionalTensor& positions);
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                           const AttentionOptions& options, bool return_lse,
+                                                           bool return_stats);
+
+}  // namespace foundry

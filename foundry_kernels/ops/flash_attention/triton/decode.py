@@ -1,0 +1,164 @@
+"""The forward kernels for few queries: all query heads of a group in one tile, so that keys are read once, and the keys
+split over programs.
+
+`decode`: a program owns a split of the keys of one key-value head. Where there are several, it leaves its sums and its
+state of the softmax to `combine`, of which a program owns a row and adds the splits in their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foundry_kernels._triton import round_to
+from foundry_kernels.ops.flash_attention.triton.block_range import block_range
+from foundry_kernels.ops.flash_attention.triton.dot import dot
+from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
+from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
+from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
+from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
+from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
+from foundry_kernels.ops.flash_attention.triton.tile_io import load_rows
+
+#: The most splits of a sequence: what `combine` reads at once.
+MAX_SPLITS = tl.constexpr(64)
+
+
+@triton.jit
+def _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN: tl.constexpr):
+    """(the number of splits that sequence n uses, the place of the first in the workspace). Packed sequences of unequal
+    lengths take no more places than their keys do: what comes before n fills start_k // split_keys + n at most."""
+    used = tl.minimum(tl.cdiv(seqlen_k, split_keys), num_splits)
+    first = start_k // split_keys + n if VARLEN else n * num_splits
+    return used, first
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def flash_attention_decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, sums_ptr, states_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
+    n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
+    VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A row is a query of one of the heads of a group, `n_rows` <= BLOCK_M of them: the heads vary fastest. With SPLIT
+    the sums [splits, Hk, n_rows, DV] and three times `n_states` numbers, the states of the same rows, are written, else
+    the results. All tiles are masked: time goes into reading the keys."""
+    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
+    scale, softcap = b_zero + scale, b_zero + softcap
+    pid = tl.program_id(0)
+    kv_head = (pid % n_kv_heads).to(tl.int64)
+    n = (pid // n_kv_heads % n_batch).to(tl.int64)
+    split = pid // n_kv_heads // n_batch
+    start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
+        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
+    )
+    used, place = _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN)
+    if split >= tl.maximum(used, 1):
+        return
+    rows = tl.arange(0, BLOCK_M)  # [M]
+    tokens = rows // group
+    heads = kv_head * group + rows % group
+    m_rows = tokens < seqlen_q
+    offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
+    q_pos = (tokens + offset)[:, None]
+    p_q = q_ptr + n * stride_qb + (tl.cast(start_q, tl.int64) + tokens) * stride_qt + heads * stride_qh
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    b_q = tl.load(p_q[:, None] + dims, mask=m_rows[:, None] & (dims < D), other=0.0)  # [M, D]
+    k_ptr += n * stride_kb + kv_head * stride_kh + tl.cast(start_k, tl.int64) * stride_ks
+    v_ptr += n * stride_vb + kv_head * stride_vh + tl.cast(start_k, tl.int64) * stride_vs
+    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, heads[:, None], HAS_ALIBI, COMPUTE)
+    factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_DV], COMPUTE)
+    b_m = tl.full([BLOCK_M], -float("inf"), COMPUTE)
+    b_l = tl.zeros([BLOCK_M], COMPUTE)
+    b_e = tl.zeros([BLOCK_M], COMPUTE)
+    begin, _, _, end = block_range(0, seqlen_q, seqlen_k, offset, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    if SPLIT:
+        begin += split * split_keys
+        if split < num_splits - 1:  # the last one takes what is left
+            end = tl.minimum(end, begin + split_keys)
+    for j0 in range(begin, end, BLOCK_N):
+        j0 = tl.multiple_of(j0, BLOCK_N)
+        first = tl.cast(j0, tl.int64)
+        b_k = load_rows(k_ptr + first * stride_ks, stride_ks, seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)  # [N, D]
+        b_v = load_rows(v_ptr + first * stride_vs, stride_vs, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)  # [N, DV]
+        cols = j0 + tl.arange(0, BLOCK_N)[None, :]
+        b_qk = dot(b_q, tl.trans(b_k))  # [M, N]
+        b_s, _b_t = scores(b_qk, cols - q_pos, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
+        m_seen = seen_keys(j0, BLOCK_N, q_pos, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+        b_s = tl.where(m_seen, b_s, -float("inf"))
+        b_p, b_shrink, b_m, b_l, b_e = online_softmax(b_s, factor, b_m, b_l, b_e, True, SAVE_STATS)
+        b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
+    if SPLIT:
+        at = ((place + split) * n_kv_heads + kv_head) * n_rows + rows
+        m_rows = rows < n_rows
+        tl.store(states_ptr + at, b_m, mask=m_rows)
+        tl.store(states_ptr + n_states + at, b_l, mask=m_rows)
+        if SAVE_STATS:
+            tl.store(states_ptr + 2 * n_states + at, b_e, mask=m_rows)
+        dims_v = tl.arange(0, BLOCK_DV)[None, :]
+        tl.store(sums_ptr + at[:, None] * DV + dims_v, b_acc, mask=m_rows[:, None] & (dims_v < DV))
+    else:
+        tokens += start_q
+        p_out = out_ptr + n * stride_ob + tokens.to(tl.int64) * stride_ot + heads * stride_oh
+        at = n * stride_lseb + heads * tokens_q + tokens
+        finish_rows(
+            b_acc, b_m, b_l, b_e, m_rows, heads, p_out[:, None], at, lse_ptr, entropy_ptr, max_logit_ptr, sinks_ptr,
+            HAS_SINKS, SAVE_LSE, SAVE_STATS, DV, BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def flash_attention_combine_kernel(
+    sums_ptr, states_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sinks_ptr,
+    n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
+    stride_ob, stride_oh, stride_ot, stride_lseb,
+    VARLEN: tl.constexpr, HAS_SINKS: tl.constexpr, SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr,
+    COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One row from its splits: the sums as one softmax over all keys would have them, added in a fixed order."""
+    pid = tl.program_id(0)
+    row = pid % n_rows
+    kv_head = (pid // n_rows % n_kv_heads).to(tl.int64)
+    n = (pid // n_rows // n_kv_heads).to(tl.int64)
+    start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
+        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
+    )
+    token = row // group
+    if token >= seqlen_q:
+        return
+    used, place = _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN)
+    at = (place * n_kv_heads + kv_head) * n_rows + row
+    step = tl.cast(n_kv_heads, tl.int64) * n_rows
+    splits = tl.arange(0, MAX_SPLITS)[None, :]  # [1, splits]
+    p_states = states_ptr + at + splits * step
+    b_tops = tl.load(p_states, mask=splits < used, other=-float("inf"))
+    b_m = tl.max(b_tops, 1)  # [1]
+    b_base = tl.where(b_m == -float("inf"), 0.0, b_m)[:, None]
+    b_shrink = tl.exp2(b_tops - b_base)
+    b_sizes = tl.load(p_states + n_states, mask=splits < used, other=0.0)
+    b_l = tl.sum(b_sizes * b_shrink, 1)
+    b_e = tl.zeros([1], COMPUTE)
+    if SAVE_STATS:  # a weight of 0 must not meet -inf
+        b_falls = tl.load(p_states + 2 * n_states, mask=splits < used, other=0.0)
+        b_e = tl.sum(b_shrink * (b_falls + tl.maximum(b_tops - b_base, -2000.0) * b_sizes), 1)
+    b_acc = tl.zeros([BLOCK_DV], COMPUTE)
+    dims = tl.arange(0, BLOCK_DV)[None, :]
+    for first in range(0, used, BLOCK_SPLITS):
+        each = (first + tl.arange(0, BLOCK_SPLITS))[:, None]  # [splits, 1]
+        b_each = tl.load(states_ptr + at + each * step, mask=each < used, other=-float("inf"))
+        b_sums = tl.load(sums_ptr + (at + each * step) * DV + dims, mask=(each < used) & (dims < DV), other=0.0)
+        b_acc += tl.sum(b_sums * tl.exp2(b_each - b_base), 0)
+    token += start_q
+    head = kv_head * group + row % group + tl.zeros([1], tl.int64)  # [1]
+    p_out = out_ptr + n * stride_ob + tl.cast(token, tl.int64) * stride_ot + head * stride_oh
+    finish_rows(
+        b_acc[None, :], b_m, b_l, b_e, head >= 0, head, p_out[:, None], n * stride_lseb + head * tokens_q + token,
+        lse_ptr, entropy_ptr, max_logit_ptr, sinks_ptr, HAS_SINKS, SAVE_LSE, SAVE_STATS, DV, BLOCK_DV,
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""What few queries launch: how keys are split, and where the splits leave their sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._launch import Plan, launch, planned
+from foundry_kernels._triton import INTERPRET
+from foundry_kernels.ops.flash_attention.triton.decode import (
+    MAX_SPLITS,
+    flash_attention_combine_kernel,
+    flash_attention_decode_kernel,
+)
+
+if TYPE_CHECKING:
+    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+
+#: Keys of a split for each row of the tile, so that sums are few next to keys. The interpreter's cases are short.
+_KEYS_A_ROW = 4 if INTERPRET else 16
+
+
+def split(rows: int, keys: int) -> tuple[int, int]:
+    """(keys of a split, number of splits) for so many rows of a tile, and keys that one of them may see.
+
+    By these lengths alone: neither the device nor the batch counts, so that what a sequence gets does not depend on the
+    sequences beside it. 16384 keys make 64 splits, 512 programs of a model with 8 key-value heads.
+    """
+    least = _KEYS_A_ROW * rows
+    split_keys = max(least, triton.next_power_of_2(triton.cdiv(keys, MAX_SPLITS.value)))
+    return split_keys, max(1, triton.cdiv(keys, split_keys))
+
+
+@planned
+def _plan_decode(
+    p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool
+) -> tuple[Plan, Plan | None, int, int]:
+    """The launch of `decode`, that of `combine` if keys are split and, for the workspace, its number of rows and their
+    width."""
+    config = p.config("decode")
+    rows = p.group * p.max_seqlen_q
+    config["BLOCK_M"] = max(16, triton.next_power_of_2(rows))
+    left, right = p.window
+    keys = p.max_seqlen_k
+    if p.constants["HAS_LEFT"] and (p.constants["HAS_RIGHT"] or p.constants["BOTTOM_RIGHT"]):
+        keys = min(keys, left + p.max_seqlen_q + right)
+    if p.constants["HAS_RIGHT"] and not p.constants["BOTTOM_RIGHT"]:
+        keys = min(keys, p.max_seqlen_q + right)
+    split_keys, num_splits = split(config["BLOCK_M"], keys)
+    places = p.tokens_k // split_keys + p.n_batch if p.packed else p.n_batch * num_splits
+    n_states = places * p.n_kv_heads * rows
+    counts = (
+        p.n_batch, p.n_kv_heads, p.group, rows, p.tokens_q, p.tokens_k, split_keys, num_splits, n_states,
+    )  # fmt: skip
+    strides = p.strides(out)
+    numbers = (
+        *counts, *p.strides_qkv, *strides, p.stride_lseb, p.stride_alibi, p.scale, p.softcap, *p.window,
+    )  # fmt: skip
+    flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
+    grid = (num_splits * p.n_batch * p.n_kv_heads,)
+    decode = Plan(grid, numbers, p.constants | flags | {"SPLIT": num_splits > 1} | config)
+    if num_splits == 1:
+        return decode, None, 0, 0
+    shared = {name: p.constants[name] for name in ("VARLEN", "COMPUTE", "DV", "BLOCK_DV")}
+    chunk = {"BLOCK_SPLITS": min(MAX_SPLITS.value, 4096 // shared["BLOCK_DV"]), "num_warps": 4}
+    combine = Plan(
+        (p.n_batch * p.n_kv_heads * rows,), (*counts, *strides, p.stride_lseb), shared | flags | chunk
+    )  # fmt: skip
+    return decode, combine, n_states, p.head_dim_v
+
+
+def launch_decode(
+    p: _Problem,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor | None, ...],
+    lengths: tuple[Tensor | None, Tensor | None],
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    save_lse: bool,
+    save_stats: bool,
+) -> None:
+    """`results` are out, lse, entropy and max_logit, `lengths` the cu_seqlens."""
+    out = results[0]
+    assert out is not None
+    decode, combine, n_states, width = _plan_decode(p, out.stride(), sinks is not None, save_lse, save_stats)
+    sums = states = None
+    if combine is not None:
+        dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+        sums = out.new_empty((n_states, width), dtype=dtype)
+        states = sums.new_empty((3 if save_stats else 2, n_states))
+    launch(flash_attention_decode_kernel, decode, *inputs, *results, sums, states, *lengths, alibi_slopes, sinks)
+    if combine is not None:
+        launch(flash_attention_combine_kernel, combine, sums, states, *results, *lengths, sinks)

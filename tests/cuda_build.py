@@ -1,0 +1,93 @@
+"""`make cuda-build`: the whole extension compiled and loaded, its CUDA half too, by nvcc and without a GPU.
+
+torch must be a CUDA build: `make cuda-build STACK=2.11`, where the Python at hand has none. It is built in build/cuda,
+beside the extension in use; what is proved is that it compiles, links and imports, that every operation with CUDA
+sources has registered its kernels, and that the CPU half beside them gives right results.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import nvcc
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "cuda"
+
+#: In a process of its own: the extension in place of the package's, then its operators.
+LOAD = """
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("foundry_kernels._C", sys.argv[1])
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+import foundry_kernels as fk
+from foundry_kernels import _native
+assert fk.OPS["rms_norm"].impl("native").devices == ("cpu", "cuda"), _native.build_info()
+for name in sys.argv[2:]:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("foundry_kernels::" + name, "CUDA"), name
+x, w = torch.randn(5, 96), torch.randn(96)
+torch.testing.assert_close(fk.rms_norm(x, w, backend="native"), fk.rms_norm(x, w, backend="reference"))
+print(f"loads: CUDA kernels for {_native.build_info()['cuda_architectures']}: {', '.join(sys.argv[2:])}")
+"""
+
+
+def toolkit(dryrun: str) -> Path:
+    """The toolkit's folder, by what `nvcc --dryrun` prints: the nvcc on the PATH may be a script or a link."""
+    found = re.search(r"^#\$ TOP=(.+)$", dryrun, re.MULTILINE)
+    assert found is not None, dryrun
+    return Path(os.path.normpath(found[1].strip()))
+
+
+def environment(home: Path, packages: Path) -> dict[str, str]:
+    """The variables by which the compilers find headers and libraries: the toolkit's, then those of torch's wheels,
+    which have what a small toolkit lacks (cusparse.h), and lack what every toolkit has (crt/)."""
+    wheels = sorted((packages / "nvidia").glob("cu[0-9]*"))
+    paths = {"CPATH": [home / "include", *(w / "include" for w in wheels)], "LIBRARY_PATH": [w / "lib" for w in wheels]}
+    found = {name: [*map(str, own), *filter(None, [os.environ.get(name)])] for name, own in paths.items()}
+    return {"CUDA_HOME": str(home), **{name: os.pathsep.join(own) for name, own in found.items() if own}}
+
+
+def why_not() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build; the older stack's is not: make cuda-build STACK=2.11"
+    if nvcc.nvcc() is None:
+        return f"nvcc {torch.version.cuda} is needed, on the PATH or in CUDA_HOME/bin"
+    return None
+
+
+def main() -> int:
+    if (reason := why_not()) is not None:
+        print(f"cuda-build stops here: {reason}", file=sys.stderr)
+        return 3
+    program = nvcc.nvcc()
+    assert program is not None
+    said = subprocess.run([program, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    env = os.environ | environment(toolkit(said), Path(sysconfig.get_path("purelib"))) | {"CI": "true"}  # it must build
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "setup.py", "build_ext", f"--build-lib={FOLDER}", f"--build-temp={FOLDER / 'temp'}"]
+    print(f"compiling with the toolkit in {env['CUDA_HOME']}; log: build/cuda/log.txt", flush=True)
+    with (FOLDER / "log.txt").open("w") as log:
+        code = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
+    if code:
+        print((FOLDER / "log.txt").read_text()[-6000:], file=sys.stderr)
+        return code
+    [library] = (FOLDER / "foundry_kernels").glob("_C*.so")
+    print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
+    return subprocess.run([sys.executable, "-c", LOAD, str(library), *operators()], cwd=ROOT).returncode
+
+
+def operators() -> list[str]:
+    """Those that csrc/torch registers for CUDA."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "csrc" / "torch").glob("*_cuda.cpp")))
+    return re.findall(r'm\.impl\("(\w+)"', text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

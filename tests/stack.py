@@ -1,0 +1,97 @@
+"""`make TARGET STACK=2.11`: any target, on other versions of torch and Triton.
+
+The target runs in a copy of this tree, build/stack-2.11, with its own environment, build folder and extension, so that
+nothing of the default's is touched: an extension lies beside the sources and serves one version of torch. This script
+makes the copy, or brings it up to date. constraints-2.11.txt has the versions that differ from constraints.txt.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv: list[str]) -> int:
+    [stack] = argv
+    try:
+        print(f"{update(ROOT, stack)}: this tree with {changed_versions(ROOT, stack)}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def update(root: Path, stack: str) -> Path:
+    """The copy of the tree at `root`, equal to it but for the versions.
+
+    Raises:
+        ValueError: there is no such stack.
+    """
+    versions = constraints(root, stack)
+    copy = root / "build" / f"stack-{stack}"
+    wanted = {path.relative_to(root): path.read_bytes() for path in files(root)}
+    wanted[Path("constraints.txt")] = versions.encode()
+    copy.mkdir(parents=True, exist_ok=True)
+    for path in list(files(copy)):
+        if path.relative_to(copy) not in wanted:
+            path.unlink()
+    for name, content in wanted.items():
+        target = copy / name
+        if not target.exists() or target.read_bytes() != content:  # else it keeps its time, by which make decides
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            if name != Path("constraints.txt"):
+                shutil.copymode(root / name, target)
+    return copy
+
+
+def files(root: Path) -> Iterator[Path]:
+    """What git would not ignore, whether or not there is a git."""
+    ignored = (root / ".gitignore").read_text().split() if (root / ".gitignore").exists() else []
+    patterns = ["/.git", *(line.rstrip("/") for line in ignored)]
+
+    def inside(folder: Path) -> Iterator[Path]:
+        for path in sorted(folder.iterdir()):
+            names = (path.name, f"/{path.relative_to(root)}")
+            if any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns):
+                continue
+            if path.is_dir():
+                yield from inside(path)
+            else:
+                yield path
+
+    return inside(root)
+
+
+def constraints(root: Path, stack: str) -> str:
+    """constraints.txt with the versions of the stack in place of its own."""
+    ours = pins(_file(root, stack).read_text())
+    lines = (root / "constraints.txt").read_text().splitlines()
+    kept = [line for line in lines if line.partition("==")[0] not in ours]
+    return "\n".join([*kept, *(f"{name}=={version}" for name, version in ours.items())]) + "\n"
+
+
+def changed_versions(root: Path, stack: str) -> str:
+    return ", ".join(f"{name} {version}" for name, version in pins(_file(root, stack).read_text()).items())
+
+
+def pins(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE))
+
+
+def _file(root: Path, stack: str) -> Path:
+    path = root / f"constraints-{stack}.txt"
+    if not path.exists():
+        known = sorted(p.stem.removeprefix("constraints-") for p in root.glob("constraints-*.txt"))
+        raise ValueError(f"STACK must be one of {', '.join(known)}; got {stack!r}")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

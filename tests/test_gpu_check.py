@@ -1,0 +1,181 @@
+"""`make gpu-check` and `make gpu-cache`, as far as there need be no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_check
+from foundry_kernels import _triton
+
+ROOT = Path(__file__).parents[1]
+GPU = "NVIDIA Made-Up 1"
+
+
+@pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+def test_kernels_compiled_here_are_found_by_a_launch_elsewhere(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
+    command = [sys.executable, "tests/kernel_cache.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "found 2 kernels" in done.stdout
+
+
+@pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+@pytest.mark.parametrize("damage", ["truncated", "text", "another archive"])
+def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    from benchmarks import gpu_cache
+
+    made, archive = tmp_path / "made", tmp_path / "cache.tar.xz"
+    (made / "KEY").mkdir(parents=True)
+    (made / "KEY" / "kernel.json").write_text("{}")
+    (made / "KEY" / "kernel.cubin").write_bytes(os.urandom(5000))
+    gpu_cache.pack(made, archive, {"kernels": 1})
+    assert gpu_cache.unpack(archive, tmp_path / "whole") == {"kernels": 1}
+    paths = json.loads((tmp_path / "whole" / "KEY" / "__grp__kernel.json").read_text())["child_paths"]
+    assert paths == {name: str(tmp_path / "whole" / "KEY" / name) for name in ("kernel.json", "kernel.cubin")}
+    if damage == "truncated":
+        archive.write_bytes(archive.read_bytes()[:3000])
+    elif damage == "text":
+        archive.write_text("no archive")
+    else:
+        subprocess.run(["tar", "-cJf", archive, "-C", made, "KEY"], check=True)
+    with pytest.raises(ValueError, match=r"cache.tar.xz is not a cache that `make gpu-cache` made, or is damaged"):
+        gpu_cache.unpack(archive, tmp_path / "other")
+
+
+TESTS = """
+import os, pathlib, pytest, signal
+@pytest.mark.parametrize("n", range(4))
+def test_quick(n): pass
+def test_skipped(): pytest.skip("no")
+def test_wrong(): assert False
+def test_where_it_is_stopped():
+    if not pathlib.Path(__file__).with_name("second").exists():
+        os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_tests_that_passed_are_kept_when_the_rest_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run, with several processes, has what is left."""
+    (tmp_path / "test_them.py").write_text(TESTS)
+    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
+    monkeypatch.setattr(gpu_check, "CACHE", tmp_path / "cache")
+    with monkeypatch.context() as alone:
+        alone.setattr(importlib.util, "find_spec", lambda name: None)
+        first = gpu_check.tests("parity", [str(tmp_path / "test_them.py")])
+    assert not first["ok"]
+    assert first["passed"] == 5
+    (tmp_path / "second").touch()
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    second = gpu_check.tests("parity", [str(tmp_path / "test_them.py")])
+    assert not second["ok"]
+    assert "1 failed, 1 passed" in second["summary"]
+    assert second["passed"] == 6
+    assert sorted(p.name for p in tmp_path.glob("parity-*")) == ["parity-passed.txt"]
+
+
+class Steps:
+    """Parts that are recorded instead of run. One fails where it is asked to, one stops everything."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.ran: list[str] = []
+        self.failing: dict[str, BaseException | bool] = {}
+        monkeypatch.setattr(gpu_check, "OUT", folder)
+        monkeypatch.setattr(gpu_check, "FROM", folder)
+        for part in gpu_check.PARTS:
+            monkeypatch.setattr(gpu_check, part, self.step(part))
+
+    def step(self, part: str) -> Callable[[], dict[str, Any]]:
+        def run() -> dict[str, Any]:
+            self.ran.append(part)
+            failing = self.failing.get(part)
+            if isinstance(failing, BaseException):
+                raise failing
+            return {"ok": not failing, "summary": "", "seconds": 1}
+
+        return run
+
+    def take(self) -> list[str]:
+        ran, self.ran = self.ran, []
+        return ran
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Steps:
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 0, "table", ""))
+    return Steps(monkeypatch, tmp_path)
+
+
+def test_what_is_left_is_run_by_itself(steps: Steps, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    steps.failing = {"parity": True, "sanitize": RuntimeError("no such tool")}
+    assert gpu_check.check(GPU, "") == 1
+    assert steps.take() == list(gpu_check.PARTS)
+    assert "not passed: parity, sanitize; GPU_CHECK=rest goes on from here" in capsys.readouterr().out
+    report = json.loads((tmp_path / "nvidia-made-up-1.json").read_text())
+    assert report["sanitize"]["summary"] == "RuntimeError: no such tool"
+    steps.failing = {}
+    assert gpu_check.check(GPU, "rest") == 0
+    assert steps.take() == ["parity", "sanitize"]
+    assert gpu_check.check(GPU, "rest") == 0
+    assert steps.take() == []
+    assert gpu_check.check(GPU, "bench,build") == 0
+    assert steps.take() == ["build", "bench"]
+    assert gpu_check.check(GPU, "") == 0
+    assert steps.take() == list(gpu_check.PARTS)
+
+
+def test_a_run_that_is_ended_leaves_the_parts_that_it_finished(steps: Steps) -> None:
+    steps.failing = {"suite": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.check(GPU, "")
+    assert steps.take() == ["build", "parity", "suite"]
+    steps.failing = {}
+    assert gpu_check.check(GPU, "rest") == 0
+    assert steps.take() == ["suite", "sanitize", "bench"]
+
+
+@pytest.mark.parametrize("earlier", ["other sources", "truncated", "absent", "a list"])
+def test_results_of_something_else_are_not_continued(
+    earlier: str, steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    target, passed = tmp_path / "nvidia-made-up-1.json", tmp_path / "parity-passed.txt"
+    gpu_check.check(GPU, "")
+    steps.take()
+    passed.write_text("tests/test_parity.py::test_parity\n")
+    if earlier == "other sources":
+        monkeypatch.setattr(gpu_check, "sources", lambda: "others")
+    elif earlier == "truncated":
+        target.write_text(target.read_text()[:50])
+    elif earlier == "absent":
+        target.unlink()
+    else:
+        target.write_text("[]")
+    gpu_check.check(GPU, "rest")
+    assert steps.take() == list(gpu_check.PARTS)
+    assert not passed.exists()
+    assert f"nothing to continue: {target}" in capsys.readouterr().out
+
+
+def test_the_parts_fit_into_ten_minutes() -> None:
+    assert sum(gpu_check.LIMITS.values()) <= 600
+
+
+def test_kernels_that_were_not_brought_along_are_said_to_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "CACHE", tmp_path / "build" / "gpu-cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    assert "no build/gpu-cache.tar.xz was brought along" in gpu_check.use_cache(90)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "build" / "gpu-cache")
+    (tmp_path / "build" / "gpu-cache.tar.xz").write_text("no archive")
+    assert "kernels are compiled here:" in gpu_check.use_cache(90)

@@ -1,0 +1,214 @@
+"""Calls that go to the native kernels directly (csrc/direct.cpp): the same results, and nothing kept from anyone
+who wants to see a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.registry import OPS, OpSpec, no_direct_call, override
+from foundry_kernels.testing import make_cotangents, run
+
+pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+
+DIRECT = tuple(spec for spec in OPS.values() if spec.direct is not no_direct_call)
+
+
+@contextmanager
+def direct(spec: OpSpec, call: Callable[..., Any]) -> Iterator[None]:
+    before, spec.direct = spec.direct, call
+    try:
+        yield
+    finally:
+        spec.direct = before
+
+
+@contextmanager
+def counted(spec: OpSpec) -> Iterator[list[bool]]:
+    """Whether each call was served directly."""
+    served: list[bool] = []
+    before = spec.direct
+
+    def call(*args: Any) -> Any:
+        out = before(*args)
+        served.append(out is not None)
+        return out
+
+    with direct(spec, call):
+        yield served
+
+
+def test_which_operations_are_called_directly() -> None:
+    names = {"rms_norm", "add_rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention"}
+    assert {spec.name for spec in DIRECT} == names
+
+
+@pytest.mark.parametrize("spec", DIRECT, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_same_bits_as_the_general_way(spec: OpSpec, dtype: torch.dtype) -> None:
+    """Of each kind of case, outputs, gradients and strides."""
+    cases = [case for case in spec.cases.CASES[spec.name] if sum(map(elements, case.args.values())) < 20000]
+    with counted(spec) as served:
+        for case in cases:
+            args = case.make(dtype)
+            with direct(spec, no_direct_call):
+                expected = run(spec, args, case.options, backend="native")
+                cotangents = make_cotangents(expected.outputs, case.cotangent)
+                expected = run(spec, args, case.options, cotangents, backend="native")
+            got = run(spec, args, case.options, cotangents, backend="native")
+            assert got.items().keys() == expected.items().keys()
+            for name, tensor in expected.items().items():
+                mine = got.items()[name]
+                assert torch.equal(mine, tensor) or mine.isnan().any(), f"{case.id}: {name}"
+                assert mine.stride() == tensor.stride(), f"{case.id}: {name}"
+                assert mine.requires_grad == tensor.requires_grad, f"{case.id}: {name}"
+    assert sum(served) > len(cases) / 2
+
+
+def elements(arg: Any) -> int:
+    return 0 if arg is None else torch.Size(arg.shape).numel()
+
+
+X, W = torch.linspace(-1, 1, 24).view(2, 3, 4), torch.ones(4)
+
+
+def served(call: Callable[[], Any]) -> bool:
+    """Whether a call of rms_norm is served directly."""
+    with counted(OPS["rms_norm"]) as calls:
+        call()
+    assert len(calls) == 1
+    return calls[0]
+
+
+def test_what_is_usual() -> None:
+    assert served(lambda: fk.rms_norm(X, W))
+    assert served(lambda: fk.rms_norm(X, torch.nn.Parameter(W)))
+    assert served(lambda: fk.rms_norm(X.transpose(0, 1), W, backend="native"))
+    with torch.inference_mode():
+        assert served(lambda: fk.rms_norm(X + 1, W))
+    with torch.autocast("cpu"):  # no concern of a norm's
+        assert served(lambda: fk.rms_norm(X, W))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fk.rms_norm(X, W, backend="reference"),
+        lambda: fk.rms_norm(X.double(), W),
+        lambda: fk.rms_norm(X.to("meta"), W.to("meta")),
+        lambda: fk.rms_norm(X, W, eps=1),
+        lambda: fk.rms_norm(torch.complex(X, X).conj().imag, W),  # a negated view
+        lambda: fk.rms_norm(X.as_subclass(type("Mine", (Tensor,), {})), W),
+    ],
+)
+def test_what_is_not(call: Callable[[], Any]) -> None:
+    assert not served(call)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error"),
+    [
+        ((X, W[:3]), {}, ValueError),
+        ((X, W), {"eps": -1.0}, ValueError),
+        ((X, W), {"eps": float("nan")}, ValueError),
+        ((X, None), {"weight_offset": 1.0}, ValueError),
+        ((X, W), {"backend": "nativ"}, ValueError),
+        ((X.int(), W), {}, TypeError),
+        ((3, W), {}, TypeError),
+        ((torch.tensor(1.0), W), {}, ValueError),
+        ((X[..., :0], W[:0]), {}, ValueError),
+    ],
+)
+def test_bad_input_gets_the_general_error(args: Any, options: Any, error: type[Exception]) -> None:
+    with direct(OPS["rms_norm"], no_direct_call), pytest.raises(error) as expected:
+        fk.rms_norm(*args, **options)
+    with pytest.raises(error) as got:
+        fk.rms_norm(*args, **options)
+    assert str(got.value) == str(expected.value)
+
+
+def test_a_mode_sees_every_call() -> None:
+    class Functions(TorchFunctionMode):
+        seen: list[str] = []  # noqa: RUF012
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        seen: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Functions():
+        fk.rms_norm(X, W)
+    with Operators():
+        fk.rms_norm(X, W)
+    assert any("rms_norm" in name for name in Functions.seen)
+    assert "foundry_kernels::rms_norm_fwd" in Operators.seen
+    with FakeTensorMode() as mode:
+        assert fk.rms_norm(mode.from_tensor(X), mode.from_tensor(W)).shape == X.shape
+    graph = make_fx(lambda x, w: fk.rms_norm(x, w))(X, W).graph
+    assert any("rms_norm" in str(node.target) for node in graph.nodes)
+    traced = torch.jit.trace(lambda x: fk.rms_norm(x, W), X)
+    assert torch.equal(traced(2 * X), fk.rms_norm(2 * X, W))
+
+
+def test_derivatives_that_kernels_have_not() -> None:
+    expected = torch.func.vmap(torch.func.grad(lambda x: fk.rms_norm(x, W).sum()))(X[0])
+    x = X[0].clone().requires_grad_()
+    assert torch.allclose(expected, torch.autograd.grad(fk.rms_norm(x, W).sum(), x)[0], atol=1e-6)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(fk.rms_norm(forward_ad.make_dual(X, torch.ones_like(X)), W)).tangent
+        assert tangent is not None
+        assert not tangent.isnan().any()
+
+
+def test_autocast_casts_attention() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fk.flash_attention(q, q, q).dtype == torch.bfloat16
+
+
+def test_an_override_is_called() -> None:
+    spec = OPS["rms_norm"]
+    with override(spec, "native", fn=lambda *_: "mine"):
+        assert fk.rms_norm(X, W) == "mine"
+    with override(spec, "native", missing="not today"):
+        assert not fk.rms_norm(X, W).isnan().any()
+        with pytest.raises(fk.BackendUnavailable, match="not today"):
+            fk.rms_norm(X, W, backend="native")
+    assert served(lambda: fk.rms_norm(X, W))
+
+
+def test_the_profiler_sees_the_kernel() -> None:
+    with torch.profiler.profile() as profile:
+        fk.rms_norm(X, W)
+    assert "foundry_kernels::rms_norm_fwd" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("window", [None, (2, None), (None, 1), (0, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_reads_its_options(window: Any, causal: bool) -> None:
+    q, kv = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8)
+    for align in ("bottom_right", "top_left"):
+        options = {"window": window, "causal": causal, "align": align, "softcap": 3.0, "scale": 0.3}
+        with counted(OPS["flash_attention"]) as calls:
+            got = fk.flash_attention(q, kv, kv, **options)
+        assert calls == [True]
+        expected = fk.flash_attention(q, kv, kv, **options, backend="reference")
+        assert torch.allclose(got, expected, atol=1e-5)
