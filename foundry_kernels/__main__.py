@@ -96,6 +96,7 @@ def inspect(argv: list[str]) -> int:
         "--arch", type=int, nargs="+", default=[90], help="compute capabilities, 90 for 9.0", metavar="CC"
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--case", default="", help="only launches first made by a case whose name contains this")
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
     shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
@@ -112,7 +113,7 @@ def inspect(argv: list[str]) -> int:
     bad = 0
     for arch in options.arch:
         recorded = _aot.record(OPS[options.op], arch, options.all, options.timed)
-        launches = [launch for launch in recorded if options.kernel in launch.name]
+        launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
         gpu = _aot.GPUS[arch]
         print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")
         for launch in launches:
@@ -127,6 +128,8 @@ def inspect(argv: list[str]) -> int:
             )
             for problem in problems:
                 print(f"  PROBLEM: {problem}")
+            for loop in cost.loops():
+                print(f"  {loop}")
             if options.ptx:
                 print(cost.ptx)
             if options.sass:

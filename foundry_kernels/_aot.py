@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
+from foundry_kernels._sass import Loop, inner_loops
 from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
 
@@ -97,6 +98,10 @@ class Cost:
         by_registers = 65536 // (registers_a_warp * self.warps)
         by_shared = gpu.sm_shared // (self.shared + 1024) if self.shared else 32
         return min(by_registers, by_shared, 32, gpu.warps // self.warps) * self.warps / gpu.warps
+
+    def loops(self) -> list[Loop]:
+        """The innermost loops, of those with a dot in 16 bits."""
+        return inner_loops(run_on_cubin([tool("nvdisasm"), "-c"], self.cubin)) if self.matrix else []
 
     def problems(self, gpu: Gpu) -> list[str]:
         """What is wrong with the kernel on this GPU; empty if nothing is."""

@@ -10,6 +10,7 @@ import pytest
 
 import foundry_kernels as fk
 from foundry_kernels import _aot, _triton
+from foundry_kernels._sass import inner_loops
 
 OPS = [name for name, op in fk.OPS.items() if op.impl("triton")]
 needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
@@ -101,3 +102,32 @@ def test_occupancy() -> None:
     assert cost(registers=128).occupancy(GPU) == 0.25
     assert cost(registers=32, shared=113 << 10).occupancy(GPU) == 2 * 4 / 64
     assert cost(registers=32, warps=32).occupancy(_aot.GPUS[89]) == 32 / 48
+
+
+def loop(*body: str) -> str:
+    """As nvdisasm prints a loop, with an outer loop around it and a loop without products after it."""
+    lines = [".L_x_0:", "S2R R0, SR_TID.X ;", ".L_x_1:", *(f"{text} ;" for text in body), "@P0 BRA `(.L_x_1) ;"]
+    lines += ["@P1 BRA `(.L_x_0) ;", ".L_x_2:", "FADD R1, R1, R2 ;", "@!P0 BRA `(.L_x_2) ;", "EXIT ;"]
+    return "\n".join(x if x.startswith(".") else f"        /*{i:04x}*/    {x}" for i, x in enumerate(lines))
+
+
+QK, PV, EXP = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4]", "@P2 HGMMA.64x128x16.F32.BF16 R24, R4", "MUFU.EX2 R5, R5"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+@pytest.mark.parametrize(
+    ("body", "overlapped", "hidden"),
+    [
+        ((QK, WAIT, EXP, EXP, PV), 0, 0),
+        ((QK, EXP, EXP, WAIT, EXP, PV), 2, 2),
+        ((EXP, QK, EXP, WAIT, PV, "WARPGROUP.DEPBAR.LE gsb0, 0x1"), 2, 2),
+        ((QK, WAIT, EXP, PV, WAIT), 0, 0),
+    ],
+    ids=["one-by-one", "ahead", "both", "waits"],
+)
+def test_what_products_hide(body: tuple[str, ...], overlapped: int, hidden: int) -> None:
+    """Over the loop's end too: a product of the round before is waited for in this one."""
+    (found,) = inner_loops(loop(*body))
+    assert (found.instructions, found.counts["product"]) == (len(body) + 1, 2)
+    assert found.counts["exponential"] == body.count(EXP)
+    assert (found.overlapped, found.hidden) == (overlapped, hidden)

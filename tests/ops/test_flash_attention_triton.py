@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -255,6 +259,40 @@ def test_a_long_cache_is_read_by_many_programs() -> None:
         split_keys, num_splits = split(rows, keys)
         assert num_splits * kv_heads >= programs
         assert (num_splits - 1) * split_keys < keys <= num_splits * split_keys
+
+
+def _loop(line: str) -> dict[str, int]:
+    """The numbers in a line of `inspect`."""
+    found = {name: int(n) for n, name in re.findall(r"(\d+) (\w+)[,;]", line)}
+    for name, pattern in {
+        "all": "of (.*) inst",
+        "overlapped": "; (.*) products",
+        "hidden": r"(\d+) exponentials are",
+    }.items():
+        found[name] = int(re.findall(pattern, line)[0])
+    return found
+
+
+def test_products_are_under_way_during_the_softmax() -> None:
+    """In the machine code for Hopper: by width, the tiles between the window's edges, whose instructions are budgeted,
+    and those on its edges, which are masked by few more. An edit that loses the overlap need not meet a GPU to fail."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90"]
+    chosen = ["--kernel", "attention_fwd", "--case", "-causal bfloat16"]
+    done = subprocess.run([*command, *chosen], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    budgets = {64: (340, 6), 128: (395, 9), 256: (400, 5)}  # instructions at most, products that overlap at least
+    seen = dict.fromkeys(budgets, 0)
+    for launch in done.stdout.split("flash_attention_fwd_kernel")[1:]:
+        width = int(re.findall(r" D=(\d+)-causal bfloat16", launch)[0])
+        masked, plain = sorted((_loop(line) for line in re.findall(r"loop of .*", launch)), key=lambda x: -x["all"])
+        most, overlapped = budgets[width]
+        assert plain["all"] <= most, (width, plain)
+        assert masked["all"] <= 1.25 * plain["all"], (width, masked, plain)
+        assert plain["overlapped"] >= overlapped, (width, plain)
+        assert plain["hidden"] >= 0.75 * plain["exponential"], (width, plain)
+        seen[width] += 1
+    assert all(seen.values())
 
 
 @pytest.mark.cuda

@@ -91,6 +91,11 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         if head_dim > 128:
             m = min(m, 64)
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+    if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both ways
+        if capability == 0:
+            launch["AHEAD"] = dtype in (torch.float32, torch.float16)
+        else:
+            launch["AHEAD"] = dtype.itemsize == 2 and device_class(capability) == "hopper"
     if dtype.itemsize != 2 or (needs_registers and kernel in ("fwd", "decode")):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch

@@ -14,7 +14,7 @@ from foundry_kernels._triton import round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.dot import dot
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
-from foundry_kernels.ops.flash_attention.triton.mask import in_window
+from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
@@ -91,7 +91,7 @@ def flash_attention_decode_kernel(
         cols = j0 + tl.arange(0, BLOCK_N)[None, :]
         b_qk = dot(b_q, tl.trans(b_k))  # [M, N]
         b_s, _b_t = scores(b_qk, cols - q_pos, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-        m_seen = (cols < seqlen_k) & in_window(cols - q_pos, left, right, HAS_LEFT, HAS_RIGHT)
+        m_seen = seen_keys(j0, BLOCK_N, q_pos, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
         b_s = tl.where(m_seen, b_s, -float("inf"))
         b_p, b_shrink, b_m, b_l, b_e = online_softmax(b_s, factor, b_m, b_l, b_e, True, SAVE_STATS)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])

@@ -1,6 +1,7 @@
 """The forward kernel: a program owns a tile of queries of one head and visits the keys once, with a running softmax.
 
-The bounds of the loops skip keys outside of the window. Tiles on the window's edges are masked, those between are not.
+The bounds of the loops skip keys outside of the window. Tiles are visited from the right: those on its right edge,
+which are masked, come first; those between its edges are not masked, and need no bounds of the tensors.
 b_ is a block of values, m_ a mask.
 """
 
@@ -13,7 +14,7 @@ from foundry_kernels._triton import round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.dot import dot
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
-from foundry_kernels.ops.flash_attention.triton.mask import in_window
+from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
@@ -21,29 +22,56 @@ from foundry_kernels.ops.flash_attention.triton.tile_io import load_rows
 
 
 @triton.jit
+def _products(b_q, k_ptr, stride_ks, tile, m_keys, CHECK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+              BLOCK_N: tl.constexpr):  # fmt: skip
+    """[M, N]: of the queries with one tile of keys; with CHECK only `m_keys` are read, [N, 1] or one for all."""
+    p_k = k_ptr + tl.cast(tl.multiple_of(tile * BLOCK_N, BLOCK_N), tl.int64) * stride_ks
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    p_k += tl.arange(0, BLOCK_N)[:, None] * stride_ks + dims
+    if CHECK and D != BLOCK_D:
+        b_k = tl.load(p_k, mask=m_keys & (dims < D), other=0.0)
+    elif CHECK:
+        b_k = tl.load(p_k, mask=m_keys, other=0.0)
+    elif D != BLOCK_D:
+        b_k = tl.load(p_k, mask=dims < D, other=0.0)
+    else:
+        b_k = tl.load(p_k)
+    return dot(b_q, tl.trans(b_k))
+
+
+@triton.jit
 def _attend_range(
-    b_acc, b_m, b_l, b_e, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, begin, end, seqlen_k,
+    b_acc, b_m, b_l, b_e, b_qk, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, first_tile, begin, end, seqlen_k,
     scale, softcap, slope, left, right,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SAVE_STATS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys begin .. end - 1; q_pos [M, 1] is the position of each query among the keys."""
+    """Attend to the tiles end - 1, .., begin of keys; q_pos [M, 1] is the position of each query among the keys.
+
+    AHEAD: b_qk are the products with the keys of tile end - 1, and what is returned those of tile begin - 1. Each
+    tile's are begun before the softmax of the tile to its right, which hides them where products are asynchronous;
+    those beyond `first_tile` are of no use. It takes the registers of one more tile of scores.
+    """
     factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
-    for j0 in range(begin, end, BLOCK_N):
-        j0 = tl.multiple_of(j0, BLOCK_N)
-        first = tl.cast(j0, tl.int64)
-        b_k = load_rows(k_ptr + first * stride_ks, stride_ks, seqlen_k - j0, BLOCK_N, BLOCK_D, D, MASKED)  # [N, D]
-        b_qk = dot(b_q, tl.trans(b_k))  # [M, N]
+    for tile in range(end - 1, begin - 1, -1):
+        j0 = tl.multiple_of(tile * BLOCK_N, BLOCK_N)
+        if AHEAD:  # the next tile is whole; where there is none, nothing is loaded or, in whole tiles, this one again
+            b_now, ahead = b_qk, tl.maximum(tile - 1, first_tile)
+            b_qk = _products(b_q, k_ptr, stride_ks, ahead, ahead < tile, MASKED, D, BLOCK_D, BLOCK_N)
+        else:
+            m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - j0
+            b_now = _products(b_q, k_ptr, stride_ks, tile, m_keys, MASKED, D, BLOCK_D, BLOCK_N)
         cols = j0 + tl.arange(0, BLOCK_N)[None, :]
-        b_s, _ = scores(b_qk, cols - q_pos, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
+        b_s, _b_t = scores(b_now, cols - q_pos, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
-            m_seen = (cols < seqlen_k) & in_window(cols - q_pos, left, right, HAS_LEFT, HAS_RIGHT)
+            m_seen = seen_keys(j0, BLOCK_N, q_pos, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
             b_s = tl.where(m_seen, b_s, -float("inf"))
         b_p, b_shrink, b_m, b_l, b_e = online_softmax(b_s, factor, b_m, b_l, b_e, MASKED, SAVE_STATS)
-        b_v = load_rows(v_ptr + first * stride_vs, stride_vs, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, MASKED)  # [N, DV]
+        p_v = v_ptr + tl.cast(j0, tl.int64) * stride_vs
+        b_v = load_rows(p_v, stride_vs, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, MASKED)  # [N, DV]
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
-    return b_acc, b_m, b_l, b_e
+    return b_acc, b_m, b_l, b_e, b_qk
 
 
 @triton.jit
@@ -57,6 +85,7 @@ def flash_attention_fwd_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Among programs heads vary fastest and tiles slowest. Under a causal mask the last tiles have most to do, so they
     come first. `stride_lseb` is the batch stride of lse, entropy and max_logit, `stride_alibi` that of the slopes."""
@@ -89,22 +118,29 @@ def flash_attention_fwd_kernel(
     b_e = tl.zeros([BLOCK_M], COMPUTE)
     start, full_start, full_stop, stop = block_range(i0, seqlen_q, seqlen_k, offset, left, right, HAS_LEFT, HAS_RIGHT,
                                                      BLOCK_M, BLOCK_N)  # fmt: skip
+    first_tile, full_tile, end = start // BLOCK_N, full_start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+    masked_tile = tl.maximum(full_start, full_stop) // BLOCK_N
+    b_qk = None
+    if AHEAD:
+        last_tile = tl.maximum(end - 1, 0)
+        m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N
+        b_qk = _products(b_q, k_ptr, stride_ks, last_tile, m_keys, True, D, BLOCK_D, BLOCK_N)
+    b_acc, b_m, b_l, b_e, b_qk = _attend_range(
+        b_acc, b_m, b_l, b_e, b_qk, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, first_tile,
+        masked_tile, end, seqlen_k, scale, softcap, slope, left, right,
+        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, SAVE_STATS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, AHEAD,
+    )  # fmt: skip
+    b_acc, b_m, b_l, b_e, b_qk = _attend_range(
+        b_acc, b_m, b_l, b_e, b_qk, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, first_tile,
+        full_tile, full_stop // BLOCK_N, seqlen_k, scale, softcap, slope, left, right,
+        False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, SAVE_STATS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, AHEAD,
+    )  # fmt: skip
     if HAS_LEFT:
-        b_acc, b_m, b_l, b_e = _attend_range(
-            b_acc, b_m, b_l, b_e, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
-            start, tl.minimum(full_start, stop), seqlen_k, scale, softcap, slope, left, right,
-            True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, SAVE_STATS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
+        b_acc, b_m, b_l, b_e, b_qk = _attend_range(
+            b_acc, b_m, b_l, b_e, b_qk, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, first_tile,
+            first_tile, tl.minimum(full_tile, end), seqlen_k, scale, softcap, slope, left, right,
+            True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, SAVE_STATS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, AHEAD,
         )  # fmt: skip
-    b_acc, b_m, b_l, b_e = _attend_range(
-        b_acc, b_m, b_l, b_e, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
-        full_start, full_stop, seqlen_k, scale, softcap, slope, left, right,
-        False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, SAVE_STATS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-    )  # fmt: skip
-    b_acc, b_m, b_l, b_e = _attend_range(
-        b_acc, b_m, b_l, b_e, b_q, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
-        tl.maximum(full_start, full_stop), stop, seqlen_k, scale, softcap, slope, left, right,
-        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, SAVE_STATS, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-    )  # fmt: skip
     at = n * stride_lseb + head * tokens_q + first + tl.arange(0, BLOCK_M)
     p_out = out_ptr + n * stride_ob + head * stride_oh + first * stride_ot
     finish_rows(
