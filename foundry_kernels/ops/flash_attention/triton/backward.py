@@ -13,7 +13,7 @@ import triton.language as tl
 from foundry_kernels._triton import round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.dot import dot
-from foundry_kernels.ops.flash_attention.triton.mask import in_window
+from foundry_kernels.ops.flash_attention.triton.mask import between, in_window, seen_keys
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
@@ -66,9 +66,24 @@ def flash_attention_preprocess_kernel(
 
 
 @triton.jit
+def _hide(b_z, i0, k_pos, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+          BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """The transposed scores [N, M] of the queries from i0 on, -inf where they do not see the key at k_pos [N, 1]. Of
+    three ways to the same, the one that does not spill."""
+    rows = tl.arange(0, BLOCK_M)[None, :]
+    if BLOCK_D > 128:
+        m_seen = in_window(k_pos - (i0 + rows), left, right, HAS_LEFT, HAS_RIGHT)
+    elif HAS_SOFTCAP:
+        m_seen = between(rows, k_pos - right - i0, k_pos + left - i0, HAS_RIGHT, HAS_LEFT)
+    else:
+        m_seen = between(i0 + rows, k_pos - right, k_pos + left, HAS_RIGHT, HAS_LEFT)
+    return tl.where(m_seen, b_z, -float("inf"))
+
+
+@triton.jit
 def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, stride_qt, stride_dot,
-    begin, end, seqlen_q, scale, softcap, slope, left, right,
+    begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -76,8 +91,8 @@ def _accumulate_dkdv(
     """Add the queries begin .. end - 1 of one head; k_pos [N, 1] is the position of each key among the queries.
 
     All blocks of scores are transposed, [N, M], so that dout and q need no transposition. Keys past the last one need
-    no mask: they reach only rows of dk and dv that are not stored. Tiles that the window does not cross are masked like
-    the others: a loop of their own would cost registers, which are scarcest here, and the comparison costs less.
+    no mask: they reach only rows of dk and dv that are not stored. Nor do the queries full_begin .. full_end - 1, whose
+    tiles the window's edges do not cross; a loop of their own would cost registers, which are scarcest here.
     """
     factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
     for i0 in range(begin, end, BLOCK_M):
@@ -92,7 +107,10 @@ def _accumulate_dkdv(
         if LSE_LOW:
             b_z -= tl.load(lse_low_ptr + rows, mask=m_rows, other=0.0)
         if HAS_LEFT or HAS_RIGHT:
-            b_z = tl.where(in_window(k_pos - rows, left, right, HAS_LEFT, HAS_RIGHT), b_z, -float("inf"))
+            if BLOCK_D > 128 or HAS_SOFTCAP:  # noqa: SIM114, this is known to the compiler. A branch takes registers
+                b_z = _hide(b_z, i0, k_pos, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_D, BLOCK_M)
+            elif (i0 < full_begin) | (i0 >= full_end):
+                b_z = _hide(b_z, i0, k_pos, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_D, BLOCK_M)
         b_p = tl.exp2(b_z)
         p_dout = dout_ptr + first * stride_dot
         b_dout = load_rows(p_dout, stride_dot, seqlen_q - i0, BLOCK_M, BLOCK_DV, DV, True)  # [M, DV]
@@ -142,7 +160,9 @@ def flash_attention_dkdv_kernel(
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], COMPUTE)
     b_dv = tl.zeros([BLOCK_N, BLOCK_DV], COMPUTE)
     # Seen from a key the window is mirrored: the queries that see it lie from `right` before to `left` after it.
-    start, _, _, stop = block_range(j0, seqlen_k, seqlen_q, -offset, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M)
+    start, full_start, full_stop, stop = block_range(
+        j0, seqlen_k, seqlen_q, -offset, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M
+    )
     for member in range(group):
         head = kv_head * group + member
         q_h = q_ptr + n * stride_qb + head * stride_qh + tl.cast(start_q, tl.int64) * stride_qt
@@ -151,7 +171,8 @@ def flash_attention_dkdv_kernel(
         slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
         b_dk, b_dv = _accumulate_dkdv(
             b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None,
-            delta_ptr + at, stride_qt, stride_dot, start, stop, seqlen_q, scale, softcap, slope, left, right,
+            delta_ptr + at, stride_qt, stride_dot, start, full_start, full_stop, stop, seqlen_q,
+            scale, softcap, slope, left, right,
             HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, NEED_DK, NEED_DV, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
     if NEED_DK:
@@ -185,7 +206,7 @@ def _accumulate_dq(
         if LSE_LOW:
             b_z -= b_low
         if MASKED:
-            m_seen = (cols < seqlen_k) & in_window(cols - q_pos, left, right, HAS_LEFT, HAS_RIGHT)
+            m_seen = seen_keys(j0, BLOCK_N, q_pos, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
             b_z = tl.where(m_seen, b_z, -float("inf"))
         b_ds = tl.exp2(b_z) * (dot(b_dout, tl.trans(b_v)) - b_delta)
         if HAS_SOFTCAP:
