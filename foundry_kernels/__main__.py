@@ -193,7 +193,7 @@ def patch_report(argv: list[str]) -> int:
         parser.error(f"transformers cannot be imported ({e}); pip install transformers")
     from foundry_kernels.integrations.tiny import tiny_model
 
-    rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "left as it was")]
+    rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "loss", "left as it was")]
     rows.append(tuple("-" * len(title) for title in rows[0]))
     for family in options.family or FAMILIES:
         rows.append((family, *parts(patch(tiny_model(family)).report())))

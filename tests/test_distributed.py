@@ -42,6 +42,7 @@ OTHERS = {
     "mixtures": operators.mixtures,
     "norm": operators.norm_collectives,
     "loss": operators.losses,
+    "vocabulary": operators.vocabulary,
     "step": training.step_collectives,
     "low precision": training.low_precision,
     "refusals": example.refusals,
@@ -130,10 +131,12 @@ def test_accumulation_exchanges_gradients_once_a_step(results):
 
 
 def test_tensor_parallel_collectives_are_those_of_the_plan(results):
-    """Per block and direction two gathers and two scatters; around the blocks the embedding, the head, the logits."""
+    """Per block and direction two gathers and two scatters; around the blocks the embedding, the head, the logits. A
+    loss without logits takes two small all-reduces instead of gathering them."""
     layers = training.make_model().config.n_layers
     expected = {"all_gather_into_tensor": 4 * layers + 3, "reduce_scatter_tensor": 4 * layers + 2}
-    assert outcome(results, "step") == [expected, expected]
+    without = expected | {"all_gather_into_tensor": 4 * layers + 2, "all_reduce": 2}
+    assert outcome(results, "step") == [{"logits": expected, "loss": without}] * 2
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -165,6 +168,25 @@ def test_a_loss_over_divided_tokens_sums_two_or_three_numbers_over_the_devices(r
             assert collectives == ({"all_reduce": numbers} if numbers else {}), id
             for a, e in zip(actual, expected, strict=True):
                 torch.testing.assert_close(a, e, msg=lambda text, id=id: f"{id}: {text}")
+
+
+def test_a_loss_over_divided_classes_gathers_no_logits(results):
+    """Two all-reduces forward, and one of the gradient of hidden; where the tokens are divided too, hidden is gathered
+    and its gradient scattered."""
+    for found in outcome(results, "vocabulary"):
+        assert found.pop("refused") == "hidden must be a DTensor where weight's classes are divided; got a plain tensor"
+        assert len(found) == 14
+        for id, ((forward, backward), placed, actual, expected) in found.items():
+            divided = "S(1)" in id
+            assert forward == {"all_reduce": 2} | ({"all_gather_into_tensor": 1} if divided else {}), id
+            assert backward == {"reduce_scatter_tensor" if divided else "all_reduce": 1}, id
+            assert placed, id
+            error = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}[id.split()[1]]
+            for a, e in zip(actual, expected, strict=True):
+                assert (a - e).abs().max() <= error * max(1e-3, float(e.abs().max())), id
+            if " none " in id:  # a confident token's loss keeps its digits
+                assert 0 < expected[0][0, 0] < 1e-4
+                torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=0.0)
 
 
 def test_mixtures_behave_as_torch_operations_do(results):

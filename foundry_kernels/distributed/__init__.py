@@ -9,6 +9,6 @@ is. This package holds the plan for tensor parallelism, and the rules by which D
 """
 
 from foundry_kernels.distributed import sharding as sharding
-from foundry_kernels.distributed.plan import SequenceParallelNorm, tensor_parallel_plan
+from foundry_kernels.distributed.plan import SequenceParallelNorm, VocabularyParallel, tensor_parallel_plan
 
-__all__ = ["SequenceParallelNorm", "tensor_parallel_plan"]
+__all__ = ["SequenceParallelNorm", "VocabularyParallel", "tensor_parallel_plan"]

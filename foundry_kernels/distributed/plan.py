@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from foundry_kernels.models import Transformer
+from foundry_kernels.nn._head import PLANNED_HOOKS, count_hooks
 
 
 class SequenceParallelNorm(SequenceParallel):
@@ -29,6 +30,15 @@ class SequenceParallelNorm(SequenceParallel):
         return tuple(prepare(sequence_sharding, mod, (x,), device_mesh) for x in inputs)
 
 
+class VocabularyParallel(ColwiseParallel):
+    """torch's `ColwiseParallel` for the head, whose loss is computed from its weight as well, without a call."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        setattr(module, PLANNED_HOOKS, count_hooks(module))
+        return module
+
+
 def tensor_parallel_plan(
     model: Transformer, mesh: DeviceMesh, *, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
@@ -40,12 +50,13 @@ def tensor_parallel_plan(
     embedding, SwiGLU and attention run on plain tensors, each device on its own heads.
 
     Inputs are the same on every device, and so are logits and loss. Parameters come from the first device of the mesh.
+    A loss without logits (``return_logits=False``) takes two small all-reduces in place of gathering them.
 
     Args:
         model: with an output matrix of its own.
         mesh: of one dimension (of a larger mesh, the slice for tensor parallelism).
-        loss_parallel: leave the logits divided along the vocabulary, as DTensors. The loss, forward and backward, must
-            then be computed inside ``torch.distributed.tensor.parallel.loss_parallel()``.
+        loss_parallel: leave the logits divided along the vocabulary, as DTensors. A loss with ``return_logits=True``,
+            forward and backward, must then be computed inside ``torch.distributed.tensor.parallel.loss_parallel()``.
 
     Raises:
         TypeError: `model` is not a Transformer.
@@ -74,7 +85,7 @@ def tensor_parallel_plan(
             input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
         ),
         "norm": SequenceParallelNorm(),
-        "output": ColwiseParallel(
+        "output": VocabularyParallel(
             input_layouts=Shard(1),
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
             use_local_output=not loss_parallel,

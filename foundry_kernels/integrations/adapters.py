@@ -20,7 +20,9 @@ from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
 #: What `ops` of `patch` may name. "flash_attention" means its packed form too.
-PATCHABLE = ("rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention")
+PATCHABLE = (
+    "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy"
+)  # fmt: skip
 
 
 def words(text: str) -> frozenset[str]:
@@ -46,6 +48,8 @@ class Adapter:
 
     method: ClassVar[str] = "forward"
     names: ClassVar[frozenset[str]] = frozenset()
+    #: Whether a module that has the subclass but is not patched any more does what the original class does.
+    transparent: ClassVar[bool] = False
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         """The operations that can serve `module`."""
@@ -55,12 +59,16 @@ class Adapter:
         """The reason why this one module cannot be served, or None."""
         return None
 
-    def members(self) -> dict[str, Any]:
-        """What the subclass defines."""
+    def members(self, original: type) -> dict[str, Any]:
+        """What the subclass of `original` defines."""
         raise NotImplementedError
 
     def bases(self, original: type) -> tuple[type, ...]:
         return (original,)
+
+    def name(self, original: type) -> tuple[str, str]:
+        """Module and name of the subclass."""
+        return __name__, f"Foundry{original.__name__}"
 
     def known(self) -> frozenset[str]:
         return self.names
@@ -87,7 +95,7 @@ class Norm(Adapter):
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("rms_norm",)
 
-    def members(self) -> dict[str, Any]:
+    def members(self, original: type) -> dict[str, Any]:
         return {"forward": _norm_forward}
 
 
@@ -116,7 +124,7 @@ class TorchNorm(Adapter):
     def bases(self, original: type) -> tuple[type, ...]:
         return (RMSNorm, original)
 
-    def members(self) -> dict[str, Any]:
+    def members(self, original: type) -> dict[str, Any]:
         return {"round_before_weight": False, "backends": property(_backends)}
 
 
@@ -164,7 +172,7 @@ class MLP(Gated):
 
     names = words("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
 
-    def members(self) -> dict[str, Any]:
+    def members(self, original: type) -> dict[str, Any]:
         return {"forward": _mlp_forward}
 
 
@@ -196,7 +204,7 @@ class Experts(Gated):
             )
         return super().why_not(module)
 
-    def members(self) -> dict[str, Any]:
+    def members(self, original: type) -> dict[str, Any]:
         return {"_apply_gate": lambda self, gate_up: _gated(self._foundry, gate_up, None)}
 
 
@@ -266,7 +274,7 @@ class Attention(Adapter):
         own = passed.get("softcap") is not None or passed.get("s_aux") is not None
         return "the model's own eager attention" if own else "SDPA"
 
-    def members(self) -> dict[str, Any]:
+    def members(self, original: type) -> dict[str, Any]:
         return {"forward": _attention_forward}
 
 

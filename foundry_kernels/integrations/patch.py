@@ -15,6 +15,7 @@ from torch import nn
 
 from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State, activation
+from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.table import adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
@@ -23,8 +24,6 @@ from foundry_kernels.nn._backend import Backend, plan, serving
 from foundry_kernels.registry import short_dtype
 
 OURS = (RMSNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
-#: The operations that `ops` may name: those of other models' modules, and the loss of this package's own.
-OPERATIONS = (*PATCHABLE, "cross_entropy")
 ATTENTION = "_attn_implementation"
 
 #: What `dense_masks` may be, and the attention of transformers that it means.
@@ -78,15 +77,16 @@ class Report:
         return [backends, entry.reason] if entry.reason else [backends]
 
 
-def parts(report: Report) -> tuple[str, str, str, str]:
-    """The report in four words for a row of a table: norms, MLPs and experts, attention, what was left."""
+def parts(report: Report) -> tuple[str, str, str, str, str]:
+    """The report in five words for a row of a table: norms, MLPs and experts, attention, loss, what was left."""
 
     def of(*kinds: str) -> str:
         entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
         return ", ".join(f"{n} {op}" for op, n in Counter(op for e in entries for op in e.ops).items())
 
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
-    return of("Norm"), of("MLP", "Experts"), of("Attention"), ", ".join(f"{n} {text}" for text, n in left.items())
+    text = ", ".join(f"{n} {text}" for text, n in left.items())
+    return of("Norm"), of("MLP", "Experts"), of("Attention"), of("ForCausalLM"), text
 
 
 class PatchHandle:
@@ -142,9 +142,15 @@ def unpatch(model: nn.Module) -> None:
 
 
 def patch(
-    model: nn.Module, *, backend: Backend = "auto", ops: Iterable[str] | None = None, dense_masks: str = "refuse"
+    model: nn.Module,
+    *,
+    backend: Backend = "auto",
+    ops: Iterable[str] | None = None,
+    dense_masks: str = "refuse",
+    return_logits: bool = False,
 ) -> PatchHandle:
-    """Replace the norms, gated activations, rotations and attention of `model` in place, where it has ones we know.
+    """Replace the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
+    know.
 
     Known are the families of `foundry_kernels.integrations.table.FAMILIES` in Hugging Face transformers,
     ``torch.nn.RMSNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
@@ -162,12 +168,17 @@ def patch(
         model: any module; those inside of it are found wherever they are. Of a model of transformers, the whole: masks
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
-        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention and, in this
-            package's own models, cross_entropy; None for all but an attention that is "eager" by choice. qk_norm_rope
-            is the norm of queries and keys and the rotation in one; without it the two are done one after the other.
+        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy and
+            linear_cross_entropy; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of
+            queries and keys and the rotation in one; without it the two are done one after the other.
+            linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy that of any other.
         dense_masks: what happens where a mask is not causal, a window or padding: "refuse" raises ValueError with
             the reason in the forward pass, "sdpa" runs that call on torch's scaled_dot_product_attention, or on the
             model's own eager attention where there is a soft cap or sinks, which SDPA lacks.
+        return_logits: whether a call of transformers' language model with labels returns the logits in training mode
+            too, where only its loss needs them. They are the largest tensor of a training step. By default they are
+            None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in
+            eval mode they are as ever. A loss over no labels at all is 0, not NaN.
 
     Returns:
         A handle: `report()` tells what was replaced, what was left and why; `undo()` undoes it.
@@ -181,7 +192,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    wanted = _wanted(ops)
+    wanted = tuple(op for op in _wanted(ops) if op != "linear_cross_entropy" or not return_logits)
     if dense_masks not in DENSE_MASKS:
         raise ValueError(f"dense_masks must be one of {', '.join(DENSE_MASKS)}; got {dense_masks!r}")
     taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
@@ -193,7 +204,7 @@ def patch(
     entries = _without_containers([entry for _, _, entry in found if entry is not None])
     changes = [(module, adapter, entry) for module, adapter, entry in found if entry is not None and entry.ops]
     used = {op for _, _, entry in changes for op in entry.ops}
-    backends = plan(backend, _with_companions([op for op in OPERATIONS if op in used]))
+    backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
     states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
     attending = [
         (module, adapter, state)
@@ -220,13 +231,13 @@ def patch(
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
     if ops is None:
-        return OPERATIONS
+        return PATCHABLE
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be a list of names or None; got {ops!r}")
     wanted = tuple(ops)
     for op in wanted:
-        if op not in OPERATIONS:
-            raise ValueError(f"ops names an unknown operation {op!r}; there are {', '.join(OPERATIONS)}")
+        if op not in PATCHABLE:
+            raise ValueError(f"ops names an unknown operation {op!r}; there are {', '.join(PATCHABLE)}")
     return wanted
 
 
@@ -262,7 +273,7 @@ def _find(
     if isinstance(found, str):
         return None, Entry(name, cls, reason=found)
     if isinstance(module, OURS):
-        ops: tuple[str, ...] = tuple(op for op in module.backends if op in OPERATIONS)
+        ops: tuple[str, ...] = tuple(op for op in module.backends if op in PATCHABLE)
     elif found is None:
         return None, None
     else:
@@ -274,6 +285,10 @@ def _find(
         return found, Entry(name, cls, tuple(op for op in chosen if op != "flash_attention"), reason)
     if not chosen:
         return None, Entry(name, cls, reason=f"ops does not name {' or '.join(ops)}")
+    if isinstance(found, CausalLM) and "linear_cross_entropy" in chosen:
+        reason = found.why_not_without_logits(module)
+        chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
+        return found, Entry(name, cls, chosen, reason or NO_LOGITS)
     return found, Entry(name, cls, chosen)
 
 

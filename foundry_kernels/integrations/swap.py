@@ -23,16 +23,17 @@ def patched_class(original: type, adapter: Adapter) -> type:
     known = _CLASSES.get((original, adapter))
     if known is not None:
         return known
+    module, name = adapter.name(original)
     members = {
-        "__module__": __name__,
+        "__module__": module,
         "__doc__": f"{original.__name__} served by foundry_kernels.",
         "__reduce_ex__": _reduce,
         "_foundry_row": adapter,
         "_foundry_original": original,
         "_foundry_home": sys.modules[next(c for c in original.__mro__ if adapter.method in vars(c)).__module__],
-        **adapter.members(),
+        **adapter.members(original),
     }
-    made: Any = type(f"Foundry{original.__name__}", adapter.bases(original), members)
+    made: Any = type(name, adapter.bases(original), members)
     made._foundry_class = made  # a subclass that somebody else makes of it has another
     _CLASSES[original, adapter] = made
     return made
@@ -69,17 +70,25 @@ def revert(module: Any) -> None:
     previous = module._foundry.previous
     if "backends" in previous:
         module.backends = previous["backends"]
-    else:
+    elif _is_last(module):
         module.__class__ = module._foundry_original
     if "attention" in previous and str(module.config._attn_implementation).startswith("foundry"):  # and not set since
         module.config._attn_implementation = previous["attention"]
     del module._foundry
 
 
+def _is_last(module: nn.Module) -> bool:
+    """Whether nobody has derived a class of their own from the subclass."""
+    return getattr(type(module), "_foundry_class", None) is type(module)
+
+
 def why_not_revertible(module: Any) -> str | None:
     """The reason why `revert` would not give back what was there, or None."""
     if not is_patched(module):
         return "is not patched any more"
-    if "backends" not in module._foundry.previous and getattr(type(module), "_foundry_class", None) is not type(module):
+    if "backends" in module._foundry.previous or _is_last(module):
+        return None
+    row: Adapter | None = getattr(module, "_foundry_row", None)
+    if row is None or not row.transparent:
         return f"has got the class {type(module).__name__} since (fully_shard does that); undo it first"
     return None

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Experts, Norm, TorchNorm
+from foundry_kernels.integrations.causal_lm import CausalLM
 
 # Where the division by the root mean square is rounded: before the weight (Llama), or once, after it.
 LLAMA = Norm(round_before_weight=True)
@@ -35,6 +36,15 @@ def _window_and_cap(module: Any) -> dict[str, Any]:
 
 def _window_and_sinks(module: Any) -> dict[str, Any]:
     return {"sliding_window": module.sliding_window, "s_aux": module.sinks}
+
+
+def _final_cap(module: Any) -> float | None:
+    cap: float | None = module.config.final_logit_softcapping
+    return cap
+
+
+def _divided_logits(module: Any) -> float:
+    return 1.0 / float(module.config.logits_scaling)
 
 
 PLAIN = Attention()
@@ -80,6 +90,18 @@ FAMILIES: dict[str, tuple[str, Norm, Adapter | str, Attention]] = {
     "glm4": ("Glm4", LLAMA, PACKED, Attention(interleaved=True)),
 }
 
+CAPPED = CausalLM(cap=_final_cap, uses=("final_logit_softcapping", "torch", "tanh"))
+MIXTURE = CausalLM(mixture=True)
+
+#: The model with its head and its loss, where it is more than decoder, product and loss.
+LANGUAGE_MODELS = {
+    "gemma2": CAPPED,
+    "gemma3": CAPPED,
+    "granite": CausalLM(scale=_divided_logits, uses=("logits_scaling",)),
+    "mixtral": MIXTURE,
+    "gpt_oss": MIXTURE,
+}
+
 
 def _table() -> dict[tuple[str, str], Adapter | str]:
     table: dict[tuple[str, str], Adapter | str] = {("torch.nn.modules.normalization", "RMSNorm"): TorchNorm()}
@@ -90,6 +112,7 @@ def _table() -> dict[tuple[str, str], Adapter | str]:
             (home, f"{name}RMSNorm"): norm,
             (home, f"{name}{'Experts' if mixture else 'MLP'}"): mlp,
             (home, f"{name}Attention"): attention,
+            (home, f"{name}ForCausalLM"): LANGUAGE_MODELS.get(family, CausalLM()),
         }
     return table
 
@@ -105,6 +128,8 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
     """The adapter that serves `module`, or the reason why there is none; None where it is not of a kind we serve."""
     cls = type(module)
     for base in cls.__mro__:
+        if "_foundry_class" in vars(base):  # has the original's name, perhaps
+            continue
         found = TABLE.get((base.__module__, base.__qualname__))
         if found is None:
             continue

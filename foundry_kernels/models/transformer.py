@@ -188,7 +188,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         weight, bias = head
         backend = self.backends["linear_cross_entropy"]
-        return linear_cross_entropy(y, weight, targets, bias=bias, ignore_index=ignore_index, backend=backend)
+        loss = linear_cross_entropy(y, weight, targets, bias=bias, ignore_index=ignore_index, backend=backend)
+        return loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """An empty cache on the model's device, of the dtype that its keys have (autocast's, inside autocast)."""

@@ -117,15 +117,17 @@ def test_an_unknown_family() -> None:
 def test_the_report() -> None:
     model = tiny_model("gpt_oss")
     report = fk.patch(model, backend="reference").report()
-    assert len(report.replaced) == 7
+    assert len(report.replaced) == 8
     assert {e.name for e in report.left} == {f"model.layers.{i}.mlp.experts" for i in (0, 1)}
     assert str(report).splitlines() == [
-        "GptOssForCausalLM: 7 of 9 modules replaced (float32 on cpu)",
+        "GptOssForCausalLM: 8 of 10 modules replaced (float32 on cpu)",
         "replaced",
-        "     2  GptOssAttention  rope: reference, flash_attention: reference",
-        "     5  GptOssRMSNorm    rms_norm: reference",
+        "     1  GptOssForCausalLM  linear_cross_entropy: reference, cross_entropy: reference; logits of a call with "
+        "labels are None in training mode; return_logits=True keeps them",
+        "     2  GptOssAttention    rope: reference, flash_attention: reference",
+        "     5  GptOssRMSNorm      rms_norm: reference",
         "left as it was",
-        "     2  GptOssExperts    its gate is clamped and its up half shifted by 1, which no gated kernel does",
+        "     2  GptOssExperts      its gate is clamped and its up half shifted by 1, which no gated kernel does",
     ]
 
 

@@ -189,6 +189,78 @@ def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
+#: Calls over a divided vocabulary: everything that a loss may have, and each way to reduce it.
+VOCABULARY: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum", "chunk_size": 5},
+    "none": {"reduction": "none"},
+    "all": {
+        "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7,
+        "return_lse": True, "return_z_loss": True,
+    },
+}  # fmt: skip
+
+
+def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """A loss whose classes are divided, and its tokens whole or divided too: the collectives of the forward and of the
+    backward pass, the results, and those of the reference in one process in float64. 11 classes and 1, which cannot be
+    halved."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import foundry_kernels as fk
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+    plain = torch.randn(3, 8)
+    try:
+        fk.linear_cross_entropy(plain, distribute_tensor(plain, mesh, [Shard(0)]), torch.tensor([0, 1, 2]))
+    except ValueError as error:
+        found["refused"] = str(error)
+
+    def run(
+        leaves: dict[str, Tensor], target: Tensor, backend: str, options: dict[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        with Collectives() as forward:
+            outputs = fk.linear_cross_entropy(**leaves, target=target, backend=backend, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        with Collectives() as backward:
+            (outputs[0].sum() * 3.0).backward()
+        return (dict(forward.counts), dict(backward.counts)), [*outputs, *(x.grad for x in leaves.values())]
+
+    for n_classes, dtype, (name, options) in (
+        *((11, torch.float32, each) for each in VOCABULARY.items()),
+        (11, torch.float64, ("all", VOCABULARY["all"])),
+        (11, torch.bfloat16, ("mean", {})),
+        (1, torch.float32, ("all", VOCABULARY["all"])),
+    ):
+        hidden, weight = torch.randn(2, 6, 8, generator=generator), torch.randn(n_classes, 8, generator=generator)
+        hidden[0, 0], target = 3.0 * weight[-1], torch.randint(n_classes, (2, 6), generator=generator)
+        target[0, :2] = torch.tensor([n_classes - 1, -100])  # one token is certain of its class
+        leaves = {"hidden": hidden.to(dtype), "weight": weight.to(dtype)}
+        if name == "all":
+            leaves["bias"] = torch.randn(n_classes, generator=generator).to(dtype)
+            class_weight = torch.rand(n_classes, generator=generator)
+        expected = None
+        for placement in (Replicate(), Shard(1)):
+            parts = {
+                n: distribute_tensor(x, mesh, [placement if n == "hidden" else Shard(0)]) for n, x in leaves.items()
+            }
+            given = dict(options)
+            if name == "all":
+                given["class_weight"] = distribute_tensor(class_weight, mesh, [Replicate()])
+            counts, results = run(parts, target, "auto", given)
+            placed = parts["weight"].grad.placements == (Shard(0),)
+            if expected is None:
+                whole = {n: x.double() for n, x in leaves.items()}
+                more = {"class_weight": class_weight} if name == "all" else {}
+                expected = run(whole, target, "reference", options | more)[1]
+            id = f"{n_classes} {str(dtype).removeprefix('torch.')} {name} {placement}"
+            found[id] = (counts, placed, [full(x) for x in results], [x.detach() for x in expected])
+    return found
+
+
 def norm_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     """A norm under sequence parallelism: forward, backward, and what reading the weight's gradient costs."""
     from torch.distributed.tensor import Shard, distribute_tensor

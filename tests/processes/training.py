@@ -98,11 +98,15 @@ def loss_parallel(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     model = parallelize_module(model, mesh, tensor_parallel_plan(model, mesh, loss_parallel=True))
     with torch.no_grad():
         assert model(torch.zeros(1, 4, dtype=torch.int64)).placements == (Shard(2),)
-    return train(model, around=loss_parallel)
+    return train(model, around=loss_parallel, loss_of=lambda m, batch: _of_logits(m, batch)[1])
 
 
-def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, int]:
-    """One step of the model under tensor parallelism, without the optimizer."""
+def _of_logits(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    return model(batch[:, :-1], batch[:, 1:], return_logits=True)
+
+
+def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, dict[str, int]]:
+    """One step of the model under tensor parallelism, without the optimizer: with logits and without."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     from foundry_kernels.distributed import tensor_parallel_plan
@@ -110,10 +114,12 @@ def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, int
     mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
     model = make_model()
     model = parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))
-    tokens = next(batches())
-    with Collectives() as collectives:
-        model(tokens[:, :-1], tokens[:, 1:])[1].backward()
-    return dict(collectives.counts)
+    found = {}
+    for name, loss_of in (("logits", lambda m, batch: _of_logits(m, batch)[1]), ("loss", loss_of_ours)):
+        with Collectives() as collectives:
+            loss_of(model, next(batches())).backward()
+        found[name] = dict(collectives.counts)
+    return found
 
 
 def low_precision(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:

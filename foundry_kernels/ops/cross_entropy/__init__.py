@@ -143,9 +143,9 @@ def reduced(
     if reduction == "sum":
         return loss, lse, z
     counts = target != ignore_index
-    total = counts.sum().float()
+    total = counts.sum().to(losses.dtype)
     if weight is not None:
-        total = (weight.float()[torch.where(counts, target, 0)] * counts).sum()
+        total = (weight.to(losses.dtype)[torch.where(counts, target, 0)] * counts).sum()
     loss, total = _whole(loss), _whole(total)
     return reference.mean(loss, total), lse, None if z is None else reference.mean(_whole(z), total)
 

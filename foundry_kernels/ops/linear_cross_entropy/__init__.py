@@ -18,7 +18,8 @@ Kernel", 2024, arXiv:2410.10989.
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+import importlib
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -117,6 +118,10 @@ def linear_cross_entropy(
     Products are PyTorch's own, so bits may differ with another number of threads. They are of the inputs' dtype; a CPU
     without instructions for bfloat16 or float16 gets float32 copies of hidden and weight, whose logits are exact to
     float32.
+
+    DTensors: tokens may be divided over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
+    every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small
+    all-reduces give the loss (`divided.py`). `target` may be a plain tensor there, the same on all devices.
     """
     check_float("hidden", hidden)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
@@ -129,12 +134,27 @@ def linear_cross_entropy(
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
     args = (hidden, weight, target, bias, class_weight, ignore_index)
     rest = (label_smoothing, z_loss, softcap, logit_scale, chunk_size, return_lse, return_z_loss)
-    if reduction != "none" and is_dtensor(hidden):  # whose sums torch reduces over devices
+    if is_dtensor(weight) and (divided := _divided_vocabulary(weight)) is not None:
+        for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
+            if x is not None and not is_dtensor(x):
+                raise ValueError(f"{name} must be a DTensor where weight's classes are divided; got a plain tensor")
+        options = divided.Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, chunk_size)
+        each, lse, zs, target = divided.linear_cross_entropy(hidden, weight, target, bias, class_weight, options)
+        results = (each, lse, zs)
+        if reduction != "none":
+            results = losses.reduced(each, lse, zs, target, class_weight, ignore_index, reduction)
+    elif reduction != "none" and is_dtensor(hidden):  # whose sums torch reduces over devices
         each, lse, zs = function(*args, "none", *rest)
         results = losses.reduced(each, lse, zs, target, class_weight, ignore_index, reduction)
     else:
         results = function(*args, reduction, *rest)
     return losses.chosen(*results, return_lse, return_z_loss)
+
+
+def _divided_vocabulary(weight: Any) -> Any:
+    """The module for a weight whose classes are divided over devices; None where they are not."""
+    module = importlib.import_module("foundry_kernels.ops.linear_cross_entropy.divided")
+    return module if module.vocabulary_dim(weight) is not None else None
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, chunk_size: int | None) -> None:

@@ -46,12 +46,12 @@ def fast_products(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and torch.cpu._is_amx_fp16_supported()
 
 
-def _rows(x: Tensor, part: slice) -> Tensor:
+def rows_of(x: Tensor, part: slice) -> Tensor:
     """x[part]; quicker."""
     return x.narrow(0, part.start, part.stop - part.start)
 
 
-class _Tokens:
+class Tokens:
     """The tokens of a call as rows of matrices. On the CPU those that are ignored are left out, and 16-bit values
     become float32 where products are not faster without; on a GPU nothing depends on what the targets are."""
 
@@ -89,7 +89,7 @@ class _Tokens:
 
     def logits(self, part: slice) -> Tensor:
         """In memory that the next chunk's are written to."""
-        x = _rows(self.x, part)
+        x = rows_of(self.x, part)
         if self.memory is None:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))
         y, w = self.memory.narrow(0, 0, x.shape[0]), self.weight.t()
@@ -103,10 +103,10 @@ class _Tokens:
         return of_kept.new_zeros((self.n_rows, *of_kept.shape[1:])).index_copy_(0, self.kept, of_kept)
 
 
-class _Gradients:
+class Gradients:
     """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic."""
 
-    def __init__(self, tokens: _Tokens, needs: tuple[bool, ...]) -> None:
+    def __init__(self, tokens: Tokens, needs: tuple[bool, ...]) -> None:
         n_classes, width = tokens.weight.shape
         empty = tokens.x.new_empty((0,), dtype=tokens.dtype)
         self.tokens, self.needs = tokens, needs
@@ -119,14 +119,14 @@ class _Gradients:
         if tokens.logit_scale != 1.0:
             dlogits.mul_(tokens.logit_scale)
         if self.needs[0]:
-            _rows(self.dx, part).copy_(torch.mm(dlogits, tokens.weight))
+            rows_of(self.dx, part).copy_(torch.mm(dlogits, tokens.weight))
         if self.needs[1] and dlogits.dtype == tokens.dtype:
-            self.dweight.addmm_(dlogits.t(), _rows(tokens.x, part))
+            self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
         elif self.needs[1] and dlogits.device.type == "cuda":
-            self.dweight += torch.mm(dlogits.t(), _rows(tokens.x, part), out_dtype=tokens.dtype)
+            self.dweight += torch.mm(dlogits.t(), rows_of(tokens.x, part), out_dtype=tokens.dtype)
         elif self.needs[1]:
             # A product of 16 bits would round the share of each chunk. Some classes at a time, for the copy's sake.
-            x = _rows(tokens.x, part).to(tokens.dtype)
+            x = rows_of(tokens.x, part).to(tokens.dtype)
             for total, d in zip(self.dweight.split(_CLASSES), dlogits.split(_CLASSES, 1), strict=True):
                 total.addmm_(d.to(tokens.dtype).t(), x)
         if self.needs[2]:
@@ -153,7 +153,7 @@ def make(
     prefix: str, define: Callable[..., Any], loss_fwd: Any, loss_bwd: Any, cpu: bool
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The backend over a cross-entropy. `define(schema, function, fake)` registers its two operators, `prefix` before
-    their names. `cpu`: they may look at values (see `_Tokens`)."""
+    their names. `cpu`: they may look at values (see `Tokens`)."""
 
     def fwd(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
@@ -162,8 +162,8 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            tokens = _Tokens(hidden, weight, target, bias, ignore_index, logit_scale, cpu)
-            gradients = _Gradients(tokens, needs) if any(needs) else None
+            tokens = Tokens(hidden, weight, target, bias, ignore_index, logit_scale, cpu)
+            gradients = Gradients(tokens, needs) if any(needs) else None
             mean, options = reduction == "mean", (ignore_index, "none", label_smoothing, z_loss, softcap)
             total = _total_weight(tokens, class_weight, ignore_index) if mean else None
             # The mean's divisor goes into the gradients at once, but for float16, which would lose what is below its
@@ -173,7 +173,7 @@ def make(
             share = one if total is None else total.reciprocal().masked_fill(total == 0, 0.0)
             kept: list[list[Tensor]] = [[], [], [], []]
             for part in tokens.chunks(chunk_size):
-                target_part = _rows(tokens.target, part)
+                target_part = rows_of(tokens.target, part)
                 logits = tokens.logits(part)
                 stats = save_stats or gradients is not None
                 loss, lse, low, z, _ = loss_fwd(
@@ -207,17 +207,17 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            tokens = _Tokens(hidden, weight, target, bias, ignore_index, logit_scale, cpu)
-            gradients = _Gradients(tokens, needs)
+            tokens = Tokens(hidden, weight, target, bias, ignore_index, logit_scale, cpu)
+            gradients = Gradients(tokens, needs)
             of_rows = [x.reshape(-1) for x in (dloss, lse, lse_low)]
             if tokens.kept is not None:
                 of_rows = [x[tokens.kept] for x in of_rows]
             for part in tokens.chunks(chunk_size):
-                d, each, low = (_rows(x, part) for x in of_rows)
+                d, each, low = (rows_of(x, part) for x in of_rows)
                 gradients.add(
                     part,
                     loss_bwd(
-                        d, tokens.logits(part), _rows(tokens.target, part), class_weight, each, low, None,
+                        d, tokens.logits(part), rows_of(tokens.target, part), class_weight, each, low, None,
                         ignore_index, "none", label_smoothing, z_loss, softcap,
                     ),
                 )  # fmt: skip
@@ -296,7 +296,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient * factor).to(dtype)
 
 
-def _total_weight(tokens: _Tokens, class_weight: Tensor | None, ignore_index: int) -> Tensor:
+def _total_weight(tokens: Tokens, class_weight: Tensor | None, ignore_index: int) -> Tensor:
     """The sum of the weights of the targets that count."""
     counts = tokens.target != ignore_index
     if class_weight is None:

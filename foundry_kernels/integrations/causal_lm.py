@@ -1,0 +1,261 @@
+"""The loss of a causal language model of transformers, without the logits.
+
+While such a model trains, nobody needs its logits but the loss, so the class that `patch` gives it makes none then: its
+forward runs the decoder, and `linear_cross_entropy` the head. Any other call (in eval mode, without labels, with a head
+that must be called) is the class's own forward, whose `loss_function` is `cross_entropy` of this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foundry_kernels.integrations.adapters import Adapter, words
+from foundry_kernels.nn._head import matrix_of
+from foundry_kernels.ops.cross_entropy import cross_entropy
+from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from foundry_kernels.registry import is_dtensor
+
+#: What the report says of a model that is served.
+NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"
+
+
+def _one(module: Any) -> float:
+    return 1.0
+
+
+def _no_cap(module: Any) -> float | None:
+    return None
+
+
+@dataclass(frozen=True)
+class CausalLM(Adapter):
+    """A decoder, a head without a bias of its own making, and the loss of the next token.
+
+    scale, cap: what the logits are multiplied by, and their soft cap, of a module. mixture: whether the loss of a
+    router is added. uses: names that only this row's forward uses.
+    """
+
+    scale: Callable[[Any], float] = _one
+    cap: Callable[[Any], float | None] = _no_cap
+    mixture: bool = False
+    uses: tuple[str, ...] = field(default=())
+
+    names = words(
+        "model last_hidden_state slice_logits_to_keep slice isinstance int lm_head loss_function config vocab_size "
+        "CausalLMOutputWithPast past_key_values hidden_states attentions"
+    )
+    transparent: ClassVar[bool] = True
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("linear_cross_entropy", "cross_entropy")
+
+    def known(self) -> frozenset[str]:
+        mixture = words(
+            "output_router_logits load_balancing_loss_func router_logits num_experts num_experts_per_tok to device "
+            "router_aux_loss_coef MoeCausalLMOutputWithPast"
+        )
+        return self.names | {*self.uses} | (mixture if self.mixture else set())
+
+    def why_not_without_logits(self, module: nn.Module) -> str | None:
+        """The reason why the logits are made in any case, or None."""
+        head = getattr(module, "lm_head", None)
+        if matrix_of(head) is None:
+            return f"its lm_head is no plain linear layer ({type(head).__name__}) or has hooks, so its logits are made"
+        return None
+
+    def name(self, original: type) -> tuple[str, str]:
+        """The original's: transformers writes it into saved configs, and reads the file of the module."""
+        return original.__module__, original.__name__
+
+    def members(self, original: Any) -> dict[str, Any]:
+        theirs = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
+        returns = importlib.import_module("transformers.utils.generic").can_return_tuple
+        return {
+            "forward": returns(_mixture_forward if self.mixture else _forward),
+            "loss_function": property(_get_loss_function, _set_loss_function),
+            "_foundry_get_loss": original.loss_function.fget,  # which the compiler cannot look up
+            "_foundry_their_loss": staticmethod(theirs),
+        }
+
+
+def _forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    given = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": past_key_values,
+        "inputs_embeds": inputs_embeds,
+        "use_cache": use_cache,
+        **kwargs,
+    }
+    if labels is None or not _makes_no_logits(self, logits_to_keep):
+        original = self._foundry_original.forward
+        return original(self, labels=labels, logits_to_keep=logits_to_keep, return_dict=True, **given)
+    outputs = self.model(**given)
+    return self._foundry_home.CausalLMOutputWithPast(
+        loss=_loss_of_hidden(self, outputs.last_hidden_state, labels, logits_to_keep, **kwargs),
+        logits=None,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+def _mixture_forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    output_router_logits: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    if output_router_logits is None:
+        output_router_logits = self.config.output_router_logits
+    given = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": past_key_values,
+        "inputs_embeds": inputs_embeds,
+        "use_cache": use_cache,
+        "output_router_logits": output_router_logits,
+        **kwargs,
+    }
+    if labels is None or not _makes_no_logits(self, logits_to_keep):
+        original = self._foundry_original.forward
+        return original(self, labels=labels, logits_to_keep=logits_to_keep, return_dict=True, **given)
+    home = self._foundry_home
+    outputs = self.model(**given)
+    loss = _loss_of_hidden(self, outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
+    balance = None
+    if output_router_logits:
+        routed = (outputs.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask)
+        balance = home.load_balancing_loss_func(*routed)
+        loss = loss + self.router_aux_loss_coef * balance.to(loss.device)
+    return home.MoeCausalLMOutputWithPast(
+        loss=loss,
+        aux_loss=balance,
+        logits=None,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+        router_logits=outputs.router_logits,
+    )
+
+
+def _makes_no_logits(self: Any, logits_to_keep: int | Tensor) -> bool:
+    state = getattr(self, "_foundry", None)  # none once the patch is undone, if a wrapper has derived its own class
+    if state is None or not self.training or "linear_cross_entropy" not in state.backends:
+        return False
+    head = matrix_of(self.lm_head)
+    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    if head is None or is_dtensor(head[0]) or not (whole or hasattr(self._foundry_home, "slice_logits_to_keep")):
+        return False
+    return self._foundry_get_loss() is self._foundry_their_loss
+
+
+def _loss_of_hidden(
+    self: Any,
+    hidden: Tensor,
+    labels: Tensor,
+    logits_to_keep: int | Tensor,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    row: CausalLM = self._foundry_row
+    if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        hidden = self._foundry_home.slice_logits_to_keep(hidden, logits_to_keep)
+    head = matrix_of(self.lm_head)
+    assert head is not None  # or this forward is not taken
+    loss = linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        head[0],
+        _next_tokens(labels, shift_labels, ignore_index).to(hidden.device),
+        bias=head[1],
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        softcap=row.cap(self),
+        logit_scale=row.scale(self),
+        backend=self._foundry.backends["linear_cross_entropy"],
+    )
+    return _divided(loss, num_items_in_batch)
+
+
+def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The label of each position: the token that follows it, and none for the last."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1)
+
+
+def _divided(loss: Tensor, num_items_in_batch: Any) -> Tensor:
+    """float32 whatever the model's dtype, as from transformers."""
+    loss = loss.float()
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def _set_loss_function(self: Any, value: Any) -> None:
+    self._foundry_original.loss_function.fset(self, value)
+
+
+def _get_loss_function(self: Any) -> Any:
+    """That of the next token on the kernels; any other loss is the caller's choice, or that of another task."""
+    theirs = self._foundry_get_loss()
+    state = getattr(self, "_foundry", None)
+    if state is None or "cross_entropy" not in state.backends or theirs is not self._foundry_their_loss:
+        return theirs
+    return partial(_loss_of_logits, theirs, state.backends["cross_entropy"])
+
+
+def _loss_of_logits(
+    theirs: Any,
+    backend: str,
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    if is_dtensor(logits) or logits.shape[-1] != vocab_size:  # divided over devices; or a matter of `view`
+        options = {"ignore_index": ignore_index, "shift_labels": shift_labels, **kwargs}
+        loss: Tensor = theirs(logits, labels, vocab_size, num_items_in_batch, **options)
+        return loss
+    loss = cross_entropy(
+        logits.reshape(-1, vocab_size),
+        _next_tokens(labels, shift_labels, ignore_index).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        backend=backend,
+    )
+    return _divided(loss, num_items_in_batch)

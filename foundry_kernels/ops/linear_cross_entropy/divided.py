@@ -1,0 +1,233 @@
+r"""The loss over a vocabulary that is divided over devices, each of which has some rows of the weight.
+
+A device makes the logits of its own classes, in chunks of the tokens, and nobody those of all. Of each token it finds
+the maximum M and the sum S of exponentials below it, the target's own left out, and the target's logit y where the
+class is its own. Two all-reduces, of one number a token and of two (three with label smoothing), give all devices
+:math:`\ell = \mathrm{softplus}(M + \log S - y)`, which is exact for a confident token, and lse as :math:`y + \ell`.
+The backward pass makes the logits once more and needs no collective: the gradient of a device's rows is its own, and
+that of hidden a partial sum, as DTensor has it.
+
+Tokens may be divided besides, along other dimensions of the mesh.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from foundry_kernels._triton import refuse_second_derivative
+from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, Tokens, rows_of
+
+
+class Options(NamedTuple):
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    chunk_size: int | None
+
+
+class Place(NamedTuple):
+    """This device's classes, `first` and those after it, among all, and the devices that have the others."""
+
+    first: int
+    n_classes: int
+    group: Any
+
+    def reduce(self, x: Tensor, how: str) -> Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, self.group))
+
+
+def vocabulary_dim(weight: Any) -> int | None:
+    """The dimension of the mesh along which the classes of a DTensor `weight` are divided, if there is just one."""
+    found = [i for i, placement in enumerate(weight.placements) if type(placement) is Shard and placement.dim == 0]
+    return found[0] if len(found) == 1 else None
+
+
+def linear_cross_entropy(
+    hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses, lse and z-losses of the tokens as DTensors, and `target` as one.
+
+    Args:
+        hidden: a DTensor; gathered along the dimension of the mesh that divides the classes, and nowhere else.
+        weight: a DTensor of which `vocabulary_dim` is not None. bias, class_weight: DTensors, or None.
+        target: a DTensor, or a tensor that is the same on all devices.
+    """
+    mesh, dim = weight.device_mesh, vocabulary_dim(weight)
+    assert dim is not None  # or the caller goes another way
+    everywhere: list[Placement] = [Replicate()] * mesh.ndim
+    if not isinstance(target, DTensor):
+        target = DTensor.from_local(target, mesh, everywhere, run_check=False)
+    tokens: list[Placement] = [
+        p if i != dim and type(p) is Shard and p.dim < target.ndim else Replicate()
+        for i, p in enumerate(hidden.placements)
+    ]
+    rows: list[Placement] = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
+    summed: list[Placement] = [Shard(0) if i == dim else Partial() if p.is_shard() else p for i, p in enumerate(tokens)]
+
+    def local(x: Any, placements: list[Placement], gradient: list[Placement]) -> Tensor:
+        return x.redistribute(mesh, placements).to_local(grad_placements=gradient)
+
+    target = target.redistribute(mesh, tokens)
+    partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
+    share = -(-weight.shape[0] // mesh.size(dim))
+    place = Place(min(mesh.get_local_rank(dim) * share, weight.shape[0]), weight.shape[0], (mesh, dim))
+    each, lse, zs = _Divided.apply(
+        local(hidden, tokens, partial),
+        local(weight, rows, summed),
+        target.to_local(),
+        None if bias is None else local(bias, rows, summed),
+        None if class_weight is None else class_weight.redistribute(mesh, everywhere).to_local(),
+        options,
+        place,
+    )
+
+    def whole(x: Tensor) -> DTensor:
+        strides = torch.empty(target.shape, device="meta").stride()
+        return DTensor.from_local(x, mesh, tokens, run_check=False, shape=target.shape, stride=strides)
+
+    return whole(each), whole(lse), whole(zs), target
+
+
+class _Divided(torch.autograd.Function):
+    """On the tensors of one device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+        options: Options, place: Place,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        with torch.autocast(hidden.device.type, enabled=False):
+            own = _Own(hidden, weight, target, bias, class_weight, options, place)
+            y, nll, smooth = own.statistics()
+            of_target, lse = own.of_target, y + nll
+            z = of_target * options.z_loss * lse.square()
+            loss = of_target * (1.0 - options.label_smoothing) * nll + z
+            if smooth is not None:
+                loss = loss + (options.label_smoothing / place.n_classes) * (smooth * own.counts)
+            loss = loss.masked_fill(own.unknown, torch.nan)  # on a GPU
+            lse = lse * own.counts
+        ctx.save_for_backward(hidden, weight, target, bias, class_weight, y, nll)
+        ctx.options, ctx.place = options, place
+        ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        outputs = tuple(own.tokens.whole(x).view(target.shape) for x in (loss, lse, z))
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs  # type: ignore[return-value]  # of three
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+        refuse_second_derivative("linear_cross_entropy")
+        hidden, weight, target, bias, class_weight, y, nll = ctx.saved_tensors
+        with torch.autocast(hidden.device.type, enabled=False):
+            own = _Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.place)
+            found = own.gradients(dloss, y, nll, ctx.needs).of(hidden)
+        dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
+        return dhidden, dweight, None, dbias, None, None, None
+
+
+class _Own:
+    """The tokens of a call and what a device knows of its own classes."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+        options: Options, place: Place,
+    ) -> None:  # fmt: skip
+        cpu = hidden.device.type == "cpu"
+        self.tokens = Tokens(hidden, weight, target, bias, options.ignore_index, options.logit_scale, cpu)
+        self.options, self.place = options, place
+        target = self.tokens.target
+        self.counts = target != options.ignore_index
+        known = (target >= 0) & (target < place.n_classes)
+        self.unknown = self.counts & ~known
+        if cpu and bool(self.unknown.any()):
+            raise IndexError(
+                f"target must be in 0 .. {place.n_classes - 1} or ignore_index {options.ignore_index}; "
+                f"got {int(target[self.unknown][0])}"
+            )
+        target = torch.where(known, target, 0).long()
+        here = target - place.first
+        self.mine = (here >= 0) & (here < weight.shape[0])
+        self.column = here.clamp(0, max(weight.shape[0] - 1, 0)).unsqueeze(1)
+        dtype = self.tokens.dtype
+        self.weights = None if class_weight is None else class_weight.to(dtype)
+        self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
+        self.sum_of_weights = place.n_classes if self.weights is None else self.weights.sum()
+
+    def own_weights(self) -> Tensor | float:
+        """Of this device's classes."""
+        first, n = self.place.first, self.tokens.weight.shape[0]
+        return 1.0 if self.weights is None else self.weights[first : first + n]
+
+    def logits(self, part: slice) -> Tensor:
+        """Of this device's classes, capped, in the dtype of the arithmetic; they may be written to."""
+        y = self.tokens.logits(part).to(self.tokens.dtype)
+        cap = self.options.softcap
+        return y if cap is None else y.div_(cap).tanh_().mul_(cap)
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The target's logit and its negative log-likelihood of each token; and with label smoothing the sum over the
+        classes of their weight times theirs."""
+        n, dtype = self.tokens.target.numel(), self.tokens.dtype
+        empty = self.tokens.x.new_empty(n, dtype=dtype)
+        largest = torch.full_like(empty, -torch.inf)
+        total, at_target, below = (torch.zeros_like(empty) for _ in range(3))
+        smooth, weights = self.options.label_smoothing > 0.0, self.own_weights()
+        for part in self.tokens.chunks(self.options.chunk_size) if self.tokens.weight.shape[0] else ():
+            y, (m, s, t, b) = self.logits(part), (rows_of(x, part) for x in (largest, total, at_target, below))
+            column, mine = rows_of(self.column, part), rows_of(self.mine, part)
+            own = y.gather(1, column).squeeze(1)
+            t.copy_(torch.where(mine, own, 0.0))
+            if smooth:
+                torch.amax(y, 1, out=m)
+                b.copy_(((m.unsqueeze(1) - y) * weights).sum(1))
+                below_all = m.clone()
+            y.scatter_(1, column, torch.where(mine, -torch.inf, own).unsqueeze(1))
+            torch.amax(y, 1, out=m)
+            finite = torch.where(m == -torch.inf, 0.0, m)
+            s.copy_(y.sub_(finite.unsqueeze(1)).exp_().sum(1))
+            if smooth:  # below the same maximum as the sum, which leaves the target out
+                b.add_((finite - below_all) * self._sum(weights))
+        maximum = self.place.reduce(largest, "max")
+        finite = torch.where(maximum == -torch.inf, 0.0, maximum)
+        shift = torch.where(largest == -torch.inf, 0.0, largest)
+        numbers = [total * (largest - finite).exp(), at_target]
+        if smooth:
+            numbers.append(below + (finite - shift) * self._sum(weights))
+        total, y, *rest = self.place.reduce(torch.stack(numbers), "sum").unbind(0)
+        nll = torch.nn.functional.softplus(total.log() + (finite - y), threshold=50.0)
+        return y, nll, rest[0] + (y - finite + nll) * self.sum_of_weights if smooth else None
+
+    def _sum(self, weights: Tensor | float) -> Tensor | float:
+        return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
+
+    def gradients(self, dloss: Tensor, y: Tensor, nll: Tensor, needs: tuple[bool, ...]) -> Gradients:
+        """Of this device's logits and all that they are made of; see the mathematics in `cross_entropy/__init__`."""
+        tokens, options = self.tokens, self.options
+        found = Gradients(tokens, needs)
+        d = dloss.reshape(-1)
+        d = d if tokens.kept is None else d[tokens.kept]
+        d = torch.where(self.counts, d, 0.0).masked_fill(self.unknown, torch.nan)
+        epsilon, share = options.label_smoothing, options.label_smoothing / self.place.n_classes
+        certain = (1.0 - epsilon) * self.of_target
+        beside = share * self.sum_of_weights + 2.0 * options.z_loss * self.of_target * (y + nll)
+        of_weights = share * self.own_weights()
+        for part in tokens.chunks(options.chunk_size) if tokens.weight.shape[0] else ():
+            dlogits, mine, column = self.logits(part), rows_of(self.mine, part), rows_of(self.column, part)
+            slope = None if options.softcap is None else 1.0 - (dlogits / options.softcap).square()
+            c, e, f, at, each = (rows_of(x, part).unsqueeze(1) for x in (certain, beside, nll, y, d))
+            p = dlogits.sub_(at).sub_(f).exp_()
+            own = c * torch.expm1(-f) + e * p.gather(1, column)
+            p.mul_(c + e).scatter_(1, column, torch.where(mine.unsqueeze(1), own, p.gather(1, column)))
+            if epsilon > 0.0:
+                p.sub_(of_weights)
+            p.mul_(each)
+            found.add(part, (p if slope is None else p.mul_(slope)).to(tokens.x.dtype))
+        if found.needs[0] and not tokens.weight.shape[0]:
+            found.dx.zero_()
+        return found
