@@ -112,10 +112,6 @@ class Cost:
         """The innermost loops, of those with a dot in 16 bits."""
         return inner_loops(run_on_cubin([tool("nvdisasm"), "-c"], self.cubin)) if self.matrix else []
 
-    def loops(self) -> list[Loop]:
-        """The innermost loops, of those with a dot in 16 bits."""
-        return inner_loops(run_on_cubin([tool("nvdisasm"), "-c"], self.cubin)) if self.matrix else []
-
     def problems(self, gpu: Gpu) -> list[str]:
         """What is wrong with the kernel on this GPU; empty if nothing is."""
         found = []

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.nn.attention import KeyValueMemory
 
 
 class KVCache:
@@ -90,7 +91,7 @@ class KVCache:
         )
 
 
-class LayerCache:
+class LayerCache(KeyValueMemory):
     """One layer of a :class:`KVCache`. The length moves only when all layers are done, by `KVCache.advance`, so a
     forward pass that fails half-way leaves the cache as it was."""
 
@@ -122,3 +123,21 @@ class LayerCache:
         stored_k[:, :, start:stop] = k
         stored_v[:, :, start:stop] = v
         return stored_k[:, :, :stop], stored_v[:, :, :stop]
+
+    def memory(self, new: Tensor, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """The layer's whole memory ``[B, Hk, max_len, D]``, for `new` ``[B, T, ...]`` of so many heads to be written
+        behind what is there.
+
+        Raises:
+            ValueError: it does not fit the cache.
+        """
+        cache = self._cache
+        k, v = cache.k[self._index], cache.v[self._index]
+        b, h, s, d = k.shape
+        batch, count = new.shape[:2]
+        if batch != b or n_kv_heads != h or head_dim != d or cache.length + count > s:
+            got = (batch, n_kv_heads, count, head_dim)
+            raise ValueError(f"k must fit [{b}, {h}, at most {s - cache.length}, {d}]; got {got}")
+        if new.dtype != k.dtype or not k.is_cpu:
+            raise ValueError(f"k must be {k.dtype} on {k.device}, as the cache is; got {new.dtype} on {new.device}")
+        return k, v

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from foundry_kernels.models.cache import KVCache
     from foundry_kernels.models.transformer import Transformer
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
+Step = Callable[["Transformer", Tensor, "KVCache"], Tensor]
+
+#: On a GPU, after how many tokens it is seen whether all rows have stopped: looking waits for the GPU.
+_LOOK_EVERY = 16
+#: Of how many of the most likely tokens `top_p` is tried first, where looking waits for no GPU.
+_TOP_P_FIRST = 64
 
 
 @torch.no_grad()
@@ -25,6 +32,7 @@ def generate(
     top_p: float | None = None,
     stop_token: int | None = None,
     generator: torch.Generator | None = None,
+    compile: bool | Mapping[str, Any] = False,
 ) -> list[Tensor]:
     """Continue each prompt by at most `max_new_tokens` tokens.
 
@@ -44,6 +52,9 @@ def generate(
         top_p: draw only from the smallest set of tokens whose probabilities sum to at least top_p; after `top_k`.
         stop_token: ends a row; it is kept as the row's last token. One inside a prompt ends nothing.
         generator: source of the draws, on the model's device.
+        compile: run the steps of one token through ``torch.compile``; a mapping is passed to it as keyword arguments.
+            One graph serves all lengths, and later calls with the same model; the prompts' common part is read without
+            it. A model that is compiled already is called as it is.
 
     Returns:
         For each prompt the prompt and its continuation, 1-D int64 on the model's device.
@@ -76,25 +87,47 @@ def generate(
         row[: len(prompt)] = prompt
     tokens, begin = tokens.to(device), lengths.to(device)
     end = begin + max_new_tokens  # a row's length once it is finished
+    alike = shortest == longest and stop_token is None  # so that each row takes each token
+    look_every = 1 if device.type == "cpu" else _LOOK_EVERY
+    step = _step if compile is False else _compiled(compile)
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         cache = model.make_cache(len(rows), total)
-        seen = 0
+        new = tokens[:, :shortest]
         for position in range(shortest, total):
-            logits = model(tokens[:, seen:position], cache=cache, last_only=True)
-            seen = position
-            drawn = _choose(logits[:, -1], temperature, top_k, top_p, generator)
+            logits = (_step if cache.length == 0 else step)(model, new, cache)
+            drawn = _choose(logits, temperature, top_k, top_p, generator)
+            new = tokens[:, position : position + 1]
+            if alike:
+                new.copy_(drawn.unsqueeze(1))
+                continue
             open_rows = (begin <= position) & (position < end)
-            tokens[:, position] = torch.where(open_rows, drawn, tokens[:, position])
+            new.copy_(torch.where(open_rows, drawn, new[:, 0]).unsqueeze(1))
             if stop_token is not None:
                 end = torch.where(open_rows & (drawn == stop_token), position + 1, end)
-                if bool((end <= position + 1).all()):
+                if (position - shortest) % look_every == 0 and bool((end <= position + 1).all()):
                     break
     finally:
         for module, mode in training:
             module.training = mode
     return [row[:stop].clone() for row, stop in zip(tokens, end.tolist(), strict=True)]
+
+
+def _step(model: Transformer, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Logits ``[B, V]`` of what follows `tokens` ``[B, T]``."""
+    logits: Tensor = model(tokens, cache=cache, last_only=True)
+    return logits[:, -1]
+
+
+def _compiled(compile: bool | Mapping[str, Any]) -> Step:
+    """torch keeps the graphs: what an earlier call compiled for this model is found again. Dynamic from the first call,
+    or a second graph would be made for another length."""
+    if compile is not True and not isinstance(compile, Mapping):
+        raise TypeError(f"compile must be a bool or a mapping of torch.compile's arguments; got {compile!r:.60}")
+    options: dict[str, Any] = {"dynamic": True, "fullgraph": True, **({} if compile is True else compile)}
+    compiled: Step = torch.compile(_step, **options)
+    return compiled
 
 
 def _choose(
@@ -103,17 +136,30 @@ def _choose(
     """One token a row ``[B]`` from logits ``[B, V]``."""
     if temperature == 0.0:
         return logits.argmax(-1)
+    size = logits.shape[-1]
     logits = logits.float() / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
+    kept = None  # the tokens that the columns stand for; None: each for its own
+    if top_k is not None and top_k < size:
         # By index and not by value: of tokens that tie at the threshold, no more than k may stay.
-        values, kept = logits.topk(top_k, dim=-1)
-        logits = torch.full_like(logits, float("-inf")).scatter(-1, kept, values)
-    probabilities = logits.softmax(-1)
+        logits, kept = logits.topk(top_k, dim=-1)
+    likely = logits.softmax(-1)
     if top_p is not None and top_p < 1.0:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # the sum over the tokens that are more likely
-        probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered.masked_fill(before >= top_p, 0.0))
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        if kept is None:  # else they are in order
+            likely, kept = _most_likely(likely, top_p)
+        before = likely.cumsum(-1) - likely  # the sum over the tokens that are more likely
+        likely = likely.masked_fill(before >= top_p, 0.0)
+    # As torch.multinomial draws one, but for its look at the probabilities, which waits for a GPU.
+    drawn = (likely / torch.empty_like(likely).exponential_(1.0, generator=generator)).argmax(-1, keepdim=True)
+    return (drawn if kept is None else kept.gather(-1, drawn)).squeeze(-1)
+
+
+def _most_likely(likely: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Probabilities ``[B, V]`` in descending order and the tokens they are of: as many as sum to `top_p` or more."""
+    if likely.is_cpu and likely.shape[-1] >= 4 * _TOP_P_FIRST:
+        values, tokens = likely.topk(_TOP_P_FIRST, dim=-1)
+        if bool((values.sum(-1) >= top_p).all()):
+            return values, tokens
+    return likely.sort(dim=-1, descending=True, stable=True)
 
 
 def _read_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from foundry_kernels._checks import check_integer, check_rank
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.generate import generate
-from foundry_kernels.nn import Attention, KeyValueStore, RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn import Attention, KeyValueStore, RMSNorm, RotaryEmbedding, SwiGLU, _decode
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._head import matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
             BackendUnavailable: a named backend cannot serve this device or dtype.
         """
         self._check(tokens, targets, cache, last_only, ignore_index)
-        stream = self.tok_embeddings(tokens)
+        stream = self._embed(tokens)
         branch: Tensor | None = None
         for index, block in enumerate(self.layers):
             branch, stream = block(branch, stream, None if cache is None else cache.layer(index))
@@ -169,7 +169,7 @@ class Transformer(nn.Module):
             cache.advance(tokens.shape[1])
         if targets is not None and not return_logits and (head := self._head()) is not None:
             return None, self._loss_without_logits(y, head, targets, ignore_index)
-        logits = F.linear(y, self.tok_embeddings.weight) if self.output is None else self.output(y)
+        logits = self._logits(y)
         if targets is None:
             return logits
         if is_dtensor(logits):
@@ -190,6 +190,28 @@ class Transformer(nn.Module):
         backend = self.backends["linear_cross_entropy"]
         loss = linear_cross_entropy(y, weight, targets, bias=bias, ignore_index=ignore_index, backend=backend)
         return loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if not tokens.is_cpu or torch.compiler.is_compiling():
+            return self.tok_embeddings(tokens)
+        # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
+        table = self.tok_embeddings
+        looks = type(table) is nn.Embedding and table.num_embeddings == self.config.vocab_size
+        if not looks:
+            _check_range("tokens", tokens, self.config.vocab_size)
+        try:
+            return table(tokens)
+        except IndexError:
+            _check_range("tokens", tokens, self.config.vocab_size)
+            raise
+
+    def _logits(self, y: Tensor) -> Tensor:
+        head, backend = self.output, self.backends["swiglu"]
+        if _decode.serves(y, backend):
+            few = _decode.multiply(y, self.tok_embeddings.weight) if head is None else _decode.project(y, head)
+            if few is not None:
+                return few
+        return F.linear(y, self.tok_embeddings.weight) if head is None else head(y)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """An empty cache on the model's device, of the dtype that its keys have (autocast's, inside autocast)."""
@@ -244,10 +266,8 @@ class Transformer(nn.Module):
                 raise ValueError(f"targets must have tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}")
             if targets.device != device:
                 raise ValueError(f"targets must be on the model's device {device}; got {targets.device}")
-        if device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_range("tokens", tokens, vocab_size)
-            if targets is not None:
-                _check_range("targets", targets[targets != ignore_index], vocab_size)
+        if targets is not None and device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_range("targets", targets[targets != ignore_index], vocab_size)
 
 
 def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:

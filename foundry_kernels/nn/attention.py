@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels._checks import check_integer, check_rank, check_tensor
+from foundry_kernels.nn import _decode
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
@@ -22,6 +23,22 @@ class KeyValueStore(Protocol):
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v ``[B, Hk, T, D]`` of the next T positions; return those of all positions ``[B, Hk, S, D]``."""
+
+
+class KeyValueMemory:
+    """Base of a store whose memory may be written to directly: in decoding, the rotation's kernel does."""
+
+    @property
+    def length(self) -> int:
+        raise NotImplementedError
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def memory(self, new: Tensor, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Contiguous keys and values ``[B, Hk, S, D]``, into which those in `new` ``[B, T, ...]`` are to be written at
+        ``length`` and behind it; ValueError where they do not fit."""
+        raise NotImplementedError
 
 
 class Attention(torch.nn.Module):
@@ -127,16 +144,21 @@ class Attention(torch.nn.Module):
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
         length = x.shape[1]
-        # The heads are counted from what the projections give: under tensor parallelism a device has a part of them.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        if self.rope is not None:
-            if positions is None and cache is not None:
-                positions = cache.length
-            elif positions is None and cu_seqlens is not None:
-                positions = _packed_positions(cu_seqlens, length)
-            q, k = self.rope(q, k, positions)
-        if cache is not None:
-            k, v = cache.append(k, v)
+        decodes = _decode.serves(x, self.backends["flash_attention"])
+        packed = _decode.project(x, self.wq, self.wk, self.wv) if decodes else None
+        memory = self._memory_of(cache) if packed is not None and positions is None else None
+        if packed is not None and memory is not None:
+            q, k, v = self._append(packed, memory)
+        else:
+            q, k, v = self._split(x, packed)
+            if self.rope is not None:
+                if positions is None and cache is not None:
+                    positions = cache.length
+                elif positions is None and cu_seqlens is not None:
+                    positions = _packed_positions(cu_seqlens, length)
+                q, k = self.rope(q, k, positions)
+            if cache is not None:
+                k, v = cache.append(k, v)
         options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
         options["backend"] = self.backends["flash_attention"]
         if cu_seqlens is None:
@@ -149,8 +171,35 @@ class Attention(torch.nn.Module):
         if cu_seqlens is not None:
             out, rows = out.transpose(0, 1).unsqueeze(0), [t.unsqueeze(0) for t in rows]
         # A view where the operation kept q's storage order, as it promises.
-        y = self.wo(out.transpose(1, 2).flatten(2))
+        out = out.transpose(1, 2).flatten(2)
+        y = _decode.project(out, self.wo) if decodes else None
+        y = self.wo(out) if y is None else y
         return (y, *rows) if rows else y
+
+    def _split(self, x: Tensor, packed: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values from x, or from their projections in one tensor where these are there."""
+        if packed is None:
+            # Heads are counted from what the projections give: under tensor parallelism a device has a part of them.
+            return tuple(w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        heads = packed.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 1)
+
+    def _memory_of(self, cache: KeyValueStore | None) -> KeyValueMemory | None:
+        """The cache, if it has memory that the rotation may write to and nothing wants to see the rotation's call."""
+        rope = self.rope
+        if not isinstance(cache, KeyValueMemory) or type(rope) is not RotaryEmbedding or _decode.is_observed(rope):
+            return None
+        return cache if rope.backends["rope"] in ("auto", "native") else None
+
+    def _append(self, packed: Tensor, cache: KeyValueMemory) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries rotated, and keys and values of all positions, the new ones among them."""
+        rope, start, length = self.rope, cache.length, packed.shape[1]
+        assert rope is not None
+        if start + length > rope.max_positions:
+            raise ValueError(f"positions {start} to {start + length - 1} do not fit max_positions={rope.max_positions}")
+        k, v = cache.memory(packed, self.n_kv_heads, self.head_dim)
+        q = _decode.rope_append(packed, rope.cos, rope.sin, rope.interleaved, k, v, self.n_heads, start)
+        return q, k.narrow(2, 0, start + length), v.narrow(2, 0, start + length)
 
     def extra_repr(self) -> str:
         return (

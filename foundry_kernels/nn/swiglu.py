@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from foundry_kernels.nn import _decode
 from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._decode import is_plain
 from foundry_kernels.ops.swiglu import swiglu
 
 RECOMPUTE = ("none", "product", "projections")
@@ -59,15 +61,19 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
-        w1, w2, w3 = self.w1, self.w2, self.w3
+        w1, w2, w3, backend = self.w1, self.w2, self.w3, self.backends["swiglu"]
+        if _decode.serves(x, backend) and (both := _decode.project(x, w1, w3)) is not None:
+            product = swiglu(both, backend=backend)
+            y = _decode.project(product, w2)
+            return w2(product) if y is None else y
         again = self.recompute if torch.is_grad_enabled() else "none"
-        if again == "projections" and all(map(_is_plain, (w1, w2, w3))):
+        if again == "projections" and all(map(is_plain, (w1, w2, w3))):
             return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
         gate, up = w1(x), w3(x)
         # A frozen w2 would not keep the product in any case.
-        if again == "product" and _is_plain(w2) and w2.weight.requires_grad:
+        if again == "product" and is_plain(w2) and w2.weight.requires_grad:
             return _recomputed(self._down, gate, up, w2.weight)
-        return w2(swiglu(gate, up, backend=self.backends["swiglu"]))
+        return w2(swiglu(gate, up, backend=backend))
 
     def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         return self._down(F.linear(x, w1), F.linear(x, w3), w2)
@@ -77,12 +83,6 @@ class SwiGLU(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"recompute={self.recompute!r}, backend={describe(self.backends)}"
-
-
-def _is_plain(layer: torch.nn.Module) -> bool:
-    """Whether calling `layer` is `F.linear` with its weight and nothing more."""
-    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
-    return type(layer) is torch.nn.Linear and layer.bias is None and not hooks
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

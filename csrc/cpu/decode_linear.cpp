@@ -1,0 +1,69 @@
+// Products of few rows with transposed matrices: the scores of attention's decoding, with weights in place of keys.
+// Compiled once per instruction set (see isa.h).
+#include "decode_linear.h"
+
+#include <vector>
+
+#include "flash_attention_dot.h"
+#include "flash_attention_pairs.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+namespace {
+
+// Columns [begin, end) of one matrix's part of the result.
+template <int kRows, class T>
+void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const float* x, T* y, int64_t begin,
+              int64_t end) {
+  constexpr int64_t ld = kDecodeLinearBlock + kSums;
+  float found[kRows * ld];
+  const T* rows = static_cast<const T*>(matrix.data) + begin * matrix.stride;
+  // Rows lie one after the other: those that come next are what follows the registers' share.
+  const Stream<T> stream{rows, matrix.stride, rows + kSums / kRows * matrix.stride, matrix.stride};
+  multiply_keys<kRows>(x, a.width, stream, end - begin, found, ld);
+  for (int64_t r = 0; r < a.n_rows; ++r)
+    for_each_vec(end - begin, [&](int64_t i, auto at, int) FK_INLINE {
+      at.store(y + r * a.n_cols + begin + i, Whole::load(found + r * ld + i));
+    });
+}
+
+template <int kRows, class T>
+void multiply_all(const DecodeLinear& a, int64_t begin, int64_t end) {
+  typedef Product<T> E;
+  const int64_t lanes = lanes_of<E>(a.width);
+  const T* in = static_cast<const T*>(a.x);
+  const float* x = reinterpret_cast<const float*>(in);
+  std::vector<float> copy;
+  if (!std::is_same_v<T, E> || a.n_rows != kRows || lanes * kPer<E> != a.width) {
+    copy.resize(kRows * lanes);
+    for (int64_t r = 0; r < a.n_rows; ++r) read_row<E>(a.type, in, r * a.width, a.width, &copy[r * lanes], lanes);
+    x = copy.data();
+  }
+  T* y = static_cast<T*>(a.y);
+  for (int m = 0; m < a.n_matrices && end > 0; ++m) {
+    const DecodeLinearMatrix& matrix = a.matrices[m];
+    const int64_t blocks = matrix.blocks();
+    for (int64_t block = std::max<int64_t>(begin, 0); block < std::min(end, blocks); ++block) {
+      const int64_t first = block * kDecodeLinearBlock;
+      multiply<kRows, T>(a, matrix, x, y, first, std::min(first + kDecodeLinearBlock, matrix.n_rows));
+    }
+    begin -= blocks, end -= blocks;
+    y += matrix.n_rows;
+  }
+}
+
+}  // namespace
+
+void decode_linear(const DecodeLinear& a, int64_t begin, int64_t end) {
+  with_type(a.type, [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    if (a.n_rows > 4) multiply_all<8, T>(a, begin, end);
+    else if (a.n_rows > 2) multiply_all<4, T>(a, begin, end);
+    else if (a.n_rows > 1) multiply_all<2, T>(a, begin, end);
+    else multiply_all<1, T>(a, begin, end);
+  });
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

@@ -1,0 +1,38 @@
+// Products of few rows with transposed matrices on the CPU, as in decoding: reading the matrices is all the work. The
+// caller starts the threads: each call does a range of blocks of columns of the result.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../common/rows.h"
+#include "isa.h"
+
+namespace foundry {
+
+constexpr int kDecodeLinearRows = 8;      // at most
+constexpr int kDecodeLinearMatrices = 4;  // at most
+constexpr int64_t kDecodeLinearBlock = 64;
+
+// A weight [n_rows, width]: its rows become columns of the result.
+struct DecodeLinearMatrix {
+  const void* data;
+  int64_t stride;
+  int64_t n_rows;
+  int64_t blocks() const { return (n_rows + kDecodeLinearBlock - 1) / kDecodeLinearBlock; }
+};
+
+// y[row] holds the products of x[row] with the rows of all matrices, one matrix after the other.
+struct DecodeLinear {
+  const void* x;  // [n_rows, width], dense
+  void* y;        // [n_rows, n_cols], dense
+  int64_t n_rows, width, n_cols;
+  DecodeLinearMatrix matrices[kDecodeLinearMatrices];
+  int n_matrices;
+  Dtype type;
+};
+
+}  // namespace foundry
+
+// Blocks are numbered through all matrices; the last block of a matrix may be narrower.
+FK_DECLARE_PER_ISA(void, decode_linear, const DecodeLinear& args, int64_t block_begin, int64_t block_end)

@@ -1,0 +1,384 @@
+"""Few rows at a time: projections in one pass over their weights, keys rotated into the cache, what keeps a layer from
+taking part, and that nothing is kept of weights between calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.models import KVCache, ModelConfig, Transformer
+from foundry_kernels.nn import _decode
+
+pytestmark = pytest.mark.skipif(_decode.rope_append is None, reason=str(_native.MISSING or "an old extension"))
+SETS = _native.build_info().get("usable_instruction_sets", [])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, max_seq_len=64, init_std=0.2)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[Callable[[str], None]]:
+    chosen = _native.build_info()["instruction_set"]
+    yield _native._C.force_instruction_set
+    _native._C.force_instruction_set(chosen)
+
+
+class Called(TorchDispatchMode):
+    """The names of this package's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "foundry_kernels":
+            self.names.append(func.name().removeprefix("foundry_kernels::"))
+        return func(*args, **(kwargs or {}))
+
+
+def called(call: Callable[[], object]) -> list[str]:
+    with Called() as seen:
+        call()
+    return seen.names
+
+
+# --- the products -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_products_of_few_rows(name: str, dtype: torch.dtype, instruction_set: Callable[[str], None]) -> None:
+    instruction_set(name)
+    op = torch.ops.foundry_kernels.decode_linear
+    for rows in (1, 2, 3, 4, 5, 8):
+        for width, sizes in ((1, (3,)), (40, (64, 1, 100)), (256, (65,)), (33, (1, 2, 3, 130)), (96, (0, 17))):
+            x = draw(rows, width, dtype=dtype, seed=rows)
+            weights = [draw(n, width + 3, dtype=dtype, seed=n)[:, :width] for n in sizes]
+            y = op(x, weights)
+            whole = torch.cat(weights)
+            exact = x.double() @ whole.double().T
+            terms = x.double().abs() @ whole.double().abs().T  # what rounding errors are in proportion to
+            unit = torch.finfo(dtype).eps
+            assert y.dtype == dtype
+            assert ((y.double() - exact).abs() <= unit * exact.abs() + 2e-6 * terms).all(), (rows, width, sizes)
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads() -> None:
+    x, weights = draw(8, 1000), [draw(700, 1000, seed=1), draw(1200, 1000, seed=2)]
+    op, threads = torch.ops.foundry_kernels.decode_linear, torch.get_num_threads()
+    whole = op(x, weights)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in (1, 2, 3, 5):
+                assert torch.equal(op(x[:rows], weights), whole[:rows])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(op(x, weights[:1]), whole[:, :700])
+
+
+def test_products_of_any_layout() -> None:
+    op = torch.ops.foundry_kernels.decode_linear
+    x, weight = draw(7, 12).T, draw(7, 5, seed=1).T  # neither has a unit last stride
+    torch.testing.assert_close(op(x[:6], [weight]), x[:6] @ weight.T)
+    assert op(x[:0].reshape(2, 0, 7), [weight]).shape == (2, 0, 5)
+    assert op(x[0], [weight, weight]).shape == (10,)
+    assert not op(x[:2, :0], [weight[:, :0]]).any()
+
+
+def test_products_refuse() -> None:
+    op, x, weight = torch.ops.foundry_kernels.decode_linear, draw(2, 4), draw(3, 4)
+    with pytest.raises(ValueError, match=r"weights must be \[N, K\]"):
+        op(x, [weight.T])
+    with pytest.raises(TypeError, match="weights must have x's dtype"):
+        op(x, [weight.half()])
+    with pytest.raises(ValueError, match="weights must be 1 to 4 matrices; got 0"):
+        op(x, [])
+    with pytest.raises(ValueError, match="at most 8 rows; got 9"):
+        op(draw(9, 4), [weight])
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        op(x.double(), [weight.double()])
+    with pytest.raises(ValueError, match="has no gradient"):
+        op(x, [weight.requires_grad_()])
+
+
+@torch.no_grad()
+def test_operators_by_opcheck() -> None:
+    ops = torch.ops.foundry_kernels
+    torch.library.opcheck(ops.decode_linear.default, (draw(2, 1, 8), [draw(3, 8), draw(5, 8)]))
+    cos, sin = fk.rope_table(8, 16)
+    args = (draw(2, 3, 8 * 8), cos, sin, False, torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 8), 4, 5)
+    torch.library.opcheck(ops.rope_append.default, args)
+
+
+# --- the rotation into a cache ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_rotated_into_the_cache(dtype: torch.dtype, interleaved: bool) -> None:
+    cos, sin = fk.rope_table(12, 32)
+    for batch, tokens, start, heads, kv_heads in ((2, 1, 5, 4, 2), (1, 7, 0, 3, 1), (3, 2, 8, 2, 2)):
+        x = draw(batch, tokens, (heads + 2 * kv_heads) * 16, dtype=dtype)
+        q, k, v = x.view(batch, tokens, -1, 16).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
+        table = cos[start : start + tokens], sin[start : start + tokens]
+        expected_q, expected_k = fk.rope(q, k, *table, interleaved=interleaved, backend="native")
+        k_cache, v_cache = draw(2, batch, kv_heads, 10, 16, dtype=dtype, seed=1)
+        before = k_cache.clone(), v_cache.clone()
+        versions = k_cache._version, v_cache._version
+        got = torch.ops.foundry_kernels.rope_append(x, cos, sin, interleaved, k_cache, v_cache, heads, start)
+        assert torch.equal(got, expected_q)
+        assert got.transpose(1, 2).is_contiguous()
+        for cache, old, new in ((k_cache, before[0], expected_k), (v_cache, before[1], v)):
+            old[:, :, start : start + tokens] = new
+            assert torch.equal(cache, old)
+        assert k_cache._version > versions[0]
+        assert v_cache._version > versions[1]
+
+
+@torch.no_grad()
+def test_the_rotation_into_a_cache_refuses() -> None:
+    cos, sin = fk.rope_table(8, 16)
+    x, cache = draw(1, 2, 8 * 8), torch.zeros(1, 2, 9, 8)
+
+    def append(x: Tensor = x, k: Tensor = cache, v: Tensor = cache, heads: int = 4, start: int = 0) -> Tensor:
+        return torch.ops.foundry_kernels.rope_append(x, cos, sin, False, k, v, heads, start)
+
+    with pytest.raises(ValueError, match="no room for 2 positions from 8"):
+        append(start=8)
+    with pytest.raises(ValueError, match="no room for 2 positions from -1"):
+        append(start=-1)
+    with pytest.raises(ValueError, match=r"k_cache must be \[B, Hk, S, D\] with qkv's B"):
+        append(heads=3)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        append(k=cache.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(TypeError, match="must have qkv's dtype"):
+        append(x=x.half())
+    with pytest.raises(ValueError, match="cos must have a row for each position up to 17"):
+        append(k=torch.zeros(1, 2, 20, 8), v=torch.zeros(1, 2, 20, 8), start=15)
+    with torch.enable_grad(), pytest.raises(ValueError, match="has no gradient"):
+        append(x=x.clone().requires_grad_())
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def run(model: Transformer, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    """Logits of tokens that come one at a time."""
+    cache = model.make_cache(len(tokens)) if cache is None else cache
+    return torch.cat([model(tokens[:, n : n + 1], cache=cache) for n in range(tokens.shape[1])], 1)
+
+
+@pytest.fixture
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(CONFIG)
+
+
+TOKENS = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_step_takes_one_pass_a_group_of_projections(model: Transformer) -> None:
+    names = called(lambda: run(model, TOKENS[:, :1]))
+    # Queries, keys and values; their output; both inner projections; the outer one; and the head.
+    assert names.count("decode_linear") == 4 * 2 + 1
+    assert names.count("rope_append") == 2
+    assert "rope_apply" not in names
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_steps_give_what_the_reference_gives(batch: int, tied: bool) -> None:
+    config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": tied})
+    torch.manual_seed(0)
+    ours, plain = Transformer(config), Transformer(config, "reference")
+    plain.load_state_dict(ours.state_dict())
+    tokens = torch.randint(97, (batch, 6), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(run(ours, tokens), plain(tokens))
+    assert not called(lambda: run(plain, tokens))
+
+
+class Scaled(nn.Linear):
+    """As an adapter: its forward is not that of nn.Linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _double(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def _own_forward(layer: nn.Module) -> None:
+    inner = layer.forward
+    layer.forward = lambda x: 2 * inner(x)
+
+
+def _bias(layer: nn.Module) -> None:
+    layer.bias = nn.Parameter(torch.ones(layer.out_features))
+
+
+def _parametrized(layer: nn.Module) -> None:
+    class Twice(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 2 * w
+
+    nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
+
+
+def _another_class(layer: nn.Module) -> None:
+    layer.__class__ = Scaled
+
+
+@pytest.mark.parametrize("change", [_double, _own_forward, _bias, _parametrized, _another_class])
+@pytest.mark.parametrize("path", ["attention.wq", "attention.wv", "attention.wo", "feed_forward.w3", "feed_forward.w2"])
+def test_a_layer_that_does_more_is_called(model: Transformer, path: str, change: Callable[[nn.Module], None]) -> None:
+    plain = Transformer(CONFIG, "reference")
+    plain.load_state_dict(model.state_dict())
+    before = run(model, TOKENS)
+    for changed in (model, plain):
+        change(changed.layers[1].get_submodule(path))
+    after = run(model, TOKENS)
+    torch.testing.assert_close(after, plain(TOKENS))
+    assert (after - before).abs().max() > 1e-2
+    # Gate and up need each other: the outer projection follows what they are.
+    assert called(lambda: run(model, TOKENS[:, :1])).count("decode_linear") == (7 if path.endswith("w3") else 8)
+
+
+def test_a_rotation_with_hooks_is_called(model: Transformer) -> None:
+    seen = []
+    model.layers[0].attention.rope.register_forward_hook(lambda module, args, out: seen.append(args[2]))
+    names = called(lambda: run(model, TOKENS))
+    assert seen == [n for n in range(6) for _ in range(2)]  # the layers share it
+    assert "rope_append" not in names
+
+
+def test_global_hooks_see_every_layer(model: Transformer) -> None:
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        run(model, TOKENS[:, :1])
+    finally:
+        handle.remove()
+    assert sum(isinstance(module, nn.Linear) for module in seen) == 7 * 2 + 1
+
+
+def test_nothing_is_kept_of_a_weight(model: Transformer) -> None:
+    """However a weight changes, the next step reads the new one."""
+    plain = Transformer(CONFIG, "reference")
+
+    def agrees() -> None:
+        plain.load_state_dict(model.state_dict())
+        # Sums of float32 differ by 1e-5; the weights, and so the logits, by 0.1 and more.
+        torch.testing.assert_close(run(model, TOKENS), plain(TOKENS), rtol=1e-4, atol=1e-4)
+
+    agrees()
+    other = Transformer(CONFIG).state_dict()
+    model.load_state_dict(other)
+    agrees()
+    model.load_state_dict({k: v.clone() * 1.5 for k, v in other.items()}, assign=True)
+    agrees()
+    with torch.no_grad():
+        model.layers[0].attention.wk.weight.mul_(-1)
+        model.layers[1].feed_forward.w1.weight.data = draw(*model.layers[1].feed_forward.w1.weight.shape, seed=3)
+    agrees()
+    model(TOKENS, TOKENS)[1].backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    agrees()
+    swapped = {"layers.0.attention.wq.weight": draw(32, 32, seed=4)}
+    cache = model.make_cache(2)
+    with torch.no_grad():
+        new = torch.func.functional_call(model, other | swapped, (TOKENS[:, :1],), {"cache": cache})
+    plain.load_state_dict(other | swapped)
+    torch.testing.assert_close(new, plain(TOKENS[:, :1]))
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    expected = run(model, TOKENS)
+    assert run(low, TOKENS).dtype == torch.bfloat16
+    assert (run(low, TOKENS) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_where_few_rows_are_not_decoded(model: Transformer) -> None:
+    layer, x = model.layers[0].feed_forward, draw(1, 2, 32)
+
+    def taken(call: Callable[[], object]) -> bool:
+        return "decode_linear" in called(call)
+
+    with torch.no_grad():
+        assert taken(lambda: layer(x))
+        assert not taken(lambda: layer(draw(1, 9, 32)))
+        assert not taken(lambda: copy.deepcopy(layer).double()(x.double()))
+        assert not taken(lambda: Transformer(CONFIG, "reference").layers[0].feed_forward(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not taken(lambda: layer(x))
+            assert layer(x).dtype == torch.bfloat16
+        torch.testing.assert_close(torch.func.vmap(layer)(x[0])[None], layer(x))
+    assert not taken(lambda: layer(x))  # its weights are to have gradients
+    layer(x).sum().backward()
+    assert layer.w1.weight.grad is not None
+
+
+class Lowered(Tensor):
+    """A weight of a class of its own, as a quantised one is."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight = args[0], args[1].as_subclass(Tensor)
+            return F.linear(x, weight.round(decimals=1))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@torch.no_grad()
+def test_weights_of_another_class_are_left_to_it(model: Transformer) -> None:
+    layer, x = model.layers[0].feed_forward, draw(1, 1, 32)
+    before = layer(x)
+    layer.w2.weight = nn.Parameter(layer.w2.weight.as_subclass(Lowered), requires_grad=False)
+    assert (layer(x) - before).abs().max() > 1e-4
+
+
+class Linears(TorchFunctionMode):
+    """Counts calls of F.linear."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is F.linear
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_cache_of_ones_own_is_appended_to(model: Transformer) -> None:
+    """`Attention` asks no more of a cache than `KeyValueStore` says."""
+
+    class Store:
+        def __init__(self) -> None:
+            self.k, self.v = torch.zeros(2, 2, 0, 8), torch.zeros(2, 2, 0, 8)
+
+        @property
+        def length(self) -> int:
+            return self.k.shape[2]
+
+        def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+            return self.k, self.v
+
+    attention, store, x = model.layers[0].attention, Store(), draw(2, 5, 32)
+    with Linears() as seen:
+        steps = torch.cat([attention(x[:, n : n + 1], cache=store) for n in range(5)], 1)
+    assert seen.count == 0
+    torch.testing.assert_close(steps, attention(x))
