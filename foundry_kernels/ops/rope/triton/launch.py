@@ -37,9 +37,9 @@ def config(
     What fits in registers was measured with the compiler for compute capabilities 8.0 to 12.0: rows that are not
     `aligned` to 16 elements need more address arithmetic, and take half the rows in the backward pass; heads that are
     narrow, partly rotated, smaller than their block or, backward, wide need more than the 128 that leave room for two
-    programs. In those 128 Triton before 3.7 would spill 8 bytes of float32: there it takes half the rows. `maxnreg` says
-    how many registers there are; without it ptxas spills some to reach an occupancy that it guesses, or takes so many
-    that one program fits instead of two.
+    programs. In those 128 Triton before 3.7 would spill 8 bytes of float32: there it takes half the rows. `maxnreg`
+    says how many registers there are; without it ptxas spills some to reach an occupancy that it guesses, or takes so
+    many that one program fits instead of two.
     """
     block = triton.next_power_of_2((head_dim + 1) // 2)
     fits_128_registers = (
