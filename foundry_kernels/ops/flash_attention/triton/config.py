@@ -62,6 +62,7 @@ _SINGLE: dict[str, dict[int, Row]] = {
 #: Where Triton is older than 3.7, in place of a row with which it would spill: by class of device, kernel, head
 #: dimension and `needs_registers` (see `config`).
 _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
+    ("ampere", "dkdv", 64, True): (32, 64, 8, 2),  # a stage less
     ("hopper", "dkdv", 64, False): (32, 128, 8, 3),  # half the queries a tile: a narrower wgmma. 199 registers
     ("hopper", "dkdv", 128, True): (32, 64, 8, 2),  # a stage less
     # mma.sync: what is wide enough for wgmma spills 8 bytes or more.

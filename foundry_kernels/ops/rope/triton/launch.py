@@ -36,18 +36,19 @@ def config(
     to fill it otherwise.
 
     What fits in registers was measured with the compiler for compute capabilities 8.0 to 12.0: rows that are not
-    `aligned` to 16 elements need more address arithmetic, and take half the rows in the backward pass, as float32 does
-    where Triton is older than 3.7, which would spill 8 bytes; heads that are
+    `aligned` to 16 elements need more address arithmetic, and take half the rows in the backward pass; heads that are
     narrow, partly rotated, smaller than their block or, backward, wide need more than the 128 that leave room for two
-    programs. `maxnreg` says how many registers there are; without it ptxas spills some to reach an occupancy that it
-    guesses, or takes so many that one program fits instead of two.
+    programs. In those 128 Triton before 3.7 would spill 8 bytes of float32: there it takes half the rows. `maxnreg`
+    says how many registers there are; without it ptxas spills some to reach an occupancy that it guesses, or takes so
+    many that one program fits instead of two.
     """
     block = triton.next_power_of_2((head_dim + 1) // 2)
     fits_128_registers = (
         aligned and rotary_dim == head_dim == 2 * block and 64 <= head_dim <= (128 if backward else 256)
     )
     registers = 128 if fits_128_registers else 255
-    half = backward and (not aligned or (VERSION < (3, 7) and dtype == torch.float32))
+    would_spill = VERSION < (3, 7) and dtype == torch.float32 and fits_128_registers
+    half = backward and (not aligned or would_spill)
     pairs = 1024 if half or not backward else 2048
     rows = max(1, min(128, pairs // block))
     block_heads = 1
