@@ -36,7 +36,7 @@ PACKAGED = Path(__file__).with_name("tuned.json")
 #: Where kernels are interpreted: nothing that is measured there says anything about a GPU.
 INTERPRETER = "Triton's interpreter"
 
-Row = dict[str, int]
+Row = dict[str, int]  # flags among them
 
 
 class TuningFileError(ValueError):
@@ -127,8 +127,8 @@ def _check(entry: Entry) -> None:
     for kernel, rows in entry.rows.items():
         for key, found in rows.items():
             row = found["row"]
-            if not row or not all(isinstance(n, str) and type(v) is int for n, v in row.items()):
-                raise ValueError(f"the row of {kernel}, {key} must be whole numbers by name")
+            if not row or not all(isinstance(v, int) for v in row.values()):
+                raise ValueError(f"the row of {kernel}, {key} must be whole numbers or flags by name")
     for op, orders in entry.auto.items():
         for dtype, order in orders.items():
             if not order or not set(order) <= set(registry.BACKENDS):

@@ -82,6 +82,13 @@ def test_what_was_measured_for_something_else_is_not(other: dict[str, Any], tmp_
     assert chosen() == ROWS[0]
 
 
+def test_flags_survive_the_file(tmp_path: Path, gpu: str) -> None:
+    flagged = [row | {"AHEAD": i == 2} for i, row in enumerate(ROWS)]
+    key = tuning.row_key("16-bit", flagged[0])
+    tuning.use(written(tmp_path / "a.json", entry(rows={"a_kernel": {key: {"row": flagged[2], "speedup": 1.2}}})))
+    assert chosen(rows=flagged) == flagged[2]
+
+
 def test_nor_in_place_of_another_row_of_the_code(tmp_path: Path, gpu: str) -> None:
     tuning.use(written(tmp_path / "a.json", entry()))
     assert chosen("32-bit") == ROWS[0]

@@ -134,6 +134,8 @@ def rows(
         return [own]
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]
+    if "AHEAD" in own:
+        found.append(own | {"AHEAD": not own["AHEAD"]})
     for m, n, warps, stages in tried:
         row = own | {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
         if row not in found:
