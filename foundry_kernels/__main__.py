@@ -127,7 +127,8 @@ def inspect(argv: list[str]) -> int:
             recorded = _aot.record(OPS[options.op], arch, options.all, options.timed)
         launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
         gpu = _aot.GPUS[arch]
-        print(f"{options.op}, compute capability {arch / 10}: {len(launches)} launches")
+        compiler = "Triton " + ".".join(map(str, _triton.VERSION))  # some rows of the tables are for one alone
+        print(f"{options.op}, compute capability {arch / 10}, {compiler}: {len(launches)} launches")
         for launch in launches:
             cost = _aot.compile_for(launch, arch)
             problems = cost.problems(gpu)

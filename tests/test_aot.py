@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import foundry_kernels as fk
 from foundry_kernels import _aot, _triton
@@ -63,6 +64,38 @@ def test_the_backward_pass_of_norms_has_enough_bytes_in_flight() -> None:
     assert min(kilobytes for _, kilobytes in ahead.values()) >= 25
     assert ahead[4096] == (50, 64)
     assert ahead[8192] == (25, 64)
+
+
+@needs_triton
+def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the place of a row of the table where all that it depends on is the same, and nowhere else."""
+    from foundry_kernels.ops.flash_attention.triton import config as table
+
+    def row(*what: object) -> tuple[int, ...]:
+        launch = table.config(*what)
+        return tuple(launch[k] for k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+
+    half, single = torch.bfloat16, torch.float32
+    asked = [
+        (kernel, arch, width, dtype, needs)
+        for kernel in ("fwd", "dkdv", "dq")
+        for arch in (0, *_aot.GPUS)
+        for width in (32, 64, 128, 256)
+        for dtype in (half, single)
+        for needs in (False, True)
+    ]
+    monkeypatch.setattr(table, "VERSION", (3, 7))
+    newer = {what: row(*what) for what in asked}
+    monkeypatch.setattr(table, "VERSION", (3, 6))
+    differ = {what: row(*what) for what in asked if row(*what) != newer[what]}
+    assert differ == {
+        ("dkdv", 80, 32, half, True): (32, 64, 8, 2),
+        ("dkdv", 80, 64, half, True): (32, 64, 8, 2),
+        ("dkdv", 90, 32, half, False): (32, 128, 8, 3),
+        ("dkdv", 90, 64, half, False): (32, 128, 8, 3),
+        ("dkdv", 90, 128, half, True): (32, 64, 8, 2),
+        ("dkdv", 90, 256, half, False): (32, 32, 8, 2),
+    }
 
 
 @needs_triton
