@@ -106,7 +106,7 @@ def model(group: ModelGroup, machine: Machine) -> Unit:
     parameters = c.n_layers * c.dim * (2 * c.dim + 3 * c.ffn_width) + 2 * c.vocab_size * c.dim
     call = machine.seconds(0, 2 * parameters * group.tokens * (3 if trains else 1)) * 2 + 1e-3 * c.n_layers
     call *= group.tokens if group.task == "decode" else 1
-    compiled = sum("compiled" in n for n in group.names) if group.task in ("forward", "forward+backward") else 0
+    compiled = sum("compiled" in n for n in group.names) if group.task != "step" else 0
     fixed = len(group.names) * (0.5 + 3 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
     rounds = max(2.5, 3 * len(group.names) * call)
     return Unit(group.id, group.id, "compiled model" if compiled else "model", fixed, rounds, call, last=True)

@@ -1,4 +1,4 @@
-"""Whole models: forward pass (with the loss), forward and backward, a training step with AdamW, decoding with a cache.
+"""Whole models: forward pass (with the loss), forward and backward, a training step with AdamW, and generation.
 
 Peak memory is that of a run beyond weights, optimiser state and what else was there before it.
 """

@@ -145,6 +145,19 @@ def test_top_k_keeps_k_of_equal_tokens():
     assert len(set(drawn.tolist())) == 3
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.999])
+def test_top_p_of_a_large_vocabulary(top_p):
+    """Where the first tokens by likelihood are enough, and where all have to be put in order."""
+    logits = torch.linspace(0.0, 6.0, 1000)[torch.randperm(1000, generator=torch.Generator().manual_seed(0))]
+    ordered, order = logits.softmax(-1).sort(descending=True)
+    count = int((ordered.cumsum(-1) - ordered < top_p).sum())
+    drawn = _choose(logits.expand(20000, -1), 1.0, None, top_p, torch.Generator().manual_seed(0))
+    assert set(drawn.tolist()) <= set(order[:count].tolist())
+    share = (drawn == order[0]).double().mean().item()
+    p = (ordered[0] / ordered[:count].sum()).item()
+    assert abs(share - p) <= 5 * (p * (1 - p) / 20000) ** 0.5
+
+
 def test_modes_are_restored_and_nothing_needs_a_gradient(model):
     model.train()
     model.layers[0].eval()
@@ -196,6 +209,7 @@ def test_generates_under_autocast_and_in_bfloat16(model):
         ([[1]], 3, {"top_p": 0.0}, ValueError, r"top_p must be None or in \(0, 1\]; got 0.0"),
         ([[1]], 3, {"top_p": 1.1}, ValueError, r"top_p must be None or in \(0, 1\]; got 1.1"),
         ([[1]], 3, {"stop_token": 13}, ValueError, r"stop_token must be None or in 0 .. 12; got 13"),
+        ([[1]], 3, {"compile": "inductor"}, TypeError, "compile must be a bool or a mapping"),
     ],
 )
 def test_refuses(model, prompts, count, options, error, message):
@@ -289,6 +303,25 @@ def test_cache_under_autocast(model):
         parts = [model(tokens[:, :5], cache=cache), model(tokens[:, 5:], cache=cache)]
         expected = model(tokens)
     assert (torch.cat(parts, 1) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_one_compiled_step_serves_all_lengths(backend):
+    """Other lengths, batches and caches compile nothing again, and the tokens are those of the model as it is."""
+    model = Transformer(CONFIG, backend)
+    model.init_weights(torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    options = {"compile": {"backend": counter}}
+    expected = model.generate(batch(2, 5), 6)
+    assert all(map(torch.equal, model.generate(batch(2, 5), 6, **options), expected))
+    compiled = counter.frame_count
+    assert compiled > 0
+    prompts = [prompt(n, seed) for seed, n in enumerate((7, 12, 4))]
+    expected = model.generate(prompts, 20, stop_token=3)
+    assert all(map(torch.equal, model.generate(prompts, 20, stop_token=3, **options), expected))
+    assert counter.frame_count == compiled
+    torch._dynamo.reset()
 
 
 @torch.no_grad()

@@ -94,6 +94,8 @@ def generate(
     model.eval()
     try:
         cache = model.make_cache(len(rows), total)
+        if compile is not False:
+            _fix_heads(cache)
         new = tokens[:, :shortest]
         for position in range(shortest, total):
             logits = (_step if cache.length == 0 else step)(model, new, cache)
@@ -128,6 +130,14 @@ def _compiled(compile: bool | Mapping[str, Any]) -> Step:
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True, **({} if compile is True else compile)}
     compiled: Step = torch.compile(_step, **options)
     return compiled
+
+
+def _fix_heads(cache: KVCache) -> None:
+    """The model fixes the sizes of heads. To torch.compile, sizes that are equal by chance are one: without this, a
+    batch of as many sequences as there are heads would be compiled for no other."""
+    for stored in (*cache.k, *cache.v):
+        torch._dynamo.mark_static(stored, 1)
+        torch._dynamo.mark_static(stored, 3)
 
 
 def _choose(

