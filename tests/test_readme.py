@@ -109,7 +109,7 @@ def test_every_python_block_runs(page: str, tmp_path: Path, capsys: pytest.Captu
     for line, code in found:
         run(page, code, line, defined)
     if "report()" in TEXTS[page]:
-        assert "9 of 9 modules replaced" in capsys.readouterr().out
+        assert "10 of 10 modules replaced" in capsys.readouterr().out
     if "lse = " in TEXTS[page]:
         assert defined["lse"].shape == (1, 4, 9)
     if "loss" in defined:

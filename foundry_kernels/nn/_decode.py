@@ -24,6 +24,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
 
 
+#: Operators that belong to no operation: without derivatives, on the CPU, and called with plain tensors only.
+OPERATORS = ("decode_linear", "rope_append")
+
+
 def _operator(name: str) -> Any:
     """None where the extension is not built, or older than this package."""
     found = getattr(torch.ops.foundry_kernels, name, None) if _native.MISSING is None else None

@@ -26,5 +26,5 @@ def test_example(script: str) -> None:
     assert len(losses) >= 5
     assert losses[-1] < losses[0] - 1.0, losses
     if script == "patch_hugging_face.py":
-        assert "9 of 9 modules replaced" in done.stdout
+        assert "10 of 10 modules replaced" in done.stdout
         assert "continues with" in done.stdout

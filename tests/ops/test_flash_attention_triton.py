@@ -283,7 +283,7 @@ def test_products_are_under_way_during_the_softmax() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     budgets = {64: (340, 6), 128: (395, 9), 256: (400, 5)}  # instructions at most, products that overlap at least
     seen = dict.fromkeys(budgets, 0)
-    for launch in done.stdout.split("flash_attention_fwd_kernel")[1:]:
+    for launch in done.stdout.split("\nflash_attention_fwd_kernel ")[1:]:
         width = int(re.findall(r" D=(\d+)-causal bfloat16", launch)[0])
         masked, plain = sorted((_loop(line) for line in re.findall(r"loop of .*", launch)), key=lambda x: -x["all"])
         most, overlapped = budgets[width]
