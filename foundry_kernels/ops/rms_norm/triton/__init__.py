@@ -88,7 +88,12 @@ def rows(
     def row(tile_rows: int, warps: int) -> dict[str, Any]:
         registers = min(255, 65536 // (32 * warps))
         found = own | {"BLOCK_ROWS": tile_rows, "num_warps": warps, "maxnreg": registers}
-        return found if row_bytes is None else _stages(found, row_bytes, capability)
+        if row_bytes is None:
+            return found
+        masked = n_cols < own["BLOCK_COLS"]
+        if capability // 10 == 10 and masked and own["BLOCK_COLS"] > 4096:  # compiled for 10.0 it spills 8 bytes
+            return found | {"STAGES": 1}
+        return _stages(found, row_bytes, capability)
 
     tile, warps = own["BLOCK_ROWS"], own["num_warps"]
     found = [row(tile, warps)]
