@@ -104,6 +104,8 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
             m = min(m, 64)
         elif head_dim == 128 and device_class(capability) in ("ampere", "small"):
             m, n = min(m, 64), 32
+        elif head_dim == 128 and device_class(capability) == "blackwell":
+            n = 32
     if VERSION < (3, 7) and capability and dtype.itemsize == 2:
         key = (device_class(capability), kernel, max(64, head_dim), needs_registers)
         m, n, warps, stages = _BEFORE_3_7.get(key, (m, n, warps, stages))
