@@ -79,8 +79,9 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }
 
-#: Of 16-bit logits the loss and lse, in float32, are as exact as the logits' roundings: of one token that is chance.
-FROM_OUTPUT = ("output 0", "output 1")
+#: Of 16-bit logits the loss, lse and z-loss, in float32, are as exact as the logits' roundings: of one token that is
+#: chance.
+FROM_OUTPUT = ("output 0", "output 1", "output 2")
 
 
 def scales(
