@@ -43,9 +43,7 @@ class Cases(Protocol):
         its own size. What is left out has its own size."""
 
     #: Arguments whose gradient a kernel makes from the output as it was rounded, one number a row: it is judged as so
-    #: many roundings as there are rows, whatever its own dtype and size. Also outputs ("output 0") that are made of
-    #: what was rounded to the inputs' dtype, as a loss in float32 of 16-bit logits: as so many roundings as it has
-    #: elements.
+    #: many roundings as there are rows, whatever its own dtype and size.
     FROM_OUTPUT: tuple[str, ...] = ()
 
     def compiled_cases(self, op: str) -> tuple[tuple[Case, torch.dtype], ...] | None:

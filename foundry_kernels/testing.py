@@ -316,9 +316,8 @@ class Expected:
         roundings = (self.dtype, int((self.oracle.outputs[0] != 0).any(-1).sum()))
         for name, tensor in actual.items().items():
             key = name.removeprefix("gradient of ")
-            rounded = (self.dtype, tensor.numel()) if key.startswith("output") else roundings
-            decisive = rounded if key in self.op.cases.FROM_OUTPUT else None
-            compare(name, tensor, reference[name], oracle[name], float(self.scales.get(key, 0.0)), decisive)
+            of_rows = roundings if key in self.op.cases.FROM_OUTPUT else None
+            compare(name, tensor, reference[name], oracle[name], float(self.scales.get(key, 0.0)), of_rows)
         return actual
 
 

@@ -79,10 +79,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }
 
-#: Of 16-bit logits the loss, lse and z-loss, in float32, are as exact as the logits' roundings: of one token that is
-#: chance.
-FROM_OUTPUT = ("output 0", "output 1", "output 2")
-
 
 def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]

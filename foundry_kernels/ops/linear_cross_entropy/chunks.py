@@ -51,6 +51,10 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
     return x.narrow(0, part.start, part.stop - part.start)
 
 
+#: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
+_SMALL = 1 << 22
+
+
 class Tokens:
     """The tokens of a call as rows of matrices. On the CPU those that are ignored are left out, and 16-bit values
     become float32 where products are not faster without; on a GPU nothing depends on what the targets are."""
@@ -75,7 +79,9 @@ class Tokens:
         elif not bool(counts.all()):
             self.kept = counts.nonzero().squeeze(1)
             x, self.target = x[self.kept], self.target[self.kept]
-        within = self.dtype if cpu and not fast_products(hidden.dtype) else hidden.dtype
+        # A small product takes no time in either, and float32 does not round its logits.
+        small = cpu and x.numel() * weight.shape[0] <= _SMALL
+        within = self.dtype if small or (cpu and not fast_products(hidden.dtype)) else hidden.dtype
         self.x, self.weight = x.to(within), weight.to(within)
         self.bias = None if bias is None else bias.to(within)
         self.logit_scale = logit_scale
