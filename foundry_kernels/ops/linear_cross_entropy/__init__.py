@@ -115,8 +115,8 @@ def linear_cross_entropy(
     float32, which for float32 inputs and a loss that is the root of the graph, on the CPU, are the ones returned. With
     reduction "none": lse and what its rounding took. Nothing is made for an input that needs no gradient.
 
-    Products are PyTorch's own, so bits may differ with another number of threads. They are of the inputs' dtype; on a CPU
-    small products, and all where it has no instructions for bfloat16 or float16, get float32 copies of hidden and
+    Products are PyTorch's own, so bits may differ with another number of threads. They are of the inputs' dtype; on a
+    CPU small products, and all where it has no instructions for bfloat16 or float16, get float32 copies of hidden and
     weight, whose logits are exact to float32.
 
     DTensors: tokens may be divided over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
