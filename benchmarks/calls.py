@@ -74,6 +74,9 @@ class Contenders:
                 self.why_not[name] = found
                 continue
             try:
+                if (reason := _falls_back(group, name)) is not None:
+                    self.why_not[name] = reason
+                    continue
                 if name in LIMITS:
                     prepare = _limit(group, name)
                 else:
@@ -82,9 +85,6 @@ class Contenders:
                 with self.untimed():
                     prepare()()
                 timer()  # what a GPU has to say comes late
-                if (reason := _falls_back(group, name, prepare)) is not None:
-                    self.why_not[name] = reason
-                    continue
                 if group.memory == "cold" and group.limit == "memcpy" and name not in LIMITS:
                     # No page fault of the memory that results rotate through is left to time.
                     with self.untimed():
@@ -103,18 +103,22 @@ class Contenders:
 _FALLBACK = 2.5
 
 
-def _falls_back(group: Group, name: str, prepare: Prepare) -> str | None:
+def _falls_back(group: Group, name: str) -> str | None:
     """Why torch's own products of 16 bits are no measure where oneDNN is held down, or None. Fused kernels may have
-    others: each is compared with itself in float32."""
+    others: each is compared with itself in float32, at a size of which one call does not take minutes."""
     products = group.flops is not None and name not in (*OURS, "memcpy")
     if not isa.current.lacks_products(group.dtype.itemsize, products):
         return None
-    if name == "GEMM":
-        wide = _limit(replace(group, dtype=torch.float32), name)
-    else:
-        same = replace(group, dtype=torch.float32, memory="warm")
-        wide = _call(same, same.function(name), Arguments(same), None, deque(maxlen=0))
-    if _seconds(prepare) <= _FALLBACK * _seconds(wide):
+    small = replace(group, case=group.bench.parity_case(group.case), memory="warm")
+    seconds = []
+    for each in (small, replace(small, dtype=torch.float32)):
+        if name == "GEMM":
+            prepare = _limit(each, name)
+        else:
+            prepare = _call(each, each.function(name), Arguments(each), None, deque(maxlen=0))
+        prepare()()
+        seconds.append(_seconds(prepare))
+    if seconds[0] <= _FALLBACK * seconds[1]:
         return None
     return f"{isa.no_products()}: more than {_FALLBACK} times as slow as in float32"
 

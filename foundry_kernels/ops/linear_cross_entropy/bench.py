@@ -41,7 +41,7 @@ def parity_case(case: Case) -> Case:
     hidden, target = case.args["hidden"], case.args["target"]
     assert hidden is not None
     assert target is not None
-    n = min(64, hidden.shape[0])
+    n = min(16, hidden.shape[0])
     shorter = {"hidden": replace(hidden, shape=(n, hidden.shape[1])), "target": replace(target, shape=(n,))}
     return replace(case, args=dict(case.args) | shorter)
 

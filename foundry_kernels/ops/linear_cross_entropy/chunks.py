@@ -6,6 +6,7 @@ they are wanted, by two more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,12 @@ BWD = (
 )
 
 
+@functools.cache
 def fast_products(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of `dtype` faster than the same in float32."""
+    """Whether this CPU multiplies matrices of `dtype` faster than the same in float32: it has instructions for them,
+    and oneDNN is not held to older ones (ONEDNN_MAX_CPU_ISA)."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
     if dtype == torch.bfloat16:
         return torch.cpu._is_avx512_bf16_supported()
     return dtype == torch.float16 and torch.cpu._is_amx_fp16_supported()
