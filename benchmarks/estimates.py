@@ -13,7 +13,7 @@ from benchmarks.budget import Unit
 from benchmarks.measure import cache_bytes, timer
 from benchmarks.models import ModelGroup
 from benchmarks.rows import QUICK
-from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, rotates, set_count
+from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, memories, rotates, set_count
 from benchmarks.tables import shape_of
 from foundry_kernels.registry import OpSpec
 
@@ -57,18 +57,14 @@ def _best(call: Callable[[], object]) -> float:
 
 def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
     """Of the rows `names` of a group."""
-    compiled = "torch.compile" in names and group.memory in _compiles_at(group)
+    # torch.compile is waited for where a shape is measured first.
+    first = memories(group.op, group.case, group.dtype, not group.quick, DEVICE)[0]
+    compiled = "torch.compile" in names and group.memory == first
     fixed, rounds = _times(group, names, machine, QUICK)
     size = machine.seconds(group.bytes_moved, group.flops or 0.0)
     fixed += _COMPILE * (1 if group.direction == "forward" else 2) if compiled else 0
     shape = f"{group.op.name} {shape_of({'case': group.case.id})}"
     return Unit(group.id, shape, "compiled" if compiled else "operation", fixed, rounds, size, group.op.name)
-
-
-def _compiles_at(group: Group) -> tuple[str, ...]:
-    """The state of memory that is measured first, and for which torch.compile is waited."""
-    fits = 2 * case_bytes(group.case, group.dtype) <= cache_bytes(DEVICE) and "decode" not in group.case.id
-    return ("warm",) if fits and group.limit != "GEMM" else ("cold",)
 
 
 def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[float, int]) -> tuple[float, float]:

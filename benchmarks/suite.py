@@ -24,7 +24,6 @@ from foundry_kernels.testing import Case, assert_parity, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
-DIRECTIONS = ("forward", "backward", "both")
 OURS = ("triton", "native", "reference")
 #: What rows are held against: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
@@ -121,15 +120,16 @@ class Group:
 
 
 def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
-    """All groups, those of one shape and dtype in succession. The quick ones: forward and backward, no fresh
-    memory, and of the shapes those whose names end as the op's BENCH_QUICK says."""
+    """All groups, those of one shape and dtype in succession. The quick ones: forward and backward, of the states of
+    memory one on a CPU, and of the shapes those whose names end as the op's BENCH_QUICK says."""
     for op in fk.OPS.values():
         for case in timed_cases(op, device):
             if not full and not Group(op, case, torch.float32, "forward").quick:
                 continue
             for dtype in DTYPES if not full or device == "cpu" else (*DTYPES, torch.float32):
                 for memory in memories(op, case, dtype, full, device):
-                    for direction in DIRECTIONS if full else DIRECTIONS[:2]:
+                    directions = Group(op, case, dtype, "forward").bench.DIRECTIONS
+                    for direction in directions if full else directions[:2]:
                         if direction == "forward" or _takes_gradient(case, full):
                             yield Group(op, case, dtype, direction, memory)
 
@@ -157,10 +157,13 @@ def smallest_case(op: OpSpec) -> Case:
 
 
 def memories(op: OpSpec, case: Case, dtype: torch.dtype, full: bool, device: str) -> tuple[str, ...]:
-    """The states of memory that make a difference to `case`."""
-    if Group(op, case, dtype, "forward").limit == "GEMM":
+    """The states of memory that make a difference to `case`; of the quick set on a CPU one, as the case's name says."""
+    group = Group(op, case, dtype, "forward")
+    if group.limit == "GEMM":
         return ("cold",)
     fits = 2 * case_bytes(case, dtype) <= cache_bytes(device)  # the outputs are about as large as the inputs
+    if device == "cpu" and group.quick and not full:
+        return ("warm",) if fits and case.id.endswith("cached") else ("cold",)
     if fits and not _decodes(case):
         return ("warm", "cold")
     return ("cold", "fresh") if device == "cpu" and full and not fits else ("cold",)

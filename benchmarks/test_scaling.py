@@ -21,7 +21,7 @@ from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
 from benchmarks.measure import exponent, last_exponent, release, replay
 from benchmarks.rows import Measured
-from benchmarks.suite import DEVICE, DIRECTIONS, DTYPES, Group, case_bytes, groups, smallest_case
+from benchmarks.suite import DEVICE, DTYPES, Group, case_bytes, groups, smallest_case
 from foundry_kernels.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
@@ -55,7 +55,7 @@ def scalings(full: bool) -> Iterator[Scaling]:
         for axis, points in axes.items():
             trains = any(a is not None and a.grad for a in points[-1][1].args.values())
             products = Group(op, points[-1][1], DTYPES[0], "forward").flops is not None
-            directions = DIRECTIONS if full else DIRECTIONS[: 2 if products and axis == "T" else 1]
+            directions = op.bench.DIRECTIONS if full else op.bench.DIRECTIONS[: 2 if products and axis == "T" else 1]
             for direction in directions if trains else ("forward",):
                 for dtype in DTYPES if full else DTYPES[-1:] if DEVICE == "cuda" else DTYPES[:1]:
                     yield Scaling(op, axis, direction, dtype, points)

@@ -57,6 +57,10 @@ class Bench(Protocol):
     #: Endings of the ids of the cases that are timed without --full.
     BENCH_QUICK: tuple[str, ...] = ("cached", "large")
 
+    #: What is timed of an operation with gradients; without --full the first two. An operation whose forward pass makes
+    #: the gradients has no "backward" that could be compared.
+    DIRECTIONS: tuple[str, ...] = ("forward", "backward", "both")
+
     @abstractmethod
     def bench_cases(self, op: str, device: str) -> tuple[Case, ...]:
         """The shapes to time on "cpu" or "cuda". An id is a shape, then words behind hyphens: "512x2048-cached"; what

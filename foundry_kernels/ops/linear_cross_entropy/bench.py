@@ -16,11 +16,14 @@ from foundry_kernels.testing import Arg, Case, normal
 
 #: Shapes to time, by device: tokens, width, vocabulary, name.
 _BENCH_SHAPES = {
-    "cpu": ((2048, 512, 32768, "small-llama"), (256, 256, 8192, "tiny")),
+    "cpu": ((2048, 512, 32768, "small-llama"), (512, 512, 32768, "few-tokens"), (256, 256, 8192, "tiny")),
     "cuda": ((8192, 4096, 128256, "llama-3-8b"), (8192, 2048, 128256, "llama-3-1b"), (8192, 768, 50257, "gpt-2")),
 }
 
-BENCH_QUICK = ("small-llama", "llama-3-8b")
+BENCH_QUICK = ("few-tokens", "llama-3-8b")
+
+#: The forward pass makes the gradients.
+DIRECTIONS = ("forward", "both")
 
 
 def _bench_case(tokens: int, width: int, n_classes: int, name: str) -> Case:
