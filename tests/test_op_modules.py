@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels.nn import _decode
+from foundry_kernels import _native
 from foundry_kernels.op_modules import Bench, Cases, Fuzz, Sharding, load, members
 from foundry_kernels.registry import OPS, OpSpec
 
@@ -178,7 +178,7 @@ def operators() -> dict[str, torch._C.FunctionSchema]:
     for name in torch._C._dispatch_get_all_op_names():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
             namespace, _, rest = name.partition("::")
-            if namespace == "foundry_kernels" and "." not in rest and rest not in _decode.OPERATORS:
+            if namespace == "foundry_kernels" and "." not in rest and rest not in _native.INTERNAL_OPERATORS:
                 found[rest] = getattr(torch.ops.foundry_kernels, rest).default._schema
     return found
 

@@ -24,19 +24,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
 
 
-#: Operators that belong to no operation: without derivatives, on the CPU, and called with plain tensors only.
-OPERATORS = ("decode_linear", "rope_append")
-
-
-def _operator(name: str) -> Any:
-    """None where the extension is not built, or older than this package."""
-    found = getattr(torch.ops.foundry_kernels, name, None) if _native.MISSING is None else None
-    return None if found is None else found.default
-
-
-_linear = _operator("decode_linear")
+_linear = _native.operator("decode_linear")
 #: Rotates queries into a new tensor and keys into a cache, and copies values into another; see csrc/torch.
-rope_append = _operator("rope_append")
+rope_append = _native.operator("rope_append")
 
 
 def is_observed(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from table import rows, saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
+from foundry_kernels import _native
 from foundry_kernels.ops.linear_cross_entropy import chunks, linear_cross_entropy
 
 ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "linear_cross_entropy"]
@@ -219,3 +220,49 @@ def test_bad_input_is_refused(error: type[Exception], message: str, changes: dic
     arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target} | changes
     with pytest.raises(error, match=message):
         linear_cross_entropy(**arguments)
+
+
+def accumulate_product() -> Any:
+    operator = _native.operator("accumulate_product_")
+    if operator is None:
+        pytest.skip("the C++ extension is not built, or torch has no such product")
+    return operator
+
+
+@pytest.mark.parametrize(
+    ("depth", "n_cols", "width"), [(1, 1, 1), (2, 64, 32), (7, 65, 33), (33, 130, 48), (100, 200, 17)]
+)
+def test_products_of_bfloat16_are_summed_in_float32(depth: int, n_cols: int, width: int) -> None:
+    operator = accumulate_product()
+    if not chunks.fast_products(torch.bfloat16):
+        pytest.skip("this processor has no products of bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    total = torch.randn(n_cols, width, generator=generator)
+    a = torch.randn(depth, n_cols + 3, generator=generator).bfloat16()[:, :n_cols]  # rows that are not dense
+    b = torch.randn(depth, width, generator=generator).bfloat16()
+    expected = total.double() + a.double().t() @ b.double()
+    found = total.clone()
+    for begin in range(0, depth, 8):
+        operator(found, a[begin : begin + 8], b[begin : begin + 8])
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max()) * depth**0.5)
+    again = total.clone()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for begin in range(0, depth, 8):
+            operator(again, a[begin : begin + 8], b[begin : begin + 8])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found, again)
+
+
+def test_a_sum_of_products_refuses_what_does_not_fit() -> None:
+    operator = accumulate_product()
+    total, a, b = torch.zeros(4, 2), torch.zeros(3, 4).bfloat16(), torch.zeros(3, 2).bfloat16()
+    operator(total, a[:0], b[:0])
+    with pytest.raises(ValueError, match=r"sum must be \[M, N\]"):
+        operator(total, b, a)
+    with pytest.raises(TypeError, match="a and b bfloat16"):
+        operator(total, a.float(), b)
+    with pytest.raises(ValueError, match="sum must be contiguous"):
+        operator(torch.zeros(2, 4).t(), a, b)

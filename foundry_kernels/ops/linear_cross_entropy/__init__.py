@@ -111,13 +111,14 @@ def linear_cross_entropy(
     derivative.
 
     Memory, beyond inputs and the gradients that are returned: the logits of one chunk and their gradient, by default of
-    a 16th of the tokens (an 8th in 16 bits) but of 64 at least; with gradients and a reduced loss the gradients in
-    float32, which for float32 inputs and a loss that is the root of the graph, on the CPU, are the ones returned. With
-    reduction "none": lse and what its rounding took. Nothing is made for an input that needs no gradient.
+    a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on a CPU of 256; with gradients and a reduced loss the
+    gradients in float32, which for float32 inputs and a loss that is the root of the graph, on the CPU, are the ones
+    returned. With reduction "none": lse and what its rounding took. An input that needs no gradient costs nothing.
 
-    Products are PyTorch's own, so bits may differ with another number of threads. They are of the inputs' dtype; on a
-    CPU small products, and all where it has no instructions for bfloat16 or float16, get float32 copies of hidden and
-    weight, whose logits are exact to float32.
+    Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
+    float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small
+    products, and all where it has no instructions for bfloat16 or float16, get float32 copies of hidden and weight,
+    whose logits are exact to float32.
 
     DTensors: tokens may be divided over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
     every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small

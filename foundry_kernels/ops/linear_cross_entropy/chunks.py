@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels import _native
 from foundry_kernels._triton import refuse_second_derivative
 from foundry_kernels.registry import wide_dtype
 
-#: Tokens of a chunk, if not given: at least so many, for the product's sake, and at most this share of all where logits
-#: are of 4 bytes.
-_LEAST, _SHARE = 64, 16
+#: Tokens of a chunk, if not given: at least so many (on a CPU each chunk reads and writes the whole sum of the weight's
+#: gradient, in the time of a product over about a hundred tokens), and at most this share of all where logits are of 4
+#: bytes.
+_LEAST, _LEAST_CPU, _SHARE = 64, 256, 16
 #: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache.
 _CLASSES = 4096
 
@@ -56,6 +58,9 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
     return x.narrow(0, part.start, part.stop - part.start)
 
 
+#: sum += a^T b, bfloat16 into float32.
+_accumulate_product = _native.operator("accumulate_product_")
+
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
 _SMALL = 1 << 22
 
@@ -89,13 +94,14 @@ class Tokens:
         within = self.dtype if small or (cpu and not fast_products(hidden.dtype)) else hidden.dtype
         self.x, self.weight = x.to(within), weight.to(within)
         self.bias = None if bias is None else bias.to(within)
-        self.logit_scale = logit_scale
+        self.logit_scale, self.cpu = logit_scale, cpu
         self.memory: Tensor | None = None
 
     def chunks(self, chunk_size: int | None) -> list[slice]:
         n = self.target.numel()
         share = _SHARE * self.x.element_size() // 4
-        size = max(_LEAST, -(-n // share)) if chunk_size is None else int(chunk_size)
+        least = _LEAST_CPU if self.cpu else _LEAST
+        size = max(least, -(-n // share)) if chunk_size is None else int(chunk_size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def logits(self, part: slice) -> Tensor:
@@ -135,8 +141,11 @@ class Gradients:
             self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
         elif self.needs[1] and dlogits.device.type == "cuda":
             self.dweight += torch.mm(dlogits.t(), rows_of(tokens.x, part), out_dtype=tokens.dtype)
+        elif self.needs[1] and dlogits.dtype == torch.bfloat16 and _accumulate_product is not None:
+            _accumulate_product(self.dweight, dlogits, rows_of(tokens.x, part))
         elif self.needs[1]:
-            # A product of 16 bits would round the share of each chunk. Some classes at a time, for the copy's sake.
+            # torch's product of 16 bits would round the share of each chunk. Some classes at a time, for the copy's
+            # sake.
             x = rows_of(tokens.x, part).to(tokens.dtype)
             for total, d in zip(self.dweight.split(_CLASSES), dlogits.split(_CLASSES, 1), strict=True):
                 total.addmm_(d.to(tokens.dtype).t(), x)

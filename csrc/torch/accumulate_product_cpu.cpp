@@ -1,0 +1,75 @@
+// The operator foundry_kernels::accumulate_product_: sum += a^T b of bfloat16 a and b, with sum in float32. torch's own
+// product on a CPU rounds its result to bfloat16, which a sum over many calls must not. For inside other operators: it
+// has no gradient and no fake.
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "cpu_common.h"
+
+#ifdef CPUBLAS_BRGEMM_BF16BF16F32  // else the caller widens its operands
+
+namespace foundry {
+namespace {
+
+// Columns of a at a time: their transpose stays in the cache.
+constexpr int64_t kColumns = 64;
+
+// out[c][r] = in[r][c]; rows beyond n_rows are 0.
+void transpose(const at::BFloat16* in, int64_t ld_in, int64_t n_rows, int64_t n_cols, at::BFloat16* out,
+               int64_t ld_out) {
+  constexpr int64_t kBlock = 32;
+  for (int64_t r0 = 0; r0 < n_rows; r0 += kBlock)
+    for (int64_t c = 0; c < n_cols; ++c)
+      for (int64_t r = r0; r < std::min(r0 + kBlock, n_rows); ++r) out[c * ld_out + r] = in[r * ld_in + c];
+  for (int64_t c = 0; c < n_cols; ++c) std::fill(out + c * ld_out + n_rows, out + (c + 1) * ld_out, at::BFloat16(0));
+}
+
+// Pairs of rows side by side, as the instructions take them: [ceil(K / 2), N, 2].
+Tensor in_pairs(const Tensor& b) {
+  Tensor even = b;
+  if (b.size(0) % 2 != 0) even = at::cat({b, at::zeros({1, b.size(1)}, b.options())});
+  return even.view({even.size(0) / 2, 2, b.size(1)}).transpose(1, 2).contiguous();
+}
+
+void accumulate_product_(const Tensor& sum, const Tensor& a, const Tensor& b_) {
+  TORCH_CHECK_VALUE(sum.dim() == 2 && a.dim() == 2 && b_.dim() == 2 && a.size(0) == b_.size(0) &&
+                        sum.size(0) == a.size(1) && sum.size(1) == b_.size(1),
+                    "sum must be [M, N], a [K, M] and b [K, N]; got ", sum.sizes(), ", ", a.sizes(), " and ",
+                    b_.sizes());
+  TORCH_CHECK_TYPE(
+      sum.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 && b_.scalar_type() == at::kBFloat16,
+      "sum must be float32, a and b bfloat16");
+  TORCH_CHECK_VALUE(sum.is_contiguous() && a.stride(1) == 1, "sum must be contiguous, and so must a's rows");
+  const int64_t n_rows = a.size(0), n_cols = a.size(1), width = sum.size(1);
+  if (n_rows == 0 || sum.numel() == 0) return;
+  const Tensor b = in_pairs(b_.contiguous());
+  const int64_t depth = 2 * b.size(0);
+  const auto* left = a.const_data_ptr<at::BFloat16>();
+  const auto* right = b.const_data_ptr<at::BFloat16>();
+  float* into = sum.mutable_data_ptr<float>();
+  const int64_t n_blocks = (n_cols + kColumns - 1) / kColumns;
+  at::parallel_for(0, n_blocks, 1, [&](int64_t begin, int64_t end) {
+    std::vector<at::BFloat16> turned(kColumns * depth);
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kColumns, count = std::min(kColumns, n_cols - first);
+      transpose(left + first, a.stride(0), n_rows, count, turned.data(), depth);
+      at::native::cpublas::brgemm(count, width, depth, depth, width, width, true, turned.data(), right,
+                                  into + first * width);
+    }
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("accumulate_product_(Tensor(a!) sum, Tensor a, Tensor b) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("accumulate_product_", &accumulate_product_); }
+
+}  // namespace foundry
+
+#endif
