@@ -481,6 +481,11 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned v, int line = __builti
 
 namespace foundry {
 
+template <class... Params>
+int resident_blocks(void (*)(Params...), int) {
+  return 4;
+}
+
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t, Args... args) {
   using namespace cuda_on_cpu;
