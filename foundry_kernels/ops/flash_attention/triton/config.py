@@ -126,6 +126,8 @@ _TRIED: dict[str, tuple[Row, ...]] = {
     "fwd": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
     "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 128, 8, 2)),
+    # BLOCK_M, the rows that there are, stays. Keys of a tile divide those of a split, 256 at least.
+    "decode": ((0, 64, 4, 2), (0, 64, 4, 4), (0, 64, 8, 3), (0, 128, 4, 2), (0, 128, 8, 2), (0, 32, 4, 4)),
 }
 
 
@@ -134,7 +136,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """`config`, and the rows that may be measured to be better. In the interpreter another tile stands for them."""
     own = config(kernel, capability, head_dim, dtype, needs_registers)
-    if kernel in ("preprocess", "decode") or needs_registers or (dtype.itemsize != 2 and capability != 0):
+    if kernel == "preprocess" or needs_registers or (dtype.itemsize != 2 and capability != 0):
         return [own]
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]
@@ -142,6 +144,19 @@ def rows(
         found.append(own | {"AHEAD": not own["AHEAD"]})
     for m, n, warps, stages in tried:
         row = own | {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+        if kernel == "decode":
+            row["BLOCK_M"] = own["BLOCK_M"]
+        if row not in found:
+            found.append(row)
+    return found
+
+
+def combine_rows(block_dv: int, most: int) -> list[dict[str, int]]:
+    """Of the kernel that adds up to `most` splits: how many at once, and warps, the built-in row first."""
+    own = min(most, 4096 // block_dv)
+    found: list[dict[str, int]] = []
+    for splits, warps in ((own, 4), (own, 2), (own, 8), (own // 2, 4), (own // 2, 2), (min(most, 2 * own), 8)):
+        row = {"BLOCK_SPLITS": splits, "num_warps": warps}
         if row not in found:
             found.append(row)
     return found
