@@ -51,12 +51,25 @@ _HALF["blackwell"] = {
     "dkdv": {64: (64, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
 
+# AMD's gfx942 and gfx950, for which kernels are compiled and nothing else (`_aot_amd`): 64 KB. 4 warps of 64 lanes have
+# 512 registers each; in the 256 of 8 warps dK, dV and dQ spill.
+_HALF["cdna"] = {
+    **_HALF["small"],
+    "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+    "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (64, 32, 4, 1)},
+}
+
 #: float32 is multiplied exactly, by fused multiply-adds with whole rows in flight: small tiles, the same everywhere.
 _SINGLE: dict[str, dict[int, Row]] = {
     "fwd": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
     "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "dq": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "decode": {64: (16, 32, 4, 2), 128: (16, 32, 4, 2), 256: (16, 16, 4, 2)},
+}
+_SINGLE_CDNA = {
+    **_SINGLE,
+    "dkdv": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 32, 4, 1)},
+    "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1)},
 }
 
 #: Where Triton is older than 3.7, in place of a row with which it would spill: by class of device, kernel, head
@@ -71,7 +84,9 @@ _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
 
 
 def device_class(capability: int) -> str:
-    """What devices of a compute capability (90 for 9.0) have in common."""
+    """What devices of a compute capability (90 for 9.0; AMD's 942 and 950) have in common."""
+    if capability >= 900:
+        return "cdna"
     if capability in (80, 87):
         return "ampere"
     return {9: "hopper", 10: "blackwell"}.get(capability // 10, "small")
@@ -91,7 +106,8 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
     if capability == 0:
         row = _INTERPRETED_DECODE if kernel == "decode" else _INTERPRETED
     else:
-        table = _HALF[device_class(capability)] if dtype.itemsize == 2 else _SINGLE
+        single = _SINGLE_CDNA if device_class(capability) == "cdna" else _SINGLE
+        table = _HALF[device_class(capability)] if dtype.itemsize == 2 else single
         row = table[kernel][max(64, head_dim)]
     m, n, warps, stages = row
     if needs_registers and kernel == "dkdv" and n > 32:
@@ -100,7 +116,9 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         m //= 2
     if needs_registers and kernel == "fwd":
         warps = 8
-        if head_dim > 128:
+        if device_class(capability) == "cdna":
+            m, n = min(m, 64 if head_dim <= 128 else 32), 32
+        elif head_dim > 128:
             m = min(m, 64)
         elif head_dim == 128 and device_class(capability) in ("ampere", "small"):
             m, n = min(m, 64), 32
