@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
-from foundry_kernels._sass import Loop, inner_loops
+from foundry_kernels._sass import Loop, inner_loops, loaded_ahead
 from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
 
@@ -94,6 +94,7 @@ class Cost:
     matrix: str  # "" where there is no dot, else the instruction found, or "missing"
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
+    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 where there are matrix products
 
     def resident(self, gpu: Gpu) -> int:
         """Programs that fit on a multiprocessor at once."""
@@ -111,12 +112,18 @@ class Cost:
         are pipelined nearly all the shared memory of its programs. 0 where there are no such copies."""
         return self.shared * self.resident(gpu) if "cp.async" in self.ptx else 0
 
+    def in_flight(self, gpu: Gpu) -> int:
+        """Bytes that a multiprocessor full of programs has under way from memory before they wait for any: by copies to
+        shared memory or by loads to registers, whichever is more."""
+        return max(self.copied_ahead(gpu), self.loaded_ahead * 32 * self.warps * self.resident(gpu))
+
     def describe(self, gpu: Gpu) -> str:
-        ahead = self.copied_ahead(gpu)
+        ahead, in_flight = self.copied_ahead(gpu), 0 if self.matrix else self.in_flight(gpu)
         return (
             f"{self.registers:>3} registers  {self.stack} spilled  {self.shared:>6} B shared  {self.warps:>2} warps  "
             f"{self.occupancy(gpu):>4.0%} occupancy  {'/'.join(map(str, self.access_bytes))} B an access"
             f"{'  ' + self.matrix if self.matrix else ''}{f'  {ahead >> 10} KB copied ahead' if ahead else ''}"
+            f"{f'  {in_flight >> 10} KB in flight' if in_flight else ''}"
         )
 
     def loops(self) -> list[Loop]:
@@ -260,7 +267,7 @@ def compile_for(launch: Launch, arch: int) -> Cost:
     from triton.backends.compiler import GPUTarget
 
     compiled = triton.compile(source_of(launch), target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
-    registers, stack = _resources(compiled.asm["cubin"])
+    registers, stack, ahead = _resources(compiled.asm["cubin"])
     ptx, matrix = compiled.asm["ptx"], ""
     if re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):
         # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
@@ -274,6 +281,7 @@ def compile_for(launch: Launch, arch: int) -> Cost:
         matrix=matrix,
         ptx=ptx,
         cubin=compiled.asm["cubin"],
+        loaded_ahead=0 if matrix else ahead,
     )
 
 
@@ -291,11 +299,12 @@ def run_on_cubin(command: Iterable[str], cubin: bytes) -> str:
         return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    usage = run_on_cubin([tool("cuobjdump"), "--dump-resource-usage"], cubin)
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, bytes of stack, and bytes that a thread loads ahead."""
+    usage = run_on_cubin([tool("cuobjdump"), "--dump-resource-usage", "--dump-sass"], cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    return int(found[1]), int(found[2])
+    return int(found[1]), int(found[2]), loaded_ahead(usage)
 
 
 def _access_bytes(ptx: str) -> tuple[int, ...]:
