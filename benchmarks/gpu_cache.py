@@ -69,6 +69,18 @@ def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
     return found
 
 
+def why_not_writable(folder: Path) -> str | None:
+    """The reason why nothing can be written into the folder, which is made if there is none, or None."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"{folder} cannot be written to ({error})"
+    return None
+
+
 def launch_all(text: str) -> None:
     """What the operations whose names contain `text` launch: the parity cases in each dtype, forward with and without
     gradients, and backward; and the benchmarks."""
@@ -227,13 +239,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time")
     parser.add_argument("--archive", type=Path, default=ARCHIVE, help=f"default: {ARCHIVE}")
     options = parser.parse_args(argv)
-    if (reason := why_not()) is not None:
+    folder = options.archive.with_suffix("").with_suffix("")  # kept: what is in it is not compiled again
+    if folder == options.archive:
+        parser.error(f"--archive must end in .tar.xz; got {options.archive}")
+    if (reason := why_not() or why_not_writable(options.archive.parent) or why_not_writable(folder)) is not None:
         parser.error(reason)
     driver = StubDriver(options.arch, options.multiprocessors)
     kernels = recorded(driver, lambda: launch_all(options.k))
     if not kernels:
         parser.error(f"no operation with Triton kernels has {options.k!r} in its name")
-    folder = options.archive.with_suffix("").with_suffix("")  # kept: what is in it is not compiled again
     failed = fill(folder, kernels, driver.target, options.jobs)
     about = made_with() | {"arch": options.arch, "kernels": len(kernels) - failed}
     pack(folder, options.archive, about)

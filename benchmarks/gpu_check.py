@@ -205,7 +205,12 @@ def main() -> int:
     except ImportError:
         print("gpu-check needs a Python with torch: make gpu-check PYTHON=...", file=sys.stderr)
         return 2
-    OUT.mkdir(parents=True, exist_ok=True)
+    from benchmarks.gpu_cache import why_not_writable
+
+    if (reason := why_not_writable(OUT) or why_not_writable(CACHE)) is not None:
+        where = f"Results go to the folder in OUT, kernels to {CACHE}"
+        print(f"gpu-check stops here: {reason}. {where}.", file=sys.stderr)
+        return 2
     print("\n".join(f"{k:<11} {v}" for k, v in environment().items()))
     from foundry_kernels import _gpu
 

@@ -12,6 +12,7 @@ import argparse
 import importlib
 import platform
 import sys
+from typing import Any
 
 import torch
 
@@ -98,7 +99,12 @@ def inspect(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m foundry_kernels inspect", description=inspect.__doc__)
     parser.add_argument("op", choices=[name for name, op in OPS.items() if op.impl("triton")])
     parser.add_argument(
-        "--arch", type=int, nargs="+", default=[90], help="compute capabilities, 90 for 9.0", metavar="CC"
+        "--arch",
+        type=_arch,
+        nargs="+",
+        default=[90],
+        metavar="CC",
+        help="compute capabilities, 90 for 9.0; gfx942 and gfx950 for AMD GPUs",
     )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     parser.add_argument("--case", default="", help="only launches first made by a case whose name contains this")
@@ -107,53 +113,72 @@ def inspect(argv: list[str]) -> int:
     shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
     parser.add_argument("--gpu", help="with the launches that were measured on this GPU, by the name that torch has")
     parser.add_argument("--tuning", metavar="FILE", help="measured launches, in place of those in the cache folder")
-    parser.add_argument("--ptx", action="store_true", help="print the PTX")
-    parser.add_argument("--sass", action="store_true", help="print the machine code")
+    parser.add_argument("--ptx", action="store_true", help="print the PTX (for AMD, what LLVM was given)")
+    parser.add_argument("--sass", action="store_true", help="print the machine code (for AMD in assembly)")
     options = parser.parse_args(argv)
-    from foundry_kernels import _aot
+    from foundry_kernels import _aot, _aot_amd
 
-    unknown = [arch for arch in options.arch if arch not in _aot.GPUS]
+    unknown = [arch for arch in options.arch if arch not in _aot.GPUS and arch not in _aot_amd.GPUS]
     if unknown:
-        parser.error(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {unknown[0]}")
+        known = ", ".join(map(str, _aot.GPUS))
+        parser.error(f"--arch must be one of {known}; got {unknown[0]} (of AMD's GPUs {', '.join(_aot_amd.GPUS)})")
     if _triton.MISSING or _triton.INTERPRET:
         parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     try:
         tuning.use(options.tuning)
     except (OSError, tuning.TuningFileError) as error:
         parser.error(f"--tuning: {error}")
+    return 1 if sum(_inspect_for(arch, options) for arch in options.arch) else 0
+
+
+def _arch(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
+    """Print what each launch costs on this architecture; how many have a problem."""
+    from foundry_kernels import _aot, _aot_amd
+
+    compiler: Any
+    gpu: Any
+    if isinstance(arch, str):
+        capability, at_hand, target = _aot_amd.capability(arch), None, f"AMD {arch} (compiled, never run)"
+        compiler, gpu = _aot_amd.compile_for, _aot_amd.GPUS[arch]
+    else:
+        capability, at_hand, target = arch, gpu_at_hand(arch), f"compute capability {arch / 10}"
+        compiler, gpu = _aot.compile_for, _aot.GPUS[arch]
+    with tuning.pretend(options.gpu or at_hand), tuning.watched() as chosen:
+        recorded = _aot.record(OPS[options.op], capability, options.all, options.timed)
+    if isinstance(arch, str):
+        recorded = _aot_amd.without_foreign_options(recorded)
+    launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
+    version = ".".join(map(str, _triton.VERSION))  # some rows of the tables are for one alone
+    print(f"{options.op}, {target}, Triton {version}: {len(launches)} launches")
     bad = 0
-    for arch in options.arch:
-        with tuning.pretend(options.gpu or gpu_at_hand(arch)), tuning.watched() as chosen:
-            recorded = _aot.record(OPS[options.op], arch, options.all, options.timed)
-        launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
-        gpu = _aot.GPUS[arch]
-        compiler = "Triton " + ".".join(map(str, _triton.VERSION))  # some rows of the tables are for one alone
-        print(f"{options.op}, compute capability {arch / 10}, {compiler}: {len(launches)} launches")
-        for launch in launches:
-            cost = _aot.compile_for(launch, arch)
-            problems = cost.problems(gpu)
-            bad += bool(problems)
-            widths = "/".join(map(str, cost.access_bytes))
-            ahead = cost.copied_ahead(gpu)
-            print(
-                f"{launch.name:<26} {launch.case:<34} {cost.registers:>3} registers  {cost.stack} spilled  "
-                f"{cost.shared:>6} B shared  {cost.warps:>2} warps  {cost.occupancy(gpu):>4.0%} occupancy  "
-                f"{widths} B an access{'  ' + cost.matrix if cost.matrix else ''}"
-                f"{f'  {ahead >> 10} KB copied ahead' if ahead else ''}  [{launch.settings}]"
-            )
-            for problem in problems:
-                print(f"  PROBLEM: {problem}")
-            for loop in cost.loops():
-                print(f"  {loop}")
-            if options.ptx:
-                print(cost.ptx)
-            if options.sass:
-                print(_aot.run_on_cubin([_aot.tool("cuobjdump"), "--dump-sass"], cost.cubin))
-        print("rows, of those that can be tuned, and where they come from:")
-        for choice in chosen.values():
-            if options.kernel in choice.kernel and len(choice.rows) > 1:
-                print(f"  {choice.kernel}, {choice.key}: {choice.origin}")
-    return 1 if bad else 0
+    for launch in launches:
+        try:
+            cost = compiler(launch, arch)
+        except Exception as error:  # some tiles are too much for a compiler
+            bad += 1
+            print(f"{launch.name:<26} {launch.case:<34} is not compiled  [{launch.settings}]")
+            print(f"  PROBLEM: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
+        problems = cost.problems(gpu)
+        bad += bool(problems)
+        print(f"{launch.name:<26} {launch.case:<34} {cost.describe(gpu)}  [{launch.settings}]")
+        for problem in problems:
+            print(f"  PROBLEM: {problem}")
+        for loop in cost.loops():
+            print(f"  {loop}")
+        if options.ptx:
+            print(cost.assembly())
+        if options.sass:
+            print(cost.machine_code())
+    print("rows, of those that can be tuned, and where they come from:")
+    for choice in chosen.values():
+        if options.kernel in choice.kernel and len(choice.rows) > 1:
+            print(f"  {choice.kernel}, {choice.key}: {choice.origin}")
+    return bad
 
 
 def gpu_at_hand(arch: int) -> str | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
-from foundry_kernels._sass import Loop, inner_loops
+from foundry_kernels._sass import Loop, inner_loops, loaded_ahead
 from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
 
@@ -45,6 +45,8 @@ GPUS = {
     120: Gpu(99 << 10, 100 << 10, 48, "mma.sync"),
 }
 DTYPES = (torch.bfloat16, torch.float32)
+#: float32 is multiplied exactly, without matrix instructions.
+DOT_IN_16_BITS = r"tt\.dot .*: tensor<\w+x(bf16|f16)>"
 _NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -67,6 +69,7 @@ class Launch:
     divisible: tuple[str, ...]
     options: tuple[tuple[str, int], ...]
     case: str = field(compare=False)
+    small: tuple[str, ...] = field(compare=False, default=())  # pointers to less than 2 GB
 
     @property
     def name(self) -> str:
@@ -91,6 +94,7 @@ class Cost:
     matrix: str  # "" where there is no dot, else the instruction found, or "missing"
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
+    loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 where there are matrix products
 
     def resident(self, gpu: Gpu) -> int:
         """Programs that fit on a multiprocessor at once."""
@@ -108,9 +112,29 @@ class Cost:
         are pipelined nearly all the shared memory of its programs. 0 where there are no such copies."""
         return self.shared * self.resident(gpu) if "cp.async" in self.ptx else 0
 
+    def in_flight(self, gpu: Gpu) -> int:
+        """Bytes that a multiprocessor full of programs has under way from memory before they wait for any: by copies to
+        shared memory or by loads to registers, whichever is more."""
+        return max(self.copied_ahead(gpu), self.loaded_ahead * 32 * self.warps * self.resident(gpu))
+
+    def describe(self, gpu: Gpu) -> str:
+        ahead, in_flight = self.copied_ahead(gpu), 0 if self.matrix else self.in_flight(gpu)
+        return (
+            f"{self.registers:>3} registers  {self.stack} spilled  {self.shared:>6} B shared  {self.warps:>2} warps  "
+            f"{self.occupancy(gpu):>4.0%} occupancy  {'/'.join(map(str, self.access_bytes))} B an access"
+            f"{'  ' + self.matrix if self.matrix else ''}{f'  {ahead >> 10} KB copied ahead' if ahead else ''}"
+            f"{f'  {in_flight >> 10} KB in flight' if in_flight else ''}"
+        )
+
     def loops(self) -> list[Loop]:
         """The innermost loops, of those with a dot in 16 bits."""
         return inner_loops(run_on_cubin([tool("nvdisasm"), "-c"], self.cubin)) if self.matrix else []
+
+    def assembly(self) -> str:
+        return self.ptx
+
+    def machine_code(self) -> str:
+        return run_on_cubin([tool("cuobjdump"), "--dump-sass"], self.cubin)
 
     def problems(self, gpu: Gpu) -> list[str]:
         """What is wrong with the kernel on this GPU; empty if nothing is."""
@@ -126,9 +150,9 @@ class Cost:
         return found
 
 
-def record(op: OpSpec, arch: int, everything: bool = True, timed_alone: bool = False) -> list[Launch]:
+def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bool = False) -> list[Launch]:
     """The distinct launches, forward and backward, that the op's benchmark shapes and parity cases would make on a
-    device of compute capability `arch` (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
+    device of this compute capability (80, 90, ...); without `everything`, those of the op's `compiled_cases`, if it
     names any; where it names none, `timed_alone` leaves the parity cases out."""
     if _triton.MISSING is not None:
         raise RuntimeError(_triton.MISSING)
@@ -156,7 +180,7 @@ def record(op: OpSpec, arch: int, everything: bool = True, timed_alone: bool = F
         undo.callback(setattr, JITFunction, "run", JITFunction.run)
         JITFunction.run = run
         _triton.serve_cpu_tensors()
-        _triton.record_for(arch)
+        _triton.record_for(capability)
         for case, dtype in unfilled:
             case_id = f"{case.id} {short_dtype(dtype)}"
             _call(op, case, _unfilled(case, dtype))
@@ -199,7 +223,7 @@ def _call(op: OpSpec, case: Case, args: dict[str, Tensor | None]) -> None:
 def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: str) -> Launch:
     """What Triton would specialise on: types, constants, and which arguments are multiples of 16."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
-    signature, constants, divisible = [], [], []
+    signature, constants, divisible, small = [], [], [], []
     for parameter in kernel.params:
         name, value = parameter.name, given[parameter.name]
         specialized = not parameter.do_not_specialize
@@ -209,6 +233,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
         elif isinstance(value, Tensor):
             signature.append((name, "*" + _NAMES[value.dtype]))
             divisible.append(name)  # PyTorch's allocator aligns to far more
+            if value.untyped_storage().size() < 2**31:
+                small.append(name)
         elif isinstance(value, int):
             signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
             if value % 16 == 0 and specialized:
@@ -216,26 +242,34 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
         else:
             signature.append((name, "fp32"))
     options = tuple((k, kwargs[k]) for k in ("num_warps", "num_stages", "maxnreg") if k in kwargs)
-    return Launch(kernel, tuple(signature), tuple(constants), tuple(divisible), options, case)
+    return Launch(kernel, tuple(signature), tuple(constants), tuple(divisible), options, case, tuple(small))
+
+
+def source_of(launch: Launch, more: dict[str, list[list[Any]]] = {}) -> Any:  # noqa: B006
+    """What Triton compiles: the kernel with all that it is specialised on, and with `more` attributes by argument."""
+    from triton.compiler import ASTSource
+
+    names = [name for name, _ in launch.signature]
+    attributes = {name: [["tt.divisibility", 16]] for name in launch.divisible}
+    for name, each in more.items():
+        attributes[name] = attributes.get(name, []) + each
+    return ASTSource(
+        launch.kernel,
+        dict(launch.signature),
+        constexprs={(names.index(k),): v for k, v in launch.constants},
+        attrs={(names.index(name),): each for name, each in attributes.items()},
+    )
 
 
 def compile_for(launch: Launch, arch: int) -> Cost:
     """Compile for compute capability `arch` (80, 90, ...), through Triton's own cache on disk."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = [name for name, _ in launch.signature]
-    source = ASTSource(
-        launch.kernel,
-        dict(launch.signature),
-        constexprs={(names.index(k),): v for k, v in launch.constants},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in launch.divisible},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
-    registers, stack = _resources(compiled.asm["cubin"])
+    compiled = triton.compile(source_of(launch), target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
+    registers, stack, ahead = _resources(compiled.asm["cubin"])
     ptx, matrix = compiled.asm["ptx"], ""
-    if re.search(r"tt\.dot .*: tensor<\w+x(bf16|f16)>", compiled.asm["ttir"]):  # float32 is multiplied exactly, without
+    if re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):
         # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
         matrix = next((name for name in (GPUS[arch].matrix, "mma.sync") if name in ptx), "missing")
     return Cost(
@@ -247,6 +281,7 @@ def compile_for(launch: Launch, arch: int) -> Cost:
         matrix=matrix,
         ptx=ptx,
         cubin=compiled.asm["cubin"],
+        loaded_ahead=0 if matrix else ahead,
     )
 
 
@@ -264,11 +299,12 @@ def run_on_cubin(command: Iterable[str], cubin: bytes) -> str:
         return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    usage = run_on_cubin([tool("cuobjdump"), "--dump-resource-usage"], cubin)
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, bytes of stack, and bytes that a thread loads ahead."""
+    usage = run_on_cubin([tool("cuobjdump"), "--dump-resource-usage", "--dump-sass"], cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    return int(found[1]), int(found[2])
+    return int(found[1]), int(found[2]), loaded_ahead(usage)
 
 
 def _access_bytes(ptx: str) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Machine code of compiled kernels: the inner loops that multiply matrices, and what their products hide."""
+"""Machine code of compiled kernels: the inner loops that multiply matrices and what their products hide, and how much
+is loaded before any of it is used."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class Loop:
         )
 
 
-def inner_loops(disassembly: str) -> list[Loop]:
-    """Of what `nvdisasm -c` prints, the innermost loops that multiply matrices, in the order of the code."""
+def _parse(disassembly: str) -> tuple[list[str], dict[str, int]]:
+    """The instructions, and at which of them labels are."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in disassembly.splitlines():
@@ -49,6 +50,41 @@ def inner_loops(disassembly: str) -> list[Loop]:
             labels[label[1]] = len(code)
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
             code.append(instruction[1])
+    return code, labels
+
+
+_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+
+
+def loaded_ahead(disassembly: str) -> int:
+    """Of what `nvdisasm -c` or `cuobjdump --dump-sass` prints: the most bytes that a thread has asked of global memory
+    and not used yet, in the order of the code and with every branch's loads. What a loop loads for its next round it
+    does not see, nor copies to shared memory."""
+    most, waiting = 0, list[tuple[set[int], int]]()
+    for text in _parse(disassembly)[0]:
+        operation, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
+        kinds = operation.split(".")
+        size = next((_BYTES[kind] for kind in kinds if kind in _BYTES), 4)
+        addresses = "".join(re.findall(r"\[.*?\]", operands))
+        values = _registers(re.sub(r"\[.*?\]", "", operands), -(-size // 4))
+        used = values | _registers(addresses, 2)
+        waiting = [load for load in waiting if not load[0] & used]
+        if kinds[0] == "LDG":
+            waiting.append((values, size))
+            most = max(most, sum(each for _, each in waiting))
+        elif text.startswith(("BRA", "EXIT", "RET")):  # what follows is not reached from here
+            waiting = []
+    return most
+
+
+def _registers(operands: str, each: int) -> set[int]:
+    """Those that operands of so many registers each name."""
+    return {int(n) + i for n in re.findall(r"\bR(\d+)", operands) for i in range(each)}
+
+
+def inner_loops(disassembly: str) -> list[Loop]:
+    """Of what `nvdisasm -c` prints, the innermost loops that multiply matrices, in the order of the code."""
+    code, labels = _parse(disassembly)
     spans = []
     for at, text in enumerate(code):
         target = re.search(r"BRA.*`\((\.L_\w+)\)", text)

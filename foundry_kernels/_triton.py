@@ -201,6 +201,11 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def most_warps(capability: int) -> int:
+    """Of a program: 1024 threads, which AMD's GPUs (942 and 950, see `_aot_amd`) have in warps of 64."""
+    return 16 if capability >= 900 else 32
+
+
 _RECORDED: int | None = None
 _RECORDED_MULTIPROCESSORS: int | None = None
 

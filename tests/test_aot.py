@@ -12,7 +12,7 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels import _aot, _triton
-from foundry_kernels._sass import inner_loops
+from foundry_kernels._sass import inner_loops, loaded_ahead
 
 OPS = [name for name, op in fk.OPS.items() if op.impl("triton")]
 needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
@@ -28,7 +28,28 @@ def inspect(*args: str) -> subprocess.CompletedProcess[str]:
 @needs_triton
 @pytest.mark.parametrize("op", OPS)
 def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
-    no_spills_and_within_the_limits(op, 90, "--timed")
+    """And memory-bound kernels have as much in flight to a multiprocessor as memory needs to be busy."""
+    shown = no_spills_and_within_the_limits(op, 90, "--timed")
+    found = re.findall(r"^(\w+_kernel) +(\S.*?)(?:-\S+)? bfloat16 .* (\d+) KB in flight", shown, re.M)
+    if "attention" in op or _triton.VERSION < (3, 7):  # whose registers are others
+        return
+    assert found
+    for kernel, shape, kilobytes in found:
+        assert int(kilobytes) >= LESS_IN_FLIGHT.get((kernel, shape), NEEDED), (kernel, shape)
+    for kernel, shape in LESS_IN_FLIGHT:
+        here = [int(kilobytes) for *what, kilobytes in found if what == [kernel, shape]]
+        assert not here or min(here) < NEEDED, f"{kernel} of {shape} has enough: take it out of the table"
+
+
+#: By Little's law: KB in flight to each multiprocessor with which an H200 fills its bandwidth; an H100 needs 16.
+NEEDED = 25
+#: What has fewer, and how many at least: narrow rows, and those whose logits are capped.
+LESS_IN_FLIGHT = {
+    ("cross_entropy_fwd_kernel", "64x16"): 16,
+    ("cross_entropy_fwd_kernel", "8192x300"): 7,
+    ("cross_entropy_fwd_kernel", "8192x40"): 24,
+    ("cross_entropy_bwd_kernel", "8192x40"): 18,
+}
 
 
 @needs_triton
@@ -39,7 +60,7 @@ def test_all_shapes_are_within_the_limits(op: str, arch: int) -> None:
     no_spills_and_within_the_limits(op, arch)
 
 
-def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> None:
+def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> str:
     done = inspect(op, "--arch", str(arch), *options)
     assert done.returncode == 0, "\n".join(
         line for line in (done.stdout + done.stderr).splitlines() if "PROBLEM" in line or "rror" in line
@@ -47,6 +68,7 @@ def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> None:
     assert f"compute capability {arch / 10}" in done.stdout
     assert done.stdout.count(" registers ") >= (2 if options else 5)
     assert "16/" in done.stdout or " 16 B" in done.stdout, "no kernel moves 16 bytes at a time"
+    return done.stdout
 
 
 @needs_triton
@@ -153,6 +175,36 @@ def test_bytes_that_are_copied_ahead() -> None:
     assert cost(**copies).copied_ahead(GPU) == 64 << 10, "of two programs"
     assert cost(**copies | {"registers": 65}).copied_ahead(GPU) == 32 << 10
     assert cost(**copies | {"ptx": "ld.global"}).copied_ahead(GPU) == 0
+
+
+def code(*body: str) -> str:
+    return "\n".join(f"        /*{16 * i:04x}*/    {text} ;    /* 0x0 */" for i, text in enumerate(body))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (("LDG.E.128 R4, [R2.64]", "LDG.E.128 R8, [R2.64+0x10]", "FADD R4, R4, R8", "LDG.E.64 R4, [R2.64]"), 32),
+        (("LDG.E.128 R4, [R2.64]", "FADD R0, R7, R1", "LDG.E.128 R8, [R2.64]"), 16),
+        (("@P0 LDG.E.U16.CONSTANT R4, [R2.64]", "@!P0 LDG.E R5, [R2.64]"), 6),
+        (("LDG.E.64 R2, [R2.64]", "LDG.E.128 R4, [R2.64]"), 16),  # an address is a use
+        (("LDG.E.128 R4, [R2.64]", "STG.E.128 [R2.64], R4", "LDG.E.128 R4, [R2.64]"), 16),
+        (("LDG.E.64 R6, [R2.64]", "STG.E.128 [R2.64], R4", "LDG.E.128 R8, [R2.64]"), 16),  # of which R6 is a part
+        (("LDG.E.128 R4, [R2.64]", "@P0 BRA `(.L_x_1)", "LDG.E.128 R8, [R2.64]"), 32),
+        (("LDG.E.128 R4, [R2.64]", "BRA `(.L_x_1)", "LDG.E.64 R8, [R2.64]"), 16),
+        (("LDS.128 R4, [R2]", "FADD R4, R4, R5"), 0),
+    ],
+)
+def test_bytes_that_are_loaded_before_any_is_used(body: tuple[str, ...], expected: int) -> None:
+    assert loaded_ahead(code(*body)) == expected
+
+
+def test_bytes_in_flight() -> None:
+    """Of all programs of a multiprocessor: 64 registers leave room for 8 of 4 warps."""
+    assert cost(loaded_ahead=32).in_flight(GPU) == 32 * 32 * 4 * 8
+    assert cost(loaded_ahead=32, registers=128).in_flight(GPU) == 32 * 32 * 4 * 4
+    copies = {"ptx": "cp.async.cg.shared.global", "shared": 64 << 10}
+    assert cost(loaded_ahead=4, **copies).in_flight(GPU) == 192 << 10
 
 
 def test_occupancy() -> None:

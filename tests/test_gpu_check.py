@@ -179,3 +179,43 @@ def test_kernels_that_were_not_brought_along_are_said_to_be_compiled(
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "build" / "gpu-cache")
     (tmp_path / "build" / "gpu-cache.tar.xz").write_text("no archive")
     assert "kernels are compiled here:" in gpu_check.use_cache(90)
+
+
+def test_results_that_cannot_be_written_are_said_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
+    monkeypatch.setattr(gpu_check, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(gpu_check, "environment", dict)
+    for name in ("OUT", "CACHE"):
+        with monkeypatch.context() as unwritable:
+            unwritable.setattr(gpu_check, name, tmp_path / "file" / "folder")
+            assert gpu_check.main() == 2
+        assert f"stops here: {tmp_path / 'file' / 'folder'} cannot be written to (" in capsys.readouterr().err
+    monkeypatch.setattr("foundry_kernels._gpu.why_not", lambda: "there is no GPU")
+    assert gpu_check.main() == 3
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"], "no probe is left"
+
+
+@pytest.mark.parametrize(
+    ("archive", "message"),
+    [
+        ("file/cache.tar.xz", "file cannot be written to ("),
+        ("taken.tar.xz", "taken cannot be written to ("),
+        ("no-suffix", "--archive must end in .tar.xz; got "),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_said_before_anything_is_compiled(
+    archive: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from benchmarks import gpu_cache
+
+    (tmp_path / "file").touch()
+    (tmp_path / "taken").touch()  # where the folder beside the archive would be
+    monkeypatch.setattr(gpu_cache, "why_not", lambda: None)
+    monkeypatch.setattr(gpu_cache, "recorded", None)
+    with pytest.raises(SystemExit) as stopped:
+        gpu_cache.main(["--archive", str(tmp_path / archive)])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

@@ -108,6 +108,37 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
     assert kinds
 
 
+def test_the_kernels_of_few_queries_are_measured() -> None:
+    """Keys that are split, in tiles of fewer; results of all rows are right."""
+    from foundry_kernels.ops.flash_attention.cases import _case
+
+    op, case = fk.OPS["flash_attention"], _case(1, (4, 2), (1, 200), 16, "decode", causal=True)
+    tuner = tune.Tuner("cpu", MadeUp(lambda name: 1.0))
+    jobs = {job.choice.kernel: job for job in tune._asked(op, case, torch.float32, "cpu") if not job.backward}
+    assert jobs.keys() == {"flash_attention_decode_kernel", "flash_attention_combine_kernel"}
+    for job in jobs.values():
+        tuner.run(job)
+        assert not job.dropped
+        assert len(job.speedups) == len(job.choice.rows) >= 2
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_rows_of_few_queries_on_gpus(arch: int) -> None:
+    """A tile's keys divide those of a split, and how many rows a tile serves is no choice."""
+    from foundry_kernels.ops.flash_attention.triton import config
+
+    for width in (64, 128, 256):
+        own, *others = config.rows("decode", arch, width, torch.bfloat16, False)
+        assert own == config.config("decode", arch, width, torch.bfloat16, False)
+        assert len(others) >= 4
+        for row in others:
+            assert row["BLOCK_M"] == own["BLOCK_M"]
+            assert 256 % row["BLOCK_N"] == 0, "16 keys for each of 16 rows, at least"
+        own, *others = config.combine_rows(width, 64)
+        assert own == {"BLOCK_SPLITS": min(64, 4096 // width), "num_warps": 4}
+        assert len(others) >= 3
+
+
 def one_job() -> tune.Job:
     return next(tune.find_jobs([fk.OPS["swiglu"]], [torch.float32], "cpu"))
 

@@ -36,6 +36,15 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
+// Blocks of a kernel without dynamic shared memory that a multiprocessor holds at once: a persistent grid of more would
+// run its last blocks alone.
+template <class... Params>
+int resident_blocks(void (*kernel)(Params...), int threads) {
+  int blocks = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0);
+  return error == cudaSuccess && blocks > 0 ? blocks : 1;
+}
+
 }  // namespace foundry
 #endif
 

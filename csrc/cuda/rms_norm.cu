@@ -250,14 +250,9 @@ cudaError_t rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
   });
 }
 
-int rms_norm_backward_blocks(int64_t n_rows, int64_t n_cols, int multiprocessors) {
-  const int64_t rows_per_block = n_cols <= 256 ? 16 : n_cols <= 1024 ? 4 : 1;  // at least what a block takes at a time
-  const int64_t useful = (n_rows + rows_per_block - 1) / rows_per_block;
-  const int64_t resident = 4LL * multiprocessors;
-  return static_cast<int>(useful < resident ? useful : resident);
-}
-
-cudaError_t rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
+// Calls f(Constant<values per read>, Constant<threads per row>, kernel) for a backward pass.
+template <class F>
+cudaError_t with_backward_kernel(const RmsNormBackward& a, F&& f) {
   const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) && aligned(a.x, a.x_type, a.rows, a.x_strides) &&
                        aligned(a.dy, a.y_type, a.rows, a.dy_strides) && aligned(a.dh, a.x_type, a.rows, a.dh_strides) &&
                        aligned(a.weight) && aligned(a.dx);
@@ -265,13 +260,31 @@ cudaError_t rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
     using X = FK_TYPE(x);
     using W = FK_TYPE(w);
     using Y = FK_TYPE(y);
-    const cudaError_t error = with_shape<16 / sizeof(X)>(a.n_cols, vectors, [&](auto vec, auto threads) {
+    return with_shape<16 / sizeof(X)>(a.n_cols, vectors, [&](auto vec, auto threads) {
       constexpr int kVec = decltype(vec)::value, kThreads = decltype(threads)::value;
-      const dim3 grid(a.n_blocks), block(kThreads > kBlock ? kThreads : kBlock);
-      return launch(backward_kernel<X, W, Y, kVec, kThreads>, grid, block, 0, stream, a);
+      return f(w, backward_kernel<X, W, Y, kVec, kThreads>, kThreads);
     });
+  });
+}
+
+int rms_norm_backward_blocks(const RmsNormBackward& a, int multiprocessors) {
+  int64_t useful = 1, resident = 1;
+  with_backward_kernel(a, [&](auto, auto kernel, int threads) {
+    const int block = threads > kBlock ? threads : kBlock;
+    const int64_t rows_per_block = block / threads;
+    useful = (a.rows.count() + rows_per_block - 1) / rows_per_block;
+    resident = static_cast<int64_t>(resident_blocks(kernel, block)) * multiprocessors;
+    return cudaSuccess;
+  });
+  return static_cast<int>(useful < resident ? useful : resident);
+}
+
+cudaError_t rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
+  return with_backward_kernel(a, [&](auto w, auto kernel, int threads) {
+    const dim3 grid(a.n_blocks), block(threads > kBlock ? threads : kBlock);
+    const cudaError_t error = launch(kernel, grid, block, 0, stream, a);
     if (error != cudaSuccess || !a.dw) return error;
-    return sum_partials(a.dw_partial, a.n_blocks, a.n_cols, static_cast<W*>(a.dw), stream);
+    return sum_partials(a.dw_partial, a.n_blocks, a.n_cols, static_cast<FK_TYPE(w)*>(a.dw), stream);
   });
 }
 

@@ -28,8 +28,9 @@ struct RmsNormBackward : RmsNormBackwardCall {
 cudaError_t rms_norm_forward(const RmsNormForward& args, cudaStream_t stream);
 cudaError_t rms_norm_backward(const RmsNormBackward& args, cudaStream_t stream);
 
-// Blocks of the backward pass, which is persistent: each block takes row after row.
-int rms_norm_backward_blocks(int64_t n_rows, int64_t n_cols, int multiprocessors);
+// Blocks of the backward pass, which is persistent: each block takes row after row. `args` is complete but for what
+// depends on their number: dw, dw_partial and n_blocks.
+int rms_norm_backward_blocks(const RmsNormBackward& args, int multiprocessors);
 
 }  // namespace cuda
 }  // namespace foundry

@@ -52,7 +52,8 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_
 
   cuda::RmsNormBackward args{};
   set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
-  args.n_blocks = cuda::rms_norm_backward_blocks(args.rows.count(), args.n_cols, device.multiprocessors());
+  set_weight(args, weight, weight_offset);
+  args.n_blocks = cuda::rms_norm_backward_blocks(args, device.multiprocessors());
   Tensor partial, dw_out;
   if (need_dw) {
     partial = at::empty({args.n_blocks, args.n_cols}, x.options().dtype(at::kFloat));
@@ -60,7 +61,6 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_
     args.dw_partial = partial.mutable_data_ptr<float>();
     args.dw = dw_out.mutable_data_ptr();
   }
-  set_weight(args, weight, weight_offset);
   check_cuda(cuda::rms_norm_backward(args, device.stream()), "rms_norm backward");
   if (need_dw && !dw_out.is_same(dw)) dw.copy_(dw_out);
   return {dx, dw};

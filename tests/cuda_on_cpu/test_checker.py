@@ -102,6 +102,14 @@ extern "C" const char* run(long long rows, long long cols, float* x, float* w, f
   }
   return report.c_str();
 }
+extern "C" int backward_blocks(long long rows, long long cols, int resident_threads, int multiprocessors) {
+  using namespace foundry;
+  cuda::RmsNormBackward b{};
+  b.rows.size[2] = rows; b.n_cols = cols;
+  b.x_strides.stride[2] = b.dy_strides.stride[2] = cols;
+  cuda_on_cpu::resident_threads = resident_threads;
+  return cuda::rms_norm_backward_blocks(b, multiprocessors);
+}
 """
 
 SHAPES = {"narrow": (37, 64), "wide": (5, 2048), "ragged": (5, 300), "odd": (5, 301)}
@@ -147,6 +155,25 @@ def test_the_intact_copy_is_right() -> None:
         dx, dw = torch.autograd.grad(y, (x, w), t["dy"])
         for name, expected in (("y", y.detach()), ("dx", dx), ("dw", dw)):
             torch.testing.assert_close(t[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "resident_threads", "expected"),
+    [
+        (10**6, 64, 384, 3 * 132),  # blocks of 128 threads: three fit
+        (10**6, 64, 512, 4 * 132),
+        (10**6, 4096, 512, 2 * 132),  # of 256
+        (10**6, 4096, 128, 132),  # at least one on each
+        (37, 64, 512, 3),  # 16 rows at a time: the others would have nothing to do
+    ],
+)
+def test_a_persistent_grid_is_as_large_as_the_driver_says(
+    rows: int, cols: int, resident_threads: int, expected: int
+) -> None:
+    """RMSNorm's backward pass, on 132 multiprocessors."""
+    library = load_plain(ROOT / "csrc" / "cuda" / "rms_norm.cu", source_text() + DRIVER)
+    sizes = ctypes.c_longlong(rows), ctypes.c_longlong(cols)
+    assert library.backward_blocks(*sizes, resident_threads, 132) == expected
 
 
 BROKEN = {

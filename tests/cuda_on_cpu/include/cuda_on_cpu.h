@@ -479,7 +479,20 @@ inline unsigned __reduce_add_sync(unsigned mask, unsigned v, int line = __builti
   return unsigned(cuda_on_cpu::warp_exchange("reduce_add", mask, v, 32, line));
 }
 
+namespace cuda_on_cpu {
+
+// Threads that a multiprocessor holds, in place of the driver's answer for a kernel. A test may change it.
+static int resident_threads = 512;
+
+}  // namespace cuda_on_cpu
+
 namespace foundry {
+
+template <class... Params>
+int resident_blocks(void (*)(Params...), int threads) {
+  const int blocks = cuda_on_cpu::resident_threads / threads;
+  return blocks > 0 ? blocks : 1;
+}
 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t, Args... args) {

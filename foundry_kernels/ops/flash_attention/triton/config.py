@@ -51,12 +51,25 @@ _HALF["blackwell"] = {
     "dkdv": {64: (64, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
 
+# AMD's gfx942 and gfx950, for which kernels are compiled and nothing else (`_aot_amd`): 64 KB. 4 warps of 64 lanes have
+# 512 registers each; in the 256 of 8 warps dK, dV and dQ spill.
+_HALF["cdna"] = {
+    **_HALF["small"],
+    "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+    "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (64, 32, 4, 1)},
+}
+
 #: float32 is multiplied exactly, by fused multiply-adds with whole rows in flight: small tiles, the same everywhere.
 _SINGLE: dict[str, dict[int, Row]] = {
     "fwd": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
     "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "dq": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "decode": {64: (16, 32, 4, 2), 128: (16, 32, 4, 2), 256: (16, 16, 4, 2)},
+}
+_SINGLE_CDNA = {
+    **_SINGLE,
+    "dkdv": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 32, 4, 1)},
+    "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1)},
 }
 
 #: Where Triton is older than 3.7, in place of a row with which it would spill: by class of device, kernel, head
@@ -71,7 +84,9 @@ _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
 
 
 def device_class(capability: int) -> str:
-    """What devices of a compute capability (90 for 9.0) have in common."""
+    """What devices of a compute capability (90 for 9.0; AMD's 942 and 950) have in common."""
+    if capability >= 900:
+        return "cdna"
     if capability in (80, 87):
         return "ampere"
     return {9: "hopper", 10: "blackwell"}.get(capability // 10, "small")
@@ -91,7 +106,8 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
     if capability == 0:
         row = _INTERPRETED_DECODE if kernel == "decode" else _INTERPRETED
     else:
-        table = _HALF[device_class(capability)] if dtype.itemsize == 2 else _SINGLE
+        single = _SINGLE_CDNA if device_class(capability) == "cdna" else _SINGLE
+        table = _HALF[device_class(capability)] if dtype.itemsize == 2 else single
         row = table[kernel][max(64, head_dim)]
     m, n, warps, stages = row
     if needs_registers and kernel == "dkdv" and n > 32:
@@ -100,7 +116,9 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         m //= 2
     if needs_registers and kernel == "fwd":
         warps = 8
-        if head_dim > 128:
+        if device_class(capability) == "cdna":
+            m, n = min(m, 64 if head_dim <= 128 else 32), 32
+        elif head_dim > 128:
             m = min(m, 64)
         elif head_dim == 128 and device_class(capability) in ("ampere", "small"):
             m, n = min(m, 64), 32
@@ -126,6 +144,8 @@ _TRIED: dict[str, tuple[Row, ...]] = {
     "fwd": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
     "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 128, 8, 2)),
+    # BLOCK_M, the rows that there are, stays. Keys of a tile divide those of a split, 256 at least.
+    "decode": ((0, 64, 4, 2), (0, 64, 4, 4), (0, 64, 8, 3), (0, 128, 4, 2), (0, 128, 8, 2), (0, 32, 4, 4)),
 }
 
 
@@ -134,7 +154,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """`config`, and the rows that may be measured to be better. In the interpreter another tile stands for them."""
     own = config(kernel, capability, head_dim, dtype, needs_registers)
-    if kernel in ("preprocess", "decode") or needs_registers or (dtype.itemsize != 2 and capability != 0):
+    if kernel == "preprocess" or needs_registers or (dtype.itemsize != 2 and capability != 0):
         return [own]
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]
@@ -142,6 +162,19 @@ def rows(
         found.append(own | {"AHEAD": not own["AHEAD"]})
     for m, n, warps, stages in tried:
         row = own | {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+        if kernel == "decode":
+            row["BLOCK_M"] = own["BLOCK_M"]
+        if row not in found:
+            found.append(row)
+    return found
+
+
+def combine_rows(block_dv: int, most: int) -> list[dict[str, int]]:
+    """Of the kernel that adds up to `most` splits: how many at once, and warps, the built-in row first."""
+    own = min(most, 4096 // block_dv)
+    found: list[dict[str, int]] = []
+    for splits, warps in ((own, 4), (own, 2), (own, 8), (own // 2, 4), (own // 2, 2), (min(most, 2 * own), 8)):
+        row = {"BLOCK_SPLITS": splits, "num_warps": warps}
         if row not in found:
             found.append(row)
     return found

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import INTERPRET
+from foundry_kernels.ops.flash_attention.triton.config import combine_rows
 from foundry_kernels.ops.flash_attention.triton.decode import (
     MAX_SPLITS,
     flash_attention_combine_kernel,
     flash_attention_decode_kernel,
 )
+from foundry_kernels.tuning import choose
 
 if TYPE_CHECKING:
     from foundry_kernels.ops.flash_attention.triton.launch import _Problem
@@ -40,9 +42,8 @@ def _plan_decode(
 ) -> tuple[Plan, Plan | None, int, int]:
     """The launch of `decode`, that of `combine` if keys are split and, for the workspace, its number of rows and their
     width."""
-    config = p.config("decode")
     rows = p.group * p.max_seqlen_q
-    config["BLOCK_M"] = max(16, triton.next_power_of_2(rows))
+    config = p.config("decode", BLOCK_M=max(16, triton.next_power_of_2(rows)))
     left, right = p.window
     keys = p.max_seqlen_k
     if p.constants["HAS_LEFT"] and (p.constants["HAS_RIGHT"] or p.constants["BOTTOM_RIGHT"]):
@@ -50,6 +51,7 @@ def _plan_decode(
     if p.constants["HAS_RIGHT"] and not p.constants["BOTTOM_RIGHT"]:
         keys = min(keys, p.max_seqlen_q + right)
     split_keys, num_splits = split(config["BLOCK_M"], keys)
+    assert split_keys % config["BLOCK_N"] == 0, "a tile would read the keys of the next split"
     places = p.tokens_k // split_keys + p.n_batch if p.packed else p.n_batch * num_splits
     n_states = places * p.n_kv_heads * rows
     counts = (
@@ -65,7 +67,9 @@ def _plan_decode(
     if num_splits == 1:
         return decode, None, 0, 0
     shared = {name: p.constants[name] for name in ("VARLEN", "COMPUTE", "DV", "BLOCK_DV")}
-    chunk = {"BLOCK_SPLITS": min(MAX_SPLITS.value, 4096 // shared["BLOCK_DV"]), "num_warps": 4}
+    tags = f"{8 * p.dtype.itemsize}-bit D<={shared['BLOCK_DV']}"
+    found = combine_rows(shared["BLOCK_DV"], MAX_SPLITS.value)
+    chunk = choose("flash_attention_combine_kernel", tags, found, p.device)
     combine = Plan(
         (p.n_batch * p.n_kv_heads * rows,), (*counts, *strides, p.stride_lseb), shared | flags | chunk
     )  # fmt: skip

@@ -190,16 +190,22 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
-        self.few_queries = self.group * self.max_seqlen_q <= self.config("decode")["BLOCK_M"]
+        self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
 
-    def config(self, kernel: str) -> dict[str, Any]:
+    def config(self, kernel: str, **fixed: int) -> dict[str, Any]:
+        """The row for `kernel`, with what is `fixed` in place of what the table says."""
+        tags, found = self._rows(kernel)
+        return choose(f"flash_attention_{kernel}_kernel", tags, [row | fixed for row in found], self.device)
+
+    def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
+        """What tells the launch apart from others with the same row, and the rows."""
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
         needs_registers = (
             self.constants["HAS_SOFTCAP"] or self.constants["HAS_ALIBI"] or blocks != (self.head_dim, self.head_dim_v)
         )
         found = config_rows(kernel, self.capability, max(blocks), self.dtype, needs_registers)
         tags = f"{8 * self.dtype.itemsize}-bit D<={max(blocks)}{' with options' if needs_registers else ''}"
-        return choose(f"flash_attention_{kernel}_kernel", tags, found, self.device)
+        return tags, found
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
         """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""

@@ -16,6 +16,7 @@ from foundry_kernels._triton import (
     contiguous,
     define,
     empty_like,
+    most_warps,
     programs,
     refuse_second_derivative,
     row_strides,
@@ -33,7 +34,7 @@ from foundry_kernels.tuning import choose
 _WIDE_BLOCK = 4096
 
 
-def config(n_cols: int, *, backward: bool, needs_few_registers: bool = False) -> dict[str, Any]:
+def config(n_cols: int, *, backward: bool, needs_few_registers: bool = False, capability: int = 0) -> dict[str, Any]:
     """Tile, warps and kernel for rows of `n_cols`: 16 values a thread forward and 8 backward, 4 to 32 warps.
 
     Rows that do not fit in registers take the `wide` kernel. A forward pass that `needs_few_registers` (half precision,
@@ -46,7 +47,7 @@ def config(n_cols: int, *, backward: bool, needs_few_registers: bool = False) ->
         return {"BLOCK_ROWS": 1, "BLOCK_COLS": _WIDE_BLOCK, "num_warps": 8, "wide": True}
     block = triton.next_power_of_2(n_cols)
     rows = max(1, min(32, 2048 // block))
-    warps = max(4, min(16 if backward else 32, rows * block // (256 if backward else 512)))
+    warps = max(4, min(16 if backward else most_warps(capability), rows * block // (256 if backward else 512)))
     registers = min(255, 65536 // (32 * warps))
     return {"BLOCK_ROWS": rows, "BLOCK_COLS": block, "num_warps": warps, "maxnreg": registers, "wide": False}
 
@@ -79,7 +80,7 @@ def rows(
     row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
     None where it is not, and nothing is loaded ahead.
     """
-    own = config(n_cols, backward=backward, needs_few_registers=needs_few_registers)
+    own = config(n_cols, backward=backward, needs_few_registers=needs_few_registers, capability=capability)
     if own["wide"]:
         return [own]
     if n_cols % 16 != 0 or (backward and row_bytes is None):
@@ -100,7 +101,7 @@ def rows(
     if backward:
         found.append(own | {"STAGES": 1})
     for n, w in ((tile, warps // 2), (tile, 2 * warps), (2 * tile, warps), (2 * tile, 2 * warps), (tile // 2, warps)):
-        if n >= 1 and 1 <= w <= 32 and row(n, w) not in found:
+        if n >= 1 and 1 <= w <= most_warps(capability) and row(n, w) not in found:
             found.append(row(n, w))
     return found
 
@@ -148,7 +149,8 @@ def _plan_fwd(
     has_residual = residual_strides is not None
     n_cols = shape[-1]
     n_rows = math.prod(shape[:-1])
-    found = rows(n_cols, backward=False, needs_few_registers=dtype.itemsize == 2 and not has_residual)
+    few = dtype.itemsize == 2 and not has_residual
+    found = rows(n_cols, backward=False, needs_few_registers=few, capability=capability(device))
     options = _choose("rms_norm_fwd_kernel", dtype, device, found)
     wide = options.pop("wide")
     constants = dict(

@@ -1,0 +1,124 @@
+"""The Triton kernels compiled for AMD GPUs by Triton's own backend. None of them has run on one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_aot import OPS, inspect, needs_triton
+
+from foundry_kernels import __main__, _aot_amd
+from foundry_kernels._aot import Launch
+from foundry_kernels._aot_amd import AmdCost
+
+MI300, MI350 = _aot_amd.GPUS["gfx942"], _aot_amd.GPUS["gfx950"]
+
+#: A few launches that compile in seconds: what has a row of its own for AMD, and one that has not.
+FEW = {
+    "swiglu": ("--timed",),
+    "rms_norm": ("--kernel", "rms_norm_fwd", "--case", "16384x32768"),
+    "flash_attention": ("--kernel", "flash_attention_d", "--case", "T=512 D=128-causal"),
+}
+
+
+def fits(op: str, *options: str) -> list[str]:
+    """What `inspect` prints of each launch, if all is well."""
+    done = inspect(op, *options)
+    assert done.returncode == 0, "\n".join(
+        line for line in (done.stdout + done.stderr).splitlines() if "PROBLEM" in line or "rror" in line
+    )
+    assert "(compiled, never run)" in done.stdout
+    lines = re.findall(r" VGPRs \(\d+ AGPRs\) +\d+ SGPRs  0 spilled.* B LDS +\d+ warps .*", done.stdout)
+    assert len(lines) == done.stdout.count(" VGPRs ")
+    assert all("maxnreg" not in line for line in lines), "an option that only NVIDIA's backend has"
+    return lines
+
+
+@needs_triton
+@pytest.mark.parametrize("op", FEW)
+def test_a_few_launches_fit(op: str) -> None:
+    """On both architectures."""
+    lines = fits(op, *FEW[op], "--arch", "gfx942", "gfx950")
+    assert len(lines) >= 4
+    assert all("mfma" in line for line in lines) == (op == "flash_attention")
+    assert any(" 16/" in line or " 16 B" in line for line in lines), "no kernel moves 16 bytes at a time"
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", _aot_amd.GPUS)
+@pytest.mark.parametrize("op", OPS)
+def test_all_launches_fit(op: str, arch: str) -> None:
+    assert len(fits(op, "--arch", arch)) >= 5
+
+
+@needs_triton
+def test_an_architecture_without_a_row_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        __main__.inspect(["rms_norm", "--arch", "gfx1100"])
+    assert stopped.value.code == 2
+    assert "got gfx1100 (of AMD's GPUs gfx942, gfx950)" in capsys.readouterr().err
+
+
+def test_options_of_other_gpus_are_left_out() -> None:
+    kernel = "a kernel"
+    options = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
+    launches = [Launch(kernel, (), (), (), tuple((options | {"maxnreg": n}).items()), "a case") for n in (128, 255)]
+    (kept,) = _aot_amd.without_foreign_options(launches)
+    assert kept.options == (("num_warps", 8), ("num_stages", 2))
+
+
+def cost(**changes: object) -> AmdCost:
+    base = {
+        "vgprs": 64,
+        "agprs": 0,
+        "sgprs": 32,
+        "spilled": 0,
+        "sgprs_spilled": 0,
+        "scratch": 0,
+        "lds": 0,
+        "waves": 4,
+        "access_bytes": (16,),
+        "matrix": "",
+        "llir": "",
+        "code": "",
+    }
+    return AmdCost(**(base | changes))  # type: ignore[arg-type]
+
+
+def test_what_must_not_ship_is_named() -> None:
+    assert cost().problems(MI300) == []
+    assert cost(spilled=3, scratch=12).problems(MI300) == ["3 vector registers are spilled, 12 bytes of scratch"]
+    assert cost(lds=65 << 10).problems(MI300) == ["66560 bytes of LDS, of 65536"]
+    assert cost(lds=65 << 10).problems(MI350) == []
+    assert cost(waves=32).problems(MI300) == ["32 waves of 64 lanes, of 16"]
+    assert cost(matrix="missing").problems(MI300) == ["a dot did not become mfma"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "workgroups"),
+    [
+        ({"vgprs": 64}, 8),  # 8 waves a SIMD, 4 SIMDs, 4 waves each
+        ({"vgprs": 65}, 7),
+        ({"vgprs": 512}, 1),
+        ({"vgprs": 128, "waves": 16}, 1),
+        ({"lds": 24 << 10}, 2),
+    ],
+)
+def test_occupancy(changes: dict[str, int], workgroups: int) -> None:
+    assert cost(**changes).resident(MI300) == workgroups
+    assert cost(**changes).occupancy(MI300) == workgroups * changes.get("waves", 4) / 32
+
+
+def test_what_is_read_in_the_code() -> None:
+    code = """
+	buffer_load_dwordx4 v[10:13], v9, s[8:11], 0 offen
+	global_load_ushort v1, v[2:3], off
+	global_store_dword v[2:3], v1, off
+amdhsa.kernels:
+  - .agpr_count:     4
+    .sgpr_spill_count: 2
+    .vgpr_count:     17
+"""
+    assert _aot_amd._access_bytes(code) == (16, 4, 2)
+    assert [_aot_amd._number(code, name) for name in ("agpr_count", "sgpr_spill_count", "vgpr_count")] == [4, 2, 17]
