@@ -111,6 +111,7 @@ def inspect(argv: list[str]) -> int:
     parser.add_argument("--sass", action="store_true", help="print the machine code")
     options = parser.parse_args(argv)
     from foundry_kernels import _aot
+    from foundry_kernels._estimate import estimate
 
     unknown = [arch for arch in options.arch if arch not in _aot.GPUS]
     if unknown:
@@ -145,6 +146,8 @@ def inspect(argv: list[str]) -> int:
                 print(f"  PROBLEM: {problem}")
             for loop in cost.loops():
                 print(f"  {loop}")
+                if arch == 90 and (estimated := estimate(loop, cost.warps)):
+                    print(f"    {estimated}")
             if options.ptx:
                 print(cost.ptx)
             if options.sass:
