@@ -251,7 +251,7 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
                 (_case(2, (8, 2), (512, 512), d, "any-order-window", window=(200, 30), **any_order), half)
                 for d in (64, 128)
             ),
-            (_case(2, (8, 2), (512, 512), 128, "any-order-full", **any_order), half),
+            (_case(2, (8, 2), (512, 512), 128, "window", window=(200, 30)), half),
             (_case(2, (8, 2), (512, 512), 128, "alibi", alibi_slopes=(8,), causal=True), half),  # one option alone
             *((_case(2, (8, 2), (512, 512), d, "all-options", **everything), half) for d in (64, 256)),
             *((_case(1, (8, 2), (t, 2048), 128, "few-queries", causal=True), half) for t in (1, 16)),

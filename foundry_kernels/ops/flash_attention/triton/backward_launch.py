@@ -185,6 +185,8 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     config = p.config("dq")
     if config["BLOCK_M"] == 128 and p.max_seqlen_q <= 64 and p.constants["BLOCK_D"] <= 128:
         config["BLOCK_M"] = 64  # with rows of few queries alone, whose other half would be empty, the large tile spills
+    if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
+        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     constants = p.constants | {"LSE_LOW": p.dtype == torch.float32} | config
     return Plan((tiles * p.n_batch * p.n_heads,), _numbers(p, p.n_heads, dout, dq), constants)
