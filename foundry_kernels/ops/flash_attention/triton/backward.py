@@ -16,6 +16,7 @@ from foundry_kernels._triton import round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.dot import dot
 from foundry_kernels.ops.flash_attention.triton.mask import between, in_window, seen_keys
+from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
@@ -132,11 +133,11 @@ def _accumulate_dkdv(
     return b_dk, b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def flash_attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    n_batch, n_kv_heads, group, tokens_q, tokens_k,
+    n_batch, n_kv_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
     stride_dqb, stride_dqh, stride_dqt, stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
@@ -145,18 +146,19 @@ def flash_attention_dkdv_kernel(
     NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Key-value heads vary fastest and tiles slowest; under a causal mask the first tiles have most to do. ADD_DQ: dq
-    is in COMPUTE, holds zeros before, and is still to be multiplied by `natural_scale`; it needs HAS_RIGHT."""
+    """Under a causal mask the first tiles have most to do, and of packed sequences those with most tiles after them:
+    they come first in their section. ADD_DQ: dq is in COMPUTE, holds zeros before, and is still to be multiplied by
+    `natural_scale`; it needs HAS_RIGHT."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
-    pid = tl.program_id(0)
-    kv_head = (pid % n_kv_heads).to(tl.int64)
-    n = (pid // n_kv_heads % n_batch).to(tl.int64)
+    n, kv_head, tile, tiles = program_order(n_batch, n_kv_heads, section)
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )
-    j0 = pid // n_kv_heads // n_batch * BLOCK_N
-    if j0 >= seqlen_k:
+    if VARLEN and HAS_RIGHT:
+        tile -= tiles - tl.cdiv(seqlen_k, BLOCK_N)
+    j0 = tile * BLOCK_N
+    if j0 < 0 or j0 >= seqlen_k:
         return
     first = tl.cast(start_k, tl.int64) + j0
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
@@ -229,11 +231,11 @@ def _accumulate_dq(
     return b_dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def flash_attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    n_batch, n_heads, group, tokens_q, tokens_k,
+    n_batch, n_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
@@ -245,12 +247,9 @@ def flash_attention_dq_kernel(
     """Programs are ordered as in the forward kernel."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
-    pid = tl.program_id(0)
-    head = (pid % n_heads).to(tl.int64)
-    n = (pid // n_heads % n_batch).to(tl.int64)
-    tile = pid // n_heads // n_batch
+    n, head, tile, tiles = program_order(n_batch, n_heads, section)
     if HAS_RIGHT:
-        tile = tl.num_programs(0) // n_heads // n_batch - 1 - tile
+        tile = tiles - 1 - tile
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )

@@ -112,10 +112,10 @@ def _launch_preprocess(
     return rows
 
 
-def _numbers(p: _Problem, n_heads: int, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
+def _numbers(p: _Problem, n_heads: int, section: int, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
     """That follow the tensors of both kernels; the strides are those of dout and of what is written."""
     return (
-        p.n_batch, n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors),
+        p.n_batch, n_heads, p.group, section, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors),
         p.stride_lseb, p.stride_alibi, p.scale, p.softcap, p.natural_scale, *p.window,
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def _plan_dkdv(
     dv: tuple[int, ...] | None,
     dq_sum: tuple[int, ...] | None,
 ) -> Plan:
-    numbers = _numbers(p, p.n_kv_heads, dout, dk, dv, dq_sum)
+    numbers = _numbers(p, p.n_kv_heads, p.section(p.group * p.max_seqlen_q), dout, dk, dv, dq_sum)
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     config = p.config("dkdv")
     flags["ADD_DQ"] = dq_sum is not None
@@ -189,7 +189,11 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
         config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     constants = p.constants | {"LSE_LOW": p.dtype == torch.float32} | config
-    return Plan((tiles * p.n_batch * p.n_heads,), _numbers(p, p.n_heads, dout, dq), constants)
+    return Plan(
+        (tiles * p.n_batch * p.n_heads,),
+        _numbers(p, p.n_heads, p.group * p.section(p.max_seqlen_k), dout, dq),
+        constants,
+    )
 
 
 def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], lengths: tuple[Tensor | None, ...], dq: Tensor) -> None:

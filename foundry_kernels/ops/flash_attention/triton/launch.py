@@ -26,6 +26,9 @@ from foundry_kernels.tuning import choose
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
 
+#: Of the L2 cache, what the heads of a section may read: less than half of what GPUs of data centers have.
+_SECTION_BYTES = 16 << 20
+
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
@@ -201,6 +204,13 @@ class _Problem:
         )
         return max(blocks), needs_registers
 
+    def section(self, tokens: int) -> int:
+        """How many sequences' key-value heads, each of which makes its programs read two tensors of so many rows, find
+        these in L2 together. See `program_order`."""
+        row_bytes = (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+        fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
+        return max(1, min(fit, self.n_batch * self.n_kv_heads))
+
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
         """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""
         found: list[int] = []
@@ -228,7 +238,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
     config = p.config("fwd")
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
-        p.n_batch, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(out),
+        p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
+        *p.strides(out),
         p.stride_lseb, p.stride_alibi, p.scale, p.softcap, *p.window,
     )  # fmt: skip
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
