@@ -266,7 +266,7 @@ bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 13);
+  Arguments in(arguments, given, 14);
   const Tensor &q = in.tensor(), &k = in.tensor(), &v = in.tensor();
   const bool causal = in.boolean();
   const std::optional<double> scale = in.optional_positive();
@@ -275,7 +275,7 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
   in.none();  // ALiBi's slopes
   in.none();  // sinks
   const bool bottom_right = in.word("bottom_right", "top_left");
-  const bool return_lse = in.boolean(), return_stats = in.boolean();
+  const bool deterministic = in.boolean(), return_lse = in.boolean(), return_stats = in.boolean();
   in.need(in.ok() && is_attention(q, k, v) && !return_lse && !return_stats);
   in.need(!at::autocast::is_autocast_enabled(at::kCPU));  // it would cast them first
   if (!in.ok()) Py_RETURN_NONE;
@@ -287,6 +287,7 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
   options.window_right = causal ? OptionalInt(0) : window_right;
   options.softcap = softcap;
   options.bottom_right = bottom_right;
+  options.deterministic = deterministic;
   return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
 }
 

@@ -138,6 +138,7 @@ def _arch(text: str) -> int | str:
 def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     """Print what each launch costs on this architecture; how many have a problem."""
     from foundry_kernels import _aot, _aot_amd
+    from foundry_kernels._estimate import estimate
 
     compiler: Any
     gpu: Any
@@ -170,6 +171,8 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
             print(f"  PROBLEM: {problem}")
         for loop in cost.loops():
             print(f"  {loop}")
+            if arch == 90 and (estimated := estimate(loop, cost.warps)):
+                print(f"    {estimated}")
         if options.ptx:
             print(cost.assembly())
         if options.sass:

@@ -22,7 +22,7 @@ using OptionalInt = std::optional<c10::SymInt>;
 #define FK_ATTENTION_OPTIONS                                                                            \
   "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, " \
   "SymInt? window_left, SymInt? window_right, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "    \
-  "bool bottom_right"
+  "bool bottom_right, bool deterministic"
 
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // given for packed sequences
@@ -32,13 +32,14 @@ struct AttentionOptions {
   std::optional<double> softcap;
   OptionalTensor alibi_slopes, sinks;
   bool bottom_right;
+  bool deterministic;  // of no account on the CPU, where everything is
 
   bool packed() const { return cu_seqlens_q.has_value(); }
 
   // References to all of them, in the order of the schema.
   template <class Self> static auto members_of(Self& o) {
     return std::tie(o.cu_seqlens_q, o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k, o.scale, o.window_left,
-                    o.window_right, o.softcap, o.alibi_slopes, o.sinks, o.bottom_right);
+                    o.window_right, o.softcap, o.alibi_slopes, o.sinks, o.bottom_right, o.deterministic);
   }
   auto members() { return members_of(*this); }
   auto members() const { return members_of(*this); }

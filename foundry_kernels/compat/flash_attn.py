@@ -40,7 +40,7 @@ def flash_attn_func(
         window_size: ``(left, right)``, a tuple, list or tensor; -1 is unbounded.
         softcap: bounds the scores; 0 does not.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        deterministic: accepted; every backend is bitwise deterministic in any case.
+        deterministic: as for :func:`foundry_kernels.flash_attention`, whose default is True.
         return_attn_probs: return more than the output. There are no probabilities without dropout, so None stands in
             their place, as in flash-attn.
         backend: "auto", "reference", "triton" or "native".
@@ -58,7 +58,7 @@ def flash_attn_func(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         check_rank(name, x, 4, "[B, tokens, heads, head_dim]")
-    options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
+    options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend, deterministic)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not return_attn_probs:
         return flash_attention(q, k, v, **options).transpose(1, 2)
@@ -104,7 +104,7 @@ def flash_attn_varlen_func(
         As :func:`flash_attn_func`.
     """
     check_no_pages(block_table)
-    options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
+    options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend, deterministic)
     max_seqlens = (as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k))
     packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens)
     if not return_attn_probs:
@@ -121,6 +121,7 @@ def translate(
     softcap: SupportsFloat,
     alibi_slopes: Tensor | None,
     backend: str,
+    deterministic: bool = True,
 ) -> Options:
     """flash-attn's options as :func:`foundry_kernels.flash_attention` has them; errors name them as flash-attn does."""
     check_no_dropout(dropout_p)
@@ -137,6 +138,7 @@ def translate(
         "window": None if left is None and right is None else (left, right),
         "softcap": cap,
         "alibi_slopes": alibi_slopes,
+        "deterministic": bool(deterministic),
         "backend": backend,
     }
 

@@ -338,6 +338,7 @@ OPTIONS: Bad = [
     (ValueError, "scale must be finite and > 0; got 0", {"scale": 0.0}),
     (TypeError, "scale must be a float or None; got Tensor", {"scale": torch.tensor(1.0)}),
     (ValueError, "align must be one of bottom_right, top_left; got 'left'", {"align": "left"}),
+    (TypeError, "deterministic must be a bool; got int", {"deterministic": 1}),
     (ValueError, "backend must be one of auto, reference, triton, native; got 'flash'", {"backend": "flash"}),
     (TypeError, "alibi_slopes must be a torch.Tensor", {"alibi_slopes": 0.5}),
     (TypeError, "alibi_slopes must be float32 .*bfloat16", {"alibi_slopes": zeros(H, dtype=torch.bfloat16)}),

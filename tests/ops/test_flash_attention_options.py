@@ -27,6 +27,7 @@ OPTIONS = AttentionOptions(
     alibi_slopes=torch.tensor([0.5, 0.25]),
     sinks=None,
     bottom_right=True,
+    deterministic=False,
     return_lse=False,
     return_stats=True,
 )
@@ -83,10 +84,10 @@ def test_the_public_functions_make_them() -> None:
         flash_attention(*(x.transpose(0, 1)[None] for x in (q, k[:7], k[:7])), backend="reference")
         flash_attention_varlen(
             *(q, k, k, cu_seqlens, cu_seqlens, 5, 8), causal=True, window=(3, None), scale=0.5, softcap=2.0,
-            sinks=sinks, align="top_left", return_lse=True, backend="reference",
+            sinks=sinks, align="top_left", deterministic=False, return_lse=True, backend="reference",
         )  # fmt: skip
     dense, packed = made
-    assert dense == (None, None, 9, 7, 0.25, None, None, None, None, None, True, False, False)
+    assert dense == (None, None, 9, 7, 0.25, None, None, None, None, None, True, True, False, False)
     assert packed[:2] == (cu_seqlens, cu_seqlens)
-    assert packed[2:] == (5, 8, 0.5, 3, 0, 2.0, None, sinks, False, True, False)
+    assert packed[2:] == (5, 8, 0.5, 3, 0, 2.0, None, sinks, False, False, True, False)
     assert (dense.packed, packed.packed) == (False, True)

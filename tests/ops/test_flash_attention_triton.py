@@ -56,11 +56,12 @@ class Launches:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that calls would launch."""
-    from foundry_kernels.ops.flash_attention.triton import decode_launch, launch
+    from foundry_kernels.ops.flash_attention.triton import backward_launch, decode_launch, launch
 
     seen: list[str] = []
     for name in KERNELS:
-        monkeypatch.setattr(launch, f"flash_attention_{name}_kernel", Launches(name, seen))
+        module = launch if name == "fwd" else backward_launch
+        monkeypatch.setattr(module, f"flash_attention_{name}_kernel", Launches(name, seen))
     for name in ("decode", "combine"):
         monkeypatch.setattr(decode_launch, f"flash_attention_{name}_kernel", Launches(name, seen))
     return seen
@@ -85,6 +86,28 @@ def test_only_what_is_needed_is_launched(wanted: str, expected: list[str], launc
     out = flash_attention(*(tensors[n] for n in "qkv"), sinks=tensors["s"], backend="triton")
     if wanted:
         torch.autograd.grad(out, [tensors[n] for n in wanted], torch.ones_like(out))
+    assert launched == expected
+
+
+@pytest.mark.parametrize(
+    ("t", "wanted", "expected"),
+    [
+        (70, "qkv", ["fwd", "preprocess", "dkdv"]),
+        (70, "kv", ["fwd", "preprocess", "dkdv"]),
+        (70, "qk", list(KERNELS)),
+        (8, "qkv", ["decode", "preprocess", "dkdv", "dq"]),
+    ],
+    ids=["all", "no-dq", "no-dv", "few-queries"],
+)
+def test_one_kernel_where_sums_need_not_be_deterministic(
+    t: int, wanted: str, expected: list[str], launched: list[str]
+) -> None:
+    """For all three gradients, of more queries than a tile has."""
+    tensors = dict(zip("qkv", inputs(t, 40), strict=True))
+    for name, x in tensors.items():
+        x.requires_grad_(name in wanted)
+    out = flash_attention(*tensors.values(), deterministic=False, backend="triton")
+    torch.autograd.grad(out, [tensors[n] for n in wanted], torch.ones_like(out))
     assert launched == expected
 
 
@@ -169,6 +192,7 @@ def test_cu_seqlens_that_overrun_touch_nothing_outside() -> None:
         alibi_slopes=None,
         sinks=None,
         bottom_right=True,
+        deterministic=True,
         return_lse=False,
         return_stats=False,
     )

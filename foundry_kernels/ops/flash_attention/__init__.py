@@ -61,6 +61,7 @@ class Options(TypedDict, total=False):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     align: str
+    deterministic: bool
     backend: str
 
 
@@ -100,6 +101,7 @@ def flash_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     align: str = "bottom_right",
+    deterministic: bool = True,
     return_lse: bool = False,
     return_stats: bool = False,
     backend: str = "auto",
@@ -123,6 +125,9 @@ def flash_attention(
         align: which query sees which key where T != S. "bottom_right" aligns the last query with the last key (as with
             a key-value cache), "top_left" the first with the first (as ``is_causal`` of torch's
             scaled_dot_product_attention does).
+        deterministic: the same bits in every run. False allows a backward pass on a GPU that makes five products of
+            each score in place of seven, and adds q's gradient in float32, in memory of that size, in an order that
+            differs from run to run. Other backends, and GPUs where it has no advantage, are deterministic in any case.
         return_lse: also return the log-sum-exp of each row.
         return_stats: also return, last, the entropy and the largest logit of each row. This costs a kernel one
             multiply-add per score, next to ``2 (D + Dv)`` floating-point operations, and 8 bytes per row.
@@ -151,8 +156,9 @@ def flash_attention(
     """
     if not is_dynamo_compiling():
         out = FLASH_ATTENTION.direct(
-            backend, q, k, v, causal, scale, window, softcap, alibi_slopes, sinks, align, return_lse, return_stats
-        )
+            backend, q, k, v, causal, scale, window, softcap, alibi_slopes, sinks, align, deterministic,
+            return_lse, return_stats,
+        )  # fmt: skip
         if out is not None:
             return out
     check_tensor("q", q)
@@ -161,7 +167,7 @@ def flash_attention(
     left, right = window_sides(window, causal)
     options = AttentionOptions(  # by position, which takes half the time
         None, None, q.shape[2], k.shape[2], scale_or_default(scale, q), left, right, softcap, alibi_slopes, sinks,
-        is_bottom_right(align), return_lse, return_stats,
+        is_bottom_right(align), deterministic, return_lse, return_stats,
     )  # fmt: skip
     check_options(q, options)
     return resolve(FLASH_ATTENTION, backend, q)(q, k, v, options)
@@ -225,6 +231,7 @@ def flash_attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     align: str = "bottom_right",
+    deterministic: bool = True,
     return_lse: bool = False,
     return_stats: bool = False,
     backend: str = "auto",
@@ -244,7 +251,7 @@ def flash_attention_varlen(
         max_seqlen_q: the longest length in `cu_seqlens_q`, or any number above it.
         max_seqlen_k: the same for keys.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        causal, scale, window, softcap, sinks, align, return_lse, return_stats, backend: as for
+        causal, scale, window, softcap, sinks, align, deterministic, return_lse, return_stats, backend: as for
             :func:`flash_attention`; `align` applies within each sequence.
 
     Returns:
@@ -265,7 +272,7 @@ def flash_attention_varlen(
     left, right = window_sides(window, causal)
     options = AttentionOptions(  # by position, which takes half the time
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale_or_default(scale, q), left, right, softcap,
-        alibi_slopes, sinks, is_bottom_right(align), return_lse, return_stats,
+        alibi_slopes, sinks, is_bottom_right(align), deterministic, return_lse, return_stats,
     )  # fmt: skip
     check_options(q, options)
     return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)

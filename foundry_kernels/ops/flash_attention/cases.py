@@ -241,10 +241,17 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     most registers. (All cases take an hour.)"""
     half, single = torch.bfloat16, torch.float32
     everything = {**_ALL_OPTIONS, "alibi_slopes": (8,), "sinks": normal(), "return_stats": True}
+    any_order: dict[str, Any] = {"deterministic": False}
     if op == "flash_attention":
         return (
             *((bench_case(2, 8, 2, 512, d, True), half) for d in (64, 128, 256)),
             (bench_case(2, 8, 2, 512, 128, False), half),
+            *((_case(2, (8, 2), (512, 512), d, "any-order", causal=True, **any_order), half) for d in (64, 128)),
+            *(
+                (_case(2, (8, 2), (512, 512), d, "any-order-window", window=(200, 30), **any_order), half)
+                for d in (64, 128)
+            ),
+            (_case(2, (8, 2), (512, 512), 128, "window", window=(200, 30)), half),
             (_case(2, (8, 2), (512, 512), 128, "alibi", alibi_slopes=(8,), causal=True), half),  # one option alone
             *((_case(2, (8, 2), (512, 512), d, "all-options", **everything), half) for d in (64, 256)),
             *((_case(1, (8, 2), (t, 2048), 128, "few-queries", causal=True), half) for t in (1, 16)),
@@ -255,6 +262,7 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         *((_varlen(*both, d, "causal", causal=True), single) for d in (64, 128, 256)),
         (_varlen(*both, 128, "all-options", **everything), half),
         (_varlen(*both, 111, "causal", causal=True), half),
+        *((_varlen(*both, d, "any-order", causal=True, **any_order), half) for d in (64, 128)),
     )
 
 

@@ -120,6 +120,8 @@ def check_options(q: Tensor, options: AttentionOptions) -> None:
     """The options that `scale_or_default`, `is_bottom_right` and `window_sides` have not checked while making them."""
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
+    if not isinstance(options.deterministic, bool):
+        raise TypeError(f"deterministic must be a bool; got {type(options.deterministic).__name__}")
     if options.alibi_slopes is not None:
         batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
         check_alibi_slopes(options.alibi_slopes, q, batch, n_heads=q.shape[1])

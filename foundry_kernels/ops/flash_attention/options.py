@@ -23,6 +23,7 @@ class AttentionOptions(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     bottom_right: bool
+    deterministic: bool
     return_lse: bool
     return_stats: bool
 
@@ -69,6 +70,7 @@ SCHEMA_TYPES = {
     "alibi_slopes": "Tensor?",
     "sinks": "Tensor?",
     "bottom_right": "bool",
+    "deterministic": "bool",
 }
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in SCHEMA_TYPES.items())
 TENSORS = tuple(name for name, kind in SCHEMA_TYPES.items() if kind.startswith("Tensor"))

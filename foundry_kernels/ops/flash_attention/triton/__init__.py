@@ -9,13 +9,8 @@ from torch import Tensor
 
 from foundry_kernels._triton import define, refuse_second_derivative
 from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args
-from foundry_kernels.ops.flash_attention.triton.launch import (
-    empty_bwd,
-    empty_fwd,
-    fake_rows,
-    launch_bwd,
-    launch_fwd,
-)
+from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
+from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor | None, ...]:

@@ -1,8 +1,10 @@
-"""The backward kernels. Probabilities are recomputed from the scores and lse; no two programs write to one element.
+"""The backward kernels. Probabilities are recomputed from the scores and lse; but for ADD_DQ no two programs write to
+one element.
 
 `preprocess`: what the others read of each row. `dkdv`: a program owns a tile of keys of one key-value head and visits
 the queries of all heads of its group, so the gradients of shared heads are summed in registers. `dq`: a program owns a
-tile of queries.
+tile of queries. With ADD_DQ `dkdv` takes the place of `dq` too and adds to dq in memory, five products in place of
+seven, but in an order that differs from run to run.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from foundry_kernels._triton import round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.dot import dot
 from foundry_kernels.ops.flash_attention.triton.mask import between, in_window, seen_keys
+from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
-from foundry_kernels.ops.flash_attention.triton.tile_io import load_rows, store_rows
+from foundry_kernels.ops.flash_attention.triton.tile_io import add_rows, load_rows, store_rows
 
 
 @triton.jit
@@ -82,17 +85,18 @@ def _hide(b_z, i0, k_pos, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.con
 
 @triton.jit
 def _accumulate_dkdv(
-    b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, stride_qt, stride_dot,
-    begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
+    b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr, stride_qt, stride_dot,
+    stride_dqt, begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add the queries begin .. end - 1 of one head; k_pos [N, 1] is the position of each key among the queries.
 
     All blocks of scores are transposed, [N, M], so that dout and q need no transposition. Keys past the last one need
-    no mask: they reach only rows of dk and dv that are not stored. Nor do the queries full_begin .. full_end - 1, whose
-    tiles the window's edges do not cross; a loop of their own would cost registers, which are scarcest here.
+    no mask: they reach only rows of dk and dv that are not stored; with ADD_DQ they are out of every query's sight. Nor
+    do the queries full_begin .. full_end - 1, whose tiles the window's edges do not cross; a loop of their own would
+    cost registers, which are scarcest here.
     """
     factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
     for i0 in range(begin, end, BLOCK_M):
@@ -121,34 +125,40 @@ def _accumulate_dkdv(
             b_ds = b_p * (dot(b_v, tl.trans(b_dout)) - b_delta)
             if HAS_SOFTCAP:
                 b_ds = b_ds * (1.0 - b_t * b_t)
-            b_dk = dot(round_to(b_ds, b_q.dtype), b_q, b_dk)
+            b_ds = round_to(b_ds, b_q.dtype)
+            b_dk = dot(b_ds, b_q, b_dk)
+            if ADD_DQ:
+                p_dq = dq_ptr + first * stride_dqt
+                add_rows(p_dq, stride_dqt, seqlen_q - i0, dot(tl.trans(b_ds), b_k), BLOCK_M, BLOCK_D, D)
     return b_dk, b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def flash_attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    n_batch, n_kv_heads, group, tokens_q, tokens_k,
+    n_batch, n_kv_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-    stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
+    stride_dqb, stride_dqh, stride_dqt, stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Key-value heads vary fastest and tiles slowest; under a causal mask the first tiles have most to do."""
+    """Under a causal mask the first tiles have most to do, and of packed sequences those with most tiles after them:
+    they come first in their section. ADD_DQ: dq is in COMPUTE, holds zeros before, and is still to be multiplied by
+    `natural_scale`; it needs HAS_RIGHT."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
-    pid = tl.program_id(0)
-    kv_head = (pid % n_kv_heads).to(tl.int64)
-    n = (pid // n_kv_heads % n_batch).to(tl.int64)
+    n, kv_head, tile, tiles = program_order(n_batch, n_kv_heads, section)
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )
-    j0 = pid // n_kv_heads // n_batch * BLOCK_N
-    if j0 >= seqlen_k:
+    if VARLEN and HAS_RIGHT:
+        tile -= tiles - tl.cdiv(seqlen_k, BLOCK_N)
+    j0 = tile * BLOCK_N
+    if j0 < 0 or j0 >= seqlen_k:
         return
     first = tl.cast(start_k, tl.int64) + j0
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
@@ -163,17 +173,23 @@ def flash_attention_dkdv_kernel(
     start, full_start, full_stop, stop = block_range(
         j0, seqlen_k, seqlen_q, -offset, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M
     )
+    if ADD_DQ and j0 + BLOCK_N > seqlen_k:  # what is no key is so far to the right that no query sees it
+        k_pos = tl.where((j0 + tl.arange(0, BLOCK_N) < seqlen_k)[:, None], k_pos, 1 << 30)
+        full_start = stop
     for member in range(group):
         head = kv_head * group + member
         q_h = q_ptr + n * stride_qb + head * stride_qh + tl.cast(start_q, tl.int64) * stride_qt
         dout_h = dout_ptr + n * stride_dob + head * stride_doh + tl.cast(start_q, tl.int64) * stride_dot
+        dq_h = None
+        if ADD_DQ:
+            dq_h = dq_ptr + n * stride_dqb + head * stride_dqh + tl.cast(start_q, tl.int64) * stride_dqt
         at = n * stride_lseb + head * tokens_q + start_q
         slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
         b_dk, b_dv = _accumulate_dkdv(
             b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None,
-            delta_ptr + at, stride_qt, stride_dot, start, full_start, full_stop, stop, seqlen_q,
-            scale, softcap, slope, left, right,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, NEED_DK, NEED_DV, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            delta_ptr + at, dq_h, stride_qt, stride_dot, stride_dqt, start, full_start, full_stop, stop, seqlen_q,
+            scale, softcap, slope, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW,
+            NEED_DK, NEED_DV, ADD_DQ, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
@@ -215,11 +231,11 @@ def _accumulate_dq(
     return b_dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def flash_attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    n_batch, n_heads, group, tokens_q, tokens_k,
+    n_batch, n_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
@@ -231,12 +247,9 @@ def flash_attention_dq_kernel(
     """Programs are ordered as in the forward kernel."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
-    pid = tl.program_id(0)
-    head = (pid % n_heads).to(tl.int64)
-    n = (pid // n_heads % n_batch).to(tl.int64)
-    tile = pid // n_heads // n_batch
+    n, head, tile, tiles = program_order(n_batch, n_heads, section)
     if HAS_RIGHT:
-        tile = tl.num_programs(0) // n_heads // n_batch - 1 - tile
+        tile = tiles - 1 - tile
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )

@@ -83,6 +83,19 @@ _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
 }
 
 
+#: dK, dV and dQ in one kernel, in 16 bits: by class of device, head dimension and `needs_registers`. What is not here
+#: spills, or gains nothing by the estimate: two kernels take its place.
+_ADDED: dict[tuple[str, int, bool], Row] = {
+    ("small", 64, False): (32, 128, 8, 2),
+    ("small", 128, False): (32, 64, 8, 1),
+    ("ampere", 64, False): (32, 128, 8, 2),
+    ("ampere", 128, False): (32, 64, 8, 2),
+    ("hopper", 64, False): (32, 128, 8, 2),
+    ("blackwell", 64, False): (32, 128, 8, 2),
+    ("blackwell", 128, False): (32, 64, 8, 2),
+}
+
+
 def device_class(capability: int) -> str:
     """What devices of a compute capability (90 for 9.0; AMD's 942 and 950) have in common."""
     if capability >= 900:
@@ -136,6 +149,19 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
     if dtype.itemsize != 2 or (needs_registers and kernel in ("fwd", "decode")):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
+
+
+def added_row(capability: int, head_dim: int, needs_registers: bool, dtype: torch.dtype) -> dict[str, int] | None:
+    """The launch of "dkdv" that adds dQ too, of the same arguments as `config`; None where there is none."""
+    if capability == 0:
+        row: Row | None = _INTERPRETED
+    elif dtype.itemsize == 2:
+        row = _ADDED.get((device_class(capability), max(64, head_dim), needs_registers))
+    else:
+        row = None
+    if row is None:
+        return None
+    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
 
 
 #: What `python -m foundry_kernels tune` tries beside a 16-bit row of the table: tiles published for kernels of this

@@ -15,6 +15,7 @@ from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.dot import dot
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
+from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
@@ -74,11 +75,11 @@ def _attend_range(
     return b_acc, b_m, b_l, b_e, b_qk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])
 def flash_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
-    n_batch, n_heads, group, tokens_q, tokens_k,
+    n_batch, n_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -87,16 +88,13 @@ def flash_attention_fwd_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Among programs heads vary fastest and tiles slowest. Under a causal mask the last tiles have most to do, so they
-    come first. `stride_lseb` is the batch stride of lse, entropy and max_logit, `stride_alibi` that of the slopes."""
+    """Under a causal mask the last tiles have most to do, so they come first in their section. `stride_lseb` is the
+    batch stride of lse, entropy and max_logit, `stride_alibi` that of the slopes."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
-    pid = tl.program_id(0)
-    head = (pid % n_heads).to(tl.int64)
-    n = (pid // n_heads % n_batch).to(tl.int64)
-    tile = pid // n_heads // n_batch
+    n, head, tile, tiles = program_order(n_batch, n_heads, section)
     if HAS_RIGHT:
-        tile = tl.num_programs(0) // n_heads // n_batch - 1 - tile
+        tile = tiles - 1 - tile
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )

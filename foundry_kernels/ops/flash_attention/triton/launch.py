@@ -1,4 +1,4 @@
-"""What attention allocates and launches for a call.
+"""What attention allocates for a call, and what it launches forward; `backward_launch` has the backward pass.
 
 The kernels see every call as ``[B, H, T, D]``. Packed tokens ``[total, H, D]`` are viewed as ``[1, H, total, D]``, of
 which cu_seqlens give each sequence's part.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -16,13 +16,8 @@ from torch import Tensor
 
 from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._layout import dense_strides, inverse, order_of, storage_order
-from foundry_kernels._triton import capability, compute_dtype, contiguous, strides_of
+from foundry_kernels._triton import capability, compute_dtype, contiguous
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.ops.flash_attention.triton.backward import (
-    flash_attention_dkdv_kernel,
-    flash_attention_dq_kernel,
-    flash_attention_preprocess_kernel,
-)
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
@@ -30,6 +25,9 @@ from foundry_kernels.tuning import choose
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
+
+#: Of the L2 cache, what the heads of a section may read: less than half of what GPUs of data centers have.
+_SECTION_BYTES = 16 << 20
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
@@ -199,13 +197,24 @@ class _Problem:
 
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
         """What tells the launch apart from others with the same row, and the rows."""
+        width, needs_registers = self.width_and_needs()
+        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
+        return f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}", found
+
+    def width_and_needs(self) -> tuple[int, bool]:
+        """The `head_dim` and the `needs_registers` of the table of configurations."""
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
         needs_registers = (
             self.constants["HAS_SOFTCAP"] or self.constants["HAS_ALIBI"] or blocks != (self.head_dim, self.head_dim_v)
         )
-        found = config_rows(kernel, self.capability, max(blocks), self.dtype, needs_registers)
-        tags = f"{8 * self.dtype.itemsize}-bit D<={max(blocks)}{' with options' if needs_registers else ''}"
-        return tags, found
+        return max(blocks), needs_registers
+
+    def section(self, tokens: int) -> int:
+        """How many sequences' key-value heads, each of which makes its programs read two tensors of so many rows, find
+        these in L2 together. See `program_order`."""
+        row_bytes = (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+        fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
+        return max(1, min(fit, self.n_batch * self.n_kv_heads))
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
         """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""
@@ -234,7 +243,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
     config = p.config("fwd")
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
-        p.n_batch, p.n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(out),
+        p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
+        *p.strides(out),
         p.stride_lseb, p.stride_alibi, p.scale, p.softcap, *p.window,
     )  # fmt: skip
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
@@ -259,139 +269,3 @@ def launch_fwd(
         launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
     _copy_back(target, result)
     return out, lse, entropy, max_logit
-
-
-def launch_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
-    need_dq: bool,
-    need_dk: bool,
-    need_dv: bool,
-    need_dsinks: bool,
-) -> Gradients:
-    dq, dk, dv, dsinks = grads = empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks)
-    if out.numel() == 0 or k.numel() == 0:
-        for x in grads:
-            if x is not None:
-                x.zero_()
-        return grads
-    dout, q, k, v = _aligned(_batched(dout)), _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v))
-    p = _problem(q, k, v, options)
-    rows = _launch_preprocess(p, dout, dlse, _aligned(_batched(out)), lse, options, dsinks)
-    lengths = contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k), contiguous(options.alibi_slopes)
-    if dk is not None or dv is not None:
-        _launch_dkdv(p, (q, k, v, dout, *rows), lengths, dk, dv)
-    if dq is not None:
-        _launch_dq(p, (q, k, v, dout, *rows), lengths, dq)
-    return grads
-
-
-class _Rows(NamedTuple):
-    """What the backward kernels read of each row."""
-
-    lse_log2: Tensor
-    lse_low: Tensor | None
-    delta: Tensor
-
-
-@planned
-def _plan_preprocess(
-    p: _Problem,
-    n_batch: int,
-    dout: tuple[int, ...],
-    out: tuple[int, ...],
-    dlse: tuple[int, ...] | None,
-    need_dsinks: bool,
-) -> tuple[int, Plan]:
-    """The number of tiles, and the launch; n_batch is 1 for all packed tokens at once."""
-    config = p.config("preprocess")
-    tiles = triton.cdiv(p.tokens_q, config["BLOCK_M"]) * n_batch
-    dlse_strides = (0, 0, 0) if dlse is None else (*[0] * (3 - len(dlse)), *dlse)
-    numbers = (n_batch, p.n_heads, p.tokens_q, *dout[:3], *out[:3], *dlse_strides)
-    flags = {"HAS_DLSE": dlse is not None, "NEED_DSINKS": need_dsinks, "LSE_LOW": p.dtype == torch.float32}
-    shared = {name: p.constants[name] for name in ("COMPUTE", "DV", "BLOCK_DV")}
-    return tiles, Plan((tiles * p.n_heads,), numbers, flags | shared | config)
-
-
-def _launch_preprocess(
-    p: _Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    options: AttentionOptions,
-    dsinks: Tensor | None,
-) -> _Rows:
-    delta = torch.empty_like(lse, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
-    rows = _Rows(torch.empty_like(delta), torch.empty_like(delta) if p.dtype == torch.float32 else None, delta)
-    tiles, plan = _plan_preprocess(p, out.shape[0], dout.stride(), out.stride(), strides_of(dlse), dsinks is not None)
-    partial = None if dsinks is None else delta.new_empty((tiles, p.n_heads))
-    launch(
-        flash_attention_preprocess_kernel, plan, dout, out, lse, dlse, contiguous(options.sinks),
-        rows.delta, rows.lse_log2, rows.lse_low, partial,
-    )  # fmt: skip
-    if dsinks is not None and partial is not None:
-        torch.sum(partial, 0, out=dsinks) if dsinks.dtype == partial.dtype else dsinks.copy_(partial.sum(0))
-    return rows
-
-
-def _numbers(p: _Problem, n_heads: int, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
-    """That follow the tensors of both kernels; the strides are those of dout and of what is written."""
-    return (
-        p.n_batch, n_heads, p.group, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors),
-        p.stride_lseb, p.stride_alibi, p.scale, p.softcap, p.natural_scale, *p.window,
-    )  # fmt: skip
-
-
-@planned
-def _plan_dkdv(p: _Problem, dout: tuple[int, ...], dk: tuple[int, ...] | None, dv: tuple[int, ...] | None) -> Plan:
-    config = p.config("dkdv")
-    tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
-    flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
-    numbers = _numbers(p, p.n_kv_heads, dout, dk, dv)
-    return Plan((tiles * p.n_batch * p.n_kv_heads,), numbers, p.constants | flags | config)
-
-
-def _launch_dkdv(
-    p: _Problem,
-    inputs: tuple[Tensor | None, ...],
-    lengths: tuple[Tensor | None, ...],
-    dk: Tensor | None,
-    dv: Tensor | None,
-) -> None:
-    results = [None if x is None else _batched(x) for x in (dk, dv)]
-    widths = (p.head_dim, p.head_dim_v)
-    targets = [None if x is None else _target(x, width) for x, width in zip(results, widths, strict=True)]
-    dout = inputs[3]
-    assert dout is not None
-    plan = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets))
-    launch(flash_attention_dkdv_kernel, plan, *inputs, *targets, *lengths)
-    for target, result in zip(targets, results, strict=True):
-        if target is not None and result is not None:
-            _copy_back(target, result)
-
-
-@planned
-def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
-    config = p.config("dq")
-    if config["BLOCK_M"] == 128 and p.max_seqlen_q <= 64 and p.constants["BLOCK_D"] <= 128:
-        config["BLOCK_M"] = 64  # with rows of few queries alone, whose other half would be empty, the large tile spills
-    tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
-    constants = p.constants | {"LSE_LOW": p.dtype == torch.float32} | config
-    return Plan((tiles * p.n_batch * p.n_heads,), _numbers(p, p.n_heads, dout, dq), constants)
-
-
-def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], lengths: tuple[Tensor | None, ...], dq: Tensor) -> None:
-    result = _batched(dq)
-    target = _target(result, p.head_dim)
-    dout = inputs[3]
-    assert dout is not None
-    plan = _plan_dq(p, dout.stride(), target.stride())
-    launch(flash_attention_dq_kernel, plan, *inputs, target, *lengths)
-    _copy_back(target, result)

@@ -1,4 +1,4 @@
-"""Loads and stores of tiles: rows of one head, with a unit stride between columns."""
+"""Loads, stores and sums of tiles: rows of one head, with a unit stride between columns."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def store_rows(ptr, stride, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr,
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     tl.store(ptr + rows * stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH))
+
+
+@triton.jit
+def add_rows(ptr, stride, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """As `store_rows`, added to what is there, where other programs add at the same time."""
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    tl.atomic_add(ptr + rows * stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH), sem="relaxed")

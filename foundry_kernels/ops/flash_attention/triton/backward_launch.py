@@ -1,0 +1,206 @@
+"""What the backward pass of attention launches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._launch import Plan, launch, planned
+from foundry_kernels._triton import contiguous, strides_of
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.triton.backward import (
+    flash_attention_dkdv_kernel,
+    flash_attention_dq_kernel,
+    flash_attention_preprocess_kernel,
+)
+from foundry_kernels.ops.flash_attention.triton.config import added_row
+from foundry_kernels.ops.flash_attention.triton.launch import (
+    Gradients,
+    _aligned,
+    _batched,
+    _copy_back,
+    _Problem,
+    _problem,
+    _row_layout,
+    _target,
+    empty_bwd,
+)
+
+
+def launch_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
+    need_dsinks: bool,
+) -> Gradients:
+    dq, dk, dv, dsinks = grads = empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks)
+    if out.numel() == 0 or k.numel() == 0:
+        for x in grads:
+            if x is not None:
+                x.zero_()
+        return grads
+    dout, q, k, v = _aligned(_batched(dout)), _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v))
+    p = _problem(q, k, v, options)
+    rows = _launch_preprocess(p, dout, dlse, _aligned(_batched(out)), lse, options, dsinks)
+    lengths = contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k), contiguous(options.alibi_slopes)
+    inputs = (q, k, v, dout, *rows)
+    added = not options.deterministic and dq is not None and dk is not None and dv is not None and _adds_dq(p)
+    if dk is not None or dv is not None:
+        _launch_dkdv(p, inputs, lengths, dk, dv, dq if added else None)
+    if dq is not None and not added:
+        _launch_dq(p, inputs, lengths, dq)
+    return grads
+
+
+class _Rows(NamedTuple):
+    """What the backward kernels read of each row."""
+
+    lse_log2: Tensor
+    lse_low: Tensor | None
+    delta: Tensor
+
+
+@planned
+def _plan_preprocess(
+    p: _Problem,
+    n_batch: int,
+    dout: tuple[int, ...],
+    out: tuple[int, ...],
+    dlse: tuple[int, ...] | None,
+    need_dsinks: bool,
+) -> tuple[int, Plan]:
+    """The number of tiles, and the launch; n_batch is 1 for all packed tokens at once."""
+    config = p.config("preprocess")
+    tiles = triton.cdiv(p.tokens_q, config["BLOCK_M"]) * n_batch
+    dlse_strides = (0, 0, 0) if dlse is None else (*[0] * (3 - len(dlse)), *dlse)
+    numbers = (n_batch, p.n_heads, p.tokens_q, *dout[:3], *out[:3], *dlse_strides)
+    flags = {"HAS_DLSE": dlse is not None, "NEED_DSINKS": need_dsinks, "LSE_LOW": p.dtype == torch.float32}
+    shared = {name: p.constants[name] for name in ("COMPUTE", "DV", "BLOCK_DV")}
+    return tiles, Plan((tiles * p.n_heads,), numbers, flags | shared | config)
+
+
+def _launch_preprocess(
+    p: _Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    dsinks: Tensor | None,
+) -> _Rows:
+    delta = torch.empty_like(lse, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
+    rows = _Rows(torch.empty_like(delta), torch.empty_like(delta) if p.dtype == torch.float32 else None, delta)
+    tiles, plan = _plan_preprocess(p, out.shape[0], dout.stride(), out.stride(), strides_of(dlse), dsinks is not None)
+    partial = None if dsinks is None else delta.new_empty((tiles, p.n_heads))
+    launch(
+        flash_attention_preprocess_kernel, plan, dout, out, lse, dlse, contiguous(options.sinks),
+        rows.delta, rows.lse_log2, rows.lse_low, partial,
+    )  # fmt: skip
+    if dsinks is not None and partial is not None:
+        torch.sum(partial, 0, out=dsinks) if dsinks.dtype == partial.dtype else dsinks.copy_(partial.sum(0))
+    return rows
+
+
+def _numbers(p: _Problem, n_heads: int, section: int, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
+    """That follow the tensors of both kernels; the strides are those of dout and of what is written."""
+    return (
+        p.n_batch, n_heads, p.group, section, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors),
+        p.stride_lseb, p.stride_alibi, p.scale, p.softcap, p.natural_scale, *p.window,
+    )  # fmt: skip
+
+
+@planned
+def _adds_dq(p: _Problem) -> bool:
+    """Whether one kernel makes all gradients where its sums need not be deterministic: where the table has a row for
+    it, and there are more queries than fit one tile, to which all programs would add."""
+    row = added_row(p.capability, *p.width_and_needs(), p.dtype)
+    return row is not None and p.max_seqlen_q > row["BLOCK_M"]
+
+
+@planned
+def _plan_dkdv(
+    p: _Problem,
+    dout: tuple[int, ...],
+    dk: tuple[int, ...] | None,
+    dv: tuple[int, ...] | None,
+    dq_sum: tuple[int, ...] | None,
+) -> Plan:
+    numbers = _numbers(p, p.n_kv_heads, p.section(p.group * p.max_seqlen_q), dout, dk, dv, dq_sum)
+    flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
+    config = p.config("dkdv")
+    flags["ADD_DQ"] = dq_sum is not None
+    if dq_sum is not None:
+        config = added_row(p.capability, *p.width_and_needs(), p.dtype) or config
+        if not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
+            numbers = (*numbers[:-1], p.tokens_q + p.tokens_k)
+            flags["HAS_RIGHT"] = True
+    tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
+    return Plan((tiles * p.n_batch * p.n_kv_heads,), numbers, p.constants | flags | config)
+
+
+def _launch_dkdv(
+    p: _Problem,
+    inputs: tuple[Tensor | None, ...],
+    lengths: tuple[Tensor | None, ...],
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dq: Tensor | None,
+) -> None:
+    """With dq all three, the sums of dq in memory of their own."""
+    results = [None if x is None else _batched(x) for x in (dk, dv)]
+    widths = (p.head_dim, p.head_dim_v)
+    targets = [None if x is None else _target(x, width) for x, width in zip(results, widths, strict=True)]
+    dout, dq_sum = inputs[3], None if dq is None else _zeros(p, _batched(dq))
+    assert dout is not None
+    plan = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in (*targets, dq_sum)))
+    launch(flash_attention_dkdv_kernel, plan, *inputs, *targets, dq_sum, *lengths)
+    for target, result in zip(targets, results, strict=True):
+        if target is not None and result is not None:
+            _copy_back(target, result)
+    if dq is not None and dq_sum is not None:
+        result = _batched(dq)
+        torch.mul(dq_sum[..., : result.shape[3]], p.natural_scale, out=result)
+
+
+def _zeros(p: _Problem, result: Tensor) -> Tensor:
+    """Sums for `result`, as wide as the rows that are read and in its storage order."""
+    shape, strides = _row_layout(result.shape, result.stride(), p.head_dim)
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    return torch.empty_strided(shape, strides, dtype=dtype, device=result.device).zero_()
+
+
+@planned
+def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
+    config = p.config("dq")
+    if config["BLOCK_M"] == 128 and p.max_seqlen_q <= 64 and p.constants["BLOCK_D"] <= 128:
+        config["BLOCK_M"] = 64  # with rows of few queries alone, whose other half would be empty, the large tile spills
+    if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
+        config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0
+    tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
+    constants = p.constants | {"LSE_LOW": p.dtype == torch.float32} | config
+    return Plan(
+        (tiles * p.n_batch * p.n_heads,),
+        _numbers(p, p.n_heads, p.group * p.section(p.max_seqlen_k), dout, dq),
+        constants,
+    )
+
+
+def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], lengths: tuple[Tensor | None, ...], dq: Tensor) -> None:
+    result = _batched(dq)
+    target = _target(result, p.head_dim)
+    dout = inputs[3]
+    assert dout is not None
+    plan = _plan_dq(p, dout.stride(), target.stride())
+    launch(flash_attention_dq_kernel, plan, *inputs, target, *lengths)
+    _copy_back(target, result)
