@@ -63,6 +63,19 @@ if MISSING is None:
         return x.to(dtype)
 
     @triton.jit
+    def dot(a, b, acc=None):
+        """acc + a @ b with exact products and wide sums.
+
+        The interpreter multiplies the bits of bfloat16 as if they were integers, so there both sides are widened first.
+        """
+        if a.dtype == tl.float64:
+            return tl.dot(a, b, acc, input_precision="ieee", out_dtype=tl.float64)
+        elif _INTERPRET:
+            return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        else:
+            return tl.dot(a, b, acc, input_precision="ieee")
+
+    @triton.jit
     def row_offset(row, n1, n2, s0, s1, s2, RANK: tl.constexpr):
         """Element offset of row number `row` (int64), rows being numbered over dimensions (n0, n1, n2) of strides
         (s0, s1, s2); a lower RANK uses the last ones only."""

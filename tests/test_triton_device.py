@@ -21,7 +21,7 @@ from foundry_kernels.registry import OpSpec, override
 from foundry_kernels.testing import Arg, call
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRET, reason="needs Triton's kernels, and no GPU that runs them")
-#: linear_cross_entropy launches nothing but cross_entropy's kernels; its own torch operations need a GPU's guard.
+#: Between its launches linear_cross_entropy calls operations of torch, which need a guard that is a GPU's.
 OPS = [pytest.param(op, id=op.name) for op in fk.OPS.values() if op.impl("triton") and "linear" not in op.name]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class LinearCrossEntropy(torch.nn.Linear):
         z_loss: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-        chunk_size: int | None = None,
+        chunk_size: int | Literal["tiles"] | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)

@@ -1,16 +1,23 @@
 r"""The cross-entropy of a linear layer's output, without that output: cross_entropy(hidden @ weight.T + bias, target).
 
-The logits are by far the largest tensor of a training step. Here they are made for a chunk of tokens at a time, go
-through the kernel of :func:`foundry_kernels.cross_entropy`, and are gone before the next chunk.
+The logits are by far the largest tensor of a training step. There are two ways without them.
 
-Where the loss is reduced, each chunk's gradients are made right behind its logits, for a loss whose own gradient is 1,
-and a backward pass multiplies them by what that turns out to be: so nothing is computed twice, and a loss that is
-scaled, added to others or differentiated twice through one graph (``retain_graph=True``) is right. With
-``reduction="none"`` each token's loss has a gradient of its own, and a backward pass makes the logits anew from the lse
-that was kept (one matrix product more). The gradients of weight and bias are summed over chunks in float32, whatever
-the dtype, and rounded once.
+*Chunks*: logits are made for a chunk of tokens at a time, go through the kernel of
+:func:`foundry_kernels.cross_entropy`, and are gone before the next chunk. Where the loss is reduced, each chunk's
+gradients are made right behind its logits, for a loss whose own gradient is 1, and a backward pass multiplies them by
+what that turns out to be: so nothing is computed twice, and a loss that is scaled, added to others or differentiated
+twice through one graph (``retain_graph=True``) is right. With ``reduction="none"`` each token's loss has a gradient of
+its own, and a backward pass makes the logits anew from the lse that was kept (one matrix product more). The gradients
+of weight and bias are summed over chunks in float32, whatever the dtype, and rounded once. The matrix products are
+PyTorch's own.
 
-The matrix products are PyTorch's own.
+*Tiles*, in Triton: a kernel makes a tile of the logits, takes from it what an online log-sum-exp needs, and never
+writes it. The backward pass makes the logits anew, some classes at a time, so that each row of the weight's gradient is
+complete at once: there is no float32 copy of it (see `triton/tiles.py`).
+
+The CPU has chunks alone. A tile would have to be multiplied by a kernel of ours, where a chunk's product is oneDNN's,
+which is tuned for every processor and uses its matrix instructions (AMX) where it has them. What tiles would save is
+little there: a chunk is a 16th of the logits, and for float32 weights there is no other copy of their gradient.
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009; Hsu et al., "Liger
 Kernel", 2024, arXiv:2410.10989.
@@ -18,7 +25,6 @@ Kernel", 2024, arXiv:2410.10989.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -42,7 +48,7 @@ class Options(TypedDict, total=False):
     z_loss: float
     softcap: float | None
     logit_scale: float
-    chunk_size: int | None
+    chunk_size: int | Literal["tiles"] | None
     backend: str
 
 
@@ -79,7 +85,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["tiles"] | None = None,
     return_lse: bool = False,
     return_z_loss: bool = False,
     backend: str = "auto",
@@ -96,7 +102,8 @@ def linear_cross_entropy(
             ignored tokens are dropped before the product; on a GPU, where their number is not known without waiting
             for it, they are computed and count nothing.
         logit_scale: the logits are multiplied by this, before the soft cap.
-        chunk_size: tokens whose logits exist at a time; None chooses (see `Memory`).
+        chunk_size: tokens whose logits exist at a time; "tiles": no logits exist at all, where Triton's kernels are
+            used (other backends take it as None); None chooses (see `Memory`).
         backend: "auto", "reference" (which does make all logits), "triton" or "native": those whose cross-entropy
             kernel serves the chunks.
 
@@ -110,10 +117,17 @@ def linear_cross_entropy(
     Under autocast hidden, weight and bias are rounded to its dtype first, as a linear layer's are. There is no second
     derivative.
 
-    Memory, beyond inputs and the gradients that are returned: the logits of one chunk and their gradient, by default of
-    a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on a CPU of 256; with gradients and a reduced loss the
-    gradients in float32, which for float32 inputs and a loss that is the root of the graph, on the CPU, are the ones
-    returned. With reduction "none": lse and what its rounding took. An input that needs no gradient costs nothing.
+    Memory of chunks, beyond inputs and the gradients that are returned: the logits of one chunk and their gradient, by
+    default of a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on a CPU of 256; with gradients and a
+    reduced loss the gradients in float32, which for float32 inputs and a loss that is the root of the graph, on the
+    CPU, are the ones returned. With reduction "none": lse and what its rounding took. Nothing is made for an input that
+    needs no gradient. Three matrix products, or four with "none".
+
+    Memory of tiles: two floats a token are kept; the backward pass takes twice the bytes of hidden in 16 bits for
+    hidden itself and some gradients of logits, and hidden's gradient in float32, but no more of the weight's than of as
+    many classes as hidden is wide (1024 at least). Four matrix products, or one without gradients. Triton takes this
+    way by itself where chunks would take more than 1 GiB: for Llama 3's head, 4096 x 128256 in bfloat16, from the first
+    token on, as the float32 gradient of the weight alone is 2 GB.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
     float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small
@@ -139,7 +153,8 @@ def linear_cross_entropy(
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
                 raise ValueError(f"{name} must be a DTensor where weight's classes are divided; got a plain tensor")
-        options = divided.Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, chunk_size)
+        tokens = None if chunk_size == "tiles" else chunk_size
+        options = divided.Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, tokens)
         each, lse, zs, target = divided.linear_cross_entropy(hidden, weight, target, bias, class_weight, options)
         results = (each, lse, zs)
         if reduction != "none":
@@ -154,11 +169,14 @@ def linear_cross_entropy(
 
 def _divided_vocabulary(weight: Any) -> Any:
     """The module for a weight whose classes are divided over devices; None where they are not."""
-    module = importlib.import_module("foundry_kernels.ops.linear_cross_entropy.divided")
-    return module if module.vocabulary_dim(weight) is not None else None
+    from foundry_kernels.ops.linear_cross_entropy import divided
+
+    return divided if divided.vocabulary_dim(weight) is not None else None
 
 
-def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, chunk_size: int | None) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, chunk_size: int | str | None
+) -> None:
     check_float("weight", weight)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must have a last dimension of at least 1; got shape {tuple(hidden.shape)}")
@@ -174,7 +192,7 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: flo
         check_device("bias", bias, "hidden", hidden)
     if not -float("inf") < logit_scale < float("inf"):  # also false for NaN
         raise ValueError(f"logit_scale must be finite; got {logit_scale}")
-    if chunk_size is not None:
+    if chunk_size is not None and chunk_size != "tiles":
         check_int("chunk_size", chunk_size, minimum=1)
 
 

@@ -40,6 +40,11 @@ def _case(
 _NONE: dict[str, Any] = {"reduction": "none"}
 _ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.7}
 
+_TILES: dict[str, Any] = {"chunk_size": "tiles"}
+_WITH: dict[str, Any] = _ALL | {
+    "class_weight": True, "bias": True, "ignored": 0.2, "return_lse": True, "return_z_loss": True
+}  # fmt: skip
+
 CASES: dict[str, tuple[Case, ...]] = {
     "linear_cross_entropy": (
         _case((3,), 4, 5, "z-loss", z_loss=1e-2),
@@ -76,6 +81,17 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((12,), 8, 50, "lse-and-z-loss", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2),
         _case((12,), 8, 50, "lse-none", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2, **_NONE),
         _case((12,), 8, 50, "large", std=60.0),
+        _case((12,), 8, 50, "tiles", **_TILES),
+        _case((12,), 8, 50, "tiles-none", bias=True, ignored=0.3, **_TILES, **_NONE),
+        _case((70,), 40, 131, "tiles", ignored=0.2, **_TILES),  # several of tokens, of classes and of the width
+        _case((12,), 8, 50, "tiles-everything", **_WITH, **_TILES),
+        _case((2, 6), 8, 50, "tiles-everything-none", "strided", cotangent="strided", **_WITH, **_TILES, **_NONE),
+        _case((12,), 8, 50, "tiles-smoothing", label_smoothing=0.1, reduction="sum", **_TILES),
+        *(_case((12,), 8, 50, f"tiles-frozen-{name}", frozen=(name,), **_TILES) for name in ("hidden", "weight")),
+        _case((3,), 4, 1, "tiles", **_TILES),
+        _case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **_TILES),
+        _case((0,), 8, 40, "tiles-empty", **_TILES),
+        _case((12,), 8, 50, "tiles-large", std=60.0, **_TILES),
     ),
 }
 
@@ -108,6 +124,12 @@ def scales(
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
-    """What `inspect` compiles without --all: the chunks' kernels (all others are those of cross_entropy)."""
-    kinds = (_case((64,), 16, 32000), _case((64,), 16, 32000, **_ALL, **_NONE), _case((64,), 16, 50257))
+    """What `inspect` compiles without --all: the chunks' kernels (all others are those of cross_entropy), and tiles."""
+    kinds = (
+        _case((64,), 16, 32000),
+        _case((64,), 16, 32000, **_ALL, **_NONE),
+        _case((64,), 16, 50257),
+        _case((64,), 128, 2048, **_TILES),
+        _case((64,), 128, 2048, **_WITH, **_TILES, **_NONE),
+    )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

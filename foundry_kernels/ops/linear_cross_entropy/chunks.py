@@ -65,6 +65,11 @@ _accumulate_product = _native.operator("accumulate_product_")
 _SMALL = 1 << 22
 
 
+def default_size(n_tokens: int, itemsize: int, cpu: bool = False) -> int:
+    """Tokens of a chunk, for logits of so many bytes each."""
+    return max(_LEAST_CPU if cpu else _LEAST, -(-n_tokens // (_SHARE * itemsize // 4)))
+
+
 class Tokens:
     """The tokens of a call as rows of matrices. On the CPU those that are ignored are left out, and 16-bit values
     become float32 where products are not faster without; on a GPU nothing depends on what the targets are."""
@@ -84,7 +89,7 @@ class Tokens:
         x = hidden.reshape(-1, hidden.shape[-1])
         counts = self.target != ignore_index
         self.kept: Tensor | None = None
-        if not cpu:
+        if not cpu or torch.compiler.is_compiling():
             x = x.masked_fill(~counts.unsqueeze(1), 0.0)
         elif not bool(counts.all()):
             self.kept = counts.nonzero().squeeze(1)
@@ -99,9 +104,10 @@ class Tokens:
 
     def chunks(self, chunk_size: int | None) -> list[slice]:
         n = self.target.numel()
-        share = _SHARE * self.x.element_size() // 4
-        least = _LEAST_CPU if self.cpu else _LEAST
-        size = max(least, -(-n // share)) if chunk_size is None else int(chunk_size)
+        if chunk_size is None:
+            size = default_size(n, self.x.element_size(), self.cpu)
+        else:
+            size = int(chunk_size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def logits(self, part: slice) -> Tensor:
@@ -169,11 +175,16 @@ def empty_fwd(
     return tuple(hidden.new_empty(s if wanted else (0,), dtype=wide_dtype(hidden.dtype)) for wanted, s in shapes)
 
 
+#: Another way for the two operators.
+Tiles = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
+
+
 def make(
-    prefix: str, define: Callable[..., Any], loss_fwd: Any, loss_bwd: Any, cpu: bool
+    prefix: str, define: Callable[..., Any], loss_fwd: Any, loss_bwd: Any, cpu: bool, tiles: Tiles | None = None
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The backend over a cross-entropy. `define(schema, function, fake)` registers its two operators, `prefix` before
-    their names. `cpu`: they may look at values (see `Tokens`)."""
+    their names. `cpu`: they may look at values (see `Tokens`). `tiles`: what they do, forward and backward, where
+    `chunk_size` is 0, which is how "tiles" comes to them."""
 
     def fwd(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
@@ -182,10 +193,15 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
+            if tiles is not None and chunk_size == 0:
+                return tiles[0](
+                    hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss,
+                    softcap, logit_scale, save_lse, save_z_loss, save_stats,
+                )  # fmt: skip
             tokens = Tokens(hidden, weight, target, bias, ignore_index, logit_scale, cpu)
             gradients = Gradients(tokens, needs) if any(needs) else None
             mean, options = reduction == "mean", (ignore_index, "none", label_smoothing, z_loss, softcap)
-            total = _total_weight(tokens, class_weight, ignore_index) if mean else None
+            total = total_weight(tokens.target, class_weight, ignore_index, tokens.dtype) if mean else None
             # The mean's divisor goes into the gradients at once, but for float16, which would lose what is below its
             # range.
             late = tokens.x.dtype == torch.float16
@@ -212,7 +228,7 @@ def make(
                 if wanted:
                     rows = torch.cat(found) if found else one.new_empty(0)
                     if reduction != "none" and place in (0, 3):
-                        outputs[place] = rows.sum() * 1.0 if total is None else _mean(rows, total)
+                        outputs[place] = rows.sum() * 1.0 if total is None else mean_of(rows, total)
                     else:
                         outputs[place] = tokens.whole(rows).view(target.shape)
             if gradients is not None:
@@ -227,6 +243,11 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
+            if tiles is not None and chunk_size == 0:
+                return tiles[1](
+                    dloss, hidden, weight, target, bias, class_weight, lse, lse_low, ignore_index, reduction,
+                    label_smoothing, z_loss, softcap, logit_scale, *needs,
+                )  # fmt: skip
             tokens = Tokens(hidden, weight, target, bias, ignore_index, logit_scale, cpu)
             gradients = Gradients(tokens, needs)
             of_rows = [x.reshape(-1) for x in (dloss, lse, lse_low)]
@@ -266,7 +287,7 @@ def make(
             options: tuple[Any, ...], save_lse: bool, save_z_loss: bool,
         ) -> tuple[Tensor, ...]:  # fmt: skip
             ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-            ctx.options, ctx.recomputes = options, options[1] == "none"
+            ctx.options, ctx.recomputes = options, options[1] == "none" or options[-1] == 0
             ctx.dtype = hidden.dtype
             late = (False, False, False)
             loss, lse, low, z, dscale, *gradients = fwd_op(
@@ -295,8 +316,10 @@ def make(
     def linear_cross_entropy(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
         ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
-        logit_scale: float, chunk_size: int | None, return_lse: bool, return_z_loss: bool,
+        logit_scale: float, chunk_size: int | str | None, return_lse: bool, return_z_loss: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        if chunk_size == "tiles":
+            chunk_size = None if tiles is None else 0
         options = (ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, chunk_size)
         args = (hidden, weight, target, bias, class_weight)
         wanted = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -316,16 +339,16 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient * factor).to(dtype)
 
 
-def _total_weight(tokens: Tokens, class_weight: Tensor | None, ignore_index: int) -> Tensor:
+def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """The sum of the weights of the targets that count."""
-    counts = tokens.target != ignore_index
+    counts = target != ignore_index
     if class_weight is None:
-        return counts.sum().to(tokens.dtype)
-    known = counts & (tokens.target >= 0) & (tokens.target < class_weight.numel())
-    return (class_weight.to(tokens.dtype).index_select(0, tokens.target.masked_fill(~known, 0)) * known).sum()
+        return counts.sum().to(dtype)
+    known = counts & (target >= 0) & (target < class_weight.numel())
+    return (class_weight.to(dtype).index_select(0, target.masked_fill(~known, 0)) * known).sum()
 
 
-def _mean(rows: Tensor, total: Tensor) -> Tensor:
+def mean_of(rows: Tensor, total: Tensor) -> Tensor:
     """The sum of `rows` over `total`; where nothing counts 0, unless it is NaN."""
     nothing, found = total == 0, rows.sum()
     return (found / total.masked_fill(nothing, 1.0)).masked_fill(nothing & ~found.isnan(), 0.0)

@@ -23,7 +23,7 @@ def linear_cross_entropy(
     z_loss: float,
     softcap: float | None,
     logit_scale: float,
-    chunk_size: int | None,
+    chunk_size: int | str | None,
     return_lse: bool,
     return_z_loss: bool,
 ) -> tuple[Any, ...]:

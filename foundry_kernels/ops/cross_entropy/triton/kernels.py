@@ -16,7 +16,7 @@ _PLAIN = ("n_rows", "n1", "n2", "ignore_index")
 
 
 @triton.jit
-def _log1p(x):
+def log1p(x):
     """log(1 + x) of x >= 0 to a few units in the last place: of small x as twice the inverse hyperbolic tangent of
     x / (2 + x), whose series needs 8 terms."""
     z = x / (2.0 + x)
@@ -26,7 +26,7 @@ def _log1p(x):
 
 
 @triton.jit
-def _expm1(x):
+def expm1(x):
     """e^x - 1 of x <= 0, by Taylor's series where the subtraction would lose digits."""
     small = tl.maximum(x, -0.5)
     p = 1.0 + small * (1.0 / 14)
@@ -36,7 +36,7 @@ def _expm1(x):
 
 
 @triton.jit
-def _capped(b_x, softcap, CAP: tl.constexpr):
+def capped(b_x, softcap, CAP: tl.constexpr):
     if CAP:
         return softcap * tanh(b_x / softcap)
     else:
@@ -44,14 +44,14 @@ def _capped(b_x, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _cap_slope(b_y, softcap):
+def cap_slope(b_y, softcap):
     """Derivative of the soft cap, by its value."""
     b_t = b_y / softcap
     return 1.0 - b_t * b_t
 
 
 @triton.jit
-def _row_weight(weight_ptr, b_target, known, COMPUTE: tl.constexpr):
+def row_weight(weight_ptr, b_target, known, COMPUTE: tl.constexpr):
     """Weight of the targets' classes; 0 for those that are no class."""
     if weight_ptr is None:
         return known.to(COMPUTE)
@@ -60,11 +60,44 @@ def _row_weight(weight_ptr, b_target, known, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _weight_sum(weight_sum_ptr, n_cols, COMPUTE: tl.constexpr):
+def load_weight_sum(weight_sum_ptr, n_cols, COMPUTE: tl.constexpr):
     if weight_sum_ptr is None:
         return tl.full((), n_cols, COMPUTE)
     else:
         return tl.load(weight_sum_ptr).to(COMPUTE)
+
+
+@triton.jit
+def store_rows(
+    b_max, b_sum, b_offset, b_picked, b_center, rows, live, counts, known, b_target, weight_ptr, weight_sum_ptr,
+    loss_ptr, lse_ptr, lse_low_ptr, z_ptr, n_cols, label_smoothing, share, z_loss,
+    SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """What is wanted of rows of which everything is known: the largest of all logits, the sum of the exponentials below
+    it of all but the target's, and with label smoothing the weighted sum of their distances to `b_center`."""
+    b_top = b_max == b_picked
+    b_log = tl.where(b_top, log1p(b_sum), tl.log(b_sum + tl.where(b_top, 1.0, tl.exp(b_picked - b_max))))
+    b_whole = b_max + b_log
+    b_part = b_whole - b_max
+    b_low = (b_max - (b_whole - b_part)) + (b_log - b_part)
+    b_lse = tl.where((b_max == float("inf")) & (b_picked == b_picked), b_max, b_whole)  # there the sum is NaN
+    b_w = row_weight(weight_ptr, b_target, known, COMPUTE)
+    b_z = z_loss * b_w * b_lse * b_lse
+    b_loss = b_w * (1.0 - label_smoothing) * ((b_max - b_picked) + b_log) + b_z
+    if SMOOTH:
+        b_offset += b_w * (b_picked - b_center)
+        b_total = load_weight_sum(weight_sum_ptr, n_cols, COMPUTE)
+        b_loss += share * (b_total * ((b_max - b_center) + b_log) - b_offset)
+
+    # NaN for a target that is no class: a GPU cannot raise an error without waiting for it.
+    b_else = tl.where(counts, float("nan"), 0.0)
+    tl.store(loss_ptr + rows, tl.where(known, b_loss, b_else), mask=live)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, tl.where(known, b_lse, b_else), mask=live)
+    if lse_low_ptr is not None:
+        tl.store(lse_low_ptr + rows, tl.where(known, b_low, b_else), mask=live)
+    if z_ptr is not None:
+        tl.store(z_ptr + rows, tl.where(known, b_z, b_else), mask=live)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -82,7 +115,7 @@ def cross_entropy_fwd_kernel(
     counts = live & (b_target != ignore_index)
     known = counts & (b_target >= 0) & (b_target < n_cols)
     o_x = row_offset(rows, n1, n2, xs0, xs1, xs2, RANK)
-    b_picked = _capped(tl.load(logits_ptr + o_x + b_target, mask=known, other=0.0).to(COMPUTE), softcap, CAP)
+    b_picked = capped(tl.load(logits_ptr + o_x + b_target, mask=known, other=0.0).to(COMPUTE), softcap, CAP)
     b_finite = (b_picked == b_picked) & (tl.abs(b_picked) != float("inf"))
     b_center = tl.where(b_finite, b_picked, 0.0)
 
@@ -93,7 +126,7 @@ def cross_entropy_fwd_kernel(
         cols = start + tl.arange(0, BLOCK_COLS)
         mask = known[:, None] & (cols < n_cols)[None, :]
         b_x = tl.load(logits_ptr + o_x[:, None] + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
-        b_y = tl.where(mask, _capped(b_x, softcap, CAP), -float("inf"))
+        b_y = tl.where(mask, capped(b_x, softcap, CAP), -float("inf"))
         b_new = tl.maximum(b_max, tl.max(b_y, 1))
         b_shift = tl.where(b_new == -float("inf"), 0.0, b_new)
         others = mask & (cols[None, :] != b_target[:, None])
@@ -106,29 +139,10 @@ def cross_entropy_fwd_kernel(
                 b_off *= tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)[None, :]
             b_offset += tl.sum(b_off, 1)
 
-    b_top = b_max == b_picked
-    b_log = tl.where(b_top, _log1p(b_sum), tl.log(b_sum + tl.where(b_top, 1.0, tl.exp(b_picked - b_max))))
-    b_whole = b_max + b_log
-    b_part = b_whole - b_max
-    b_low = (b_max - (b_whole - b_part)) + (b_log - b_part)
-    b_lse = tl.where((b_max == float("inf")) & (b_picked == b_picked), b_max, b_whole)  # there the sum is NaN
-    b_w = _row_weight(weight_ptr, b_target, known, COMPUTE)
-    b_z = z_loss * b_w * b_lse * b_lse
-    b_loss = b_w * (1.0 - label_smoothing) * ((b_max - b_picked) + b_log) + b_z
-    if SMOOTH:
-        b_offset += b_w * (b_picked - b_center)
-        b_total = _weight_sum(weight_sum_ptr, n_cols, COMPUTE)
-        b_loss += share * (b_total * ((b_max - b_center) + b_log) - b_offset)
-
-    # NaN for a target that is no class: a GPU cannot raise an error without waiting for it.
-    b_else = tl.where(counts, float("nan"), 0.0)
-    tl.store(loss_ptr + rows, tl.where(known, b_loss, b_else), mask=live)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + rows, tl.where(known, b_lse, b_else), mask=live)
-    if lse_low_ptr is not None:
-        tl.store(lse_low_ptr + rows, tl.where(known, b_low, b_else), mask=live)
-    if z_ptr is not None:
-        tl.store(z_ptr + rows, tl.where(known, b_z, b_else), mask=live)
+    store_rows(
+        b_max, b_sum, b_offset, b_picked, b_center, rows, live, counts, known, b_target, weight_ptr, weight_sum_ptr,
+        loss_ptr, lse_ptr, lse_low_ptr, z_ptr, n_cols, label_smoothing, share, z_loss, SMOOTH, COMPUTE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -153,7 +167,7 @@ def cross_entropy_reduce_kernel(
         if MEAN:
             b_target = tl.load(target_ptr + rows, mask=live, other=0).to(tl.int64)
             known = live & (b_target != ignore_index) & (b_target >= 0) & (b_target < n_cols)
-            b_weights += _row_weight(weight_ptr, b_target, known, COMPUTE)
+            b_weights += row_weight(weight_ptr, b_target, known, COMPUTE)
     loss, z = tl.sum(b_losses, 0), tl.sum(b_zs, 0)
     if MEAN:
         total = tl.sum(b_weights, 0)
@@ -163,6 +177,26 @@ def cross_entropy_reduce_kernel(
     tl.store(loss_ptr, loss)
     if z_ptr is not None:
         tl.store(z_ptr, z)
+
+
+@triton.jit
+def row_gradients(
+    b_lse, b_low, b_picked, known, b_target, weight_ptr, weight_sum_ptr, n_cols, label_smoothing, share, z_loss,
+    SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Of each row: what the probability of a class is multiplied by in its gradient, and the gradient of the target."""
+    b_w = row_weight(weight_ptr, b_target, known, COMPUTE)
+    b_nll = (b_lse - b_picked) + b_low
+    b_p = tl.exp(-b_nll)
+    b_hard = b_w * (1.0 - label_smoothing)
+    b_from_z = 2.0 * z_loss * b_w * b_lse
+    b_share = b_hard + b_from_z
+    b_at = b_hard * expm1(-b_nll) + b_from_z * b_p
+    if SMOOTH:
+        weight_sum = load_weight_sum(weight_sum_ptr, n_cols, COMPUTE)
+        b_share += share * weight_sum
+        b_at += share * (weight_sum * b_p - b_w)
+    return b_share, b_at
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -192,22 +226,15 @@ def cross_entropy_bwd_kernel(
     o_x = row_offset(rows, n1, n2, xs0, xs1, xs2, RANK)
     b_lse = tl.load(lse_ptr + rows, mask=read, other=0.0)
     b_low = tl.load(lse_low_ptr + rows, mask=read, other=0.0)
-    b_picked = _capped(tl.load(logits_ptr + o_x + b_target, mask=read, other=0.0).to(COMPUTE), softcap, CAP)
-    b_w = _row_weight(weight_ptr, b_target, known, COMPUTE)
-    b_nll = (b_lse - b_picked) + b_low
-    b_p = tl.exp(-b_nll)
-    b_hard = b_w * (1.0 - label_smoothing)
-    b_from_z = 2.0 * z_loss * b_w * b_lse
-    b_share = b_hard + b_from_z
-    b_at = b_hard * _expm1(-b_nll) + b_from_z * b_p
-    if SMOOTH:
-        weight_sum = _weight_sum(weight_sum_ptr, n_cols, COMPUTE)
-        b_share += share * weight_sum
-        b_at += share * (weight_sum * b_p - b_w)
+    b_picked = capped(tl.load(logits_ptr + o_x + b_target, mask=read, other=0.0).to(COMPUTE), softcap, CAP)
+    b_share, b_at = row_gradients(
+        b_lse, b_low, b_picked, known, b_target, weight_ptr, weight_sum_ptr, n_cols, label_smoothing, share, z_loss,
+        SMOOTH, COMPUTE,
+    )  # fmt: skip
 
     mask = (cols < n_cols)[None, :] & live[:, None]
     b_x = tl.load(logits_ptr + o_x[:, None] + cols[None, :], mask=mask & read[:, None], other=0.0).to(COMPUTE)
-    b_y = _capped(b_x, softcap, CAP)
+    b_y = capped(b_x, softcap, CAP)
     b_v = b_share[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
     if SMOOTH:
         if weight_ptr is None:
@@ -217,7 +244,7 @@ def cross_entropy_bwd_kernel(
             b_v -= share * b_class[None, :]
     b_v = tl.where(cols[None, :] == b_target[:, None], b_at[:, None], b_v) * b_dloss[:, None]
     if CAP:
-        b_v *= _cap_slope(b_y, softcap)
+        b_v *= cap_slope(b_y, softcap)
     b_v = tl.where(read[:, None] | (counts & ~known)[:, None], b_v, 0.0)
     o_out = (rows * n_cols)[:, None] + cols[None, :]
     tl.store(dlogits_ptr + o_out, round_to(b_v, dlogits_ptr.dtype.element_ty), mask=mask)
