@@ -104,10 +104,7 @@ class Tokens:
 
     def chunks(self, chunk_size: int | None) -> list[slice]:
         n = self.target.numel()
-        if chunk_size is None:
-            size = default_size(n, self.x.element_size(), self.cpu)
-        else:
-            size = int(chunk_size)
+        size = default_size(n, self.x.element_size(), self.cpu) if chunk_size is None else int(chunk_size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def logits(self, part: slice) -> Tensor:
