@@ -112,11 +112,14 @@ def test_the_kernels_of_few_queries_are_measured() -> None:
     """Keys that are split, in tiles of fewer; results of all rows are right."""
     from foundry_kernels.ops.flash_attention.cases import _case
 
-    op, case = fk.OPS["flash_attention"], _case(1, (4, 2), (1, 200), 16, "decode", causal=True)
+    op, case = fk.OPS["flash_attention"], _case(1, (4, 2), (1, 100), 16, "decode", causal=True)
+    args = {name: arg and dataclasses.replace(arg, grad=False) for name, arg in case.args.items()}
+    case = dataclasses.replace(case, args=args)
     tuner = tune.Tuner("cpu", MadeUp(lambda name: 1.0))
     jobs = {job.choice.kernel: job for job in tune._asked(op, case, torch.float32, "cpu") if not job.backward}
     assert jobs.keys() == {"flash_attention_decode_kernel", "flash_attention_combine_kernel"}
     for job in jobs.values():
+        job.choice = dataclasses.replace(job.choice, rows=job.choice.rows[:3])
         tuner.run(job)
         assert not job.dropped
         assert len(job.speedups) == len(job.choice.rows) >= 2
