@@ -44,6 +44,7 @@ OTHERS = {
     "norm": operators.norm_collectives,
     "loss": operators.losses,
     "vocabulary": operators.vocabulary,
+    "compiled vocabulary": operators.compiled_vocabulary,
     "step": training.step_collectives,
     "low precision": training.low_precision,
     "refusals": example.refusals,
@@ -58,7 +59,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "processes"
     scenarios = FIRST | TRAINING | RESUMING | OTHERS
     if importlib.util.find_spec("transformers") is not None:
-        scenarios |= PATCHED
+        scenarios |= PATCHED | {"patched vocabulary": patched.vocabulary}
     return processes.run(scenarios, folder)
 
 
@@ -188,6 +189,29 @@ def test_a_loss_over_divided_classes_gathers_no_logits(results):
             if " none " in id:  # a confident token's loss keeps its digits
                 assert 0 < expected[0][0, 0] < 1e-4
                 torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=0.0)
+
+
+def test_a_loss_over_divided_classes_in_one_graph(results):
+    for found in outcome(results, "compiled vocabulary"):
+        assert found.keys() == {"all", "mean"}
+        for name, (plain, compiled) in found.items():
+            for a, e in zip(compiled, plain, strict=True):
+                error = 1e-6 if name == "all" else 2**-7  # a rounding to bfloat16
+                assert (a - e).abs().max() <= error * e.abs().max(), name
+
+
+def test_a_patched_model_with_a_divided_head_gathers_no_logits(results):
+    pytest.importorskip("transformers")
+    for found in outcome(results, "patched vocabulary"):
+        _, none, loss, grads = found.pop("alone")
+        assert none == {}
+        for name, (logits, collectives, divided_loss, divided_grads) in found.items():
+            assert logits is None
+            gathered = {"all_gather_into_tensor": 1} if name == "sequence" else {}  # of hidden
+            assert collectives == {"all_reduce": 2} | gathered, name
+            near(name, divided_loss, loss)
+            for a, e in zip(divided_grads, grads, strict=True):
+                near(name, a, e)
 
 
 def test_mixtures_behave_as_torch_operations_do(results):

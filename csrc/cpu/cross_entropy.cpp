@@ -163,8 +163,11 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     const Vec share = splat(dloss * (hard + each * total + from_z)), less = splat(dloss * each);
     const Vec shift = splat(lse), shift_low = splat(low);
     write([&](int64_t i, auto at) FK_INLINE {
-      const Vec y = cap(at.load(x + i));
-      Vec v = share * exp((y - shift) - shift_low);
+      __builtin_prefetch(x + i + kBlock);
+      const Vec y = cap(at.load(x + i)), below = (y - shift) - shift_low;
+      Vec v;
+      if constexpr (sizeof(X) == 2) v = share * exp2<true>(below * kLog2E);
+      else v = share * exp(below);
       if constexpr (kSmooth) v -= a.weight ? less * at.load(a.weight + i) : less;
       if constexpr (kCap) v *= cap.slope(y);
       return v;

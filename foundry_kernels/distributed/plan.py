@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from foundry_kernels.models import Transformer
-from foundry_kernels.nn._head import PLANNED_HOOKS, count_hooks
+from foundry_kernels.nn._head import PLANNED_HOOKS, PLANNED_INPUT, count_hooks
 
 
 class SequenceParallelNorm(SequenceParallel):
@@ -31,11 +31,15 @@ class SequenceParallelNorm(SequenceParallel):
 
 
 class VocabularyParallel(ColwiseParallel):
-    """torch's `ColwiseParallel` for the head, whose loss is computed from its weight as well, without a call."""
+    """torch's `ColwiseParallel` for the head, whose loss is computed from its weight as well, without a call.
+
+    Patched models of transformers take it too: in a plan of your own, for `lm_head`.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
         setattr(module, PLANNED_HOOKS, count_hooks(module))
+        setattr(module, PLANNED_INPUT, (device_mesh, self.input_layouts))
         return module
 
 

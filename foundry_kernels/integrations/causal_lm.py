@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters import Adapter, words
-from foundry_kernels.nn._head import matrix_of
+from foundry_kernels.nn._head import PLANNED_INPUT, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.registry import is_dtensor
@@ -172,8 +172,10 @@ def _makes_no_logits(self: Any, logits_to_keep: int | Tensor) -> bool:
         return False
     head = matrix_of(self.lm_head)
     whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    if head is None or is_dtensor(head[0]) or not (whole or hasattr(self._foundry_home, "slice_logits_to_keep")):
+    if head is None or not (whole or hasattr(self._foundry_home, "slice_logits_to_keep")):
         return False
+    if is_dtensor(head[0]) and not (whole and hasattr(self.lm_head, PLANNED_INPUT)):
+        return False  # who knows how the tokens lie
     return self._foundry_get_loss() is self._foundry_their_loss
 
 
@@ -192,10 +194,15 @@ def _loss_of_hidden(
         hidden = self._foundry_home.slice_logits_to_keep(hidden, logits_to_keep)
     head = matrix_of(self.lm_head)
     assert head is not None  # or this forward is not taken
-    loss = linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
+    targets = _next_tokens(labels, shift_labels, ignore_index).to(hidden.device)
+    if is_dtensor(head[0]):
+        hidden, targets = _on_mesh(hidden, self.lm_head), targets.view(labels.shape)
+    else:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+    loss: Any = linear_cross_entropy(
+        hidden,
         head[0],
-        _next_tokens(labels, shift_labels, ignore_index).to(hidden.device),
+        targets,
         bias=head[1],
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",
@@ -203,7 +210,16 @@ def _loss_of_hidden(
         logit_scale=row.scale(self),
         backend=self._foundry.backends["linear_cross_entropy"],
     )
-    return _divided(loss, num_items_in_batch)
+    return _divided(loss.full_tensor() if is_dtensor(loss) else loss, num_items_in_batch)
+
+
+def _on_mesh(hidden: Tensor, head: nn.Module) -> Tensor:
+    """What the head would make of its input, whose classes are divided over devices."""
+    if is_dtensor(hidden):
+        return hidden
+    mesh, layouts = getattr(head, PLANNED_INPUT)
+    tensor = importlib.import_module("torch.distributed.tensor")
+    return tensor.DTensor.from_local(hidden, mesh, layouts, run_check=False)
 
 
 def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

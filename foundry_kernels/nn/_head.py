@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 #: The attribute of a head that the tensor-parallel plan divides: how many hooks the plan gave it.
 PLANNED_HOOKS = "_foundry_planned_hooks"
+#: Another: the mesh, and how what the head is called with lies on it where it comes as a plain tensor.
+PLANNED_INPUT = "_foundry_planned_input"
 
 
 def count_hooks(module: Any) -> int:

@@ -197,6 +197,13 @@ def test_nothing_of_the_logits_size_is_kept_or_made() -> None:
     assert max(made) <= 32 * target.numel() < logits / 20
 
 
+def test_targets_and_incoming_gradients_of_any_stride() -> None:
+    hidden, weight, target = draw()
+    apart, dloss = torch.stack([target, target - 1], 1)[:, 0], torch.randn(TOKENS, 2)[:, 0]
+    found = torch.autograd.grad(tiled(hidden, weight, apart, reduction="none"), (hidden, weight), dloss)
+    near(found, torch.autograd.grad(expected(hidden, weight, target, reduction="none"), (hidden, weight), dloss))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
     hidden, weight, target = draw(dtype)

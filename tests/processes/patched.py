@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from processes import SIZE, Collectives
+from processes import SIZE, Collectives, full
 from processes.training import train
 
 
@@ -26,6 +26,40 @@ def loss_of_llama(model: nn.Module, batch: Tensor) -> Tensor:
 
 def _every_second(batch: Tensor) -> Tensor:
     return batch[dist.get_rank() :: SIZE]
+
+
+def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """One step of a patched Llama whose head is divided so that its loss can be computed without a call, beside one
+    that is not divided at all: logits, losses, gradients of the head and of the embedding, collectives."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import PrepareModuleOutput, parallelize_module
+
+    import foundry_kernels as fk
+    from foundry_kernels.distributed import VocabularyParallel
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    tokens = torch.arange(3, 15).view(2, 6)
+    plans: dict[str, dict[str, Any]] = {
+        "alone": {},
+        "whole": {"lm_head": VocabularyParallel(output_layouts=Replicate())},
+        "sequence": {
+            "model.norm": PrepareModuleOutput(
+                output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=False
+            ),
+            "lm_head": VocabularyParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    }
+    found = {}
+    for name, plan in plans.items():
+        model = make_llama().train()
+        fk.patch(model)
+        model = parallelize_module(model, mesh, plan) if plan else model
+        with Collectives() as collectives:
+            output = model(tokens, labels=tokens, use_cache=False)
+        output.loss.backward()
+        grads = [full(x.weight.grad) for x in (model.lm_head, model.model.embed_tokens)]
+        found[name] = (output.logits, dict(collectives.counts), output.loss.detach(), grads)
+    return found
 
 
 class Divided:

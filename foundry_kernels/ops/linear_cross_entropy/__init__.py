@@ -123,11 +123,11 @@ def linear_cross_entropy(
     CPU, are the ones returned. With reduction "none": lse and what its rounding took. Nothing is made for an input that
     needs no gradient. Three matrix products, or four with "none".
 
-    Memory of tiles: two floats a token are kept; the backward pass takes twice the bytes of hidden in 16 bits for
-    hidden itself and some gradients of logits, and hidden's gradient in float32, but no more of the weight's than of as
-    many classes as hidden is wide (1024 at least). Four matrix products, or one without gradients. Triton takes this
-    way by itself where chunks would take more than 1 GiB: for Llama 3's head, 4096 x 128256 in bfloat16, from the first
-    token on, as the float32 gradient of the weight alone is 2 GB.
+    Memory of tiles: two floats a token are kept. The backward pass takes hidden's gradient in float32, half the memory
+    of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many classes of the weight's
+    gradient in float32. Four matrix products, or one without gradients. Triton takes this way by itself where chunks
+    would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16, that is 192 MiB where
+    chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
     float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small

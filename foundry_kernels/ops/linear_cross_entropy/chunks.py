@@ -21,7 +21,8 @@ from foundry_kernels.registry import wide_dtype
 #: gradient, in the time of a product over about a hundred tokens), and at most this share of all where logits are of 4
 #: bytes.
 _LEAST, _LEAST_CPU, _SHARE = 64, 256, 16
-#: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache.
+#: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache. On a GPU, those of which a share
+#: of the weight's gradient exists beside it.
 _CLASSES = 4096
 
 _OPTIONS = (
@@ -142,16 +143,18 @@ class Gradients:
             rows_of(self.dx, part).copy_(torch.mm(dlogits, tokens.weight))
         if self.needs[1] and dlogits.dtype == tokens.dtype:
             self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
-        elif self.needs[1] and dlogits.device.type == "cuda":
-            self.dweight += torch.mm(dlogits.t(), rows_of(tokens.x, part), out_dtype=tokens.dtype)
-        elif self.needs[1] and dlogits.dtype == torch.bfloat16 and _accumulate_product is not None:
+        elif self.needs[1] and dlogits.dtype == torch.bfloat16 and tokens.cpu and _accumulate_product is not None:
             _accumulate_product(self.dweight, dlogits, rows_of(tokens.x, part))
         elif self.needs[1]:
             # torch's product of 16 bits would round the share of each chunk. Some classes at a time, for the copy's
             # sake.
-            x = rows_of(tokens.x, part).to(tokens.dtype)
+            wide, x = dlogits.device.type == "cuda", rows_of(tokens.x, part)
+            x = x if wide else x.to(tokens.dtype)
             for total, d in zip(self.dweight.split(_CLASSES), dlogits.split(_CLASSES, 1), strict=True):
-                total.addmm_(d.to(tokens.dtype).t(), x)
+                if wide:
+                    total += torch.mm(d.t(), x, out_dtype=tokens.dtype)
+                else:
+                    total.addmm_(d.to(tokens.dtype).t(), x)
         if self.needs[2]:
             self.dbias += dlogits.sum(0, dtype=tokens.dtype)
 
@@ -333,7 +336,12 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     seen = factor.device.type == "cpu" and type(factor) is Tensor and not torch.compiler.is_compiling()
     if seen and factor.item() == 1.0:
         return gradient.to(dtype)
-    return (gradient * factor).to(dtype)
+    if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it
+        return (gradient * factor).to(dtype)
+    out = torch.empty_like(gradient, dtype=dtype)
+    for part, g in zip(out.split(_CLASSES), gradient.split(_CLASSES), strict=True):
+        part.copy_(g * factor)
+    return out
 
 
 def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
