@@ -86,7 +86,7 @@ def _hide(b_z, i0, k_pos, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.con
 @triton.jit
 def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr, stride_qt, stride_dot,
-    stride_dqt, begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
+    begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -106,6 +106,8 @@ def _accumulate_dkdv(
         m_rows = rows < seqlen_q
         b_q = load_rows(q_ptr + first * stride_qt, stride_qt, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)  # [M, D]
         b_lse = tl.load(lse_log2_ptr + rows, mask=m_rows, other=float("inf"))
+        if ADD_DQ:  # here it takes fewer registers than where it is used
+            b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
         b_z = b_s * factor - b_lse
         if LSE_LOW:
@@ -121,15 +123,15 @@ def _accumulate_dkdv(
         if NEED_DV:
             b_dv = dot(round_to(b_p, b_dout.dtype), b_dout, b_dv)
         if NEED_DK:
-            b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
+            if not ADD_DQ:
+                b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_dout)) - b_delta)
             if HAS_SOFTCAP:
                 b_ds = b_ds * (1.0 - b_t * b_t)
             b_ds = round_to(b_ds, b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
             if ADD_DQ:
-                p_dq = dq_ptr + first * stride_dqt
-                add_rows(p_dq, stride_dqt, seqlen_q - i0, dot(tl.trans(b_ds), b_k), BLOCK_M, BLOCK_D, D)
+                add_rows(dq_ptr + first * D, D, seqlen_q - i0, dot(tl.trans(b_ds), b_k), BLOCK_M, BLOCK_D, D)
     return b_dk, b_dv
 
 
@@ -140,15 +142,15 @@ def flash_attention_dkdv_kernel(
     n_batch, n_kv_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-    stride_dqb, stride_dqh, stride_dqt, stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
+    stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Under a causal mask the first tiles have most to do, and of packed sequences those with most tiles after them:
-    they come first in their section. ADD_DQ: dq is in COMPUTE, holds zeros before, and is still to be multiplied by
-    `natural_scale`; it needs HAS_RIGHT."""
+    they come first in their section. ADD_DQ: dq is [B, H, tokens, D] in COMPUTE, holds zeros before, and is still to be
+    multiplied by `natural_scale`; it needs HAS_RIGHT."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
     n, kv_head, tile, tiles = program_order(n_batch, n_kv_heads, section)
@@ -182,12 +184,12 @@ def flash_attention_dkdv_kernel(
         dout_h = dout_ptr + n * stride_dob + head * stride_doh + tl.cast(start_q, tl.int64) * stride_dot
         dq_h = None
         if ADD_DQ:
-            dq_h = dq_ptr + n * stride_dqb + head * stride_dqh + tl.cast(start_q, tl.int64) * stride_dqt
+            dq_h = dq_ptr + (n * stride_lseb + head * tokens_q + start_q) * D  # its rows lie as those of lse do
         at = n * stride_lseb + head * tokens_q + start_q
         slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
         b_dk, b_dv = _accumulate_dkdv(
             b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None,
-            delta_ptr + at, dq_h, stride_qt, stride_dot, stride_dqt, start, full_start, full_stop, stop, seqlen_q,
+            delta_ptr + at, dq_h, stride_qt, stride_dot, start, full_start, full_stop, stop, seqlen_q,
             scale, softcap, slope, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW,
             NEED_DK, NEED_DV, ADD_DQ, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip

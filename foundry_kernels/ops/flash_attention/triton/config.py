@@ -78,6 +78,7 @@ _ADDED: dict[tuple[str, int, bool], Row] = {
     ("ampere", 64, False): (32, 128, 8, 2),
     ("ampere", 128, False): (32, 64, 8, 2),
     ("hopper", 64, False): (32, 128, 8, 2),
+    ("hopper", 128, False): (32, 128, 8, 2),
     ("blackwell", 64, False): (32, 128, 8, 2),
     ("blackwell", 128, False): (32, 64, 8, 2),
 }
@@ -133,12 +134,15 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
     return launch
 
 
-def added_row(capability: int, head_dim: int, needs_registers: bool, dtype: torch.dtype) -> dict[str, int] | None:
+def added_row(
+    capability: int, head_dim: int, needs_registers: bool, dtype: torch.dtype, packed: bool
+) -> dict[str, int] | None:
     """The launch of "dkdv" that adds dQ too, of the same arguments as `config`; None where there is none."""
     if capability == 0:
         row: Row | None = _INTERPRETED
     elif dtype.itemsize == 2:
-        row = _ADDED.get((device_class(capability), max(64, head_dim), needs_registers))
+        key = (device_class(capability), max(64, head_dim), needs_registers)
+        row = None if packed and key == ("hopper", 128, False) else _ADDED.get(key)  # packed, it would spill 16 bytes
     else:
         row = None
     if row is None:
