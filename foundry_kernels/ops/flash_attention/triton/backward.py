@@ -88,8 +88,9 @@ def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr, stride_qt, stride_dot,
     begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr,
+    DELTA_FIRST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add the queries begin .. end - 1 of one head; k_pos [N, 1] is the position of each key among the queries.
 
@@ -106,7 +107,7 @@ def _accumulate_dkdv(
         m_rows = rows < seqlen_q
         b_q = load_rows(q_ptr + first * stride_qt, stride_qt, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)  # [M, D]
         b_lse = tl.load(lse_log2_ptr + rows, mask=m_rows, other=float("inf"))
-        if ADD_DQ:  # here it takes fewer registers than where it is used
+        if DELTA_FIRST:  # not where it is used: of two ways to the same, the one that does not spill
             b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
         b_z = b_s * factor - b_lse
@@ -123,7 +124,7 @@ def _accumulate_dkdv(
         if NEED_DV:
             b_dv = dot(round_to(b_p, b_dout.dtype), b_dout, b_dv)
         if NEED_DK:
-            if not ADD_DQ:
+            if not DELTA_FIRST:
                 b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_dout)) - b_delta)
             if HAS_SOFTCAP:
@@ -178,6 +179,9 @@ def flash_attention_dkdv_kernel(
     if ADD_DQ and j0 + BLOCK_N > seqlen_k:  # what is no key is so far to the right that no query sees it
         k_pos = tl.where((j0 + tl.arange(0, BLOCK_N) < seqlen_k)[:, None], k_pos, 1 << 30)
         full_start = stop
+    DELTA_FIRST: tl.constexpr = ADD_DQ or (
+        VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
+    )
     for member in range(group):
         head = kv_head * group + member
         q_h = q_ptr + n * stride_qb + head * stride_qh + tl.cast(start_q, tl.int64) * stride_qt
@@ -191,7 +195,7 @@ def flash_attention_dkdv_kernel(
             b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None,
             delta_ptr + at, dq_h, stride_qt, stride_dot, start, full_start, full_stop, stop, seqlen_q,
             scale, softcap, slope, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW,
-            NEED_DK, NEED_DV, ADD_DQ, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            NEED_DK, NEED_DV, ADD_DQ, DELTA_FIRST, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
