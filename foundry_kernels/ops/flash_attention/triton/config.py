@@ -129,7 +129,8 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
             launch["AHEAD"] = dtype in (torch.float32, torch.float16)
         else:
             launch["AHEAD"] = dtype.itemsize == 2 and device_class(capability) == "hopper"
-    if dtype.itemsize != 2 or (needs_registers and kernel in ("fwd", "decode")):
+    guessed = ("fwd", "decode", "dq") if device_class(capability) == "blackwell" else ("fwd", "decode")
+    if dtype.itemsize != 2 or (needs_registers and kernel in guessed):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
 
