@@ -85,10 +85,11 @@ def _hide(b_z, i0, k_pos, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.con
 @triton.jit
 def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr, stride_qt, stride_dot,
-    stride_dqt, begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
+    begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr,
+    DELTA_FIRST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add the queries begin .. end - 1 of one head; k_pos [N, 1] is the position of each key among the queries.
 
@@ -105,6 +106,8 @@ def _accumulate_dkdv(
         m_rows = rows < seqlen_q
         b_q = load_rows(q_ptr + first * stride_qt, stride_qt, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)  # [M, D]
         b_lse = tl.load(lse_log2_ptr + rows, mask=m_rows, other=float("inf"))
+        if DELTA_FIRST:  # not where it is used: of two ways to the same, the one that does not spill
+            b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
         b_z = b_s * factor - b_lse
         if LSE_LOW:
@@ -120,15 +123,15 @@ def _accumulate_dkdv(
         if NEED_DV:
             b_dv = dot(round_to(b_p, b_dout.dtype), b_dout, b_dv)
         if NEED_DK:
-            b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
+            if not DELTA_FIRST:
+                b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_dout)) - b_delta)
             if HAS_SOFTCAP:
                 b_ds = b_ds * (1.0 - b_t * b_t)
             b_ds = round_to(b_ds, b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
             if ADD_DQ:
-                p_dq = dq_ptr + first * stride_dqt
-                add_rows(p_dq, stride_dqt, seqlen_q - i0, dot(tl.trans(b_ds), b_k), BLOCK_M, BLOCK_D, D)
+                add_rows(dq_ptr + first * D, D, seqlen_q - i0, dot(tl.trans(b_ds), b_k), BLOCK_M, BLOCK_D, D)
     return b_dk, b_dv
 
 
@@ -139,15 +142,15 @@ def flash_attention_dkdv_kernel(
     n_batch, n_kv_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-    stride_dqb, stride_dqh, stride_dqt, stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
+    stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Under a causal mask the first tiles have most to do, and of packed sequences those with most tiles after them:
-    they come first in their section. ADD_DQ: dq is in COMPUTE, holds zeros before, and is still to be multiplied by
-    `natural_scale`; it needs HAS_RIGHT."""
+    they come first in their section. ADD_DQ: dq is [B, H, tokens, D] in COMPUTE, holds zeros before, and is still to be
+    multiplied by `natural_scale`; it needs HAS_RIGHT."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
     n, kv_head, tile, tiles = program_order(n_batch, n_kv_heads, section)
@@ -175,20 +178,23 @@ def flash_attention_dkdv_kernel(
     if ADD_DQ and j0 + BLOCK_N > seqlen_k:  # what is no key is so far to the right that no query sees it
         k_pos = tl.where((j0 + tl.arange(0, BLOCK_N) < seqlen_k)[:, None], k_pos, 1 << 30)
         full_start = stop
+    DELTA_FIRST: tl.constexpr = ADD_DQ or (
+        VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
+    )
     for member in range(group):
         head = kv_head * group + member
         q_h = q_ptr + n * stride_qb + head * stride_qh + tl.cast(start_q, tl.int64) * stride_qt
         dout_h = dout_ptr + n * stride_dob + head * stride_doh + tl.cast(start_q, tl.int64) * stride_dot
         dq_h = None
         if ADD_DQ:
-            dq_h = dq_ptr + n * stride_dqb + head * stride_dqh + tl.cast(start_q, tl.int64) * stride_dqt
+            dq_h = dq_ptr + (n * stride_lseb + head * tokens_q + start_q) * D  # its rows lie as those of lse do
         at = n * stride_lseb + head * tokens_q + start_q
         slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
         b_dk, b_dv = _accumulate_dkdv(
             b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None,
-            delta_ptr + at, dq_h, stride_qt, stride_dot, stride_dqt, start, full_start, full_stop, stop, seqlen_q,
+            delta_ptr + at, dq_h, stride_qt, stride_dot, start, full_start, full_stop, stop, seqlen_q,
             scale, softcap, slope, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW,
-            NEED_DK, NEED_DV, ADD_DQ, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            NEED_DK, NEED_DV, ADD_DQ, DELTA_FIRST, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)

@@ -24,7 +24,6 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _copy_back,
     _Problem,
     _problem,
-    _row_layout,
     _target,
     empty_bwd,
 )
@@ -124,7 +123,7 @@ def _numbers(p: _Problem, n_heads: int, section: int, *tensors: tuple[int, ...] 
 def _adds_dq(p: _Problem) -> bool:
     """Whether one kernel makes all gradients where its sums need not be deterministic: where the table has a row for
     it, and there are more queries than fit one tile, to which all programs would add."""
-    row = added_row(p.capability, *p.width_and_needs(), p.dtype)
+    row = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed)
     return row is not None and p.max_seqlen_q > row["BLOCK_M"]
 
 
@@ -134,14 +133,14 @@ def _plan_dkdv(
     dout: tuple[int, ...],
     dk: tuple[int, ...] | None,
     dv: tuple[int, ...] | None,
-    dq_sum: tuple[int, ...] | None,
+    add_dq: bool,
 ) -> Plan:
-    numbers = _numbers(p, p.n_kv_heads, p.section(p.group * p.max_seqlen_q), dout, dk, dv, dq_sum)
+    numbers = _numbers(p, p.n_kv_heads, p.section(p.group * p.max_seqlen_q), dout, dk, dv)
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     config = p.config("dkdv")
-    flags["ADD_DQ"] = dq_sum is not None
-    if dq_sum is not None:
-        config = added_row(p.capability, *p.width_and_needs(), p.dtype) or config
+    flags["ADD_DQ"] = add_dq
+    if add_dq:
+        config = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed) or config
         if not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
             numbers = (*numbers[:-1], p.tokens_q + p.tokens_k)
             flags["HAS_RIGHT"] = True
@@ -161,9 +160,12 @@ def _launch_dkdv(
     results = [None if x is None else _batched(x) for x in (dk, dv)]
     widths = (p.head_dim, p.head_dim_v)
     targets = [None if x is None else _target(x, width) for x, width in zip(results, widths, strict=True)]
-    dout, dq_sum = inputs[3], None if dq is None else _zeros(p, _batched(dq))
+    dout, dq_sum = inputs[3], None
+    if dq is not None:
+        dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+        dq_sum = torch.zeros((*_batched(dq).shape[:3], p.head_dim), dtype=dtype, device=dq.device)
     assert dout is not None
-    plan = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in (*targets, dq_sum)))
+    plan = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets), dq is not None)
     launch(flash_attention_dkdv_kernel, plan, *inputs, *targets, dq_sum, *lengths)
     for target, result in zip(targets, results, strict=True):
         if target is not None and result is not None:
@@ -171,13 +173,6 @@ def _launch_dkdv(
     if dq is not None and dq_sum is not None:
         result = _batched(dq)
         torch.mul(dq_sum[..., : result.shape[3]], p.natural_scale, out=result)
-
-
-def _zeros(p: _Problem, result: Tensor) -> Tensor:
-    """Sums for `result`, as wide as the rows that are read and in its storage order."""
-    shape, strides = _row_layout(result.shape, result.stride(), p.head_dim)
-    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return torch.empty_strided(shape, strides, dtype=dtype, device=result.device).zero_()
 
 
 @planned

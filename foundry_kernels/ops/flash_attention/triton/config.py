@@ -91,6 +91,7 @@ _ADDED: dict[tuple[str, int, bool], Row] = {
     ("ampere", 64, False): (32, 128, 8, 2),
     ("ampere", 128, False): (32, 64, 8, 2),
     ("hopper", 64, False): (32, 128, 8, 2),
+    ("hopper", 128, False): (32, 128, 8, 2),
     ("blackwell", 64, False): (32, 128, 8, 2),
     ("blackwell", 128, False): (32, 64, 8, 2),
 }
@@ -146,17 +147,21 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
             launch["AHEAD"] = dtype in (torch.float32, torch.float16)
         else:
             launch["AHEAD"] = dtype.itemsize == 2 and device_class(capability) == "hopper"
-    if dtype.itemsize != 2 or (needs_registers and kernel in ("fwd", "decode")):
+    guessed = ("fwd", "decode", "dq") if device_class(capability) == "blackwell" else ("fwd", "decode")
+    if dtype.itemsize != 2 or (needs_registers and kernel in guessed):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
 
 
-def added_row(capability: int, head_dim: int, needs_registers: bool, dtype: torch.dtype) -> dict[str, int] | None:
+def added_row(
+    capability: int, head_dim: int, needs_registers: bool, dtype: torch.dtype, packed: bool
+) -> dict[str, int] | None:
     """The launch of "dkdv" that adds dQ too, of the same arguments as `config`; None where there is none."""
     if capability == 0:
         row: Row | None = _INTERPRETED
     elif dtype.itemsize == 2:
-        row = _ADDED.get((device_class(capability), max(64, head_dim), needs_registers))
+        key = (device_class(capability), max(64, head_dim), needs_registers)
+        row = None if packed and key == ("hopper", 128, False) else _ADDED.get(key)  # packed, it would spill 16 bytes
     else:
         row = None
     if row is None:
