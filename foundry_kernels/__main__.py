@@ -113,6 +113,9 @@ def inspect(argv: list[str]) -> int:
     shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
     parser.add_argument("--gpu", help="with the launches that were measured on this GPU, by the name that torch has")
     parser.add_argument("--tuning", metavar="FILE", help="measured launches, in place of those in the cache folder")
+    parser.add_argument(
+        "--brief", action="store_true", help="no loops, nor bytes in flight by loads to registers: quicker"
+    )
     parser.add_argument("--ptx", action="store_true", help="print the PTX (for AMD, what LLVM was given)")
     parser.add_argument("--sass", action="store_true", help="print the machine code (for AMD in assembly)")
     options = parser.parse_args(argv)
@@ -158,7 +161,7 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     bad = 0
     for launch in launches:
         try:
-            cost = compiler(launch, arch)
+            cost = compiler(launch, arch, options.brief)
         except Exception as error:  # some tiles are too much for a compiler
             bad += 1
             print(f"{launch.name:<26} {launch.case:<34} is not compiled  [{launch.settings}]")
@@ -169,7 +172,7 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
         print(f"{launch.name:<26} {launch.case:<34} {cost.describe(gpu)}  [{launch.settings}]")
         for problem in problems:
             print(f"  PROBLEM: {problem}")
-        for loop in cost.loops():
+        for loop in () if options.brief else cost.loops():
             print(f"  {loop}")
             if arch == 90 and (estimated := estimate(loop, cost.warps)):
                 print(f"    {estimated}")

@@ -261,17 +261,18 @@ def source_of(launch: Launch, more: dict[str, list[list[Any]]] = {}) -> Any:  # 
     )
 
 
-def compile_for(launch: Launch, arch: int) -> Cost:
-    """Compile for compute capability `arch` (80, 90, ...), through Triton's own cache on disk."""
+def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
+    """Compile for compute capability `arch` (80, 90, ...), through Triton's own cache on disk. `brief` leaves out what
+    is read from the machine code, which takes longer than the rest where the cache has the kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     compiled = triton.compile(source_of(launch), target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
-    registers, stack, ahead = _resources(compiled.asm["cubin"])
-    ptx, matrix = compiled.asm["ptx"], ""
+    cubin, ptx, matrix = compiled.asm["cubin"], compiled.asm["ptx"], ""
     if re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):
         # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
         matrix = next((name for name in (GPUS[arch].matrix, "mma.sync") if name in ptx), "missing")
+    registers, stack = _resources(cubin)
     return Cost(
         registers=registers,
         stack=stack,
@@ -280,8 +281,8 @@ def compile_for(launch: Launch, arch: int) -> Cost:
         access_bytes=_access_bytes(ptx),
         matrix=matrix,
         ptx=ptx,
-        cubin=compiled.asm["cubin"],
-        loaded_ahead=0 if matrix else ahead,
+        cubin=cubin,
+        loaded_ahead=0 if matrix or brief else loaded_ahead(run_on_cubin([tool("cuobjdump"), "--dump-sass"], cubin)),
     )
 
 
@@ -299,12 +300,12 @@ def run_on_cubin(command: Iterable[str], cubin: bytes) -> str:
         return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, bytes of stack, and bytes that a thread loads ahead."""
-    usage = run_on_cubin([tool("cuobjdump"), "--dump-resource-usage", "--dump-sass"], cubin)
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of stack."""
+    usage = run_on_cubin([tool("cuobjdump"), "--dump-resource-usage"], cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    return int(found[1]), int(found[2]), loaded_ahead(usage)
+    return int(found[1]), int(found[2])
 
 
 def _access_bytes(ptx: str) -> tuple[int, ...]:

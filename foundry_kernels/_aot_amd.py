@@ -98,7 +98,7 @@ def without_foreign_options(launches: list[Launch]) -> list[Launch]:
     return list(dict.fromkeys(kept))
 
 
-def compile_for(launch: Launch, arch: str) -> AmdCost:
+def compile_for(launch: Launch, arch: str, brief: bool = False) -> AmdCost:
     """Compile for an architecture of `GPUS`, through Triton's own cache on disk.
 
     Raises:
