@@ -111,6 +111,7 @@ def inspect(argv: list[str]) -> int:
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--all", action="store_true", help="every shape, not only those that an operation names")
     shapes.add_argument("--timed", action="store_true", help="only shapes that are named or timed by benchmarks")
+    parser.add_argument("--unlike", type=_arch, metavar="CC", help="without launches that are the same there")
     parser.add_argument("--gpu", help="with the launches that were measured on this GPU, by the name that torch has")
     parser.add_argument("--tuning", metavar="FILE", help="measured launches, in place of those in the cache folder")
     parser.add_argument(
@@ -121,10 +122,11 @@ def inspect(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     from foundry_kernels import _aot, _aot_amd
 
-    unknown = [arch for arch in options.arch if arch not in _aot.GPUS and arch not in _aot_amd.GPUS]
-    if unknown:
-        known = ", ".join(map(str, _aot.GPUS))
-        parser.error(f"--arch must be one of {known}; got {unknown[0]} (of AMD's GPUs {', '.join(_aot_amd.GPUS)})")
+    known = f"{', '.join(map(str, _aot.GPUS))}; got {{}} (of AMD's GPUs {', '.join(_aot_amd.GPUS)})"
+    for name, archs in (("arch", options.arch), ("unlike", [options.unlike] if options.unlike else [])):
+        for arch in archs:
+            if arch not in _aot.GPUS and arch not in _aot_amd.GPUS:
+                parser.error(f"--{name} must be one of {known.format(arch)}")
     if _triton.MISSING or _triton.INTERPRET:
         parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     try:
@@ -151,8 +153,13 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     else:
         capability, at_hand, target = arch, gpu_at_hand(arch), f"compute capability {arch / 10}"
         compiler, gpu = _aot.compile_for, _aot.GPUS[arch]
+    op, shapes = OPS[options.op], (options.all, options.timed)
     with tuning.pretend(options.gpu or at_hand), tuning.watched() as chosen:
-        recorded = _aot.record(OPS[options.op], capability, options.all, options.timed)
+        recorded = _aot.record(op, capability, *shapes)
+    if options.unlike is not None:
+        same = _aot_amd.capability(options.unlike) if isinstance(options.unlike, str) else options.unlike
+        known = set(_aot.record(op, same, *shapes))
+        recorded = [launch for launch in recorded if launch not in known]
     if isinstance(arch, str):
         recorded = _aot_amd.without_foreign_options(recorded)
     launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]

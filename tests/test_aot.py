@@ -73,13 +73,16 @@ LESS_IN_FLIGHT = {
     ("cross_entropy_bwd_kernel", "8192x40-mean"): 18,
 }
 
+#: Their instructions for products and copies are those of 8.0: where the launch is the same, it is compiled for that.
+UNLIKE = {89: ("--unlike", "80"), 120: ("--unlike", "80")}
+
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", _aot.GPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_all_shapes_are_within_the_limits(op: str, arch: int) -> None:
-    no_spills_and_within_the_limits(op, arch, "--brief")
+    no_spills_and_within_the_limits(op, arch, "--brief", *UNLIKE.get(arch, ()))
 
 
 def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> str:
@@ -88,8 +91,9 @@ def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> str:
         line for line in (done.stdout + done.stderr).splitlines() if "PROBLEM" in line or "rror" in line
     )
     assert f"compute capability {arch / 10}" in done.stdout
-    assert done.stdout.count(" registers ") >= (2 if "--timed" in options else 5)
-    assert "16/" in done.stdout or " 16 B" in done.stdout, "no kernel moves 16 bytes at a time"
+    if "--unlike" not in options:  # of which there may be none
+        assert done.stdout.count(" registers ") >= (2 if "--timed" in options else 5)
+        assert "16/" in done.stdout or " 16 B" in done.stdout, "no kernel moves 16 bytes at a time"
     return done.stdout
 
 
@@ -200,6 +204,7 @@ def test_ptx_and_machine_code_can_be_seen() -> None:
     ("args", "message"),
     [
         (("rms_norm", "--arch", "75"), "--arch must be one of 80, 89, 90, 100, 120; got 75"),
+        (("rms_norm", "--unlike", "75"), "--unlike must be one of 80, 89, 90, 100, 120; got 75"),
         (("no_such_op",), "invalid choice: 'no_such_op'"),
     ],
 )
