@@ -73,7 +73,8 @@ LESS_IN_FLIGHT = {
     ("cross_entropy_bwd_kernel", "8192x40-mean"): 18,
 }
 
-#: Their instructions for products and copies are those of 8.0: where the launch is the same, it is compiled for that.
+#: Their instructions are much those of 8.0: but for attention, whose kernels are close to the limits, a launch that is
+#: the same there is compiled for that alone.
 UNLIKE = {89: ("--unlike", "80"), 120: ("--unlike", "80")}
 
 
@@ -82,7 +83,7 @@ UNLIKE = {89: ("--unlike", "80"), 120: ("--unlike", "80")}
 @pytest.mark.parametrize("arch", _aot.GPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_all_shapes_are_within_the_limits(op: str, arch: int) -> None:
-    no_spills_and_within_the_limits(op, arch, "--brief", *UNLIKE.get(arch, ()))
+    no_spills_and_within_the_limits(op, arch, "--brief", *(() if "attention" in op else UNLIKE.get(arch, ())))
 
 
 def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> str:

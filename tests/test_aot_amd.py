@@ -49,8 +49,8 @@ def test_a_few_launches_fit(op: str) -> None:
 @pytest.mark.parametrize("arch", _aot_amd.GPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_all_launches_fit(op: str, arch: str) -> None:
-    """On gfx950 those that are not the same as on gfx942; it has more LDS and the same registers."""
-    unlike = ("--unlike", "gfx942") if arch == "gfx950" else ()
+    """On gfx950, but for attention, those that are not the same as on gfx942: it has more LDS and as many registers."""
+    unlike = ("--unlike", "gfx942") if arch == "gfx950" and "attention" not in op else ()
     assert len(fits(op, "--arch", arch, *unlike)) >= (0 if unlike else 5)
 
 

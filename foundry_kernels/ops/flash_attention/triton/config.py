@@ -55,6 +55,7 @@ _HALF["blackwell"] = {
 # 512 registers each; in the 256 of 8 warps dK, dV and dQ spill.
 _HALF["cdna"] = {
     **_HALF["small"],
+    "fwd": _HALF["small"]["fwd"] | {64: (128, 32, 8, 2)},  # 64 keys spill with a window of two sides
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
     "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (64, 32, 4, 1)},
 }
