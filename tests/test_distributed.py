@@ -44,7 +44,6 @@ OTHERS = {
     "norm": operators.norm_collectives,
     "loss": operators.losses,
     "vocabulary": operators.vocabulary,
-    "compiled vocabulary": operators.compiled_vocabulary,
     "step": training.step_collectives,
     "low precision": training.low_precision,
     "refusals": example.refusals,
@@ -189,15 +188,6 @@ def test_a_loss_over_divided_classes_gathers_no_logits(results):
             if " none " in id:  # a confident token's loss keeps its digits
                 assert 0 < expected[0][0, 0] < 1e-4
                 torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=0.0)
-
-
-def test_a_loss_over_divided_classes_in_one_graph(results):
-    for found in outcome(results, "compiled vocabulary"):
-        assert found.keys() == {"all", "mean"}
-        for name, (plain, compiled) in found.items():
-            for a, e in zip(compiled, plain, strict=True):
-                error = 1e-6 if name == "all" else 2**-7  # a rounding to bfloat16
-                assert (a - e).abs().max() <= error * e.abs().max(), name
 
 
 def test_a_patched_model_with_a_divided_head_gathers_no_logits(results):

@@ -284,31 +284,3 @@ def norm_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, Any
         )
         result[backend] = (dict(during.counts), dict(after.counts), placed)
     return result
-
-
-def compiled_vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Losses over a divided vocabulary in one graph, and as they are without the compiler."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    import foundry_kernels as fk
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for dtype, placement, name in ((torch.float32, Shard(1), "all"), (torch.bfloat16, Replicate(), "mean")):
-        hidden, weight = torch.randn(2, 6, 8, generator=generator), torch.randn(11, 8, generator=generator)
-        target = torch.randint(11, (2, 6), generator=generator)
-        target[0, 1] = -100
-        options = {n: x for n, x in VOCABULARY[name].items() if not n.startswith("return")}
-
-        def loss(x: Tensor, w: Tensor, target: Tensor, options: dict[str, Any] = options) -> Any:
-            return fk.linear_cross_entropy(x, w, target, **options)
-
-        results = []
-        for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-            x, w = (distribute_tensor(t.to(dtype), mesh, [p]) for t, p in ((hidden, placement), (weight, Shard(0))))
-            out = function(x.requires_grad_(), w.requires_grad_(), target)
-            (out * 3.0).backward()
-            results.append([full(t) for t in (out, x.grad, w.grad)])
-        found[name] = results
-    return found
