@@ -5,8 +5,8 @@ Every module takes `backend`: the name of a backend, or a mapping from operation
 
 from foundry_kernels.nn.attention import Attention, KeyValueStore
 from foundry_kernels.nn.loss import LinearCrossEntropy
-from foundry_kernels.nn.norm import RMSNorm
+from foundry_kernels.nn.norm import LayerNorm, RMSNorm
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.nn.swiglu import SwiGLU
 
-__all__ = ["Attention", "KeyValueStore", "LinearCrossEntropy", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
+__all__ = ["Attention", "KeyValueStore", "LayerNorm", "LinearCrossEntropy", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
