@@ -1,5 +1,5 @@
-// What the CPU and GPU kernels of rms_norm and layer_norm are both given. Each backend adds weight and bias, in the form
-// that its kernels read.
+// What the CPU and GPU kernels of rms_norm and layer_norm are both given. Each backend adds weight and bias, in the
+// form that its kernels read.
 #pragma once
 
 #include "rows.h"

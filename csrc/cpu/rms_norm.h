@@ -1,4 +1,5 @@
-// RMSNorm and LayerNorm on the CPU over raw pointers. The caller starts the threads: each call does a range of rows or chunks.
+// RMSNorm and LayerNorm on the CPU over raw pointers. The caller starts the threads: each call does a range of rows or
+// chunks.
 #pragma once
 
 #include "../common/rms_norm.h"

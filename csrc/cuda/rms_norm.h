@@ -25,7 +25,7 @@ struct RmsNormBackward : RmsNormBackwardCall {
   float* dw_partial;  // [n_blocks, n_cols], or null where dw is
   void* db;           // the same for the bias; where `centered` only
   float* db_partial;
-  int n_blocks;       // of rms_norm_backward_blocks
+  int n_blocks;  // of rms_norm_backward_blocks
 };
 
 cudaError_t rms_norm_forward(const RmsNormForward& args, cudaStream_t stream);
