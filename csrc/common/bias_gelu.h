@@ -1,5 +1,5 @@
-// GELU of x + bias over raw pointers: what the CPU and GPU kernels are both given. Each backend adds the bias, in the form
-// that its kernels read.
+// GELU of x + bias over raw pointers: what the CPU and GPU kernels are both given. Each backend adds the bias, in the
+// form that its kernels read.
 #pragma once
 
 #include "activation.h"
