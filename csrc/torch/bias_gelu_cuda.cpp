@@ -1,6 +1,7 @@
 // The GPU launches of foundry_kernels::bias_gelu_fwd and bias_gelu_bwd; see bias_gelu.cpp for the operator.
 #include "../cuda/bias_gelu.h"
 
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "bias_gelu.h"

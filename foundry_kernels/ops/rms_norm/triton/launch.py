@@ -45,7 +45,8 @@ def config(
     limit = (8192 if n_cols % 8 == 0 else 4096) if backward else (32768 if needs_few_registers else 16384)
     if n_cols > limit:
         cols = _WIDE_BLOCK // 2 if backward and centered else _WIDE_BLOCK
-        return {"BLOCK_ROWS": 1, "BLOCK_COLS": cols, "num_warps": 8, "wide": True}
+        registers = {"maxnreg": 128} if centered else {}
+        return {"BLOCK_ROWS": 1, "BLOCK_COLS": cols, "num_warps": 8, "wide": True} | registers
     block = triton.next_power_of_2(n_cols)
     rows = max(1, min(32, 2048 // block))
     warps = max(4, min(16 if backward else most_warps(capability), rows * block // (256 if backward else 512)))
