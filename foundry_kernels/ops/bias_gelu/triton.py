@@ -68,6 +68,7 @@ def bias_gelu_bwd_kernel(
     n_rows, n_cols, n_tiles, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_x0, stride_x1, stride_x2,
     RANK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, NEED_DX: tl.constexpr,
     NEED_DBIAS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """partial_ptr is [programs that share columns, n_cols]."""
     cols = ((tl.program_id(0) % n_tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS))[None, :]  # [1, C]
@@ -75,7 +76,8 @@ def bias_gelu_bwd_kernel(
     m_cols = cols < n_cols
     b_bias = _bias(bias_ptr, cols, m_cols, HAS_BIAS, COMPUTE)
     b_dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], COMPUTE)
-    for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0) // n_tiles):
+    sharing = tl.num_programs(0) // n_tiles
+    for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_ROWS), sharing, num_stages=STAGES):
         rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)  # [R]
         mask = (rows < n_rows)[:, None] & m_cols
         o_x = row_offset(rows, n1, n2, stride_x0, stride_x1, stride_x2, RANK)[:, None] + cols
@@ -92,22 +94,24 @@ def bias_gelu_bwd_kernel(
         tl.store(partial_ptr + program * n_cols + cols, tl.sum(b_dbias, 0)[None, :], mask=m_cols)
 
 
-def rows(n_rows: int, n_cols: int, *, backward: bool) -> list[dict[str, int]]:
-    """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements;
-    backward a block is narrow, so that many programs share the rows."""
-    found = []
-    shapes = ((256, 2048, 8), (128, 2048, 8), (512, 2048, 8), (256, 1024, 4)) if backward else (
-        (1024, 1024, 4), (1024, 2048, 8), (512, 1024, 4), (2048, 2048, 8),
-    )  # fmt: skip
-    for most, elements, warps in shapes:
-        cols = min(most, triton.next_power_of_2(n_cols))
-        row = {
-            "BLOCK_ROWS": min(elements // cols, triton.next_power_of_2(n_rows)),
-            "BLOCK_COLS": cols,
-            "num_warps": warps,
-        }
-        if row not in found:
-            found.append(row)
+def rows(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) -> list[dict[str, int]]:
+    """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements.
+    Backward a block of many rows is narrow, so that many programs share the rows, and where rows are `regular` (one
+    after the other, aligned) the loads of two blocks ahead are in flight."""
+    found: list[dict[str, int]] = []
+    if backward:
+        shapes: tuple[tuple[int, int, int], ...] = ((256, 2048, 8), (128, 2048, 8), (512, 2048, 8), (256, 1024, 4))
+        stages = [{"STAGES": n} for n in ((3, 1) if regular else (1,))]
+    else:
+        shapes, stages = ((1024, 1024, 4), (1024, 2048, 8), (512, 1024, 4), (2048, 2048, 8)), [{}]
+    for narrow, elements, warps in shapes:
+        few = elements // triton.next_power_of_2(n_rows)  # rows: they are cut less often
+        cols = min(max(narrow, few), triton.next_power_of_2(n_cols))
+        tile = min(elements // cols, triton.next_power_of_2(n_rows))
+        for more in stages:
+            row = {"BLOCK_ROWS": tile, "BLOCK_COLS": cols, "num_warps": warps, **more}
+            if row not in found:
+                found.append(row)
     return found
 
 
@@ -174,7 +178,8 @@ def _plan_bwd(
         return None
     rank, n1, n2, (dy_rows, x_rows) = layout
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    found = rows(n_rows, n_cols, backward=True)
+    regular = rank == 1 and all(stride % 16 == 0 for *_, stride in (dy_rows, x_rows))
+    found = rows(n_rows, n_cols, backward=True, regular=regular)
     block = choose("bias_gelu_bwd_kernel", f"{8 * dtype.itemsize}-bit {activation}", found, device)
     n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
     sharing = min(triton.cdiv(n_rows, block["BLOCK_ROWS"]), max(1, 2 * programs(device) // n_tiles))
