@@ -1,15 +1,16 @@
-"""Attention and the loss by the signatures and layouts that callers of PyTorch and of flash-attn already write.
+"""Attention, the loss and LayerNorm by the signatures and layouts that callers of PyTorch and flash-attn already write.
 
 The functions `flash_attn_*`, `apply_rotary_emb` and those of `bert_padding` are flash-attn 2's, with tokens before
-heads; `scaled_dot_product_attention`, `cross_entropy` and `linear_cross_entropy` are PyTorch's. Those that compute take
-one more argument, `backend`, and are a thin layer over :func:`foundry_kernels.flash_attention` and its like: what it
-cannot serve is refused, with what to use instead.
+heads; `scaled_dot_product_attention`, `cross_entropy`, `linear_cross_entropy` and `layer_norm` are PyTorch's. Those
+that compute take one more argument, `backend`, and are a thin layer over :func:`foundry_kernels.flash_attention` and
+its like: what it cannot serve is refused, with what to use instead.
 """
 
 from foundry_kernels.compat import bert_padding
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
 from foundry_kernels.compat.loss import cross_entropy, linear_cross_entropy
+from foundry_kernels.compat.norm import layer_norm
 from foundry_kernels.compat.packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -30,6 +31,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "layer_norm",
     "linear_cross_entropy",
     "scaled_dot_product_attention",
 ]

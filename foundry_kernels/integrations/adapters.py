@@ -14,14 +14,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from foundry_kernels.nn import RMSNorm
+from foundry_kernels.nn import LayerNorm, RMSNorm
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
 #: What `ops` of `patch` may name. "flash_attention" means its packed form too.
 PATCHABLE = (
-    "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy"
+    "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy",
+    "layer_norm",
 )  # fmt: skip
 
 
@@ -116,20 +117,23 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TorchNorm(Adapter):
-    """`torch.nn.RMSNorm`, which becomes `foundry_kernels.nn.RMSNorm`."""
+    """`torch.nn.RMSNorm` or `torch.nn.LayerNorm`, which becomes that of `foundry_kernels.nn`."""
+
+    op: str = "rms_norm"
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        return ("rms_norm",)
+        return (self.op,)
 
     def bases(self, original: type) -> tuple[type, ...]:
-        return (RMSNorm, original)
+        return (RMSNorm if self.op == "rms_norm" else LayerNorm, original)
 
     def members(self, original: type) -> dict[str, Any]:
-        return {"round_before_weight": False, "backends": property(_backends)}
+        options = {"round_before_weight": False} if self.op == "rms_norm" else {}
+        return options | {"backends": property(_backends)}
 
 
 def _backends(self: Any) -> Mapping[str, str]:
-    return {"add_rms_norm": "auto", **self._foundry.backends}
+    return {f"add_{self._foundry_row.op}": "auto", **self._foundry.backends}
 
 
 #: Classes of activations that a gated kernel has, by module and name: the operation and the approximation of GELU.

@@ -19,11 +19,11 @@ from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.table import adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
-from foundry_kernels.nn import RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn import LayerNorm, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, plan, serving
 from foundry_kernels.registry import short_dtype
 
-OURS = (RMSNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
+OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
 ATTENTION = "_attn_implementation"
 
 #: What `dense_masks` may be, and the attention of transformers that it means.
@@ -153,10 +153,11 @@ def patch(
     know.
 
     Known are the families of `foundry_kernels.integrations.table.FAMILIES` in Hugging Face transformers,
-    ``torch.nn.RMSNorm`` in any model, and this package's own modules, whose backend is set. Every module stays the
-    same object with its parameters, buffers, names and hooks; the state dict, optimizers and wrappers (PEFT, FSDP)
-    notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is changed: other models
-    of the process are not touched.
+    ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
+    Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
+    wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is
+    changed: other models of the process are not touched. A LayerNorm's result has its input's dtype, where PyTorch's
+    is float32 under autocast on a GPU.
 
     Attention goes through the model's config: it is set to "foundry" there (see
     :mod:`foundry_kernels.integrations.transformers`). Because models may share a config object, the model gets a copy
@@ -168,9 +169,9 @@ def patch(
         model: any module; those inside of it are found wherever they are. Of a model of transformers, the whole: masks
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
-        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy and
-            linear_cross_entropy; None for all but an attention that is "eager" by choice. qk_norm_rope is the norm of
-            queries and keys and the rotation in one; without it the two are done one after the other.
+        ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
+            linear_cross_entropy and layer_norm; None for all but an attention that is "eager" by choice. qk_norm_rope
+            is the norm of queries and keys and the rotation in one; without it the two are done one after the other.
             linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy that of any other.
         dense_masks: what happens where a mask is not causal, a window or padding: "refuse" raises ValueError with
             the reason in the forward pass, "sdpa" runs that call on torch's scaled_dot_product_attention, or on the

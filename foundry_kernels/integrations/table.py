@@ -104,7 +104,11 @@ LANGUAGE_MODELS = {
 
 
 def _table() -> dict[tuple[str, str], Adapter | str]:
-    table: dict[tuple[str, str], Adapter | str] = {("torch.nn.modules.normalization", "RMSNorm"): TorchNorm()}
+    torchs = "torch.nn.modules.normalization"
+    table: dict[tuple[str, str], Adapter | str] = {
+        (torchs, "RMSNorm"): TorchNorm(),
+        (torchs, "LayerNorm"): TorchNorm("layer_norm"),
+    }
     for family, (name, norm, mlp, attention) in FAMILIES.items():
         home = f"transformers.models.{family}.modeling_{family}"
         mixture = isinstance(mlp, (Experts, str))

@@ -107,11 +107,11 @@ def test_an_unknown_family() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     before = snapshot(model)
     handle = fk.patch(model)
-    assert snapshot(model) == before
-    assert not handle.report().replaced
-    assert {e.module_class for e in handle.report().left} == {"GPT2Attention", "GPT2MLP", "LayerNorm"}
+    assert [(e.module_class, e.ops) for e in handle.report().replaced] == 5 * [("LayerNorm", ("layer_norm",))]
+    assert {e.module_class for e in handle.report().left} == {"GPT2Attention", "GPT2MLP"}
     assert {e.reason for e in handle.report().left} == {"no adapter for this class"}
     handle.undo()
+    assert snapshot(model) == before
 
 
 def test_the_report() -> None:
@@ -197,6 +197,7 @@ def test_one_operation_alone(family: str, op: str) -> None:
         assert (model.config is config) == (op != "flash_attention")
         assert all(e.reason.startswith("ops does not name") for e in handle.report().left if e.reason)
         serves = op != ("geglu" if family != "gemma3" else "swiglu") and (op != "qk_norm_rope" or family != "glm4")
+        serves = serves and op != "layer_norm"
         assert bool(handle.report().replaced) == serves
 
 
@@ -227,6 +228,25 @@ def test_torch_rms_norm_anywhere(shape: tuple[int, ...], affine: bool, eps: floa
         torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert type(model[1]) is nn.RMSNorm
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pytest.mark.parametrize("shape", [(8,), (2, 8)])
+def test_torch_layer_norm_anywhere(shape: tuple[int, ...], options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(shape, 1e-3, **options))
+    for parameter in model[1].parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 2, 8)
+    expected, keys = model(x), list(model.state_dict())
+    with fk.patch(model) as handle:
+        assert [(e.name, e.ops) for e in handle.report().replaced] == [("1", ("layer_norm",))]
+        assert list(model.state_dict()) == keys
+        assert isinstance(model[1], fk.nn.LayerNorm)
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert type(model[1]) is nn.LayerNorm
     assert torch.equal(model(x), expected)
 
 

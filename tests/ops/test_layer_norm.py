@@ -59,6 +59,17 @@ def test_the_reference_is_torch_layer_norm(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, F.layer_norm(a + 2 * a, (33,), weight, bias))
 
 
+@pytest.mark.parametrize("shape", [(8,), (3, 8)], ids=str)
+def test_the_signature_of_torch(shape: tuple[int, ...]) -> None:
+    a, weight, bias = torch.randn(2, 3, 8), torch.randn(shape), torch.randn(shape)
+    for given in ((), (weight,), (weight, bias), (None, bias, 0.1)):
+        torch.testing.assert_close(fk.compat.layer_norm(a, shape, *given), F.layer_norm(a, shape, *given))
+    with pytest.raises(ValueError, match=r"input must end in normalized_shape \(7,\)"):
+        fk.compat.layer_norm(a, [7])
+    with pytest.raises(ValueError, match=r"weight must have shape .*normalized_shape"):
+        fk.compat.layer_norm(a, shape, weight[None])
+
+
 @pytest.mark.parametrize("backend", fk.OPS["layer_norm"].backends("cpu"))
 def test_rows_far_from_zero(backend: str) -> None:
     """Mean 1e4, standard deviation 1: in float32 a difference of squares would have no correct digit. Kernels have the
