@@ -282,7 +282,7 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
         matrix=matrix,
         ptx=ptx,
         cubin=cubin,
-        loaded_ahead=0 if matrix or brief else loaded_ahead(run_on_cubin([tool("cuobjdump"), "--dump-sass"], cubin)),
+        loaded_ahead=0 if matrix or brief else loaded_ahead(run_on_cubin([tool("nvdisasm"), "-c", "-ndf"], cubin)),
     )
 
 
