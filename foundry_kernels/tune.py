@@ -24,7 +24,7 @@ from foundry_kernels.check import device_is_lost, numel
 from foundry_kernels.measuring import GpuTimer, Timer, WallTimer, ratio
 from foundry_kernels.registry import AUTO_ORDER, OpSpec, short_dtype
 from foundry_kernels.testing import Case, Expected, call, make_cotangents
-from foundry_kernels.tuning import Choice, Entry, Row, TuningFileError, describe
+from foundry_kernels.tuning import Choice, Entry, Row, TuningFileError, describe, has_run
 
 COMMAND = "python -m foundry_kernels tune"
 #: A row, or a backend, must be faster by this share, and by more than the code's own row differs from itself.
@@ -112,8 +112,8 @@ def _asked(op: OpSpec, case: Case, dtype: torch.dtype, device: str) -> list[Job]
 class Tuner:
     """Judges and times jobs, one after the other, until the time is up."""
 
-    def __init__(self, device: str, timer: Timer) -> None:
-        self.device, self.timer = device, timer
+    def __init__(self, device: str, timer: Timer, untried: bool = False) -> None:
+        self.device, self.timer, self.untried = device, timer, untried
         self.kept: tuple[tuple[str, str, torch.dtype], Expected] | None = None
 
     def expected(self, job: Job) -> Expected:
@@ -140,6 +140,9 @@ class Tuner:
         repeats: dict[str, Callable[[], object]] = {}
         for row in job.choice.rows:
             name = describe(row)
+            if not (self.untried or has_run(row)):
+                job.dropped[name] = "no GPU has run this kernel; --untried measures it"
+                continue
             with tuning.forced(kernel, key, row):
                 try:
                     expected.check("triton")
@@ -226,6 +229,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--file", type=Path, help=f"where to (default: {tuning.default_path()}, or ${tuning.VARIABLE})")
     made.add_argument("--no-auto", action="store_true", help="do not compare the backends")
     made.add_argument(
+        "--untried", action="store_true", help="also measure kernels that no GPU has run yet; one could hang it"
+    )
+    made.add_argument(
         "--write-table", action="store_true", help="into the table of the package too, for all GPUs of this name"
     )
     made.add_argument(
@@ -272,7 +278,7 @@ def main(argv: list[str], environment: list[str]) -> int:
     timer = GpuTimer() if device == "cuda" else WallTimer()
     found = Measured.on(torch.device(device))
     try:
-        measure(found, ops, dtypes, device, timer, options.seconds, auto=not options.no_auto)
+        measure(found, ops, dtypes, device, timer, options.seconds, auto=not options.no_auto, untried=options.untried)
     except KeyboardInterrupt:
         print("\ninterrupted; what was measured is kept")
     for each in paths:
@@ -315,11 +321,12 @@ def measure(
     seconds: float,
     *,
     auto: bool,
+    untried: bool = False,
 ) -> None:
     """Adds to `found` until the time is up, a fifth of which is for the backends."""
     end = time.monotonic() + seconds
     end_of_rows = end - 0.2 * seconds if auto else end
-    tuner, entry = Tuner(device, timer), found.entry
+    tuner, entry = Tuner(device, timer, untried), found.entry
     for job in find_jobs(ops, dtypes, device):
         if found.asked and time.monotonic() > end_of_rows:
             found.left += 1

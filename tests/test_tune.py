@@ -186,6 +186,17 @@ def test_a_row_that_does_not_fit_is_dropped() -> None:
     assert job.dropped == {unfit: "RuntimeError: out of resource: shared memory"}
 
 
+@pytest.mark.parametrize("untried", [False, True])
+def test_a_kernel_that_no_gpu_has_run_is_measured_where_that_is_asked_for(untried: bool) -> None:
+    job = one_job()
+    new = {**job.choice.rows[0], "GLUON": True}  # which this operation does not know
+    job.choice = dataclasses.replace(job.choice, rows=(*job.choice.rows[:2], new))
+    tune.Tuner("cpu", MadeUp(lambda name: 1.0), untried).run(job)
+    assert job.dropped.keys() == {describe(new)}
+    assert ("no GPU has run this kernel" in job.dropped[describe(new)]) is not untried
+    assert len(job.speedups) == 2
+
+
 @pytest.mark.parametrize(
     ("times", "wins"),
     [

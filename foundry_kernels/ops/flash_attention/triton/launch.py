@@ -18,6 +18,7 @@ from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels._triton import capability, compute_dtype, contiguous
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.triton import gluon_launch
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
@@ -174,6 +175,7 @@ class _Problem:
         self.scale, self.softcap = scale * log2e, 1.0
         if softcap is not None:
             self.scale, self.softcap = scale / softcap, softcap * log2e
+        self.layouts = (q, k, v)
         self.strides_qkv = self.strides(q[1], k[1], v[1])
         self.constants = {
             "VARLEN": self.packed,
@@ -190,10 +192,12 @@ class _Problem:
         }
         self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
 
-    def config(self, kernel: str, **fixed: int) -> dict[str, Any]:
-        """The row for `kernel`, with what is `fixed` in place of what the table says."""
+    def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
+        """The row for `kernel`, with what is `fixed` in place of what the table says. `more`: rows of another kernel,
+        which calls of this kind alone can take in its place."""
         tags, found = self._rows(kernel)
-        return choose(f"flash_attention_{kernel}_kernel", tags, [row | fixed for row in found], self.device)
+        tags, rows = tags + " dense" if more else tags, [*(row | fixed for row in found), *more]
+        return choose(f"flash_attention_{kernel}_kernel", tags, rows, self.device)
 
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
         """What tells the launch apart from others with the same row, and the rows."""
@@ -240,7 +244,9 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Pro
 
 @planned
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
-    config = p.config("fwd")
+    config = p.config("fwd", *(() if has_sinks or save_stats else gluon_launch.rows(p, out)))
+    if "GLUON" in config:
+        return gluon_launch.plan(p, tuple(config.items()))
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
         p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
@@ -266,6 +272,9 @@ def launch_fwd(
         launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
-        launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
+        if "TURNS" in plan.constants:
+            gluon_launch.launch_gluon(plan, q, k, v, target, lse)
+        else:
+            launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
     _copy_back(target, result)
     return out, lse, entropy, max_logit
