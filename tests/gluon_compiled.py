@@ -22,7 +22,7 @@ CASES = [(64, True), (128, True), (128, False)]
 over_cases = pytest.mark.parametrize(("width", "causal"), CASES)
 #: Of tiles without a mask: what the estimate may not fall below, 5 % below what it was when this was written, and the
 #: most instructions a tile, of one consumer.
-LEAST_TFLOPS, MOST_INSTRUCTIONS = {64: 355, 128: 580}, {64: 335, 128: 380}
+LEAST_TFLOPS, MOST_INSTRUCTIONS = {64: 380, 128: 623}, {64: 290, 128: 326}
 
 
 @cache
@@ -75,16 +75,18 @@ def test_it_fits(width: int, causal: bool) -> None:
 @over_cases
 def test_products_are_under_way_during_the_softmax(width: int, causal: bool) -> None:
     """In every loop all products, those of the next scores and those with values, have exponentials between them and
-    the wait for them; without a mask these are nearly all exponentials."""
+    the wait for them; at 128 wide without a mask these are all exponentials."""
     masked, plain = loops(width, causal)
     assert len(plain) == 2
     assert len(masked) == (2 if causal else 0)
     for loop in masked + plain:
-        assert loop.counts["product"] == loop.overlapped == {64: 8, 128: 12}[width]
-        assert loop.hidden >= loop.counts["exponential"] * (0.75 if loop in masked else 0.9)
+        tiles = 1 if loop in masked else 2
+        assert loop.counts["product"] == loop.overlapped == tiles * (width // 16 + 4)
+        share = 1 if width == 128 and loop in plain else 0.6
+        assert loop.hidden >= share * loop.counts["exponential"]
         assert not loop.counts.get("local")
     for loop in plain:
-        assert loop.instructions <= MOST_INSTRUCTIONS[width]
+        assert loop.instructions <= 2 * MOST_INSTRUCTIONS[width]
         found = estimate(loop, 8)
         assert found is not None
         assert found.tflops >= LEAST_TFLOPS[width]
@@ -103,37 +105,43 @@ def bodies(width: int, causal: bool) -> list[list[str]]:
     return [body for body in found if any(text.startswith("HGMMA") for text in body)]
 
 
-def at(body: list[str], pattern: str) -> list[int]:
-    return [i for i, text in enumerate(body) if re.match(pattern, text)]
+KINDS = {
+    "S": r"HGMMA\.64x64x16\.\S+ R\d+, gdesc",  # scores: both sides in shared memory
+    "V": r"HGMMA\.\S+ R\d+, R\d+, gdesc",  # with values
+    "e": r"MUFU\.EX2",
+    "w": r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0$",  # for all products
+    "?": r"WARPGROUP\.DEPBAR",  # for some
+    "a": r"SYNCS\.ARRIVE\.TRANS64\.A1T0",
+    "b": r"BAR\.SYNC\.DEFER_BLOCKING 0x\d, 0x80",  # of a consumer's four warps
+}
+
+
+def tiles(body: list[str]) -> list[str]:
+    """What a loop does, a letter for each instruction of `KINDS`: of each tile, from behind one wait to the next."""
+    kinds = (next((kind for kind, pattern in KINDS.items() if re.match(pattern, text)), "") for text in body)
+    *before, after = "".join(kinds).split("w")
+    return [after + before[0], *before[1:]]
 
 
 @over_cases
 def test_the_order_of_a_tile(width: int, causal: bool) -> None:
-    """The next tile's scores are begun before the first exponential, in one run that ends in a commit, and one wait a
-    tile, for everything, stands after the last but a few of the exponentials."""
+    """The next tile's scores are begun before most of the exponentials, and neither they nor the products with values
+    are waited for before these."""
     for body in bodies(width, causal):
-        scores = at(body, r"HGMMA\.64x64x16\.\S+ R\d+, gdesc\[\w+\], (RZ|R\d+)")
-        exponentials, waits = at(body, r"MUFU\.EX2"), at(body, r"WARPGROUP\.DEPBAR")
-        assert len(scores) == width // 16
-        assert "gsb0" in body[scores[-1]]
-        assert max(scores) < min(exponentials)
-        assert [body[i].split()[0] for i in waits] == ["WARPGROUP.DEPBAR.LE"]
-        assert body[waits[0]].endswith("gsb0, 0x0")
-        late = sum(i > waits[0] for i in exponentials)
-        assert late <= 0.25 * len(exponentials)
+        for tile in tiles(body):
+            assert "?" not in tile
+            assert (tile.count("S"), tile.count("V")) == (width // 16, 4)
+            assert tile.rindex("S") < tile.index("V")
+            assert tile[tile.rindex("S") :].count("e") >= 17, "of 34"
 
 
 @over_cases
 def test_all_warps_have_read_before_one_thread_says_so(width: int, causal: bool) -> None:
-    """One thread arrives for its group of warps: after the wait for the products, and after a barrier of the group."""
+    """One thread arrives for its group of warps: for keys and values after the wait for the products and a barrier of
+    the group. The other's turn comes when the products are begun."""
     for body in bodies(width, causal):
-        arrivals = at(body, r"SYNCS\.ARRIVE\.TRANS64\.A1T0")
-        assert len(arrivals) == 3, "the other's turn, keys and values"
-        turn, keys, values = arrivals
-        (wait,) = at(body, r"WARPGROUP\.DEPBAR")
-        barriers = at(body, r"BAR\.SYNC\.DEFER_BLOCKING 0x\d, 0x80")
-        assert max(at(body, "HGMMA")) < turn < wait < keys < values
-        assert any(wait < barrier < keys for barrier in barriers)
+        for tile in tiles(body):
+            assert re.match("[^a]*b[^a]*a[^aSV]*a[^a]*S[^a]*V[^aV]*a[^aSV]*$", tile), tile
 
 
 @over_cases
@@ -141,10 +149,8 @@ def test_tiles_are_copied_by_the_engine(width: int, causal: bool) -> None:
     """Two consumers' queries, keys and values, 64 columns at a time, and what each consumer writes; lse alone goes by
     ordinary stores."""
     instructions, _ = code(width, causal)
-    loads = at(instructions, r"UTMALDG\.4D")
-    assert len(loads) == (2 + 2) * width // 64
-    assert len(at(instructions, r"UTMASTG\.4D")) == 2
-    assert not at(instructions, r"LDG|CP\.ASYNC|LDGSTS")
+    count = {name: sum(text.startswith(name) for text in instructions) for name in ("UTMALDG.4D", "UTMASTG.4D", "LDG")}
+    assert count == {"UTMALDG.4D": (2 + 2) * width // 64, "UTMASTG.4D": 2, "LDG": 0}
 
 
 def test_what_is_launched_is_what_was_compiled() -> None:

@@ -89,31 +89,54 @@ def _softmax(b_s, b_m, b_l, stop, key, scale, MASKED: gl.constexpr, P_LAYOUT: gl
 
 
 @gluon.jit
+def _attend_tile(
+    b_s, b_p, b_acc, b_m, b_l, b_zero, i, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free, turn,
+    stop, scale, WHO: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, P_LAYOUT: gl.constexpr,
+    O_ROWS: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tile i, neither the first nor the last. b_s are its scores, b_p the weights of the tile before: while its softmax
+    runs, the next tile's scores and the values of the one before are multiplied.
+
+    TURNS: a consumer begins its products when the other has begun its own, so that one multiplies while the other is
+    at its exponentials. The second consumer's turn comes once the first has had as many more.
+    """
+    if TURNS:
+        mbarrier.wait(turn.index(WHO), (i & 1) ^ WHO)
+    t_s = _scores(q, k_mem, k_ready, i + 1, b_zero, BLOCK_N, D, STAGES)
+    t_acc = _add_values(b_p, b_acc, v_mem, v_ready, i - 1, BLOCK_N, D, STAGES)
+    if TURNS:
+        mbarrier.arrive(turn.index(1 - WHO), count=1)
+    key = (n_tiles - 1 - i) * BLOCK_N
+    b_p, b_shrink, b_m, b_l = _softmax(b_s, b_m, b_l, stop, key, scale, MASKED, P_LAYOUT, DTYPE)
+    b_s, b_acc = hopper.warpgroup_mma_wait(0, deps=[t_s, t_acc])
+    mbarrier.arrive(k_free.index((i + 1) % STAGES), count=1)
+    mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
+    b_acc = b_acc * gl.expand_dims(gl.convert_layout(b_shrink, O_ROWS), 1)
+    return b_s, b_p, b_acc, b_m, b_l
+
+
+@gluon.jit
 def _attend_range(
     b_s, b_p, b_acc, b_m, b_l, begin, end, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free, turn,
     stop, scale, WHO: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, P_LAYOUT: gl.constexpr,
     O_ROWS: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The tiles begin .. end - 1 but the first and the last. b_s are the scores of tile `begin`, b_p the weights of the
-    one before: while this tile's softmax runs, the next one's scores and the last one's values are multiplied.
-
-    TURNS: a consumer begins its products when the other has begun its own, so that one multiplies while the other is
-    at its exponentials. The second consumer's turn comes once the first has had as many more.
-    """
+    """The tiles begin .. end - 1. Two at a time without a mask: the scores of one are then where those of the other
+    were, and need not be moved there."""
     b_zero = gl.full([b_s.shape[0], BLOCK_N], 0.0, gl.float32, b_s.type.layout)
-    for i in range(begin, end):
-        if TURNS:
-            mbarrier.wait(turn.index(WHO), (i & 1) ^ WHO)
-        t_s = _scores(q, k_mem, k_ready, i + 1, b_zero, BLOCK_N, D, STAGES)
-        t_acc = _add_values(b_p, b_acc, v_mem, v_ready, i - 1, BLOCK_N, D, STAGES)
-        if TURNS:
-            mbarrier.arrive(turn.index(1 - WHO), count=1)
-        key = (n_tiles - 1 - i) * BLOCK_N
-        b_p, b_shrink, b_m, b_l = _softmax(b_s, b_m, b_l, stop, key, scale, MASKED, P_LAYOUT, DTYPE)
-        b_s, b_acc = hopper.warpgroup_mma_wait(0, deps=[t_s, t_acc])
-        mbarrier.arrive(k_free.index((i + 1) % STAGES), count=1)
-        mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
-        b_acc = b_acc * gl.expand_dims(gl.convert_layout(b_shrink, O_ROWS), 1)
+    STEP: gl.constexpr = 1 if MASKED else 2
+    for i in range(begin, end - STEP + 1, STEP):
+        for j in gl.static_range(STEP):
+            b_s, b_p, b_acc, b_m, b_l = _attend_tile(
+                b_s, b_p, b_acc, b_m, b_l, b_zero, i + j, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free,
+                turn, stop, scale, WHO, MASKED, TURNS, P_LAYOUT, O_ROWS, DTYPE, BLOCK_N, D, STAGES,
+            )  # fmt: skip
+    if STEP == 2:  # noqa: SIM102 (one is decided by the compiler, the other by the GPU)
+        if (end - begin) % 2 == 1:
+            b_s, b_p, b_acc, b_m, b_l = _attend_tile(
+                b_s, b_p, b_acc, b_m, b_l, b_zero, end - 1, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free,
+                turn, stop, scale, WHO, MASKED, TURNS, P_LAYOUT, O_ROWS, DTYPE, BLOCK_N, D, STAGES,
+            )  # fmt: skip
     return b_s, b_p, b_acc, b_m, b_l
 
 
