@@ -4,7 +4,10 @@ that what would be wrong with its barriers is reported."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -130,7 +133,11 @@ def test_results(name: str, dtype: torch.dtype) -> None:
     args = {n: x.detach() for n, x in expected.args.items() if x is not None}
     options = {n: x for n, x in HARD[name].options.items() if n != "return_lse"}
     stages = 2 + (dtype == torch.float16)
-    results = attend(Emulator(gluon_forward, 0), **args, options=options, STAGES=stages)
+    hold(expected, attend(Emulator(gluon_forward, 0), **args, options=options, STAGES=stages))
+
+
+def hold(expected: Expected, results: tuple[Tensor, ...]) -> None:
+    """Out and lse against the reference's."""
     for i, (a, r, o) in enumerate(zip(results, expected.reference.outputs, expected.oracle.outputs, strict=True)):
         compare(f"output {i}", a, r, o, float(expected.scales.get(f"output {i}", 0.0)))
 
@@ -270,3 +277,16 @@ def module_of(source: str, folder: Path) -> Any:
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
+
+
+H100 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not H100, reason="needs a GPU of compute capability 9.0")
+def test_on_a_gpu() -> None:
+    """tests/gluon_on_gpu.py, which is ended if it hangs."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    file = str(Path(__file__).with_name("gluon_on_gpu.py"))
+    done = subprocess.run([*command, file], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
