@@ -13,7 +13,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -86,15 +86,20 @@ def _is_plain(case: Case) -> bool:
     )
 
 
-def find_jobs(ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str) -> Iterator[Job]:
-    """Every choice that the cases lead to, once, with more than one row."""
+def find_jobs(
+    ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str, untried: bool = False
+) -> Iterator[Job]:
+    """Every choice that the cases lead to, once, with more than one row. `untried`: rows of kernels that no GPU has run
+    are among them."""
     known: set[tuple[str, str]] = set()
     for dtype in dtypes:
         for op in ops:
             for case in cases_of(op, device):
                 for job in _asked(op, case, dtype, device):
                     key = job.choice.kernel, job.choice.key
-                    if key not in known and len(job.choice.rows) > 1:
+                    rows = tuple(row for row in job.choice.rows if untried or has_run(row))
+                    job.choice = replace(job.choice, rows=rows)
+                    if key not in known and len(rows) > 1:
                         known.add(key)
                         yield job
 
@@ -112,8 +117,8 @@ def _asked(op: OpSpec, case: Case, dtype: torch.dtype, device: str) -> list[Job]
 class Tuner:
     """Judges and times jobs, one after the other, until the time is up."""
 
-    def __init__(self, device: str, timer: Timer, untried: bool = False) -> None:
-        self.device, self.timer, self.untried = device, timer, untried
+    def __init__(self, device: str, timer: Timer) -> None:
+        self.device, self.timer = device, timer
         self.kept: tuple[tuple[str, str, torch.dtype], Expected] | None = None
 
     def expected(self, job: Job) -> Expected:
@@ -140,9 +145,6 @@ class Tuner:
         repeats: dict[str, Callable[[], object]] = {}
         for row in job.choice.rows:
             name = describe(row)
-            if not (self.untried or has_run(row)):
-                job.dropped[name] = "no GPU has run this kernel; --untried measures it"
-                continue
             with tuning.forced(kernel, key, row):
                 try:
                     expected.check("triton")
@@ -326,8 +328,8 @@ def measure(
     """Adds to `found` until the time is up, a fifth of which is for the backends."""
     end = time.monotonic() + seconds
     end_of_rows = end - 0.2 * seconds if auto else end
-    tuner, entry = Tuner(device, timer, untried), found.entry
-    for job in find_jobs(ops, dtypes, device):
+    tuner, entry = Tuner(device, timer), found.entry
+    for job in find_jobs(ops, dtypes, device, untried):
         if found.asked and time.monotonic() > end_of_rows:
             found.left += 1
             continue

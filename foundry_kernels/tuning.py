@@ -39,7 +39,7 @@ INTERPRETER = "Triton's interpreter"
 Row = dict[str, int]  # flags among them
 
 #: A row with such a flag launches, in place of the kernel that it is a candidate of, one that no GPU has run, and that
-#: could hang one. It is measured where the user asks for that (`tune --untried`), and else taken by nothing.
+#: could hang one. It is measured where the user asks for that (`tune --untried`), and taken by nothing before.
 NEVER_RUN = frozenset({"GLUON"})
 #: By the name of such a kernel, the one in whose place it is launched.
 STANDS_FOR = {"flash_attention_fwd_gluon_kernel": "flash_attention_fwd_kernel"}
@@ -355,6 +355,11 @@ def choose(kernel: str, tags: str, rows: Sequence[Row], device: torch.device) ->
     for watch in _watching:
         watch(Choice(kernel, key, tuple(rows), row, origin))
     return dict(row)
+
+
+def is_forced(kernel: str, tags: str, rows: Sequence[Row]) -> bool:
+    """Whether `choose` would answer with a row that is forced."""
+    return (kernel, row_key(tags, rows[0])) in _forced
 
 
 @contextmanager

@@ -66,8 +66,10 @@ def measured(tmp_path: Path) -> Iterator[Path]:
     for width in (64, 128):
         with tuning.watched() as seen:
             attend(*draw(d=width))
-        (choice,) = (c for c in seen.values() if c.kernel == "flash_attention_fwd_kernel")
-        assert tuning.has_run(choice.row)
+        usual, choice = seen.values()
+        assert (usual.kernel, choice.kernel) == ("flash_attention_fwd_kernel",) * 2
+        assert all(map(tuning.has_run, (*usual.rows, usual.row, choice.row)))
+        assert usual.rows[0] == choice.rows[0]
         chosen[choice.key] = {"row": next(row for row in choice.rows if not tuning.has_run(row)), "speedup": 1.5}
     file = tmp_path / "tuning.json"
     entry = tuning.Entry(GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": chosen})
@@ -101,6 +103,24 @@ def test_it_is_off(launches: Launches) -> None:
     with tuning.pretend(GPU):
         attend(*draw())
     assert [name for name, _, _ in launches.made] == ["flash_attention_fwd_kernel"] * 3
+
+
+def test_the_usual_rows_can_be_measured_where_it_is_on(launches: Launches, measured: Path) -> None:
+    """On the same calls: what is measured of them is for others too."""
+    with tuning.watched() as seen:
+        attend(*draw())
+    usual, choice = seen.values()
+    assert (usual.origin, choice.row["GLUON"]) == ("built in", True)
+    for chosen, name in ((usual, "flash_attention_fwd_kernel"), (choice, "gluon")):
+        for row in chosen.rows[1:]:
+            launches.made.clear()
+            with tuning.forced(chosen.kernel, chosen.key, row):
+                attend(*draw())
+            assert [made for made, _, _ in launches.made] == [name]
+    launches.made.clear()
+    with tuning.forced(choice.kernel, choice.key, choice.rows[0]):
+        attend(*draw())
+    assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -22,7 +22,7 @@ from foundry_kernels.ops.flash_attention.triton import gluon_launch
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
-from foundry_kernels.tuning import choose
+from foundry_kernels.tuning import choose, is_forced
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
@@ -194,10 +194,16 @@ class _Problem:
 
     def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
         """The row for `kernel`, with what is `fixed` in place of what the table says. `more`: rows of another kernel,
-        which calls of this kind alone can take in its place."""
+        which dense calls can take in its place. They are a choice of their own, since a row of this kernel that was
+        measured on dense calls is for all others too."""
+        name = f"flash_attention_{kernel}_kernel"
         tags, found = self._rows(kernel)
-        tags, rows = tags + " dense" if more else tags, [*(row | fixed for row in found), *more]
-        return choose(f"flash_attention_{kernel}_kernel", tags, rows, self.device)
+        rows = [row | fixed for row in found]
+        usual = choose(name, tags, rows, self.device)
+        if not more or is_forced(name, tags, rows):
+            return usual
+        chosen = choose(name, f"{tags} dense", [rows[0], *more], self.device)
+        return usual if chosen == rows[0] else chosen
 
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
         """What tells the launch apart from others with the same row, and the rows."""
