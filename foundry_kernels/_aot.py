@@ -301,11 +301,11 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
         stack=stack,
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
+        idle=compiled.metadata.num_warps - 8 if launch.gluon else 0,  # two groups of 4 multiply
         access_bytes=_access_bytes(ptx),
         matrix=matrix,
         ptx=ptx,
         cubin=cubin,
-        idle=compiled.metadata.num_warps - 8 if launch.gluon else 0,  # two groups of 4 multiply
         loaded_ahead=0 if matrix or brief else loaded_ahead(run_on_cubin([tool("cuobjdump"), "--dump-sass"], cubin)),
     )
 

@@ -18,7 +18,6 @@ from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels._triton import capability, compute_dtype, contiguous
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.ops.flash_attention.triton import gluon_launch
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
@@ -250,7 +249,12 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Pro
 
 @planned
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
-    config = p.config("fwd", *(() if has_sinks or save_stats else gluon_launch.rows(p, out)))
+    others: list[dict[str, Any]] = []
+    if p.capability == 90 and not has_sinks and not save_stats:
+        from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
+
+        others = gluon_launch.rows(p, out)
+    config = p.config("fwd", *others)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
@@ -279,6 +283,8 @@ def launch_fwd(
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
         if "TURNS" in plan.constants:
+            from foundry_kernels.ops.flash_attention.triton import gluon_launch
+
             gluon_launch.launch_gluon(plan, q, k, v, target, lse)
         else:
             launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
