@@ -242,11 +242,14 @@ def test_few_queries_have_kernels_of_their_own(launches: Launches, measured: Pat
 
 def test_without_gluon(launches: Launches, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Triton that has none, or has it elsewhere."""
-    monkeypatch.setattr(gluon_launch, "MISSING", "Gluon does not import")
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    monkeypatch.delitem(sys.modules, gluon_launch.__name__)
+    monkeypatch.delattr("foundry_kernels.ops.flash_attention.triton.gluon_launch")
     _triton.record_for(90)  # plans that were made before are forgotten
     launches.made.clear()
     attend(*draw())
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
+    assert "Gluon does not import" in sys.modules[gluon_launch.__name__].MISSING
 
 
 def test_what_is_compiled() -> None:
