@@ -136,6 +136,17 @@ def test_results(name: str, dtype: torch.dtype) -> None:
     hold(expected, attend(Emulator(gluon_forward, 0), **args, options=options, STAGES=stages))
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.usefixtures("hopper")
+def test_rows_of_the_table(width: int) -> None:
+    """The tiles that a GPU would be given: two programs of each head, of up to 5 tiles of keys."""
+    tiles = dict(zip(("BLOCK_M", "BLOCK_N", "STAGES"), gluon_launch._TILES[width], strict=True))
+    wanted = case(1, (2, 1), (150, 300), width, causal=True)
+    expected = Expected.of(fk.OPS["flash_attention"], wanted, torch.bfloat16)
+    args = {n: x.detach() for n, x in expected.args.items() if x is not None}
+    hold(expected, attend(Emulator(gluon_forward, 1), **args, options={"causal": True}, **tiles))
+
+
 def hold(expected: Expected, results: tuple[Tensor, ...]) -> None:
     """Out and lse against the reference's."""
     for i, (a, r, o) in enumerate(zip(results, expected.reference.outputs, expected.oracle.outputs, strict=True)):
