@@ -156,6 +156,7 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     op, shapes = OPS[options.op], (options.all, options.timed)
     with tuning.pretend(options.gpu or at_hand), tuning.watched() as chosen:
         recorded = _aot.record(op, capability, *shapes)
+    recorded += [launch for launch in _aot.record_untried(op, capability, chosen.values()) if launch not in recorded]
     if options.unlike is not None:
         same = _aot_amd.capability(options.unlike) if isinstance(options.unlike, str) else options.unlike
         known = set(_aot.record(op, same, *shapes))
@@ -181,7 +182,7 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
             print(f"  PROBLEM: {problem}")
         for loop in () if options.brief else cost.loops():
             print(f"  {loop}")
-            if arch == 90 and (estimated := estimate(loop, cost.warps)):
+            if arch == 90 and (estimated := estimate(loop, cost.warps - cost.idle)):
                 print(f"    {estimated}")
         if options.ptx:
             print(cost.assembly())
