@@ -218,12 +218,12 @@ class _Problem:
         )
         return max(blocks), needs_registers
 
-    def section(self, tokens: int) -> int:
-        """How many sequences' key-value heads, each of which makes its programs read two tensors of so many rows, find
-        these in L2 together. See `program_order`."""
+    def section(self, tokens: int, num_splits: int = 1) -> int:
+        """How many sequences' key-value heads, or shares of them, each of which makes its programs read two tensors of
+        so many rows, find these in L2 together. See `program_order`."""
         row_bytes = (self.head_dim + self.head_dim_v) * self.dtype.itemsize
         fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
-        return max(1, min(fit, self.n_batch * self.n_kv_heads))
+        return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
         """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""
