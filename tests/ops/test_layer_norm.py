@@ -52,8 +52,8 @@ def test_the_reference_is_torch_layer_norm(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", fk.OPS["layer_norm"].backends("cpu"))
 def test_rows_far_from_zero(backend: str) -> None:
-    """Mean 1e4, standard deviation 1: in float32 a difference of squares would have no correct digit. A kernel has the mean
-    correct to half a unit in its last place (5e-4), plain PyTorch to two or three."""
+    """Mean 1e4, standard deviation 1: in float32 a difference of squares would have no correct digit. Kernels have the
+    mean correct to half a unit in its last place (5e-4), plain PyTorch to two or three."""
     a = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)) + 1e4
     y = fk.layer_norm(a, backend=backend)
     error = (y - F.layer_norm(a.double(), (1000,))).abs().max()

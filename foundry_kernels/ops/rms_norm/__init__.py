@@ -32,7 +32,7 @@ from torch.compiler import is_dynamo_compiling
 from foundry_kernels._checks import check_device, check_eps, check_float, check_shape
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rms_norm import reference
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 
 def rms_norm(
@@ -220,7 +220,5 @@ def _check_residual(x: Tensor, residual: Tensor) -> None:
 
 RMS_NORM = register_op(rms_norm, reference.rms_norm)
 ADD_RMS_NORM = register_op(add_rms_norm, reference.add_rms_norm)
-LAYER_NORM = register(OpSpec("layer_norm", layer_norm, (Impl("reference", reference.layer_norm),), __name__))
-ADD_LAYER_NORM = register(
-    OpSpec("add_layer_norm", add_layer_norm, (Impl("reference", reference.add_layer_norm),), __name__)
-)
+LAYER_NORM = register_op(layer_norm, reference.layer_norm)
+ADD_LAYER_NORM = register_op(add_layer_norm, reference.add_layer_norm)

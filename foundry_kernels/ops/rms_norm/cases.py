@@ -72,8 +72,9 @@ def _layer(shape: tuple[int, ...], note: str = "", *, b: Arg | str | None = "", 
 
 _LAYER_NORM = (
     *(_layer((rows, width)) for rows, width in [(1, 1), (3, 2), (5, 17), (33, 64), (7, 129), (9, 1000), (3, 5120)]),
-    _layer((2, 16384), "two-reads"),
-    _layer((2, 20011), "wide"),
+    _layer((2, 16384), "two-reads", interpreted=False),
+    _layer((2, 20011), "wide", interpreted=False),
+    _layer((1, 16411), "wide-frozen", w=Arg((16411,), grad=False), b=Arg((16411,), grad=False)),
     _layer((300, 2048), "threads", interpreted=False),
     _layer((96,), "vector"),
     _layer((0, 64), "empty"),
@@ -103,7 +104,7 @@ def _with_residual(case: Case) -> Case:
     return replace(case, args={"x": x, "residual": x, **vectors})
 
 
-_IN_BOTH = ("3x2", "9x1000", "2x20011-wide", "300x2048-threads", "0x64-empty", "8x256-plain", "64x256-far-mean")
+_IN_BOTH = ("3x2", "9x1000", "2x20011", "1x16411", "300x2048-threads", "0x64-empty", "8x256-plain", "64x256-far-mean")
 
 
 CASES: dict[str, tuple[Case, ...]] = {
