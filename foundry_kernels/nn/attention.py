@@ -122,6 +122,7 @@ class Attention(torch.nn.Module):
         self.backends = plan(backend, ("flash_attention", *fused))  # packed or not
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
         self.causal, self.sliding_window, self.dropout = causal, sliding_window, dropout
+        self._plain = sliding_window is None and alibi is None and not dropout
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=bias, **factory)
         self.wk = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=bias, **factory)
@@ -196,17 +197,16 @@ class Attention(torch.nn.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
             if cache is not None:
                 k, v = cache.append(k, v)
-        options: dict[str, Any] = {"causal": self.causal}
-        if self.sliding_window is not None:
-            options["window"] = (self.sliding_window - 1, self.sliding_window - 1)
-        if self.alibi is not None:
-            options["alibi_slopes"] = self.alibi.slopes
-        if self.dropout and self.training:
-            result = self._attend_with_dropout(q, k, v, cu_seqlens, return_lse or return_stats, options)
-            return self.wo(result.transpose(1, 2).flatten(2))
-        options |= {
-            "return_lse": return_lse, "return_stats": return_stats, "backend": self.backends["flash_attention"]
-        }  # fmt: skip
+        options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
+        options["backend"] = self.backends["flash_attention"]
+        if not self._plain:
+            if self.sliding_window is not None:
+                options["window"] = (self.sliding_window - 1, self.sliding_window - 1)
+            if self.alibi is not None:
+                options["alibi_slopes"] = self.alibi.slopes
+            if self.dropout and self.training:
+                out = self._attend_with_dropout(q, k, v, cu_seqlens, options)
+                return self.wo(out.transpose(1, 2).flatten(2))
         if cu_seqlens is None:
             result = flash_attention(q, k, v, **options)
         else:
@@ -262,9 +262,9 @@ class Attention(torch.nn.Module):
         )  # fmt: skip
 
     def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, rows: bool, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        backend = self.backends["flash_attention"]
+        backend, rows = options.pop("backend"), options.pop("return_lse") | options.pop("return_stats")
         if backend not in ("auto", "reference"):
             raise BackendUnavailable(
                 f"backend {backend!r} has no dropout of attention's weights; got dropout={self.dropout} in training. "
