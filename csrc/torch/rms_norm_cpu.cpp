@@ -21,10 +21,9 @@ void run_forward(const RmsNormForward& args) {
 // Chunks of rows, over each of which a thread sums the gradients of weight and bias.
 class Chunks {
  public:
-  // Rows are cut into chunks by the shape alone, so that dW does not depend on the number of threads.
-  explicit Chunks(RmsNormBackward& args) : args_(args), n_rows_(args.rows.count()) {
-    args.chunk_rows = std::max<int64_t>({1, std::min<int64_t>(64, kGrain / args.n_cols), (n_rows_ + 127) / 128});
-    count_ = (n_rows_ + args.chunk_rows - 1) / args.chunk_rows;
+  explicit Chunks(RmsNormBackward& args) : args_(args) {
+    args.chunk_rows = rows_a_chunk(args.rows.count(), args.n_cols);
+    count_ = (args.rows.count() + args.chunk_rows - 1) / args.chunk_rows;
   }
   Tensor empty(const Tensor& x) const { return at::empty({count_, args_.n_cols}, x.options().dtype(at::kFloat)); }
   void run() const {
@@ -35,7 +34,7 @@ class Chunks {
 
  private:
   RmsNormBackward& args_;
-  int64_t n_rows_, count_;
+  int64_t count_;
 };
 
 std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,

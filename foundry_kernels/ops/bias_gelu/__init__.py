@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels._checks import check_device, check_float, check_shape
+from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.bias_gelu import reference
-from foundry_kernels.registry import Impl, OpSpec, register, resolve
+from foundry_kernels.registry import resolve
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -46,6 +48,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none
     Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward. Kernels have no
     second derivative.
     """
+    if not is_dynamo_compiling() and (y := BIAS_GELU.direct(backend, x, bias, approximate)) is not None:
+        return y
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension; got a scalar")
@@ -60,4 +64,4 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none
     return resolve(BIAS_GELU, backend, x)(x, bias, approximate)
 
 
-BIAS_GELU = register(OpSpec("bias_gelu", bias_gelu, (Impl("reference", reference.bias_gelu),), __name__))
+BIAS_GELU = register_op(bias_gelu, reference.bias_gelu)

@@ -145,6 +145,8 @@ def layer_norm(
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
+    if not is_dynamo_compiling() and (y := LAYER_NORM.direct(backend, x, weight, bias, eps)) is not None:
+        return y
     _check_layer_norm(x, weight, bias, eps)
     return resolve(LAYER_NORM, backend, x)(x, weight, bias, eps)
 
@@ -172,6 +174,10 @@ def add_layer_norm(
     Raises:
         As :func:`layer_norm`; ValueError if `residual` does not match `x`.
     """
+    if not is_dynamo_compiling():
+        pair = ADD_LAYER_NORM.direct(backend, x, residual, weight, bias, eps)
+        if pair is not None:
+            return pair
     _check_layer_norm(x, weight, bias, eps)
     _check_residual(x, residual)
     if residual.dtype != x.dtype:

@@ -32,17 +32,20 @@ from foundry_kernels.tuning import choose
 _WIDE_BLOCK = 4096
 
 
-def config(n_cols: int, *, backward: bool, needs_few_registers: bool = False, capability: int = 0) -> dict[str, Any]:
+def config(
+    n_cols: int, *, backward: bool, needs_few_registers: bool = False, centered: bool = False, capability: int = 0
+) -> dict[str, Any]:
     """Tile, warps and kernel for rows of `n_cols`: 16 values a thread forward and 8 backward, 4 to 32 warps.
 
     Rows that do not fit in registers take the `wide` kernel. A forward pass that `needs_few_registers` (half precision,
-    no residual) fits longer ones. What fits was measured with the compiler for compute capabilities 8.0 to 12.0: rows
-    whose width is no multiple of 8 need more address arithmetic. `maxnreg` says how many registers there are; without
-    it ptxas spills some to reach an occupancy that it guesses.
+    no residual, no mean to subtract) fits longer ones. What fits was measured with the compiler for compute
+    capabilities 8.0 to 12.0: rows whose width is no multiple of 8 need more address arithmetic. `maxnreg` says how many
+    registers there are; without it ptxas spills some to reach an occupancy that it guesses.
     """
     limit = (8192 if n_cols % 8 == 0 else 4096) if backward else (32768 if needs_few_registers else 16384)
     if n_cols > limit:
-        return {"BLOCK_ROWS": 1, "BLOCK_COLS": _WIDE_BLOCK, "num_warps": 8, "wide": True}
+        cols = _WIDE_BLOCK // 2 if backward and centered else _WIDE_BLOCK
+        return {"BLOCK_ROWS": 1, "BLOCK_COLS": cols, "num_warps": 8, "wide": True}
     block = triton.next_power_of_2(n_cols)
     rows = max(1, min(32, 2048 // block))
     warps = max(4, min(16 if backward else most_warps(capability), rows * block // (256 if backward else 512)))
@@ -69,6 +72,7 @@ def rows(
     *,
     backward: bool,
     needs_few_registers: bool = False,
+    centered: bool = False,
     row_bytes: int | None = None,
     capability: int = 0,
 ) -> list[dict[str, Any]]:
@@ -76,9 +80,10 @@ def rows(
     Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at.
 
     row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
-    None where it is not, and nothing is loaded ahead.
+    None where it is not, and nothing is loaded ahead. A backward pass `needs_few_registers` where there is no dh.
     """
-    own = config(n_cols, backward=backward, needs_few_registers=needs_few_registers, capability=capability)
+    needs = {"needs_few_registers": needs_few_registers, "centered": centered}
+    own = config(n_cols, backward=backward, **needs, capability=capability)
     if own["wide"]:
         return [own]
     if n_cols % 16 != 0 or (backward and row_bytes is None):
@@ -92,7 +97,10 @@ def rows(
         masked = n_cols < own["BLOCK_COLS"]
         if capability // 10 == 10 and masked and own["BLOCK_COLS"] > 4096:  # compiled for 10.0 it spills 8 bytes
             return found | {"STAGES": 1}
-        return _stages(found, row_bytes, capability)
+        staged = _stages(found, row_bytes, capability)
+        if capability // 10 == 10 and centered and not needs_few_registers:  # it too, with half as many
+            return staged | {"maxnreg": registers}
+        return staged
 
     tile, warps = own["BLOCK_ROWS"], own["num_warps"]
     found = [row(tile, warps)]
@@ -113,10 +121,6 @@ def _choose(
     plain = [{name: value for name, value in row.items() if name != "wide"} for row in found]
     tags = f"{8 * dtype.itemsize}-bit{' centered' if centered else ''}"
     return choose(kernel, tags, plain, device) | {"wide": False}
-
-
-def _y_dtype(x: Tensor, weight: Tensor | None, round_before_weight: bool) -> torch.dtype:
-    return torch.promote_types(x.dtype, weight.dtype) if round_before_weight and weight is not None else x.dtype
 
 
 #: (y, h, mean, rstd), of which what is not wanted is None.
@@ -159,8 +163,8 @@ def _plan_forward(
     has_residual = residual_strides is not None
     n_cols = shape[-1]
     n_rows = math.prod(shape[:-1])
-    few = dtype.itemsize == 2 and not has_residual
-    found = rows(n_cols, backward=False, needs_few_registers=few, capability=capability(device))
+    few = dtype.itemsize == 2 and not has_residual and not centered
+    found = rows(n_cols, backward=False, needs_few_registers=few, centered=centered, capability=capability(device))
     options = _choose("rms_norm_fwd_kernel", dtype, centered, device, found)
     wide = options.pop("wide")
     constants = dict(
@@ -231,7 +235,8 @@ def _plan_backward(
     n_rows = math.prod(shape[:-1])
     regular = rank == 1 and all(stride % 16 == 0 for *_, stride in (dy_rows, dh_rows, x_rows))
     row_bytes = (2 + (dh_strides is not None)) * triton.next_power_of_2(n_cols) * dtype.itemsize if regular else None
-    found = rows(n_cols, backward=True, row_bytes=row_bytes, capability=capability(device))
+    needs = {"needs_few_registers": dh_strides is None, "centered": centered}
+    found = rows(n_cols, backward=True, **needs, row_bytes=row_bytes, capability=capability(device))
     options = _choose("rms_norm_bwd_kernel", dtype, centered, device, found)
     wide = options.pop("wide")
     constants = dict(
