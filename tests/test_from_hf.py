@@ -174,7 +174,12 @@ def test_learned_positions_may_be_fewer_and_dropouts_others():
         ),
         ("falcon 7b", {"alibi": True}, "alibi must be False: Falcon's slopes are rounded to bfloat16"),
         ("falcon 7b", {"hidden_dropout": 0.1}, "hidden_dropout must be 0.0: Transformer does not have this option"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "got 'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "llama3, .*'dynamic'",
+        ),
+        ("llama", {"rope_parameters": {**LLAMA_3, "power": 2.0}}, "rope_parameters must not hold power"),
         (
             "qwen2",
             {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},

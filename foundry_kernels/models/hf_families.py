@@ -61,20 +61,20 @@ def _activation(config: Any, name: str, known: dict[str, str]) -> str:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    given = getattr(config, "rope_parameters", None)
-    if given is None:  # transformers 4
-        given = {**(getattr(config, "rope_scaling", None) or {}), "rope_theta": getattr(config, "rope_theta", 10000.0)}
-    given = dict(given)
-    kind = given.pop("rope_type", given.pop("type", "default"))
+    given = dict(getattr(config, "rope_parameters", None) or {})
+    kind = given.pop("rope_type", "default")
     base, part = given.pop("rope_theta", None), given.pop("partial_rotary_factor", None)
-    part = getattr(config, "partial_rotary_factor", None) if part is None else part
-    given.pop("type", None)
     if kind not in ("default", "linear", "yarn", "llama3") or base is None:
-        raise ValueError(f"rope_type must be default, linear, yarn or llama3, the same in all layers; got {kind!r}")
+        raise ValueError(
+            "rope_parameters must be of type default, linear, yarn or llama3, and the same in all layers; "
+            f"got {getattr(config, 'rope_parameters', None)}"
+        )
     fields: dict[str, Any] = {"rope_base": float(base), "rope_interleaved": False}
     if kind != "default":
         if kind == "yarn":
             given.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+        if unknown := sorted(given.keys() - RopeScaling.__dataclass_fields__.keys()):
+            raise ValueError(f"rope_parameters must not hold {', '.join(unknown)}, which no RopeScaling has")
         fields["rope_scaling"] = RopeScaling(rope_type=kind, **given)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if part is not None and int(width * part) != width:
