@@ -46,6 +46,10 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
     return _functional().liger_fused_add_rms_norm(x, residual, weight, 1e-6)
 
 
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _functional().liger_layer_norm(x, weight, bias, 1e-5)
+
+
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """With tables [1 or B, T, D] in q's dtype, as transformers gives them to it."""
     wide = [torch.cat([table, table], -1).to(q.dtype) for table in (cos, sin)]
@@ -70,6 +74,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None = None)
 _FORMS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
+    "layer_norm": _layer_norm,
     "rope": _rope,
     "swiglu": _swiglu,
     "geglu": _geglu,

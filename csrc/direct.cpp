@@ -186,6 +186,38 @@ PyObject* call_add_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return add_rms_norm(x, residual, weight, eps, weight_offset, round_before_weight); });
 }
 
+PyObject* call_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 5);
+  const Tensor& x = in.tensor();
+  const OptionalTensor weight = in.optional_tensor(), bias = in.optional_tensor();
+  const double eps = in.real();
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, 0.0) && is_weight(bias, x, 0.0));
+  in.need(is_eps(eps));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return layer_norm(x, weight, bias, eps); });
+}
+
+PyObject* call_add_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 6);
+  const Tensor &x = in.tensor(), &residual = in.tensor();
+  const OptionalTensor weight = in.optional_tensor(), bias = in.optional_tensor();
+  const double eps = in.real();
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, 0.0) && is_weight(bias, x, 0.0));
+  in.need(in.ok() && residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type() && is_eps(eps));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return add_layer_norm(x, residual, weight, bias, eps); });
+}
+
+PyObject* call_bias_gelu(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 4);
+  const Tensor& x = in.tensor();
+  const OptionalTensor bias = in.optional_tensor();
+  const bool exact = in.word("none", "tanh");
+  in.need(in.ok() && x.dim() > 0 && is_weight(bias, x, 0.0));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return bias_gelu(x, bias, exact ? "none" : "tanh"); });
+}
+
 bool is_gate(const Tensor& gate, const OptionalTensor& up) {
   if (gate.dim() == 0) return false;
   return up ? up->sizes() == gate.sizes() && up->scalar_type() == gate.scalar_type() : gate.size(-1) % 2 == 0;
@@ -303,6 +335,9 @@ PyMethodDef* direct_calls() {
   static PyMethodDef methods[] = {
       method<call_rms_norm>("rms_norm"),
       method<call_add_rms_norm>("add_rms_norm"),
+      method<call_layer_norm>("layer_norm"),
+      method<call_add_layer_norm>("add_layer_norm"),
+      method<call_bias_gelu>("bias_gelu"),
       method<call_swiglu>("swiglu"),
       method<call_geglu>("geglu"),
       method<call_rope>("rope"),

@@ -2,10 +2,11 @@
 
 from foundry_kernels import compat, models, nn, tuning
 from foundry_kernels.integrations import patch
+from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
-from foundry_kernels.ops.rms_norm import add_rms_norm, rms_norm
+from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.swiglu import geglu, swiglu
 from foundry_kernels.registry import OPS, BackendUnavailable
@@ -16,12 +17,15 @@ __all__ = [
     "OPS",
     "BackendUnavailable",
     "RopeScaling",
+    "add_layer_norm",
     "add_rms_norm",
+    "bias_gelu",
     "compat",
     "cross_entropy",
     "flash_attention",
     "flash_attention_varlen",
     "geglu",
+    "layer_norm",
     "linear_cross_entropy",
     "models",
     "nn",

@@ -66,11 +66,12 @@ def test_serving_resolves_auto_and_keeps_names():
     "make",
     [
         lambda b: nn.RMSNorm(8, backend=b),
+        lambda b: nn.LayerNorm(8, backend=b),
         lambda b: nn.SwiGLU(8, 16, backend=b),
         lambda b: nn.RotaryEmbedding(8, backend=b),
         lambda b: nn.Attention(8, 2, backend=b),
     ],
-    ids=["RMSNorm", "SwiGLU", "RotaryEmbedding", "Attention"],
+    ids=["RMSNorm", "LayerNorm", "SwiGLU", "RotaryEmbedding", "Attention"],
 )
 def test_unknown_backend_is_refused_at_construction(make):
     with pytest.raises(ValueError, match=r"backend must be one of auto, .*'fast'"):
@@ -138,6 +139,41 @@ def test_rms_norm_llama_order_promotes():
     ids=["eps", "zero width", "offset alone", "2-d width", "width", "residual"],
 )
 def test_rms_norm_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- LayerNorm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [7, (3, 7)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+def test_layer_norm_is_torchs(dtype, shape, options):
+    theirs = torch.nn.LayerNorm(shape, 1e-3, **options, dtype=dtype)
+    ours = nn.LayerNorm(shape, 1e-3, **options, dtype=dtype)
+    assert isinstance(ours, torch.nn.LayerNorm)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 3, 7, dtype=torch.float64).add(2.0).mul(1e-2).to(dtype)  # small, so that a wrong eps shows
+    torch.testing.assert_close(ours(x), theirs(x))
+    y, h = ours(x, x)
+    torch.testing.assert_close(h, x + x)
+    torch.testing.assert_close(y, theirs(x + x))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.LayerNorm(8, -1.0), "eps must be finite and >= 0"),
+        (lambda: nn.LayerNorm(0), "normalized_shape must hold sizes of at least 1"),
+        (lambda: nn.LayerNorm((2, 8))(torch.zeros(3, 8)), r"x must end in normalized_shape \(2, 8\)"),
+        (lambda: nn.LayerNorm(8)(torch.zeros(3, 8), torch.zeros(1, 8)), "residual must have shape"),
+    ],
+    ids=["eps", "zero width", "width", "residual"],
+)
+def test_layer_norm_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

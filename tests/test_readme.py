@@ -64,6 +64,7 @@ def names(folder: Path) -> dict[str, Any]:
         "prompt_b": [8, 9],
         **{name: normal(2, 9, 32) for name in ("x", "branch", "residual")},
         "weight": normal(32),
+        "bias": torch.linspace(-1.0, 1.0, 32),
         "q": normal(1, 4, 9, 128),
         "k": normal(1, 2, 9, 128),
         "v": normal(1, 2, 9, 128),

@@ -1,5 +1,5 @@
-// What the CPU and GPU kernels of rms_norm are both given. Each backend adds the weight, in the form that its kernels
-// read.
+// What the CPU and GPU kernels of rms_norm and layer_norm are both given. Each backend adds weight and bias, in the
+// form that its kernels read.
 #pragma once
 
 #include "rows.h"
@@ -12,6 +12,8 @@ struct RmsNormForwardCall {
   void* y;               // [rows, n_cols]
   void* h;               // [rows, n_cols]
   float* rstd;           // [rows] or null
+  float* mean;           // likewise; written where `centered`
+  bool centered;         // LayerNorm: the mean is subtracted, a bias added, nothing rounded first
   Rows rows;
   RowStrides x_strides, residual_strides;
   int64_t n_cols;
@@ -25,6 +27,8 @@ struct RmsNormBackwardCall {
   const void* dh;  // the gradient of h, or null
   const void* x;   // what was normalised
   const float* rstd;
+  const float* mean;  // read where `centered`
+  bool centered;
   void* dx;  // [rows, n_cols] or null
   Rows rows;
   RowStrides dy_strides, dh_strides, x_strides;

@@ -1,11 +1,10 @@
 // Gated linear units over raw pointers: what the CPU and GPU kernels are both given.
 #pragma once
 
+#include "activation.h"
 #include "rows.h"
 
 namespace foundry {
-
-enum class Activation { silu, gelu, gelu_tanh };
 
 // y = activation(gate) * up
 struct GluForward {

@@ -40,28 +40,60 @@ struct Input {
   }
 };
 
+// How a row is scaled: RMSNorm's y is x * rstd * weight, LayerNorm's ((x - about) * rstd + shift) * weight + bias.
+struct Scale {
+  Vec rstd, about, shift;
+};
+
+template <class X, class Y, bool kResidual, bool kCentered>
+FK_INLINE Scale
+scale_of(const RmsNormForward& a, const Input<X, kResidual>& in, int64_t row, float total) {
+  const float n = static_cast<float>(a.n_cols);
+  if constexpr (!kCentered) {
+    const float rstd = 1.0f / std::sqrt(total / n + a.eps);
+    if (a.rstd) a.rstd[row] = rstd;
+    return {splat(rstd), Vec{}, Vec{}};
+  } else {  // around the mean as it is rounded, then corrected by what that leaves: no digits are lost far from 0
+    const float mean = total / n;
+    const Vec about = splat(mean);
+    Vec rests[4] = {}, squares[4] = {};
+    for_each_vec2<kSplit<X, Y>>(a.n_cols, [&](int64_t i, auto at, int k) FK_INLINE {
+      const Vec2 v = at.within(in.second_read(i, at) - about);
+      rests[k] += v.a;
+      rests[k + 1] += v.b;
+      squares[k] += v.a * v.a;
+      squares[k + 1] += v.b * v.b;
+    });
+    const float rest = sum(rests) / n, variance = sum(squares) / n - rest * rest;
+    const float rstd = 1.0f / std::sqrt((variance < 0.0f ? 0.0f : variance) + a.eps);
+    if (a.rstd) a.rstd[row] = rstd, a.mean[row] = mean + rest;
+    return {splat(rstd), about, splat(-rest * rstd)};
+  }
+}
+
 // A row is read twice: for its sum of squares, then, from the L1 cache, to be scaled. One loop does the first reading
-// of a row and the second of the row before it.
-template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kStream>
+// of a row and the second of the row before it. LayerNorm reads it once more between the two, for the variance.
+template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kCentered, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
-  Vec squares[4] = {};
+  Vec sums[4] = {};
   const auto read = [&](const Input<X, kResidual>& in, int64_t i, auto at, int k) FK_INLINE {
     const Vec2 v = in.first_read(i, at);
-    squares[k] += v.a * v.a;
-    squares[k + 1] += v.b * v.b;
+    sums[k] += kCentered ? v.a : v.a * v.a;
+    sums[k + 1] += kCentered ? v.b : v.b * v.b;
   };
   Input<X, kResidual> in(a, begin);
   for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE { read(in, i, at, k); });
   for (int64_t row = begin; row < end; ++row) {
-    const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + a.eps);
-    if (a.rstd) a.rstd[row] = rstd;
-    const Vec r = splat(rstd);
+    const Scale scale = scale_of<X, Y, kResidual, kCentered>(a, in, row, sum(sums));
     Y* y = static_cast<Y*>(a.y) + row * n;
     const auto write = [&](int64_t i, auto at) FK_INLINE {
-      Vec2 v = in.second_read(i, at) * r;
+      Vec2 v = in.second_read(i, at);
+      if constexpr (kCentered) v = (v - scale.about) * scale.rstd + scale.shift;
+      else v = v * scale.rstd;
       if constexpr (kRoundFirst) v = at.template rounded<X>(v);
       if constexpr (kWeight) v = v * at.load(a.weight + i);
+      if constexpr (kCentered) v = v + at.load(a.bias + i);
       at.template store<kStream>(y + i, v);
     };
     if (row + 1 == end) {
@@ -69,7 +101,7 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
       return;
     }
     const Input<X, kResidual> next(a, row + 1);
-    for (Vec& each : squares) each = Vec{};
+    for (Vec& each : sums) each = Vec{};
     for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE {
       read(next, i, at, k);
       write(i, at);
@@ -78,61 +110,90 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class X, class Y, bool kRoundFirst, bool kStream>
+template <class X, class Y, bool kRoundFirst, bool kCentered, bool kStream>
 void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chunk_end) {
   const int64_t n = a.n_cols, n_rows = a.rows.count();
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
     float* dw = a.dw_chunks ? a.dw_chunks + chunk * n : nullptr;
+    float* db = kCentered && a.db_chunks ? a.db_chunks + chunk * n : nullptr;
     if (dw) std::fill(dw, dw + n, 0.0f);
+    if (db) std::fill(db, db + n, 0.0f);
     const int64_t end = std::min(n_rows, (chunk + 1) * a.chunk_rows);
     for (int64_t row = chunk * a.chunk_rows; row < end; ++row) {
       const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
       const Y* dy = static_cast<const Y*>(a.dy) + a.dy_strides.offset(a.rows, row);
       const X* dh = a.dh ? static_cast<const X*>(a.dh) + a.dh_strides.offset(a.rows, row) : nullptr;
-      const Vec r = splat(a.rstd[row]);
+      const Vec r = splat(a.rstd[row]), about = kCentered ? splat(a.mean[row]) : Vec{};
+      const auto normalized = [&](int64_t i, auto at) FK_INLINE {
+        if constexpr (kCentered) return (at.load(x + i) - about) * r;
+        else return at.load(x + i) * r;
+      };
 
-      // First pass: adds to dW, and forms the one sum over the row that dX needs.
-      Vec products[4] = {};
+      // First pass: adds to dW and the bias's gradient, and forms the sums over the row that dX needs.
+      Vec products[4] = {}, grads[4] = {};
       for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE {
         Vec2 grad = at.load(dy + i);
-        const Vec2 normed = at.load(x + i) * r;
+        const Vec2 normed = normalized(i, at);
         if (dw) at.store(dw + i, at.load(dw + i) + grad * (kRoundFirst ? at.template rounded<X>(normed) : normed));
+        if (kCentered && db) at.store(db + i, at.load(db + i) + grad);
         if (a.weight) grad = grad * at.load(a.weight + i);
         products[k] += grad.a * normed.a;
         products[k + 1] += grad.b * normed.b;
+        if constexpr (kCentered) grads[k] += grad.a, grads[k + 1] += grad.b;
       });
       if (!a.dx) continue;
 
       X* dx = static_cast<X*>(a.dx) + row * n;
       const Vec mean = splat(sum(products) / static_cast<float>(n));
+      const Vec grad_mean = kCentered ? splat(sum(grads) / static_cast<float>(n)) : Vec{};
       for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int) FK_INLINE {
         Vec2 grad = at.load(dy + i);
         if (a.weight) grad = grad * at.load(a.weight + i);
-        Vec2 v = (grad - at.load(x + i) * r * mean) * r;
+        if constexpr (kCentered) grad = grad - grad_mean;
+        Vec2 v = (grad - normalized(i, at) * mean) * r;
         if (dh) v = v + at.load(dh + i);
         at.template store<kStream>(dx + i, v);
       });
     }
     if (kSplit<X, Y> && dw) put_in_order(dw, n);
+    if (kSplit<X, Y> && db) put_in_order(db, n);
   }
 }
 
 template <class X, class Y>
 void forward_typed(const RmsNormForward& a, int64_t begin, int64_t end) {
-  const auto run = [&](auto residual, auto weight, auto round_first, auto streamed) {
-    forward_rows<X, Y, residual.value, weight.value, round_first.value, streamed.value>(a, begin, end);
-  };
   const bool streamed = worth_streaming(static_cast<const Y*>(a.y), a.rows, a.n_cols);
+  if constexpr (std::is_same_v<X, Y>) {
+    const auto centered = [&](auto residual, auto stream) {
+      forward_rows<X, X, residual.value, true, false, true, stream.value>(a, begin, end);
+    };
+    if (a.centered) {
+      with_bools(centered, a.residual != nullptr, streamed);
+      if (streamed) stream_fence();
+      return;
+    }
+  }
+  const auto run = [&](auto residual, auto weight, auto round_first, auto stream) {
+    forward_rows<X, Y, residual.value, weight.value, round_first.value, false, stream.value>(a, begin, end);
+  };
   with_bools(run, a.residual != nullptr, a.weight != nullptr, a.round_before_weight, streamed);
   if (streamed) stream_fence();
 }
 
 template <class X, class Y>
 void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
-  const auto run = [&](auto round_first, auto streamed) {
-    backward_chunks<X, Y, round_first.value, streamed.value>(a, begin, end);
-  };
   const bool streamed = worth_streaming(static_cast<const X*>(a.dx), a.rows, a.n_cols);
+  if constexpr (std::is_same_v<X, Y>) {
+    const auto centered = [&](auto stream) { backward_chunks<X, X, false, true, stream.value>(a, begin, end); };
+    if (a.centered) {
+      with_bools(centered, streamed);
+      if (streamed) stream_fence();
+      return;
+    }
+  }
+  const auto run = [&](auto round_first, auto stream) {
+    backward_chunks<X, Y, round_first.value, false, stream.value>(a, begin, end);
+  };
   with_bools(run, a.round_before_weight, streamed);
   if (streamed) stream_fence();
 }

@@ -1,4 +1,5 @@
-// RMSNorm on the CPU over raw pointers. The caller starts the threads: each call does a range of rows or chunks.
+// RMSNorm and LayerNorm on the CPU over raw pointers. The caller starts the threads: each call does a range of rows or
+// chunks.
 #pragma once
 
 #include "../common/rms_norm.h"
@@ -10,12 +11,14 @@ namespace foundry {
 inline bool reads_split(Dtype x, Dtype y) { return x == Dtype::bf16 && y == Dtype::bf16; }
 
 struct RmsNormForward : RmsNormForwardCall {
-  const float* weight;  // [n_cols], the offset added, split where reads_split, or null
+  const float* weight;  // [n_cols], the offset added, split where reads_split, or null; never null where `centered`
+  const float* bias;    // as the weight; where `centered` only
 };
 
 struct RmsNormBackward : RmsNormBackwardCall {
   const float* weight;  // as in forward
   float* dw_chunks;     // [chunks, n_cols] or null; a chunk's sum over its rows
+  float* db_chunks;     // likewise; where `centered` only
   int64_t chunk_rows;
 };
 

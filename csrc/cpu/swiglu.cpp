@@ -1,71 +1,13 @@
 // Compiled once per instruction set (see isa.h).
 #include "swiglu.h"
 
-#include <algorithm>
-
-#include "dispatch.h"
-#include "math.h"
+#include "activation.h"
 #include "vec2.h"
 
 namespace foundry {
 namespace FK_ISA {
 
 namespace {
-
-// activation(g), and its derivative.
-struct Activated {
-  Vec value, slope;
-};
-
-// kShort: for results of 16 bits.
-template <Activation kActivation, bool kShort>
-struct Gate;
-
-template <bool kShort>
-struct Gate<Activation::silu, kShort> {
-  static FK_INLINE Vec value(Vec g) { return g / logistic_denominator<kShort>(g); }
-  static FK_INLINE Activated both(Vec g) {
-    const Vec s = 1.0f / logistic_denominator<kShort>(g);
-    return {g * s, s * (1.0f + g * (1.0f - s))};
-  }
-};
-
-template <bool kShort>
-struct Gate<Activation::gelu, kShort> {
-  static FK_INLINE Vec value(Vec g) { return g * normal<kShort>(g).below; }
-  static FK_INLINE Activated both(Vec g) {
-    constexpr float kPeak = 0.398942280f;  // 1 / sqrt(2 pi)
-    const Normal n = normal<kShort>(g);
-    return {g * n.below, n.below + g * (n.density * kPeak)};
-  }
-};
-
-// (1 + tanh(u)) / 2 is the logistic function of 2u.
-template <bool kShort>
-struct Gate<Activation::gelu_tanh, kShort> {
-  static constexpr float kScale = 1.59576912f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-  static FK_INLINE Vec twice_u(Vec g) { return g * ((g * g) * (kScale * kCubic) + kScale); }
-  static FK_INLINE Vec value(Vec g) { return g / logistic_denominator<kShort>(twice_u(g)); }
-  static FK_INLINE Activated both(Vec g) {
-    const Vec s = 1.0f / logistic_denominator<kShort>(twice_u(g));
-    const Vec inner = (g * g) * (3.0f * kScale * kCubic) + kScale;
-    return {g * s, s + g * (s * (1.0f - s)) * inner};
-  }
-};
-
-// Whether elements are read split (see vec2.h).
-template <class X>
-constexpr bool kSplit = std::is_same_v<X, BFloat16>;
-
-// Calls f(row, column, columns) for each tile of [begin, end).
-template <class F>
-inline FK_INLINE void for_each_tile(int64_t n_cols, int64_t begin, int64_t end, F&& f) {
-  const int64_t tiles = glu_tiles_a_row(n_cols);
-  for (int64_t tile = begin; tile < end; ++tile) {
-    const int64_t row = tile / tiles, col = (tile - row * tiles) * kGluTile;
-    f(row, col, std::min(kGluTile, n_cols - col));
-  }
-}
 
 template <class X, class Gate, bool kStream>
 void forward_tiles(const GluForward& a, int64_t begin, int64_t end) {
@@ -94,19 +36,6 @@ void backward_tiles(const GluBackward& a, int64_t begin, int64_t end) {
       if (dgate) at.template store<kStream>(dgate + i, d * at.load(up + i) * Vec2{one.slope, two.slope});
       if (dup) at.template store<kStream>(dup + i, d * Vec2{one.value, two.value});
     });
-  });
-}
-
-// Calls f(X*, Gate) for the memory type and the activation.
-template <class F>
-void with_kinds(Dtype type, Activation activation, F&& f) {
-  with_type(type, [&](auto* x) {
-    constexpr bool kShort = sizeof(*x) == 2;
-    switch (activation) {
-      case Activation::silu: return f(x, Gate<Activation::silu, kShort>{});
-      case Activation::gelu: return f(x, Gate<Activation::gelu, kShort>{});
-      case Activation::gelu_tanh: return f(x, Gate<Activation::gelu_tanh, kShort>{});
-    }
   });
 }
 

@@ -3,14 +3,7 @@
 
 #include "../common/swiglu.h"
 #include "isa.h"
-
-namespace foundry {
-
-// Rows are cut into tiles of this many columns (the last one may be shorter), numbered through all rows.
-constexpr int64_t kGluTile = 8192;
-inline int64_t glu_tiles_a_row(int64_t n_cols) { return (n_cols + kGluTile - 1) / kGluTile; }
-
-}  // namespace foundry
+#include "tiles.h"
 
 FK_DECLARE_PER_ISA(void, glu_forward, const GluForward& args, int64_t tile_begin, int64_t tile_end)
 FK_DECLARE_PER_ISA(void, glu_backward, const GluBackward& args, int64_t tile_begin, int64_t tile_end)

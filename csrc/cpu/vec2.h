@@ -21,6 +21,8 @@ inline Vec2 operator+(Vec2 x, Vec2 y) { return {x.a + y.a, x.b + y.b}; }
 inline Vec2 operator-(Vec2 x, Vec2 y) { return {x.a - y.a, x.b - y.b}; }
 inline Vec2 operator*(Vec2 x, Vec2 y) { return {x.a * y.a, x.b * y.b}; }
 inline Vec2 operator*(Vec2 x, Vec y) { return {x.a * y, x.b * y}; }
+inline Vec2 operator+(Vec2 x, Vec y) { return {x.a + y, x.b + y}; }
+inline Vec2 operator-(Vec2 x, Vec y) { return {x.a - y, x.b - y}; }
 
 // bfloat16 numbers in 32-bit words, the first of two in the lower half.
 constexpr uint32_t kUpper = 0xFFFF0000u;
@@ -79,6 +81,7 @@ struct Whole2 {
       return {Whole::store_rounded(p, v.a), Whole::store_rounded(p + kLanes, v.b)};
     }
   }
+  static Vec2 within(Vec2 v) { return v; }
   template <class T> static Vec2 rounded(Vec2 v) {
     if constexpr (kWords<T>) return {bit_cast<Vec>(rounded_up(v.a) & kUpper), bit_cast<Vec>(rounded_up(v.b) & kUpper)};
     else return {FK_ISA::rounded<T>(v.a), FK_ISA::rounded<T>(v.b)};
@@ -100,6 +103,12 @@ struct Part2 {
   template <class T> Vec2 store_rounded(T* p, Vec2 v) const {
     if (count <= kLanes) return {Part{count}.store_rounded(p, v.a), Vec{}};
     return {Whole::store_rounded(p, v.a), Part{count - kLanes}.store_rounded(p + kLanes, v.b)};
+  }
+  // v with zeros in place of what lies beyond the elements.
+  Vec2 within(Vec2 v) const {
+    Vec2 out{};
+    std::memcpy(&out, &v, count * sizeof(float));
+    return out;
   }
   template <class T> static Vec2 rounded(Vec2 v) { return {FK_ISA::rounded<T>(v.a), FK_ISA::rounded<T>(v.b)}; }
 };

@@ -1,4 +1,4 @@
-// RMSNorm on a GPU over raw pointers and a stream. Each launcher returns the error of its launches.
+// RMSNorm and LayerNorm on a GPU over raw pointers and a stream. Each launcher returns the error of its launches.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,6 +12,7 @@ namespace cuda {
 // f32.
 struct RmsNormForward : RmsNormForwardCall {
   const void* weight;  // [n_cols] or null
+  const void* bias;    // [n_cols] of weight_type or null; where `centered` only
   Dtype weight_type;
   float weight_offset;
 };
@@ -22,14 +23,16 @@ struct RmsNormBackward : RmsNormBackwardCall {
   float weight_offset;
   void* dw;           // [n_cols] of weight_type, or null
   float* dw_partial;  // [n_blocks, n_cols], or null where dw is
-  int n_blocks;       // of rms_norm_backward_blocks
+  void* db;           // the same for the bias; where `centered` only
+  float* db_partial;
+  int n_blocks;  // of rms_norm_backward_blocks
 };
 
 cudaError_t rms_norm_forward(const RmsNormForward& args, cudaStream_t stream);
 cudaError_t rms_norm_backward(const RmsNormBackward& args, cudaStream_t stream);
 
 // Blocks of the backward pass, which is persistent: each block takes row after row. `args` is complete but for what
-// depends on their number: dw, dw_partial and n_blocks.
+// depends on their number: dw, db, their partial sums and n_blocks.
 int rms_norm_backward_blocks(const RmsNormBackward& args, int multiprocessors);
 
 }  // namespace cuda

@@ -5,7 +5,7 @@
 // block, and issues them all before it uses any. The remainder of a row, fewer than kVec values, is done one by one.
 #include "swiglu.h"
 
-#include "dispatch.cuh"
+#include "activation.cuh"
 
 namespace foundry {
 namespace cuda {
@@ -13,30 +13,6 @@ namespace {
 
 constexpr int kReads = 2;
 constexpr int kMaxThreads = 128;
-
-// activation(g), and its derivative.
-struct Activated {
-  float value, derivative;
-};
-
-// 1 / (1 + e^-v).
-__device__ __forceinline__ float logistic(float v) { return 1.f / (1.f + expf(-v)); }
-
-template <Activation kActivation>
-__device__ __forceinline__ Activated activate(float g) {
-  if constexpr (kActivation == Activation::silu) {
-    const float s = logistic(g);
-    return {g * s, s * (1.f + g * (1.f - s))};
-  } else if constexpr (kActivation == Activation::gelu) {
-    constexpr float kRoot = 0.707106781f, kPeak = 0.398942280f;  // sqrt(1 / 2), 1 / sqrt(2 pi)
-    const float below = 0.5f + 0.5f * erff(g * kRoot);
-    return {g * below, below + g * (expf(-0.5f * g * g) * kPeak)};
-  } else {                                                     // (1 + tanh(u)) / 2 is the logistic function of 2u
-    constexpr float kScale = 1.59576912f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-    const float squared = g * g, s = logistic(g * (squared * kCubic + 1.f) * kScale);
-    return {g * s, s + g * (s * (1.f - s)) * ((squared * (3.f * kCubic) + 1.f) * kScale)};
-  }
-}
 
 // The columns of a row that a block takes, and which of them this thread takes.
 template <int kVec>
@@ -121,23 +97,6 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
     write(col, load<X, 1>(dy + col), load<X, 1>(gate + col), load<X, 1>(up + col));
 }
 
-// Of an output: any two rows are a multiple of `stride` apart.
-RowStrides row_by_row(int64_t stride) { return {{stride, stride, stride}}; }
-
-// Calls f(Tag<X>, activation, values per read).
-template <class F>
-cudaError_t with_kinds(Dtype type, Activation activation, bool vectors, F&& f) {
-  const auto sized = [&](auto x, auto kind) {
-    constexpr int kVec = 16 / sizeof(FK_TYPE(x));
-    return vectors ? f(x, kind, Constant<kVec>{}) : f(x, kind, Constant<1>{});
-  };
-  return with_type(type, [&](auto x) {
-    if (activation == Activation::silu) return sized(x, Constant<Activation::silu>{});
-    if (activation == Activation::gelu) return sized(x, Constant<Activation::gelu>{});
-    return sized(x, Constant<Activation::gelu_tanh>{});
-  });
-}
-
 // Launches one block per tile, of as many threads as a narrow row needs, at most kMaxThreads.
 template <int kVec, class Args>
 cudaError_t launch_tiles(void (*kernel)(Args, unsigned), const Args& a, cudaStream_t stream) {
@@ -155,7 +114,7 @@ cudaError_t launch_tiles(void (*kernel)(Args, unsigned), const Args& a, cudaStre
 cudaError_t glu_forward(const GluForward& a, cudaStream_t stream) {
   const bool vectors = aligned(a.gate, a.type, a.rows, a.gate_strides) && aligned(a.up, a.type, a.rows, a.up_strides) &&
                        aligned(a.y, a.type, a.rows, row_by_row(a.n_cols));
-  return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
+  return with_kinds<true>(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
     constexpr int kVec = decltype(vec)::value;
     return launch_tiles<kVec>(forward_kernel<FK_TYPE(x), decltype(kind)::value, kVec>, a, stream);
   });
@@ -166,7 +125,7 @@ cudaError_t glu_backward(const GluBackward& a, cudaStream_t stream) {
                        aligned(a.up, a.type, a.rows, a.up_strides) &&
                        aligned(a.dgate, a.type, a.rows, row_by_row(a.out_stride)) &&
                        aligned(a.dup, a.type, a.rows, row_by_row(a.out_stride));
-  return with_kinds(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
+  return with_kinds<true>(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
     constexpr int kVec = decltype(vec)::value;
     return launch_tiles<kVec>(backward_kernel<FK_TYPE(x), decltype(kind)::value, kVec>, a, stream);
   });

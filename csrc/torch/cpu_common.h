@@ -28,6 +28,12 @@ inline Tensor float_weight(const Tensor& weight, double offset, bool split = fal
   return out;
 }
 
+// Rows are cut into chunks, over each of which one thread sums, by the shape alone: so the gradient of a weight does
+// not depend on the number of threads.
+inline int64_t rows_a_chunk(int64_t n_rows, int64_t n_cols) {
+  return std::max<int64_t>({1, std::min<int64_t>(64, kGrain / n_cols), (n_rows + 127) / 128});
+}
+
 // The gradient of a weight from float chunks [n_chunks, n_cols], summed in their order and rounded once.
 inline void sum_chunks_into(const Tensor& dw, const Tensor& chunks) {
   const int64_t n_chunks = chunks.size(0), n_cols = chunks.size(1);

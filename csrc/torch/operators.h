@@ -13,6 +13,10 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, doubl
                 bool round_before_weight);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                         double eps, double weight_offset, bool round_before_weight);
+Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps);
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                          const OptionalTensor& bias, double eps);
+Tensor bias_gelu(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate);
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up);
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate);
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,

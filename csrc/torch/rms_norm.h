@@ -1,4 +1,5 @@
-// What the CPU and CUDA sides of the operator share: shapes, checks, outputs, and what the kernels are given.
+// What the CPU and CUDA sides of rms_norm and layer_norm share: shapes, checks, outputs, and what the kernels are
+// given.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,10 +18,14 @@ inline at::ScalarType y_dtype(const Tensor& x, const Tensor& weight, bool round_
                                                  : x.scalar_type();
 }
 
+inline void check_vector(const char* name, const Tensor& vector, const Tensor& x) {
+  TORCH_CHECK_VALUE(!vector.defined() || (vector.dim() == 1 && vector.sym_size(0) == x.sym_size(-1)), name,
+                    " must have shape [", x.sym_size(-1), "], the width of x; got ", vector.sym_sizes());
+}
+
 inline void check_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight) {
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.sym_size(-1) > 0, "x must have a last dimension of at least 1");
-  TORCH_CHECK_VALUE(!weight.defined() || (weight.dim() == 1 && weight.sym_size(0) == x.sym_size(-1)),
-                    "weight must have shape [", x.sym_size(-1), "], the width of x; got ", weight.sym_sizes());
+  check_vector("weight", weight, x);
   TORCH_CHECK_VALUE(!residual.defined() || residual.sym_sizes() == x.sym_sizes(), "residual must have x's shape");
   TORCH_CHECK_TYPE(!residual.defined() || residual.scalar_type() == x.scalar_type(), "residual must have x's dtype");
 }
@@ -43,6 +48,24 @@ inline std::tuple<Tensor, Tensor> empty_bwd(const Tensor& x, const Tensor& weigh
   Tensor dx = need_dx ? at::empty_symint(x.sym_sizes(), x.options()) : absent(x, x.scalar_type());
   Tensor dw = need_dw ? at::empty_symint(weight.sym_sizes(), weight.options()) : absent(x, x.scalar_type());
   return {dx, dw};
+}
+
+// The same of layer_norm: (y, h, mean, rstd), and (dx, dw, db).
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> empty_layer_fwd(const Tensor& x, const Tensor& residual,
+                                                                  const Tensor& weight, const Tensor& bias,
+                                                                  bool save_stats) {
+  check_vector("bias", bias, x);
+  auto [y, h, rstd] = empty_fwd(x, residual, weight, /*round_before_weight=*/false, save_stats);
+  Tensor mean = save_stats ? at::empty_symint(rstd.sym_sizes(), rstd.options()) : absent(x, at::kFloat);
+  return {y, h, mean, rstd};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> empty_layer_bwd(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                                          bool need_dx, bool need_dw, bool need_db) {
+  TORCH_CHECK_VALUE(!need_db || bias.defined(), "there is no bias to give a gradient for");
+  auto [dx, dw] = empty_bwd(x, weight, need_dx, need_dw);
+  Tensor db = need_db ? at::empty_symint(bias.sym_sizes(), bias.options()) : absent(x, x.scalar_type());
+  return {dx, dw, db};
 }
 
 // What both kinds of kernels are given. `x` and `residual` are replaced by copies where strides do not reach their
@@ -83,6 +106,16 @@ inline void set_backward(RmsNormBackwardCall& args, Tensor& dy, Tensor& dh, Tens
   args.round_before_weight = round_before_weight;
   args.x_type = dtype_of(x);
   args.y_type = dtype_of(dy);
+}
+
+inline void set_centered(RmsNormForwardCall& args, const Tensor& mean) {
+  args.centered = true;
+  args.mean = mean.numel() ? mean.mutable_data_ptr<float>() : nullptr;
+}
+
+inline void set_centered(RmsNormBackwardCall& args, const Tensor& mean) {
+  args.centered = true;
+  args.mean = mean.const_data_ptr<float>();
 }
 
 }  // namespace foundry

@@ -1,6 +1,8 @@
-// The CPU launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
+// The CPU launches of foundry_kernels::rms_norm_* and layer_norm_*; see rms_norm.cpp and layer_norm.cpp for the
+// operators.
 #include "rms_norm.h"
 
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -9,6 +11,31 @@
 
 namespace foundry {
 namespace {
+
+void run_forward(const RmsNormForward& args) {
+  const auto kernel = FK_CHOOSE_ISA(rms_norm_forward);
+  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+// Chunks of rows, over each of which a thread sums the gradients of weight and bias.
+class Chunks {
+ public:
+  explicit Chunks(RmsNormBackward& args) : args_(args) {
+    args.chunk_rows = rows_a_chunk(args.rows.count(), args.n_cols);
+    count_ = (args.rows.count() + args.chunk_rows - 1) / args.chunk_rows;
+  }
+  Tensor empty(const Tensor& x) const { return at::empty({count_, args_.n_cols}, x.options().dtype(at::kFloat)); }
+  void run() const {
+    const auto kernel = FK_CHOOSE_ISA(rms_norm_backward);
+    at::parallel_for(0, count_, std::max<int64_t>(1, kGrain / (args_.chunk_rows * args_.n_cols)),
+                     [&](int64_t begin, int64_t end) { kernel(args_, begin, end); });
+  }
+
+ private:
+  RmsNormBackward& args_;
+  int64_t count_;
+};
 
 std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
                                            const OptionalTensor& weight_, double eps, double weight_offset,
@@ -24,9 +51,7 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTenso
   set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
   const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  const auto kernel = FK_CHOOSE_ISA(rms_norm_forward);
-  at::parallel_for(0, args.rows.count(), std::max<int64_t>(1, kGrain / args.n_cols),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  run_forward(args);
   return {y, h, rstd};
 }
 
@@ -44,20 +69,67 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_,
   set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
   const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
-  const int64_t n_cols = args.n_cols, n_rows = args.rows.count();
-  // Rows are cut into chunks by the shape alone, so that dW does not depend on the number of threads.
-  args.chunk_rows = std::max<int64_t>({1, std::min<int64_t>(64, kGrain / n_cols), (n_rows + 127) / 128});
-  const int64_t n_chunks = (n_rows + args.chunk_rows - 1) / args.chunk_rows;
+  const Chunks chunks(args);
   Tensor dw_chunks;
   if (need_dw) {
-    dw_chunks = at::empty({n_chunks, n_cols}, x.options().dtype(at::kFloat));
+    dw_chunks = chunks.empty(x);
     args.dw_chunks = dw_chunks.mutable_data_ptr<float>();
   }
-  const auto kernel = FK_CHOOSE_ISA(rms_norm_backward);
-  at::parallel_for(0, n_chunks, std::max<int64_t>(1, kGrain / (args.chunk_rows * n_cols)),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  chunks.run();
   if (need_dw) sum_chunks_into(dw, dw_chunks);
   return {dx, dw};
+}
+
+// A weight or bias for kernels that always read one.
+Tensor float_vector(const Tensor& vector, const Tensor& x, float otherwise, bool split) {
+  if (vector.defined()) return float_weight(vector, 0.0, split);
+  return at::full({x.size(-1)}, otherwise, x.options().dtype(at::kFloat));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
+                                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                                         double eps, bool save_stats) {
+  Tensor x = x_, residual = unwrap(residual_);
+  auto [y, h, mean, rstd] = empty_layer_fwd(x, residual, unwrap(weight), unwrap(bias), save_stats);
+  if (x.numel() == 0) return {y, h, mean, rstd};
+  advise_huge_pages(y);
+  if (residual.defined()) advise_huge_pages(h);
+
+  RmsNormForward args{};
+  set_forward(args, x, residual, y, h, rstd, eps, /*round_before_weight=*/false);
+  set_centered(args, mean);
+  const bool split = reads_split(args.x_type, args.y_type);
+  const Tensor scale = float_vector(unwrap(weight), x, 1.0f, split), shift = float_vector(unwrap(bias), x, 0.0f, split);
+  args.weight = scale.const_data_ptr<float>();
+  args.bias = shift.const_data_ptr<float>();
+  run_forward(args);
+  return {y, h, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
+                                                 const OptionalTensor& weight_, const OptionalTensor& bias,
+                                                 const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
+                                                 bool need_db) {
+  Tensor dy = dy_, dh = unwrap(dh_), x = x_;
+  const Tensor weight = unwrap(weight_);
+  auto [dx, dw, db] = empty_layer_bwd(x, weight, unwrap(bias), need_dx, need_dw, need_db);
+  if (x.numel() == 0) return {dx, dw.zero_(), db.zero_()};
+  if (!need_dx && !need_dw && !need_db) return {dx, dw, db};
+  if (need_dx) advise_huge_pages(dx);
+
+  RmsNormBackward args{};
+  set_backward(args, dy, dh, x, rstd, dx, /*round_before_weight=*/false);
+  set_centered(args, mean);
+  const Tensor scale = float_weight(weight, 0.0, reads_split(args.x_type, args.y_type));
+  args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
+  const Chunks chunks(args);
+  Tensor dw_chunks, db_chunks;
+  if (need_dw) args.dw_chunks = (dw_chunks = chunks.empty(x)).mutable_data_ptr<float>();
+  if (need_db) args.db_chunks = (db_chunks = chunks.empty(x)).mutable_data_ptr<float>();
+  chunks.run();
+  if (need_dw) sum_chunks_into(dw, dw_chunks);
+  if (need_db) sum_chunks_into(db, db_chunks);
+  return {dx, dw, db};
 }
 
 }  // namespace
@@ -65,6 +137,8 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_,
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
   m.impl("rms_norm_fwd", &fwd_cpu);
   m.impl("rms_norm_bwd", &bwd_cpu);
+  m.impl("layer_norm_fwd", &layer_fwd_cpu);
+  m.impl("layer_norm_bwd", &layer_bwd_cpu);
 }
 
 }  // namespace foundry

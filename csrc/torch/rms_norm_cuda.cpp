@@ -1,4 +1,5 @@
-// The GPU launches of foundry_kernels::rms_norm_fwd and rms_norm_bwd; see rms_norm.cpp for the operators.
+// The GPU launches of foundry_kernels::rms_norm_* and layer_norm_*; see rms_norm.cpp and layer_norm.cpp for the
+// operators.
 #include "../cuda/rms_norm.h"
 
 #include <torch/library.h>
@@ -66,11 +67,80 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_
   return {dx, dw};
 }
 
+// Weight and bias in one dtype that kernels are compiled for: their own where they share it, else float.
+std::array<Tensor, 2> affine_of_compiled_dtype(const Tensor& weight, const Tensor& bias, const Tensor& x) {
+  const bool one_dtype = !weight.defined() || !bias.defined() || weight.scalar_type() == bias.scalar_type();
+  const auto compiled = [&](const Tensor& t) {
+    return weight_of_compiled_dtype(one_dtype || !t.defined() ? t : t.to(at::kFloat), x);
+  };
+  return {compiled(weight), compiled(bias)};
+}
+
+template <class Args>
+void set_affine(Args& args, const Tensor& weight, const Tensor& bias) {
+  args.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
+  args.weight_type = weight.defined() ? dtype_of(weight) : bias.defined() ? dtype_of(bias) : args.x_type;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cuda(const Tensor& x_, const OptionalTensor& residual_,
+                                                          const OptionalTensor& weight_, const OptionalTensor& bias_,
+                                                          double eps, bool save_stats) {
+  Tensor x = x_, residual = unwrap(residual_);
+  auto [y, h, mean, rstd] = empty_layer_fwd(x, residual, unwrap(weight_), unwrap(bias_), save_stats);
+  if (x.numel() == 0) return {y, h, mean, rstd};
+  const OnDevice device(x);
+  const auto [weight, bias] = affine_of_compiled_dtype(unwrap(weight_), unwrap(bias_), x);
+
+  cuda::RmsNormForward args{};
+  set_forward(args, x, residual, y, h, rstd, eps, /*round_before_weight=*/false);
+  set_centered(args, mean);
+  set_affine(args, weight, bias);
+  args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  check_cuda(cuda::rms_norm_forward(args, device.stream()), "layer_norm forward");
+  return {y, h, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
+                                                  const OptionalTensor& weight_, const OptionalTensor& bias_,
+                                                  const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
+                                                  bool need_db) {
+  Tensor dy = dy_, dh = unwrap(dh_), x = x_;
+  auto [dx, dw, db] = empty_layer_bwd(x, unwrap(weight_), unwrap(bias_), need_dx, need_dw, need_db);
+  if (x.numel() == 0) return {dx, dw.zero_(), db.zero_()};
+  if (!need_dx && !need_dw && !need_db) return {dx, dw, db};
+  const OnDevice device(x);
+  const auto [weight, bias] = affine_of_compiled_dtype(unwrap(weight_), unwrap(bias_), x);
+
+  cuda::RmsNormBackward args{};
+  set_backward(args, dy, dh, x, rstd, dx, /*round_before_weight=*/false);
+  set_centered(args, mean);
+  set_affine(args, weight, bias);
+  args.n_blocks = cuda::rms_norm_backward_blocks(args, device.multiprocessors());
+  Tensor dw_partial, db_partial, dw_out, db_out;
+  const auto partial = [&] { return at::empty({args.n_blocks, args.n_cols}, x.options().dtype(at::kFloat)); };
+  if (need_dw) {
+    dw_out = weight.scalar_type() == dw.scalar_type() ? dw : at::empty_like(weight);
+    args.dw_partial = (dw_partial = partial()).mutable_data_ptr<float>();
+    args.dw = dw_out.mutable_data_ptr();
+  }
+  if (need_db) {
+    db_out = bias.scalar_type() == db.scalar_type() ? db : at::empty_like(bias);
+    args.db_partial = (db_partial = partial()).mutable_data_ptr<float>();
+    args.db = db_out.mutable_data_ptr();
+  }
+  check_cuda(cuda::rms_norm_backward(args, device.stream()), "layer_norm backward");
+  if (need_dw && !dw_out.is_same(dw)) dw.copy_(dw_out);
+  if (need_db && !db_out.is_same(db)) db.copy_(db_out);
+  return {dx, dw, db};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
   m.impl("rms_norm_fwd", &fwd_cuda);
   m.impl("rms_norm_bwd", &bwd_cuda);
+  m.impl("layer_norm_fwd", &layer_fwd_cuda);
+  m.impl("layer_norm_bwd", &layer_bwd_cuda);
 }
 
 }  // namespace foundry

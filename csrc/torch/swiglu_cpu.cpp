@@ -13,8 +13,8 @@ namespace {
 
 template <class Args>
 void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
-  const int64_t tiles = args.rows.count() * glu_tiles_a_row(args.n_cols);
-  at::parallel_for(0, tiles, std::max<int64_t>(1, kExpGrain / std::min(args.n_cols, kGluTile)),
+  const int64_t tiles = args.rows.count() * tiles_a_row(args.n_cols);
+  at::parallel_for(0, tiles, std::max<int64_t>(1, kExpGrain / std::min(args.n_cols, kTile)),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 

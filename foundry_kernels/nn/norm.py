@@ -1,4 +1,4 @@
-"""RMSNorm as a module."""
+"""RMSNorm and LayerNorm as modules."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_tensor
+from foundry_kernels._checks import check_eps, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.ops.rms_norm import add_rms_norm, rms_norm
+from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -52,8 +52,7 @@ class RMSNorm(torch.nn.RMSNorm):
         if eps is not None and not eps >= 0.0:
             raise ValueError(f"eps must be None or >= 0; got {eps}")
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        if not self.normalized_shape or min(self.normalized_shape) < 1:
-            raise ValueError(f"normalized_shape must hold sizes of at least 1; got {self.normalized_shape}")
+        _check_normalized_shape(self.normalized_shape)
         self.weight_offset = weight_offset
         self.round_before_weight = round_before_weight
         self.backends = backends
@@ -112,3 +111,81 @@ class RMSNorm(torch.nn.RMSNorm):
         if self.round_before_weight:
             extra += ", round_before_weight=True"
         return super().extra_repr() + extra
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """:class:`torch.nn.LayerNorm` over this package's kernels: same arguments, attributes and state dict.
+
+    ``y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, mean and variance over the last
+    ``len(normalized_shape)`` dimensions.
+
+    Args:
+        normalized_shape: int or ints, the trailing dimensions of x that are normalised together.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias beside the weight.
+        backend: a backend's name, or a mapping of operations to names.
+
+    Raises:
+        ValueError: a zero-width or empty `normalized_shape`, a negative eps, an unknown backend.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: Backend = "auto",
+    ) -> None:
+        backends = plan(backend, ("layer_norm", "add_layer_norm"))
+        check_eps(eps)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        _check_normalized_shape(self.normalized_shape)
+        self.backends = backends
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise `x`, or the sum of `x` and `residual`.
+
+        Args:
+            x: ``[..., *normalized_shape]``.
+            residual: None, or a tensor of x's shape.
+
+        Returns:
+            ``y`` of x's shape; with a residual ``(y, h)``, ``h = x + residual`` rounded to x's dtype and y its norm.
+
+        Raises:
+            ValueError: x does not end in `normalized_shape`, or the operation's own conditions.
+        """
+        check_tensor("x", x)
+        dims, shape = len(self.normalized_shape), x.shape
+        if tuple(shape[-dims:]) != self.normalized_shape:
+            raise ValueError(f"x must end in normalized_shape {self.normalized_shape}; got shape {tuple(shape)}")
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        if dims > 1:
+            x = x.flatten(-dims)
+            weight, bias = (None if v is None else v.flatten() for v in (weight, bias))
+            residual = None if residual is None else residual.flatten(-dims)
+        if residual is None:
+            y = layer_norm(x, weight, bias, self.eps, backend=self.backends["layer_norm"])
+            return y if dims == 1 else y.view(shape)
+        y, h = add_layer_norm(x, residual, weight, bias, self.eps, backend=self.backends["add_layer_norm"])
+        return (y, h) if dims == 1 else (y.view(shape), h.view(shape))
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", backend={describe(self.backends)}"
+
+
+def _check_normalized_shape(normalized_shape: tuple[int, ...]) -> None:
+    if not normalized_shape or min(normalized_shape) < 1:
+        raise ValueError(f"normalized_shape must hold sizes of at least 1; got {normalized_shape}")

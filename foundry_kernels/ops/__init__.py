@@ -1,5 +1,5 @@
 """One folder an operation. Importing this package registers them all."""
 
-from foundry_kernels.ops import cross_entropy, flash_attention, linear_cross_entropy, rms_norm, rope, swiglu
+from foundry_kernels.ops import bias_gelu, cross_entropy, flash_attention, linear_cross_entropy, rms_norm, rope, swiglu
 
-__all__ = ["cross_entropy", "flash_attention", "linear_cross_entropy", "rms_norm", "rope", "swiglu"]
+__all__ = ["bias_gelu", "cross_entropy", "flash_attention", "linear_cross_entropy", "rms_norm", "rope", "swiglu"]

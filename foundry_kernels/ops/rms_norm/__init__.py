@@ -1,4 +1,4 @@
-r"""RMSNorm, and RMSNorm of a residual sum.
+r"""RMSNorm and LayerNorm, and those of a residual sum.
 
 For a row :math:`x \in R^N` with weight :math:`w` and offset :math:`o`
 
@@ -9,10 +9,18 @@ and, with :math:`dy_i = \partial L / \partial y_i` and :math:`v_i = dy_i (w_i + 
 .. math:: \partial L / \partial x_i = r \, v_i - x_i \, \frac{r^3}{N} \sum_j v_j x_j, \qquad
           \partial L / \partial w_i = \sum_{rows} dy_i \, x_i \, r .
 
-The backward pass needs the input and one number per row, :math:`r` (`rstd`), which is saved only where a gradient is
-needed. Arithmetic is in float32 (float64 for float64 inputs); results are rounded once.
+LayerNorm subtracts the row's mean :math:`m` first and adds a bias :math:`b`: with :math:`n_i = (x_i - m) \, r`
 
-Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
+.. math:: r = 1 / \sqrt{\tfrac1N \sum_i (x_i - m)^2 + \epsilon}, \qquad y_i = n_i w_i + b_i, \qquad
+          \partial L / \partial x_i = r \Bigl(v_i - \tfrac1N \sum_j v_j - n_i \tfrac1N \sum_j v_j n_j\Bigr), \quad
+          \partial L / \partial w_i = \sum_{rows} dy_i \, n_i, \quad \partial L / \partial b_i = \sum_{rows} dy_i .
+
+The backward pass needs the input and :math:`r` (`rstd`) of each row, LayerNorm :math:`m` (`mean`) too; they are saved
+only where a gradient is needed. The variance is summed around the mean, never as a difference of squares. Arithmetic is
+in float32 (float64 for float64 inputs); results are rounded once.
+
+Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467; Ba, Kiros and Hinton, "Layer
+Normalization", 2016, arXiv:1607.06450.
 """
 
 from __future__ import annotations
@@ -99,32 +107,124 @@ def add_rms_norm(
         if pair is not None:
             return pair
     _check(x, weight, eps, weight_offset)
-    check_float("residual", residual)
-    check_shape("residual", residual, x.shape, "that of x")
-    check_device("residual", residual, "x", x)
+    _check_residual(x, residual)
     if residual.dtype != x.dtype:
         h = (x + residual).to(x.dtype)
         return resolve(RMS_NORM, backend, x)(h, weight, eps, weight_offset, round_before_weight), h
     return resolve(ADD_RMS_NORM, backend, x)(x, residual, weight, eps, weight_offset, round_before_weight)
 
 
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Layer normalization over the last dimension.
+
+    ``y = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias``, with the variance of the row itself (divided by
+    N, not by N - 1).
+
+    Args:
+        x: ``[..., N]`` float32, bfloat16, float16 or float64, any strides. N >= 1; other dimensions may be 0.
+        weight: ``[N]``, any of these dtypes (float64 only with a float64 x), or None for no scaling.
+        bias: ``[N]``, likewise, or None; with or without a weight.
+        eps: added to the variance, >= 0.
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``y [..., N]``, contiguous, of ``x.dtype``.
+
+    Raises:
+        TypeError: an argument is not a tensor or does not have a floating-point dtype.
+        ValueError: `x` is a scalar or N is 0, `weight` or `bias` does not match it or is on another device, `eps` is
+            negative, or the backend is unknown.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
+    """
+    if not is_dynamo_compiling() and (y := LAYER_NORM.direct(backend, x, weight, bias, eps)) is not None:
+        return y
+    _check_layer_norm(x, weight, bias, eps)
+    return resolve(LAYER_NORM, backend, x)(x, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The residual sum and its LayerNorm in one pass: ``h = x + residual``, ``y = layer_norm(h)``.
+
+    Args:
+        x: ``[..., N]``, as for :func:`layer_norm`.
+        residual: ``[..., N]``, as for :func:`add_rms_norm`.
+        weight, bias, eps, backend: as for :func:`layer_norm`.
+
+    Returns:
+        ``(y, h)``, both ``[..., N]`` and contiguous. ``h`` is the sum rounded to ``x.dtype``, the next residual; ``y``
+        is ``layer_norm(h)``.
+
+    Raises:
+        As :func:`layer_norm`; ValueError if `residual` does not match `x`.
+    """
+    if not is_dynamo_compiling():
+        pair = ADD_LAYER_NORM.direct(backend, x, residual, weight, bias, eps)
+        if pair is not None:
+            return pair
+    _check_layer_norm(x, weight, bias, eps)
+    _check_residual(x, residual)
+    if residual.dtype != x.dtype:
+        h = (x + residual).to(x.dtype)
+        return resolve(LAYER_NORM, backend, x)(h, weight, bias, eps), h
+    return resolve(ADD_LAYER_NORM, backend, x)(x, residual, weight, bias, eps)
+
+
 def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
+    _check_rows(x, eps)
+    if weight is not None:
+        _check_vector("weight", weight, x)
+    elif weight_offset:
+        raise ValueError(f"weight_offset needs a weight to be added to; got weight_offset={weight_offset}, weight=None")
+
+
+def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    _check_rows(x, eps)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            _check_vector(name, vector, x)
+
+
+def _check_rows(x: Tensor, eps: float) -> None:
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension; got a scalar")
-    width = x.shape[-1]
-    if width == 0:
+    if x.shape[-1] == 0:
         raise ValueError(f"x must have a last dimension of at least 1; got shape {tuple(x.shape)}")
-    if weight is not None:
-        check_float("weight", weight)
-        check_shape("weight", weight, (width,), "the width of x")
-        check_device("weight", weight, "x", x)
-        if weight.dtype == torch.float64 != x.dtype:
-            raise TypeError(f"weight may be float64 only where x is; got x of {x.dtype}")
-    elif weight_offset:
-        raise ValueError(f"weight_offset needs a weight to be added to; got weight_offset={weight_offset}, weight=None")
     check_eps(eps)
+
+
+def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:
+    check_float(name, vector)
+    check_shape(name, vector, (x.shape[-1],), "the width of x")
+    check_device(name, vector, "x", x)
+    if vector.dtype == torch.float64 != x.dtype:
+        raise TypeError(f"{name} may be float64 only where x is; got x of {x.dtype}")
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    check_float("residual", residual)
+    check_shape("residual", residual, x.shape, "that of x")
+    check_device("residual", residual, "x", x)
 
 
 RMS_NORM = register_op(rms_norm, reference.rms_norm)
 ADD_RMS_NORM = register_op(add_rms_norm, reference.add_rms_norm)
+LAYER_NORM = register_op(layer_norm, reference.layer_norm)
+ADD_LAYER_NORM = register_op(add_layer_norm, reference.add_layer_norm)

@@ -11,10 +11,13 @@ from torch import Tensor
 from foundry_kernels.testing import Arg, Case
 
 
-def _bench(rows: int, width: int, residual: bool, name: str) -> Case:
-    args: dict[str, Arg | None] = {"x": Arg((rows, width)), "weight": Arg((width,))}
-    if residual:
-        args = {"x": Arg((rows, width)), "residual": Arg((rows, width)), "weight": Arg((width,))}
+def _bench(op: str, rows: int, width: int, name: str) -> Case:
+    args: dict[str, Arg | None] = {"x": Arg((rows, width))}
+    if op.startswith("add_"):
+        args["residual"] = Arg((rows, width))
+    args["weight"] = Arg((width,))
+    if op.endswith("layer_norm"):
+        return Case(f"{rows}x{width}-{name}", args | {"bias": Arg((width,))})
     return Case(f"{rows}x{width}-{name}", args, {"round_before_weight": True})
 
 
@@ -37,16 +40,15 @@ BENCH_QUICK = ("cached", "large", "llama-8b", "decode")
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(_bench(rows, width, op == "add_rms_norm", name) for rows, width, name in _BENCH_SHAPES[device])
+    return tuple(_bench(op, *shape) for shape in _BENCH_SHAPES[device])
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
     """Growing shapes, by the size that grows: N is the width, T the rows."""
     rows, width, top = (1024, 2048, 13) if device == "cpu" else (16384, 4096, 15)
-    residual = op == "add_rms_norm"
     return {
-        "N": tuple((2**i, _bench(rows, 2**i, residual, "width")) for i in range(7, top + 1, 2)),
-        "T": tuple((2**i, _bench(2**i, width, residual, "rows")) for i in range(6, top + 1, 2)),
+        "N": tuple((2**i, _bench(op, rows, 2**i, "width")) for i in range(7, top + 1, 2)),
+        "T": tuple((2**i, _bench(op, 2**i, width, "rows")) for i in range(6, top + 1, 2)),
     }
 
 
@@ -81,9 +83,21 @@ def _torch(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
 
 
+def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """PyTorch's own kernel; models use it, and torch.compile decomposes it."""
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, 1e-5)
+
+
+def _add_layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + residual
+    return _layer(h, weight, bias), h
+
+
 _PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "rms_norm": {"eager": _eager, "F.rms_norm": _torch},
     "add_rms_norm": {"eager": _eager_add, "F.rms_norm": _torch_add},
+    "layer_norm": {"eager": _layer},
+    "add_layer_norm": {"eager": _add_layer},
 }
 
 

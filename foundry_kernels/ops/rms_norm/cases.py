@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,12 +58,53 @@ _RMS_NORM = (
 )
 
 
+def _constant(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Rows of one value each: what is left of them around their mean is nothing."""
+    return torch.randn((*shape[:-1], 1), generator=g, dtype=torch.float64).expand(shape)
+
+
+def _layer(shape: tuple[int, ...], note: str = "", *, b: Arg | str | None = "", **kw: Any) -> Case:
+    """As `_case`, with a bias."""
+    case = _case(shape, note, **kw)
+    bias = Arg((shape[-1],), values=normal(0.5)) if isinstance(b, str) else b
+    return replace(case, args={**case.args, "bias": bias})
+
+
+_LAYER_NORM = (
+    *(_layer((rows, width)) for rows, width in [(1, 1), (3, 2), (5, 17), (33, 64), (7, 129), (9, 1000), (3, 5120)]),
+    _layer((2, 16384), "two-reads", interpreted=False),
+    _layer((2, 20011), "wide", interpreted=False),
+    _layer((1, 16411), "wide-frozen", w=Arg((16411,), grad=False), b=Arg((16411,), grad=False)),
+    _layer((300, 2048), "threads", interpreted=False),
+    _layer((96,), "vector"),
+    _layer((0, 64), "empty"),
+    _layer((2, 3, 5, 40), "swapped", x=Arg((2, 3, 5, 40), "swapped"), cotangent="swapped"),
+    _layer((6, 100), "sliced", x=Arg((6, 100), "sliced"), w=Arg((100,), "offset"), cotangent="sliced"),
+    _layer((6, 100), "strided", x=Arg((6, 100), "strided"), b=Arg((100,), "strided"), cotangent="expanded"),
+    _layer((8, 256), "no-bias", b=None),
+    _layer((8, 256), "no-weight", w=None),
+    _layer((8, 256), "plain", w=None, b=None),
+    _layer((8, 256), "frozen-weight", w=Arg((256,), grad=False)),
+    _layer((8, 256), "frozen-bias", b=Arg((256,), grad=False)),
+    _layer((8, 256), "frozen-input", x=Arg((8, 256), grad=False)),
+    _layer((8, 256), "fp32-weight-half-bias", w=Arg((256,), dtype=torch.float32), b=Arg((256,), dtype=torch.float16)),
+    # What a difference of squares, or of sums that are not about the mean, loses:
+    _layer((64, 256), "far-mean", x=Arg((64, 256), values=normal(1.0, 1e4))),
+    _layer((8, 5003), "far-mean-wide", x=Arg((8, 5003), values=normal(1.0, 1e4))),
+    _layer((8, 256), "constant", x=Arg((8, 256), values=_constant)),
+    _layer((8, 256), "one-large", x=Arg((8, 256), values=_one_large)),
+    _layer((8, 256), "small-eps0", x=Arg((8, 256), values=normal(1e-2)), options={"eps": 0.0}),
+)
+
+
 def _with_residual(case: Case) -> Case:
     x = case.args["x"]
     assert x is not None
-    return Case(
-        case.id, {"x": x, "residual": x, "weight": case.args["weight"]}, case.options, case.cotangent, case.interpreted
-    )
+    vectors = {name: arg for name, arg in case.args.items() if name != "x"}
+    return replace(case, args={"x": x, "residual": x, **vectors})
+
+
+_IN_BOTH = ("3x2", "9x1000", "2x20011", "1x16411", "300x2048-threads", "0x64-empty", "8x256-plain", "64x256-far-mean")
 
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -79,6 +121,15 @@ CASES: dict[str, tuple[Case, ...]] = {
             {"x": Arg((6, 64)), "residual": Arg((6, 64), dtype=torch.float32), "weight": Arg((64,))},
         ),
     ),
+    "layer_norm": _LAYER_NORM,
+    "add_layer_norm": (
+        *(_with_residual(case) for case in _LAYER_NORM if case.id.startswith(_IN_BOTH)),
+        Case(
+            "2x3x5x40-mixed-layouts",
+            {"x": Arg((2, 3, 5, 40), "swapped"), "residual": Arg((2, 3, 5, 40)), "bias": Arg((40,))},
+        ),
+        Case("6x64-frozen-x", {"x": Arg((6, 64), grad=False), "residual": Arg((6, 64)), "weight": Arg((64,))}),
+    ),
 }
 
 
@@ -86,7 +137,7 @@ def scales(
     args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
 ) -> dict[str, float]:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size."""
-    x, weight = args["x"], args["weight"]
+    x, weight = args["x"], args.get("weight")
     assert x is not None
     x = x.detach()
     if "residual" in args:
@@ -95,11 +146,17 @@ def scales(
         x = x + residual.detach()
     if x.numel() == 0:
         return {}
-    rstd = (x.square().mean(-1, keepdim=True) + options.get("eps", 1e-6)).rsqrt()
+    centered = "bias" in args
+    if centered:
+        x = x - x.mean(-1, keepdim=True)
+    rstd = (x.square().mean(-1, keepdim=True) + options.get("eps", 1e-5 if centered else 1e-6)).rsqrt()
     terms = cotangents[0] * x * rstd
     w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
     into = float((cotangents[0] * w * rstd).abs().max())
     if len(cotangents) > 1:
         into = max(into, float(cotangents[1].abs().max()))
-    over_rows = terms.reshape(-1, x.shape[-1]).square().sum(0).sqrt().max()
-    return {"x": into, "residual": into, "weight": float(over_rows)}
+    return {"x": into, "residual": into, "weight": _over_rows(terms), "bias": _over_rows(cotangents[0])}
+
+
+def _over_rows(terms: Tensor) -> float:
+    return float(terms.reshape(-1, terms.shape[-1]).square().sum(0).sqrt().max())

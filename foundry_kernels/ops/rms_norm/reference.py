@@ -24,3 +24,22 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     h = (x + residual).contiguous()
     return rms_norm(h, weight, eps, weight_offset, round_before_weight), h
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    xc = x.contiguous().to(compute)
+    centered = xc - xc.mean(-1, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.to(compute)
+    if bias is not None:
+        y = y + bias.to(compute)
+    return y.to(x.dtype)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    h = (x + residual).contiguous()
+    return layer_norm(h, weight, bias, eps), h

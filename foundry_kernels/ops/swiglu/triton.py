@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foundry_kernels._activation import derivative, share
 from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import (
     compute_dtype,
@@ -29,29 +30,6 @@ from foundry_kernels._triton import (
     row_strides,
 )
 from foundry_kernels.tuning import choose
-
-
-@triton.jit
-def _share(b_g, ACTIVATION: tl.constexpr):
-    """activation(g) / g."""
-    if ACTIVATION == "silu":
-        return 1.0 / (1.0 + tl.exp(-b_g))
-    elif ACTIVATION == "gelu":
-        return 0.5 + 0.5 * tl.erf(b_g * 0.7071067811865476)
-    else:  # (1 + tanh(u)) / 2 is the logistic function of 2u
-        return 1.0 / (1.0 + tl.exp(b_g * (b_g * b_g * 0.044715 + 1.0) * -1.5957691216057308))
-
-
-@triton.jit
-def _derivative(b_g, b_share, ACTIVATION: tl.constexpr):
-    """The activation's derivative, from `_share`."""
-    if ACTIVATION == "silu":
-        return b_share * (1.0 + b_g * (1.0 - b_share))
-    elif ACTIVATION == "gelu":
-        return b_share + b_g * (tl.exp(b_g * b_g * -0.5) * 0.3989422804014327)
-    else:
-        b_inner = (b_g * b_g * (3 * 0.044715) + 1.0) * 1.5957691216057308
-        return b_share + b_g * (b_share * (1.0 - b_share)) * b_inner
 
 
 @triton.jit
@@ -75,7 +53,7 @@ def glu_fwd_kernel(
     o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
     b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
     b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
-    b_y = b_g * _share(b_g, ACTIVATION) * b_u
+    b_y = b_g * share(b_g, ACTIVATION) * b_u
     tl.store(y_ptr + (rows * n_cols)[:, None] + cols, round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -94,11 +72,11 @@ def glu_bwd_kernel(
     o_out = (rows * out_stride)[:, None] + cols
     b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
     b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
-    b_share = _share(b_g, ACTIVATION)
+    b_share = share(b_g, ACTIVATION)
     if NEED_DGATE:
         o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
         b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
-        b_dgate = b_dy * b_u * _derivative(b_g, b_share, ACTIVATION)
+        b_dgate = b_dy * b_u * derivative(b_g, b_share, ACTIVATION)
         tl.store(dgate_ptr + o_out, round_to(b_dgate, dgate_ptr.dtype.element_ty), mask=mask)
     if NEED_DUP:
         b_dup = b_dy * (b_g * b_share)

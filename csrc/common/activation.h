@@ -1,0 +1,8 @@
+// The activations that kernels have.
+#pragma once
+
+namespace foundry {
+
+enum class Activation { silu, gelu, gelu_tanh };
+
+}  // namespace foundry

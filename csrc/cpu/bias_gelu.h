@@ -1,0 +1,23 @@
+// GELU of x + bias on the CPU. The caller starts the threads: each call does a range of tiles, or of chunks of rows.
+#pragma once
+
+#include "../common/bias_gelu.h"
+#include "isa.h"
+#include "tiles.h"
+
+namespace foundry {
+
+struct BiasGeluForward : BiasGeluForwardCall {
+  const float* bias;  // [n_cols], split for bfloat16 (see vec2.h), or null
+};
+
+struct BiasGeluBackward : BiasGeluBackwardCall {
+  const float* bias;    // as in forward
+  float* dbias_chunks;  // [chunks, n_cols] or null; a chunk's sum over its rows
+  int64_t chunk_rows;
+};
+
+}  // namespace foundry
+
+FK_DECLARE_PER_ISA(void, bias_gelu_forward, const BiasGeluForward& args, int64_t tile_begin, int64_t tile_end)
+FK_DECLARE_PER_ISA(void, bias_gelu_backward, const BiasGeluBackward& args, int64_t chunk_begin, int64_t chunk_end)

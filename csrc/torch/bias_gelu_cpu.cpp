@@ -1,0 +1,65 @@
+// The CPU launches of foundry_kernels::bias_gelu_fwd and bias_gelu_bwd; see bias_gelu.cpp for the operator.
+#include "../cpu/bias_gelu.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "bias_gelu.h"
+#include "cpu_common.h"
+
+namespace foundry {
+namespace {
+
+Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& bias, c10::string_view approximate) {
+  const Activation kind = gelu_of(approximate);
+  const Tensor y = empty_bias_gelu_fwd(x_, bias);
+  if (y.numel() == 0) return y;
+  advise_huge_pages(y);
+  Tensor x = x_;
+  BiasGeluForward args{};
+  set_forward(args, x, y, kind);
+  const Tensor wide = float_weight(unwrap(bias), 0.0, args.type == Dtype::bf16);
+  args.bias = wide.defined() ? wide.const_data_ptr<float>() : nullptr;
+  const auto kernel = FK_CHOOSE_ISA(bias_gelu_forward);
+  at::parallel_for(0, args.rows.count() * tiles_a_row(args.n_cols),
+                   std::max<int64_t>(1, kExpGrain / std::min(args.n_cols, kTile)),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const OptionalTensor& bias,
+                                   c10::string_view approximate, bool need_dx, bool need_dbias) {
+  const Activation kind = gelu_of(approximate);
+  auto [dx, dbias] = empty_bias_gelu_bwd(x_, bias, need_dx, need_dbias);
+  if (x_.numel() == 0) return {dx, dbias.zero_()};
+  if (!need_dx && !need_dbias) return {dx, dbias};
+  advise_huge_pages(dx);
+  Tensor dy = dy_, x = x_;
+  BiasGeluBackward args{};
+  set_backward(args, dy, x, dx, kind);
+  const Tensor wide = float_weight(unwrap(bias), 0.0, args.type == Dtype::bf16);
+  args.bias = wide.defined() ? wide.const_data_ptr<float>() : nullptr;
+  const int64_t n_rows = args.rows.count();
+  args.chunk_rows = rows_a_chunk(n_rows, args.n_cols);
+  const int64_t n_chunks = (n_rows + args.chunk_rows - 1) / args.chunk_rows;
+  Tensor chunks;
+  if (need_dbias) {
+    chunks = at::empty({n_chunks, args.n_cols}, x.options().dtype(at::kFloat));
+    args.dbias_chunks = chunks.mutable_data_ptr<float>();
+  }
+  const auto kernel = FK_CHOOSE_ISA(bias_gelu_backward);
+  at::parallel_for(0, n_chunks, std::max<int64_t>(1, kExpGrain / (args.chunk_rows * args.n_cols)),
+                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  if (need_dbias) sum_chunks_into(dbias, chunks);
+  return {dx, dbias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("bias_gelu_fwd", &fwd_cpu);
+  m.impl("bias_gelu_bwd", &bwd_cpu);
+}
+
+}  // namespace foundry

@@ -1,0 +1,113 @@
+// The operators foundry_kernels::layer_norm and add_layer_norm: schema, shapes and autograd.
+// rms_norm_cpu.cpp and rms_norm_cuda.cpp launch the kernels, which are those of rms_norm with a flag.
+//
+// Both are composed of layer_norm_fwd and layer_norm_bwd, as in rms_norm.cpp. layer_norm_fwd returns (y, h, mean,
+// rstd), of which h is empty without a residual, and mean and rstd are empty unless they were asked for.
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "operators.h"
+#include "rms_norm.h"
+
+namespace foundry {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
+                                                    const OptionalTensor& weight, const OptionalTensor& bias, double,
+                                                    bool save_stats) {
+  return empty_layer_fwd(x, unwrap(residual), unwrap(weight), unwrap(bias), save_stats);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
+                                            const OptionalTensor& weight, const OptionalTensor& bias, const Tensor&,
+                                            const Tensor&, bool need_dx, bool need_dw, bool need_db) {
+  return empty_layer_bwd(x, unwrap(weight), unwrap(bias), need_dx, need_dw, need_db);
+}
+
+// The dispatcher finds the kernel of the tensors' device.
+std::tuple<Tensor, Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
+                                                    const OptionalTensor& weight, const OptionalTensor& bias,
+                                                    double eps, bool save_stats) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_fwd", "")
+                             .typed<decltype(fwd_meta)>();
+  return op.call(x, residual, weight, bias, eps, save_stats);
+}
+
+class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+    ctx->set_materialize_grads(false);  // as in rms_norm.cpp
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, true);
+    ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), unwrap(bias), mean, rstd});
+    if (!residual.has_value()) return {y};
+    if (!x.requires_grad() && !residual->requires_grad()) ctx->mark_non_differentiable({h});
+    return {y, h};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("layer_norm");
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_bwd", "")
+                               .typed<decltype(bwd_meta)>();
+    const auto [x, weight, bias, mean, rstd] = saved_tensors<5>(ctx);
+    const bool has_residual = grads.size() == 2;
+    const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
+    NeedsGrad needs(ctx);
+    const bool need_x = needs.next(), need_residual = needs.next_if(has_residual),
+               need_dw = needs.next_if(weight.defined()), need_db = needs.next_if(bias.defined());
+    const auto gradients = [&](const Tensor& dx, const Tensor& dw, const Tensor& db) -> variable_list {
+      // The sum x + residual passes one gradient to both of its terms.
+      return {need_x ? dx : Tensor(), need_residual ? dx : Tensor(), dw, db, /*eps*/ {}};
+    };
+    if (!dy.defined()) return gradients(dh, Tensor(), Tensor());  // the gradient of h alone passes through
+    auto [dx, dw, db] =
+        op.call(dy, wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_x || need_residual, need_dw, need_db);
+    return gradients(dx, need_dw ? dw : Tensor(), need_db ? db : Tensor());
+  }
+};
+
+}  // namespace
+
+Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  if (any_requires_grad(x, weight, bias)) return LayerNormFunction::apply(x, OptionalTensor(), weight, bias, eps)[0];
+  return std::get<0>(call_fwd(x, std::nullopt, weight, bias, eps, false));
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                          const OptionalTensor& bias, double eps) {
+  if (any_requires_grad(x, residual, weight, bias)) {
+    auto out = LayerNormFunction::apply(x, OptionalTensor(residual), weight, bias, eps);
+    return {out[0], out[1]};
+  }
+  auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, false);
+  return {y, h};
+}
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor h)",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats) "
+      "-> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "layer_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
+      "bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
+  m.impl("layer_norm", &layer_norm);
+  m.impl("add_layer_norm", &add_layer_norm);
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
+  m.impl("layer_norm_fwd", &fwd_meta);
+  m.impl("layer_norm_bwd", &bwd_meta);
+}
+
+}  // namespace foundry

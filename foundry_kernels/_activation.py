@@ -1,0 +1,29 @@
+"""Activations in Triton, for the kernels of several operations. Needs Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def share(b_g, ACTIVATION: tl.constexpr):
+    """activation(g) / g."""
+    if ACTIVATION == "silu":
+        return 1.0 / (1.0 + tl.exp(-b_g))
+    elif ACTIVATION == "gelu":
+        return 0.5 + 0.5 * tl.erf(b_g * 0.7071067811865476)
+    else:  # (1 + tanh(u)) / 2 is the logistic function of 2u
+        return 1.0 / (1.0 + tl.exp(b_g * (b_g * b_g * 0.044715 + 1.0) * -1.5957691216057308))
+
+
+@triton.jit
+def derivative(b_g, b_share, ACTIVATION: tl.constexpr):
+    """The activation's derivative, from `share`."""
+    if ACTIVATION == "silu":
+        return b_share * (1.0 + b_g * (1.0 - b_share))
+    elif ACTIVATION == "gelu":
+        return b_share + b_g * (tl.exp(b_g * b_g * -0.5) * 0.3989422804014327)
+    else:
+        b_inner = (b_g * b_g * (3 * 0.044715) + 1.0) * 1.5957691216057308
+        return b_share + b_g * (b_share * (1.0 - b_share)) * b_inner

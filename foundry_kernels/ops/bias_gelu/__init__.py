@@ -1,0 +1,67 @@
+r"""GELU of a sum with a bias: the middle of a GPT-2 style feed-forward layer.
+
+With the normal distribution's :math:`\Phi` and density :math:`\varphi`, :math:`z = x + b`
+
+.. math:: y = a(z), \quad a(z) = z \, \Phi(z), \quad a'(z) = \Phi(z) + z \, \varphi(z)
+
+and in the "tanh" form :math:`a(z) = \tfrac12 z (1 + \tanh(\sqrt{2/\pi} (z + 0.044715 z^3)))`. The gradient of x is
+:math:`dy \, a'(z)`, that of the bias its sum over the rows, so the backward pass needs only the inputs. Arithmetic is
+in float32 (float64 for float64 inputs), the sum z included; results are rounded once.
+
+Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, arXiv:1606.08415.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from foundry_kernels._checks import check_device, check_float, check_shape
+from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops.bias_gelu import reference
+from foundry_kernels.registry import resolve
+
+APPROXIMATIONS = ("none", "tanh")
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none", backend: str = "auto") -> Tensor:
+    """``gelu(x + bias)``.
+
+    Args:
+        x: ``[..., N]`` float32, bfloat16, float16 or float64, any strides, at least one dimension; any of them may be
+            0.
+        bias: ``[N]``, any of these dtypes (float64 only with a float64 x), or None for ``gelu(x)``.
+        approximate: "none" for ``gelu(z) = z * Phi(z)`` with the error function (BERT, Falcon), "tanh" for the tanh
+            approximation (GPT-2, BLOOM).
+        backend: "auto", "reference", "triton" or "native".
+
+    Returns:
+        ``[..., N]``, contiguous, of x's dtype.
+
+    Raises:
+        TypeError: an argument is not a tensor or does not have a floating-point dtype.
+        ValueError: `x` is a scalar; `bias` does not match `x`; `approximate` is neither of the two; the backend is
+            unknown.
+        BackendUnavailable: the named backend cannot serve this device or dtype.
+
+    Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward. Kernels have no
+    second derivative.
+    """
+    if not is_dynamo_compiling() and (y := BIAS_GELU.direct(backend, x, bias, approximate)) is not None:
+        return y
+    check_float("x", x)
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension; got a scalar")
+    if bias is not None:
+        check_float("bias", bias)
+        check_shape("bias", bias, (x.shape[-1],), "the width of x")
+        check_device("bias", bias, "x", x)
+        if bias.dtype == torch.float64 != x.dtype:
+            raise TypeError(f"bias may be float64 only where x is; got x of {x.dtype}")
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate must be one of {', '.join(APPROXIMATIONS)}; got {approximate!r}")
+    return resolve(BIAS_GELU, backend, x)(x, bias, approximate)
+
+
+BIAS_GELU = register_op(bias_gelu, reference.bias_gelu)

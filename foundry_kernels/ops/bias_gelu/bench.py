@@ -1,0 +1,52 @@
+"""What is timed, against what, and what it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.testing import Arg, Case
+
+#: Shapes to time, by device: rows, width of the feed-forward layer, name.
+_BENCH_SHAPES = {
+    "cpu": ((512, 2048, "cached"), (4096, 4096, "large"), (1024, 3072, "gpt2"), (1, 3072, "decode")),
+    "cuda": ((16384, 3072, "gpt2"), (16384, 6400, "gpt2-xl"), (16384, 18176, "falcon-7b"), (1, 3072, "decode")),
+}
+
+#: Endings of the cases that are timed without --full.
+BENCH_QUICK = ("cached", "large", "16384x6400-gpt2-xl", "decode")
+
+
+def _bench(rows: int, width: int, name: str) -> Case:
+    return Case(f"{rows}x{width}-{name}", {"x": Arg((rows, width)), "bias": Arg((width,))}, {"approximate": "tanh"})
+
+
+def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    return tuple(_bench(*shape) for shape in _BENCH_SHAPES[device])
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: N is the width."""
+    rows, top = (512, 13) if device == "cpu" else (16384, 15)
+    return {"N": tuple((2**i, _bench(rows, 2**i, "width")) for i in range(7, top + 1, 2))}
+
+
+def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+    """The least that must be read and written. Forward: x and y. Backward: dy, x and dx. The bias is small and left
+    out."""
+    x = args["x"]
+    assert x is not None
+    return {"forward": 2, "backward": 3, "both": 5}[direction] * x.numel() * x.element_size()
+
+
+def _eager(x: Tensor, bias: Tensor) -> Tensor:
+    """As a linear layer and its activation, but for the product."""
+    return torch.nn.functional.gelu(x + bias, approximate="tanh")
+
+
+def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
+    """What else computes this, by name; "eager" is also what torch.compile is given."""
+    return {"eager": _eager}

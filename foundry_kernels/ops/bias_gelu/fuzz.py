@@ -1,0 +1,18 @@
+"""Random cases of bias_gelu."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from foundry_kernels.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
+from foundry_kernels.testing import Arg, Case
+
+
+@st.composite
+def random_case(draw: st.DrawFn, op: str) -> Case:
+    width = draw(sizes(4099))
+    shape = (*draw(leading(draw(ELEMENTS) // max(width, 1), 4)), width)
+    values = spreads(1e-4, 3.0, 40.0, 1e3)
+    args: dict[str, Arg | None] = {"x": draw(tensors(shape, values))}
+    args["bias"] = draw(st.none() | tensors((width,), values, LOW_OR_FP32))
+    return Case("random", args, {"approximate": draw(st.sampled_from(["none", "tanh"]))}, draw(layouts(len(shape))))

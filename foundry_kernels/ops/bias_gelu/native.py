@@ -1,0 +1,5 @@
+"""bias_gelu of the compiled extension: `csrc/torch/bias_gelu*.cpp` over kernels in `csrc/{cpu,cuda}/bias_gelu.*`."""
+
+import torch
+
+bias_gelu = torch.ops.foundry_kernels.bias_gelu.default

@@ -1,0 +1,248 @@
+"""bias_gelu in Triton.
+
+Forward: a program takes a block of some rows and columns. Backward: a program keeps its columns, whose bias it holds,
+and goes down the rows in steps of as many programs as share the columns; what the rows contribute to the bias's
+gradient it adds up in float32, and one more kernel sums over the programs and rounds. There are no atomics, so
+gradients are bitwise deterministic on one device.
+
+Names: n1, n2 and stride_x0, stride_x1, stride_x2 are what `row_offset` needs to find a row of x; b_ is a block of
+values, o_ offsets, m_ a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foundry_kernels._activation import derivative, share
+from foundry_kernels._launch import Plan, launch, planned
+from foundry_kernels._triton import (
+    compute_dtype,
+    contiguous,
+    define,
+    empty_like,
+    programs,
+    refuse_second_derivative,
+    round_to,
+    row_offset,
+    row_strides,
+    sum_partials,
+)
+from foundry_kernels.tuning import choose
+
+
+@triton.jit
+def _bias(bias_ptr, cols, m_cols, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr):
+    """[1, C]; zeros where there is none."""
+    if HAS_BIAS:
+        return tl.load(bias_ptr + cols, mask=m_cols, other=0.0).to(COMPUTE)
+    return tl.zeros_like(cols).to(COMPUTE)
+
+
+@triton.jit
+def bias_gelu_fwd_kernel(
+    x_ptr, bias_ptr, y_ptr,
+    n_rows, n_cols, n_tiles, n1, n2, stride_x0, stride_x1, stride_x2,
+    RANK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    rows = (program // n_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [R]
+    cols = ((program % n_tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS))[None, :]  # [1, C]
+    m_cols = cols < n_cols
+    mask = (rows < n_rows)[:, None] & m_cols
+    o_x = row_offset(rows, n1, n2, stride_x0, stride_x1, stride_x2, RANK)[:, None] + cols
+    b_z = tl.load(x_ptr + o_x, mask=mask, other=0.0).to(COMPUTE) + _bias(bias_ptr, cols, m_cols, HAS_BIAS, COMPUTE)
+    b_y = b_z * share(b_z, ACTIVATION)
+    tl.store(y_ptr + (rows * n_cols)[:, None] + cols, round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def bias_gelu_bwd_kernel(
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr,
+    n_rows, n_cols, n_tiles, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_x0, stride_x1, stride_x2,
+    RANK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, NEED_DX: tl.constexpr,
+    NEED_DBIAS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """partial_ptr is [programs that share columns, n_cols]."""
+    cols = ((tl.program_id(0) % n_tiles) * BLOCK_COLS + tl.arange(0, BLOCK_COLS))[None, :]  # [1, C]
+    program = (tl.program_id(0) // n_tiles).to(tl.int64)
+    m_cols = cols < n_cols
+    b_bias = _bias(bias_ptr, cols, m_cols, HAS_BIAS, COMPUTE)
+    b_dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], COMPUTE)
+    for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0) // n_tiles):
+        rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)  # [R]
+        mask = (rows < n_rows)[:, None] & m_cols
+        o_x = row_offset(rows, n1, n2, stride_x0, stride_x1, stride_x2, RANK)[:, None] + cols
+        o_dy = row_offset(rows, n1, n2, stride_dy0, stride_dy1, stride_dy2, RANK)[:, None] + cols
+        b_x = tl.load(x_ptr + o_x, mask=mask, other=0.0).to(COMPUTE)  # [R, C]
+        b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
+        b_z = b_x + b_bias
+        b_dz = b_dy * derivative(b_z, share(b_z, ACTIVATION), ACTIVATION)
+        if NEED_DBIAS:
+            b_dbias += b_dz
+        if NEED_DX:
+            tl.store(dx_ptr + (rows * n_cols)[:, None] + cols, round_to(b_dz, dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DBIAS:
+        tl.store(partial_ptr + program * n_cols + cols, tl.sum(b_dbias, 0)[None, :], mask=m_cols)
+
+
+def rows(n_rows: int, n_cols: int, *, backward: bool) -> list[dict[str, int]]:
+    """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements;
+    backward a block is narrow, so that many programs share the rows."""
+    found = []
+    shapes = ((256, 2048, 8), (128, 2048, 8), (512, 2048, 8), (256, 1024, 4)) if backward else (
+        (1024, 1024, 4), (1024, 2048, 8), (512, 1024, 4), (2048, 2048, 8),
+    )  # fmt: skip
+    for most, elements, warps in shapes:
+        cols = min(most, triton.next_power_of_2(n_cols))
+        row = {
+            "BLOCK_ROWS": min(elements // cols, triton.next_power_of_2(n_rows)),
+            "BLOCK_COLS": cols,
+            "num_warps": warps,
+        }
+        if row not in found:
+            found.append(row)
+    return found
+
+
+@planned
+def _plan_fwd(
+    shape: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    has_bias: bool,
+    activation: str,
+) -> Plan | None:
+    """None where x must be copied first."""
+    layout = row_strides(shape, x_strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (x_rows,) = layout
+    n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
+    found = rows(n_rows, n_cols, backward=False)
+    block = choose("bias_gelu_fwd_kernel", f"{8 * dtype.itemsize}-bit {activation}", found, device)
+    n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
+    constants = {"RANK": rank, "ACTIVATION": activation, "HAS_BIAS": has_bias, "COMPUTE": compute_dtype(dtype)}
+    grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)
+    return Plan(grid, (n_rows, n_cols, n_tiles, n1, n2, *x_rows), constants | block)
+
+
+def _activation(approximate: str) -> str:
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
+def _empty_fwd(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return empty_like(x)
+
+
+def _fwd(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    y = empty_like(x)
+    if y.numel() == 0:
+        return y
+    options = x.dtype, x.device, bias is not None, _activation(approximate)
+    plan = _plan_fwd(x.shape, x.stride(), *options)
+    if plan is None:
+        x = x.contiguous()
+        plan = _plan_fwd(x.shape, x.stride(), *options)
+        assert plan is not None
+    launch(bias_gelu_fwd_kernel, plan, x, contiguous(bias), y)
+    return y
+
+
+@planned
+def _plan_bwd(
+    shape: tuple[int, ...],
+    dy_strides: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    has_bias: bool,
+    activation: str,
+    need_dx: bool,
+    need_dbias: bool,
+) -> tuple[int, Plan] | None:
+    """Among how many programs the rows are divided, and the launch; None where dy and x must be copied first."""
+    layout = row_strides(shape, dy_strides, x_strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (dy_rows, x_rows) = layout
+    n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
+    found = rows(n_rows, n_cols, backward=True)
+    block = choose("bias_gelu_bwd_kernel", f"{8 * dtype.itemsize}-bit {activation}", found, device)
+    n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
+    sharing = min(triton.cdiv(n_rows, block["BLOCK_ROWS"]), max(1, 2 * programs(device) // n_tiles))
+    constants = dict(
+        RANK=rank, ACTIVATION=activation, HAS_BIAS=has_bias, NEED_DX=need_dx, NEED_DBIAS=need_dbias,
+        COMPUTE=compute_dtype(dtype), **block,
+    )  # fmt: skip
+    return sharing, Plan((sharing * n_tiles,), (n_rows, n_cols, n_tiles, n1, n2, *dy_rows, *x_rows), constants)
+
+
+def _empty_bwd(
+    dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, need_dx: bool, need_dbias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return empty_like(x) if need_dx else None, empty_like(bias) if need_dbias and bias is not None else None
+
+
+def _bwd(
+    dy: Tensor, x: Tensor, bias: Tensor | None, approximate: str, need_dx: bool, need_dbias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    dx, dbias = _empty_bwd(dy, x, bias, approximate, need_dx, need_dbias)
+    if x.numel() == 0:
+        return dx, None if dbias is None else dbias.zero_()
+    if dx is None and dbias is None:
+        return dx, dbias
+    needed = dx is not None, dbias is not None
+    options = x.dtype, x.device, bias is not None, _activation(approximate), *needed
+    found = _plan_bwd(x.shape, dy.stride(), x.stride(), *options)
+    if found is None:
+        dy, x = dy.contiguous(), x.contiguous()
+        found = _plan_bwd(x.shape, dy.stride(), x.stride(), *options)
+        assert found is not None
+    sharing, plan = found
+    partial = None
+    if dbias is not None:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        partial = torch.empty((sharing, x.shape[-1]), dtype=wide, device=x.device)
+    launch(bias_gelu_bwd_kernel, plan, dy, x, contiguous(bias), dx, partial)
+    if partial is not None and dbias is not None:
+        sum_partials(partial, dbias)
+    return dx, dbias
+
+
+_bias_gelu_fwd = define("triton_bias_gelu_fwd(Tensor x, Tensor? bias, str approximate) -> Tensor", _fwd, _empty_fwd)
+_bias_gelu_bwd = define(
+    "triton_bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias, str approximate, bool need_dx, bool need_dbias) "
+    "-> (Tensor dx, Tensor dbias)",
+    _bwd,
+    _empty_bwd,
+)
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.approximate = approximate
+        return _bias_gelu_fwd(x, bias, approximate)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        refuse_second_derivative("bias_gelu")
+        x, bias = ctx.saved_tensors
+        need_dx, need_dbias, _ = ctx.needs_input_grad
+        dx, dbias = _bias_gelu_bwd(dy, x, bias, ctx.approximate, need_dx, need_dbias)
+        return dx if need_dx else None, dbias if need_dbias else None, None
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _BiasGelu.apply(x, bias, approximate)
+    return _bias_gelu_fwd(x, bias, approximate)

@@ -1,0 +1,287 @@
+"""How the kernels of RMSNorm and LayerNorm are launched: tiles, warps, strides, and memory for the results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._launch import Plan, launch, planned
+from foundry_kernels._triton import (
+    capability,
+    compute_dtype,
+    contiguous,
+    empty_like,
+    most_warps,
+    programs,
+    row_strides,
+    strides_of,
+    sum_partials,
+)
+from foundry_kernels.ops.rms_norm.triton.kernels import (
+    rms_norm_bwd_kernel,
+    rms_norm_bwd_wide_kernel,
+    rms_norm_fwd_kernel,
+    rms_norm_fwd_wide_kernel,
+)
+from foundry_kernels.tuning import choose
+
+_WIDE_BLOCK = 4096
+
+
+def config(
+    n_cols: int, *, backward: bool, needs_few_registers: bool = False, centered: bool = False, capability: int = 0
+) -> dict[str, Any]:
+    """Tile, warps and kernel for rows of `n_cols`: 16 values a thread forward and 8 backward, 4 to 32 warps.
+
+    Rows that do not fit in registers take the `wide` kernel. A forward pass that `needs_few_registers` (half precision,
+    no residual, no mean to subtract) fits longer ones. What fits was measured with the compiler for compute
+    capabilities 8.0 to 12.0: rows whose width is no multiple of 8 need more address arithmetic. `maxnreg` says how many
+    registers there are; without it ptxas spills some to reach an occupancy that it guesses.
+    """
+    limit = (8192 if n_cols % 8 == 0 else 4096) if backward else (32768 if needs_few_registers else 16384)
+    if n_cols > limit:
+        cols = _WIDE_BLOCK // 2 if backward and centered else _WIDE_BLOCK
+        return {"BLOCK_ROWS": 1, "BLOCK_COLS": cols, "num_warps": 8, "wide": True}
+    block = triton.next_power_of_2(n_cols)
+    rows = max(1, min(32, 2048 // block))
+    warps = max(4, min(16 if backward else most_warps(capability), rows * block // (256 if backward else 512)))
+    registers = min(255, 65536 // (32 * warps))
+    return {"BLOCK_ROWS": rows, "BLOCK_COLS": block, "num_warps": warps, "maxnreg": registers, "wide": False}
+
+
+#: Shared memory of a multiprocessor in KB, less than it has, by class of device; 8.6, 8.9 and 12.x have 100.
+_SHARED_KB = {80: 160, 87: 160, 90: 224, 100: 224, 103: 224}
+
+
+def _stages(row: dict[str, Any], row_bytes: int, capability: int) -> dict[str, Any]:
+    """`row` of a backward pass, with the loads of two tiles ahead in flight where shared memory has room for two
+    programs' tiles. They take the place of registers, so that two programs of 16 warps fit where one did."""
+    tile = 2 * row["BLOCK_ROWS"] * row_bytes
+    if 2 * tile > _SHARED_KB.get(capability, 96) << 10:
+        return row | {"STAGES": 1}
+    of_two = row["maxnreg"] if row["BLOCK_COLS"] > 4096 else min(255, 32768 // (32 * row["num_warps"]))
+    return row | {"STAGES": 3, "maxnreg": of_two if of_two >= 64 else row["maxnreg"]}
+
+
+def rows(
+    n_cols: int,
+    *,
+    backward: bool,
+    needs_few_registers: bool = False,
+    centered: bool = False,
+    row_bytes: int | None = None,
+    capability: int = 0,
+) -> list[dict[str, Any]]:
+    """`config` and what `python -m foundry_kernels tune` tries beside it: other numbers of warps and of rows a tile.
+    Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at.
+
+    row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
+    None where it is not, and nothing is loaded ahead. A backward pass `needs_few_registers` where there is no dh.
+    """
+    needs = {"needs_few_registers": needs_few_registers, "centered": centered}
+    own = config(n_cols, backward=backward, **needs, capability=capability)
+    if own["wide"]:
+        return [own]
+    if n_cols % 16 != 0 or (backward and row_bytes is None):
+        return [own | {"STAGES": 1} if backward else own]
+
+    def row(tile_rows: int, warps: int) -> dict[str, Any]:
+        registers = min(255, 65536 // (32 * warps))
+        found = own | {"BLOCK_ROWS": tile_rows, "num_warps": warps, "maxnreg": registers}
+        if row_bytes is None:
+            return found
+        masked = n_cols < own["BLOCK_COLS"]
+        if capability // 10 == 10 and masked and own["BLOCK_COLS"] > 4096:  # compiled for 10.0 it spills 8 bytes
+            return found | {"STAGES": 1}
+        staged = _stages(found, row_bytes, capability)
+        if capability // 10 == 10 and centered and not needs_few_registers:  # it too, with half as many
+            return staged | {"maxnreg": registers}
+        return staged
+
+    tile, warps = own["BLOCK_ROWS"], own["num_warps"]
+    found = [row(tile, warps)]
+    if backward:
+        found.append(own | {"STAGES": 1})
+    for n, w in ((tile, warps // 2), (tile, 2 * warps), (2 * tile, warps), (2 * tile, 2 * warps), (tile // 2, warps)):
+        if n >= 1 and 1 <= w <= most_warps(capability) and row(n, w) not in found:
+            found.append(row(n, w))
+    return found
+
+
+def _choose(
+    kernel: str, dtype: torch.dtype, centered: bool, device: torch.device, found: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The row for a launch. "wide" says which kernel it is for, and is not an option of the kernel's."""
+    if found[0]["wide"]:
+        return found[0]
+    plain = [{name: value for name, value in row.items() if name != "wide"} for row in found]
+    tags = f"{8 * dtype.itemsize}-bit{' centered' if centered else ''}"
+    return choose(kernel, tags, plain, device) | {"wide": False}
+
+
+#: (y, h, mean, rstd), of which what is not wanted is None.
+Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+#: (dx, dw, db), likewise.
+Backward = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def empty_forward(
+    x: Tensor, residual: Tensor | None, y_dtype: torch.dtype, *, save_mean: bool, save_rstd: bool
+) -> Forward:
+    y = empty_like(x) if y_dtype == x.dtype else torch.empty(x.shape, dtype=y_dtype, device=x.device)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean, rstd = (
+        torch.empty(x.shape[:-1], dtype=compute, device=x.device) if save else None for save in (save_mean, save_rstd)
+    )
+    return y, None if residual is None else empty_like(x), mean, rstd
+
+
+@planned
+def _plan_forward(
+    shape: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    residual_strides: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_weight: bool,
+    has_bias: bool,
+    centered: bool,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+    save_stats: bool,
+) -> tuple[bool, Plan] | None:
+    """Whether rows are wide, and the launch; None where x and residual must be copied first."""
+    layout = row_strides(shape, x_strides, residual_strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (x_rows, residual_rows) = layout
+    has_residual = residual_strides is not None
+    n_cols = shape[-1]
+    n_rows = math.prod(shape[:-1])
+    few = dtype.itemsize == 2 and not has_residual and not centered
+    found = rows(n_cols, backward=False, needs_few_registers=few, centered=centered, capability=capability(device))
+    options = _choose("rms_norm_fwd_kernel", dtype, centered, device, found)
+    wide = options.pop("wide")
+    constants = dict(
+        RANK=rank, HAS_RESIDUAL=has_residual, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, CENTERED=centered,
+        ROUND_FIRST=round_before_weight, SAVE_STATS=save_stats, COMPUTE=compute_dtype(dtype), **options,
+    )  # fmt: skip
+    grid = (triton.cdiv(n_rows, options["BLOCK_ROWS"]),)
+    return wide, Plan(grid, (n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, weight_offset), constants)
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    results: Forward,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    *,
+    centered: bool = False,
+) -> None:
+    """Fill `results` (of `empty_forward`)."""
+    y, h, mean, rstd = results
+    if y.numel() == 0:
+        return
+    affine = weight is not None, bias is not None
+    options = x.dtype, x.device, *affine, centered, eps, weight_offset, round_before_weight, rstd is not None
+    found = _plan_forward(x.shape, x.stride(), strides_of(residual), *options)
+    if found is None:
+        x, residual = x.contiguous(), contiguous(residual)
+        found = _plan_forward(x.shape, x.stride(), strides_of(residual), *options)
+        assert found is not None
+    wide, plan = found
+    kernel = rms_norm_fwd_wide_kernel if wide else rms_norm_fwd_kernel
+    launch(kernel, plan, x, residual, contiguous(weight), contiguous(bias), y, h, mean, rstd)
+
+
+def empty_backward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, need_dx: bool, need_dw: bool, need_db: bool
+) -> Backward:
+    dw = empty_like(weight) if need_dw and weight is not None else None
+    return empty_like(x) if need_dx else None, dw, empty_like(bias) if need_db and bias is not None else None
+
+
+@planned
+def _plan_backward(
+    shape: tuple[int, ...],
+    dy_strides: tuple[int, ...],
+    dh_strides: tuple[int, ...] | None,
+    x_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    has_weight: bool,
+    device: torch.device,
+    centered: bool,
+    weight_offset: float,
+    round_before_weight: bool,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[bool, Plan] | None:
+    """Whether rows are wide, and the launch; None where dy, dh and x must be copied first."""
+    layout = row_strides(shape, dy_strides, dh_strides, x_strides)
+    if layout is None:
+        return None
+    rank, n1, n2, (dy_rows, dh_rows, x_rows) = layout
+    n_cols = shape[-1]
+    n_rows = math.prod(shape[:-1])
+    regular = rank == 1 and all(stride % 16 == 0 for *_, stride in (dy_rows, dh_rows, x_rows))
+    row_bytes = (2 + (dh_strides is not None)) * triton.next_power_of_2(n_cols) * dtype.itemsize if regular else None
+    needs = {"needs_few_registers": dh_strides is None, "centered": centered}
+    found = rows(n_cols, backward=True, **needs, row_bytes=row_bytes, capability=capability(device))
+    options = _choose("rms_norm_bwd_kernel", dtype, centered, device, found)
+    wide = options.pop("wide")
+    constants = dict(
+        RANK=rank, HAS_DH=dh_strides is not None, HAS_WEIGHT=has_weight, CENTERED=centered,
+        ROUND_FIRST=round_before_weight, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db,
+        COMPUTE=compute_dtype(dtype), **options,
+    )  # fmt: skip
+    grid = (min(triton.cdiv(n_rows, options["BLOCK_ROWS"]), programs(device)),)
+    return wide, Plan(grid, (n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, weight_offset), constants)
+
+
+def backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    results: Backward,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    *,
+    centered: bool = False,
+) -> None:
+    """Fill `results` (of `empty_backward`)."""
+    dx, dw, db = results
+    if x.numel() == 0:
+        for sums in (dw, db):
+            if sums is not None:
+                sums.zero_()
+        return
+    needed = dx is not None, dw is not None, db is not None
+    if not any(needed):
+        return
+    options = x.dtype, weight is not None, x.device, centered, weight_offset, round_before_weight, *needed
+    found = _plan_backward(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
+    if found is None:
+        dy, dh, x = dy.contiguous(), contiguous(dh), x.contiguous()
+        found = _plan_backward(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
+        assert found is not None
+    wide, plan = found
+    make = rstd.new_zeros if wide else rstd.new_empty
+    of_w, of_b = (None if sums is None else make((plan.grid[0], x.shape[-1])) for sums in (dw, db))
+    kernel = rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel
+    launch(kernel, plan, dy, dh, x, contiguous(weight), mean, rstd, dx, of_w, of_b)
+    for partial, sums in ((of_w, dw), (of_b, db)):
+        if partial is not None and sums is not None:
+            sum_partials(partial, sums)

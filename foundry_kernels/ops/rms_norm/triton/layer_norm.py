@@ -1,0 +1,124 @@
+"""LayerNorm: the operators over the kernels of RMSNorm, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._triton import define, refuse_second_derivative
+from foundry_kernels.ops.rms_norm.triton.launch import (
+    Backward,
+    Forward,
+    backward,
+    empty_backward,
+    empty_forward,
+    forward,
+)
+
+
+def _empty_fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool
+) -> Forward:
+    return empty_forward(x, residual, x.dtype, save_mean=save_stats, save_rstd=save_stats)
+
+
+def _fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool
+) -> Forward:
+    results = _empty_fwd(x, residual, weight, bias, eps, save_stats)
+    forward(x, residual, weight, bias, results, eps, centered=True)
+    return results
+
+
+def _empty_bwd(
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> Backward:
+    return empty_backward(x, weight, bias, need_dx, need_dw, need_db)
+
+
+def _bwd(
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> Backward:
+    results = empty_backward(x, weight, bias, need_dx, need_dw, need_db)
+    backward(dy, dh, x, weight, mean, rstd, results, centered=True)
+    return results
+
+
+_layer_norm_fwd = define(
+    "triton_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats) "
+    "-> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
+    _fwd,
+    _empty_fwd,
+)
+_layer_norm_bwd = define(
+    "triton_layer_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
+    "bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
+    _bwd,
+    _empty_bwd,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Any:
+        ctx.set_materialize_grads(False)  # as in _RMSNorm
+        y, h, mean, rstd = _layer_norm_fwd(x, residual, weight, bias, eps, True)
+        ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd)
+        if residual is not None and not (x.requires_grad or residual.requires_grad):
+            ctx.mark_non_differentiable(h)
+        return y if residual is None else (y, h)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> Any:
+        refuse_second_derivative("layer_norm")
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        need_x, need_residual, need_dw, need_db, _ = ctx.needs_input_grad
+        dx, dw, db = dh, None, None  # the gradient of h alone passes through the sum
+        if dy is not None:
+            need_dx = need_x or need_residual
+            dx, dw, db = _layer_norm_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db)
+        # The sum passes one gradient to both of its terms.
+        return (
+            dx if need_x else None,
+            dx if need_residual else None,
+            dw if need_dw else None,
+            db if need_db else None,
+            None,
+        )
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return _LayerNorm.apply(x, None, weight, bias, eps)
+    return _layer_norm_fwd(x, None, weight, bias, eps, False)[0]
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight, bias)):
+        return _LayerNorm.apply(x, residual, weight, bias, eps)
+    y, h, _, _ = _layer_norm_fwd(x, residual, weight, bias, eps, False)
+    return y, h
