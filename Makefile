@@ -61,7 +61,7 @@ lint: $(VENV)/.test-packages
 # launched, attention and the norms of heads compiled ahead of time, and operators and float32 results in the interpreter.
 # .ci/run runs it on the older stack.
 test-stack: $(VENV)/.test-packages
-	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or (test_aot and (attention or qk_norm)) \
+	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or test_gluon or (test_aot and (attention or qk_norm)) \
 		or (test_parity and triton and (opcheck or (float32 and (glu or rms_norm or cross_entropy))))"
 
 # Registers, stack and shared memory of the CUDA kernels, by nvcc where there is one. A spill fails.

@@ -117,6 +117,7 @@ def inspect(argv: list[str]) -> int:
     parser.add_argument(
         "--brief", action="store_true", help="no loops, nor bytes in flight by loads to registers: quicker"
     )
+    parser.add_argument("--peers", action="store_true", help="attention: PyTorch's FlexAttention beside it")
     parser.add_argument("--ptx", action="store_true", help="print the PTX (for AMD, what LLVM was given)")
     parser.add_argument("--sass", action="store_true", help="print the machine code (for AMD in assembly)")
     options = parser.parse_args(argv)
@@ -127,6 +128,8 @@ def inspect(argv: list[str]) -> int:
         for arch in archs:
             if arch not in _aot.GPUS and arch not in _aot_amd.GPUS:
                 parser.error(f"--{name} must be one of {known.format(arch)}")
+    if options.peers and (options.op != "flash_attention" or any(isinstance(arch, str) for arch in options.arch)):
+        parser.error("--peers: of flash_attention alone, on NVIDIA's GPUs")
     if _triton.MISSING or _triton.INTERPRET:
         parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     try:
@@ -142,8 +145,7 @@ def _arch(text: str) -> int | str:
 
 def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     """Print what each launch costs on this architecture; how many have a problem."""
-    from foundry_kernels import _aot, _aot_amd
-    from foundry_kernels._estimate import estimate
+    from foundry_kernels import _aot, _aot_amd, _peers
 
     compiler: Any
     gpu: Any
@@ -156,6 +158,7 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     op, shapes = OPS[options.op], (options.all, options.timed)
     with tuning.pretend(options.gpu or at_hand), tuning.watched() as chosen:
         recorded = _aot.record(op, capability, *shapes)
+    recorded += [launch for launch in _aot.record_untried(op, capability, chosen.values()) if launch not in recorded]
     if options.unlike is not None:
         same = _aot_amd.capability(options.unlike) if isinstance(options.unlike, str) else options.unlike
         known = set(_aot.record(op, same, *shapes))
@@ -165,6 +168,26 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
     version = ".".join(map(str, _triton.VERSION))  # some rows of the tables are for one alone
     print(f"{options.op}, {target}, Triton {version}: {len(launches)} launches")
+    beside = _peers.Table()
+    bad = _show(launches, arch, compiler, gpu, options, beside)
+    if options.peers:
+        theirs, missing = _peers.launches(capability, options.kernel, options.case)
+        print(f"peers, of torch {torch.__version__}: {len(theirs)} launches")
+        _show(theirs, arch, compiler, gpu, options, beside)
+        print("\n".join([*(f"  missing: {why}" for why in missing), *(beside.lines() if arch == 90 else ())]))
+    print("rows, of those that can be tuned, and where they come from:")
+    for choice in chosen.values():
+        if options.kernel in choice.kernel and len(choice.rows) > 1:
+            print(f"  {choice.kernel}, {choice.key}: {choice.origin}")
+    return bad
+
+
+def _show(
+    launches: list[Any], arch: int | str, compiler: Any, gpu: Any, options: argparse.Namespace, beside: Any
+) -> int:
+    """Print what each launch costs, and note its estimates in `beside`; how many have a problem."""
+    from foundry_kernels._estimate import estimate
+
     bad = 0
     for launch in launches:
         try:
@@ -179,18 +202,17 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
         print(f"{launch.name:<26} {launch.case:<34} {cost.describe(gpu)}  [{launch.settings}]")
         for problem in problems:
             print(f"  PROBLEM: {problem}")
-        for loop in () if options.brief else cost.loops():
+        loops = [] if options.brief else cost.loops()
+        if arch == 90:
+            beside.add(launch, cost, loops)
+        for loop in loops:
             print(f"  {loop}")
-            if arch == 90 and (estimated := estimate(loop, cost.warps)):
+            if arch == 90 and (estimated := estimate(loop, cost.warps - cost.idle)):
                 print(f"    {estimated}")
         if options.ptx:
             print(cost.assembly())
         if options.sass:
             print(cost.machine_code())
-    print("rows, of those that can be tuned, and where they come from:")
-    for choice in chosen.values():
-        if options.kernel in choice.kernel and len(choice.rows) > 1:
-            print(f"  {choice.kernel}, {choice.key}: {choice.origin}")
     return bad
 
 

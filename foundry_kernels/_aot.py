@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels import _triton
+from foundry_kernels import _triton, tuning
 from foundry_kernels._sass import Loop, inner_loops, loaded_ahead
 from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
@@ -76,6 +76,10 @@ class Launch:
         return self.kernel.__name__
 
     @property
+    def gluon(self) -> bool:
+        return type(self.kernel).__name__ == "GluonJITFunction"
+
+    @property
     def settings(self) -> str:
         """The constants that are numbers and flags, by which configurations are told apart."""
         shown = [f"{k}={v}" for k, v in (*self.constants, *self.options) if isinstance(v, int) and k.isupper()]
@@ -94,6 +98,7 @@ class Cost:
     matrix: str  # "" where there is no dot, else the instruction found, or "missing"
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
+    idle: int = 0  # of the warps, those that do no arithmetic: they copy for the others
     loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 where there are matrix products
 
     def resident(self, gpu: Gpu) -> int:
@@ -190,6 +195,20 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
     return list(launches)
 
 
+def record_untried(op: OpSpec, capability: int, choices: Iterable[tuning.Choice]) -> list[Launch]:
+    """The launches of kernels that no GPU has run, which no launcher takes by itself: of each choice the first such
+    row."""
+    untried = [(c, next((row for row in c.rows if not tuning.has_run(row)), None)) for c in choices]
+    with ExitStack() as undo:
+        for choice, row in untried:
+            if row is not None:
+                undo.enter_context(tuning.forced(choice.kernel, choice.key, row))
+        if not any(row for _, row in untried):
+            return []
+        made = record(op, capability, everything=False, timed_alone=True)
+    return [launch for launch in made if tuning.asked_as(launch.name) != launch.name]
+
+
 def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
     """Arguments in uninitialised memory: however large, no page of it is touched."""
     args: dict[str, Tensor | None] = {}
@@ -230,6 +249,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
             signature.append((name, "constexpr"))
             constants.append((name, value))
+        elif hasattr(value, "block_shape"):  # a descriptor of a tensor
+            signature.append((name, f"tensordesc<{_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"))
         elif isinstance(value, Tensor):
             signature.append((name, "*" + _NAMES[value.dtype]))
             divisible.append(name)  # PyTorch's allocator aligns to far more
@@ -247,8 +268,10 @@ def _launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], case: st
 
 def source_of(launch: Launch, more: dict[str, list[list[Any]]] = {}) -> Any:  # noqa: B006
     """What Triton compiles: the kernel with all that it is specialised on, and with `more` attributes by argument."""
-    from triton.compiler import ASTSource
-
+    if launch.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    else:
+        from triton.compiler import ASTSource
     names = [name for name, _ in launch.signature]
     attributes = {name: [["tt.divisibility", 16]] for name in launch.divisible}
     for name, each in more.items():
@@ -269,7 +292,7 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
 
     compiled = triton.compile(source_of(launch), target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
     cubin, ptx, matrix = compiled.asm["cubin"], compiled.asm["ptx"], ""
-    if re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):
+    if launch.gluon or re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):
         # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.
         matrix = next((name for name in (GPUS[arch].matrix, "mma.sync") if name in ptx), "missing")
     registers, stack = _resources(cubin)
@@ -278,11 +301,12 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
         stack=stack,
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
+        idle=compiled.metadata.num_warps - 8 if launch.gluon else 0,  # two groups of 4 multiply
         access_bytes=_access_bytes(ptx),
         matrix=matrix,
         ptx=ptx,
         cubin=cubin,
-        loaded_ahead=0 if matrix or brief else loaded_ahead(run_on_cubin([tool("cuobjdump"), "--dump-sass"], cubin)),
+        loaded_ahead=0 if matrix or brief else loaded_ahead(run_on_cubin([tool("nvdisasm"), "-c", "-ndf"], cubin)),
     )
 
 

@@ -35,7 +35,7 @@ NO_CUDA = (
 )
 
 #: Operators that belong to no operation: used inside others or by the model, on plain CPU tensors, without derivatives.
-INTERNAL_OPERATORS = ("decode_linear", "rope_append", "accumulate_product_")
+INTERNAL_OPERATORS = ("decode_linear", "rope_append", "accumulate_product_", "cross_entropy_bwd_classes_")
 
 
 def operator(name: str) -> Any:

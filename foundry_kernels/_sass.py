@@ -68,7 +68,7 @@ _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
 def loaded_ahead(disassembly: str) -> int:
-    """Of what `nvdisasm -c` or `cuobjdump --dump-sass` prints: the most bytes that a thread has asked of global memory
+    """Of what `nvdisasm -c` prints: the most bytes that a thread has asked of global memory
     and not used yet, in the order of the code and with every branch's loads. What a loop loads for its next round it
     does not see, nor copies to shared memory."""
     most, waiting = 0, list[tuple[set[int], int]]()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from foundry_kernels import _triton
+from foundry_kernels.tuning import asked_as
 
 Repeat = Callable[[], object]
 
@@ -81,9 +82,9 @@ class GpuTimer:
 
 
 def recorded(step: Repeat, kernel: str) -> Callable[[], list[Any]]:
-    """Calls the step, and returns what repeats its launches of `kernel`: with the same numbers, on the same tensors. So
-    the time is that of the kernel alone, and which row is forced when it is repeated makes no difference. A repeat
-    returns what Triton compiled.
+    """Calls the step, and returns what repeats its launches of `kernel`, or of what stands for it: with the same
+    numbers, on the same tensors. So the time is that of the kernel alone, and which row is forced when it is repeated
+    makes no difference. A repeat returns what Triton compiled.
 
     Raises:
         RuntimeError: the step launched no such kernel.
@@ -96,7 +97,7 @@ def recorded(step: Repeat, kernel: str) -> Callable[[], list[Any]]:
     own = Function.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__name__ == kernel:
+        if asked_as(self.__name__) == kernel:
             made.append((self, args, kwargs))
         return own(self, *args, **kwargs)
 

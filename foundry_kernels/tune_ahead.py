@@ -47,7 +47,7 @@ def of_rows(op: OpSpec, choice: Choice, arch: int, usual: list[_aot.Launch]) -> 
         with tuning.forced(choice.kernel, choice.key, choice.rows[max(i, 1)]):
             forced = _launches(op, arch)
         here, there = (usual, forced) if i == 0 else (forced, usual)
-        yield row, [launch for launch in here if launch.name == choice.kernel and launch not in there]
+        yield row, [launch for launch in here if tuning.asked_as(launch.name) == choice.kernel and launch not in there]
 
 
 def compiled(launches: list[_aot.Launch], arch: int) -> tuple[list[str], str]:

@@ -38,6 +38,22 @@ INTERPRETER = "Triton's interpreter"
 
 Row = dict[str, int]  # flags among them
 
+#: A row with such a flag launches, in place of the kernel that it is a candidate of, one that no GPU has run, and that
+#: could hang one. It is measured where the user asks for that (`tune --untried`), and taken by nothing before.
+NEVER_RUN = frozenset({"GLUON"})
+#: By the name of such a kernel, the one in whose place it is launched.
+STANDS_FOR = {"flash_attention_fwd_gluon_kernel": "flash_attention_fwd_kernel"}
+
+
+def has_run(row: Row) -> bool:
+    """Whether any GPU has run the kernel that the row launches."""
+    return NEVER_RUN.isdisjoint(row)
+
+
+def asked_as(kernel: str) -> str:
+    """The name by which the rows of a kernel are asked for."""
+    return STANDS_FOR.get(kernel, kernel)
+
 
 class TuningFileError(ValueError):
     """A tuning file that cannot be read or written; the message names it and says why."""
@@ -339,6 +355,11 @@ def choose(kernel: str, tags: str, rows: Sequence[Row], device: torch.device) ->
     for watch in _watching:
         watch(Choice(kernel, key, tuple(rows), row, origin))
     return dict(row)
+
+
+def is_forced(kernel: str, tags: str, rows: Sequence[Row]) -> bool:
+    """Whether `choose` would answer with a row that is forced."""
+    return (kernel, row_key(tags, rows[0])) in _forced
 
 
 @contextmanager

@@ -1,7 +1,11 @@
-"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/nvcc.py`. A spill fails."""
+"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/nvcc.py`. A spill fails.
+
+What ptxas said is kept in build/nvcc by the content of the sources, so that a second run costs what changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+REPORTS = ROOT / "build" / "nvcc"
 KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 ARCHITECTURES = ("80", "90a")
 
@@ -43,6 +48,25 @@ def compile_kernels(source: Path, arch: str) -> list[Kernel]:
     """Raises RuntimeError with nvcc's own words, and what to do where the host compiler is too new for it."""
     program = nvcc()
     assert program is not None
+    kept = REPORTS / f"{source.stem}-{arch}.{_content(source, program)}.txt"
+    if not kept.exists():
+        report = _compile(program, source, arch)
+        REPORTS.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}.tmp")  # another process may be writing it too
+        partial.write_text(report)
+        partial.rename(kept)
+    return parse(kept.read_text())
+
+
+def _content(source: Path, program: str) -> str:
+    """Of all that the report depends on."""
+    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    headers = [p for folder in ("common", "cuda") for p in sorted((ROOT / "csrc" / folder).glob("*.*h"))]
+    texts = [version, *(p.read_text() for p in (Path(__file__), source, *headers))]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _compile(program: str, source: Path, arch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         target = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", str(Path(folder) / "out.o")]
         command = [program, "-std=c++17", "-O3", "-Xptxas=-v", *target, "-c", str(source)]
@@ -54,7 +78,7 @@ def compile_kernels(source: Path, arch: str) -> list[Kernel]:
                 "\nThis nvcc is older than the host compiler allows: name an older one with NVCC_CCBIN=/usr/bin/g++-N"
             )
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr.strip()}{hint}")
-    return parse(done.stderr)
+    return done.stderr
 
 
 def parse(report: str) -> list[Kernel]:

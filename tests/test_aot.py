@@ -44,8 +44,12 @@ def inspect(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
+#: Operations with the kernels of another, by other flags: `make test-slow` compiles theirs.
+TWINS = ("add_rms_norm", "add_layer_norm", "geglu")
+
+
 @needs_triton
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow if op in TWINS else ()) for op in OPS])
 def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
     """And memory-bound kernels have as much in flight to a multiprocessor as memory needs to be busy."""
     shown = no_spills_and_within_the_limits(op, 90, "--timed")

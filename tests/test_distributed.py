@@ -46,6 +46,7 @@ OTHERS = {
     "vocabulary": operators.vocabulary,
     "step": training.step_collectives,
     "low precision": training.low_precision,
+    "choices": training.choices,
     "refusals": example.refusals,
 }
 
@@ -138,6 +139,18 @@ def test_tensor_parallel_collectives_are_those_of_the_plan(results):
     expected = {"all_gather_into_tensor": 4 * layers + 3, "reduce_scatter_tensor": 4 * layers + 2}
     without = expected | {"all_gather_into_tensor": 4 * layers + 2, "all_reduce": 2}
     assert outcome(results, "step") == [{"logits": expected, "loss": without}] * 2
+
+
+def test_other_choices_are_divided_by_the_same_plan(results):
+    for found in outcome(results, "choices"):
+        assert found.keys() == training.DIVIDED.keys()
+        for name, (divided, whole) in found.items():
+            assert divided.keys() == whole.keys()
+            for key, expected in whole.items():
+                if key.endswith("wk.bias"):  # it shifts all scores of a query alike: a gradient of 0, but for rounding
+                    assert max(divided[key].abs().max(), expected.abs().max()) < 1e-6, (name, key)
+                else:
+                    near(f"{name}: {key}", divided[key], expected)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -266,8 +279,12 @@ def mesh_of_three():
         ({"dim": 16, "n_heads": 4}, "n_heads must be a multiple of the 3 devices that share the heads; got 4"),
         ({"dim": 24, "n_heads": 6, "n_kv_heads": 2}, "n_kv_heads must be a multiple of the 3 devices .* got 2"),
         ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "needs tie_embeddings=False"),
+        ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not divided by this plan: each device"),
+        ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
+        ({"dim": 24, "n_heads": 6, "qk_norm": True}, "qk_norm=True is not divided .* summed over the devices"),
+        ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
     ],
-    ids=["heads", "key-value-heads", "tied"],
+    ids=["heads", "key-value-heads", "tied", "alibi", "sinusoidal", "qk-norm", "dropout"],
 )
 def test_plan_refuses_what_cannot_be_divided(shape, message, mesh_of_three):
     from foundry_kernels.distributed import tensor_parallel_plan

@@ -22,7 +22,8 @@ def test_no_spill_and_no_stack_frame(source: Path, arch: str) -> None:
 
 
 @needs_nvcc
-def test_a_spill_is_found(tmp_path: Path) -> None:
+def test_a_spill_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvcc, "REPORTS", tmp_path)
     source = tmp_path / "spill.cu"
     source.write_text(
         "__global__ void __launch_bounds__(1024) spills(float* p, int n) {\n"
@@ -35,6 +36,19 @@ def test_a_spill_is_found(tmp_path: Path) -> None:
     )
     (kernel,) = nvcc.compile_kernels(source, "90a")
     assert kernel.problem
+
+
+@needs_nvcc
+def test_a_report_is_kept_until_the_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvcc, "REPORTS", tmp_path / "reports")
+    source = tmp_path / "kernel.cu"
+    source.write_text("__global__ void first(float* p) { p[0] = 1.f; }")
+    (first,) = nvcc.compile_kernels(source, "90a")
+    with monkeypatch.context() as changed:
+        changed.setattr(nvcc, "_compile", lambda *_: pytest.fail("compiled again"))
+        assert nvcc.compile_kernels(source, "90a") == [first]
+    source.write_text("__global__ void second(float* p) { p[0] = 1.f; }")
+    assert [k.name for k in nvcc.compile_kernels(source, "90a")] == ["second"]
 
 
 @needs_nvcc

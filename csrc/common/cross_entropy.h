@@ -49,6 +49,9 @@ struct CrossEntropyBackward {
   Rows rows;
   RowStrides logits_strides;
   int64_t n_cols;
+  // The CPU's kernel takes the logits of some classes alone: first .. first + n_cols - 1, of n_classes. target, weight
+  // and weight_sum are those of all.
+  int64_t first, n_classes;
   CrossEntropyOptions options;
   Dtype type;
 };

@@ -131,8 +131,9 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
   const CrossEntropyOptions& o = a.options;
   const Cap<kCap> cap(o.softcap);
   const int64_t n = a.n_cols;
-  const float total = a.weight_sum ? *a.weight_sum : static_cast<float>(n);
-  const float each = kSmooth ? o.label_smoothing / static_cast<float>(n) : 0.0f;
+  const float total = a.weight_sum ? *a.weight_sum : static_cast<float>(a.n_classes);
+  const float each = kSmooth ? o.label_smoothing / static_cast<float>(a.n_classes) : 0.0f;
+  const float* weights = a.weight ? a.weight + a.first : nullptr;
   const float divisor = a.total_weight ? *a.total_weight : 1.0f;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t target = a.target[row];
@@ -158,8 +159,10 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
     }
     const X* x = static_cast<const X*>(a.logits) + a.logits_strides.offset(a.rows, row);
     const float weight = a.weight ? a.weight[target] : 1.0f, lse = a.lse[row], low = a.lse_low[row];
-    const float picked = cap(load_one(x + target)), from_z = 2.0f * o.z_loss * weight * lse;
-    const float hard = weight * (1.0f - o.label_smoothing);
+    const int64_t column = target - a.first;
+    const bool here = column >= 0 && column < n;
+    const float picked = here ? cap(load_one(x + column)) : 0.0f;  // before it is written to: dx may be x
+    const float from_z = 2.0f * o.z_loss * weight * lse, hard = weight * (1.0f - o.label_smoothing);
     const Vec share = splat(dloss * (hard + each * total + from_z)), less = splat(dloss * each);
     const Vec shift = splat(lse), shift_low = splat(low);
     write([&](int64_t i, auto at) FK_INLINE {
@@ -168,14 +171,15 @@ void backward_rows(const CrossEntropyBackward& a, int64_t begin, int64_t end) {
       Vec v;
       if constexpr (sizeof(X) == 2) v = share * exp2<true>(below * kLog2E);
       else v = share * exp(below);
-      if constexpr (kSmooth) v -= a.weight ? less * at.load(a.weight + i) : less;
+      if constexpr (kSmooth) v -= weights ? less * at.load(weights + i) : less;
       if constexpr (kCap) v *= cap.slope(y);
       return v;
     });
+    if (!here) continue;
     const float nll = (lse - picked) + low, p = std::exp(-nll);
     float at_target = dloss * (hard * std::expm1(-nll) + each * (total * p - weight) + from_z * p);
     if constexpr (kCap) at_target *= cap.slope(picked);
-    Part{1}.store(dx + target, splat(at_target));
+    Part{1}.store(dx + column, splat(at_target));
   }
   if constexpr (kStream) stream_fence();
 }

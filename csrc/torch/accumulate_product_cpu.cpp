@@ -1,4 +1,4 @@
-// The operator foundry_kernels::accumulate_product_: sum += a^T b of bfloat16 a and b, with sum in float32. torch's own
+// The operator foundry_kernels::accumulate_product_: sum += a b of bfloat16 a and b, with sum in float32. torch's own
 // product on a CPU rounds its result to bfloat16, which a sum over many calls must not. For inside other operators: it
 // has no gradient and no fake.
 #include <ATen/native/CPUBlas.h>
@@ -13,7 +13,7 @@
 namespace foundry {
 namespace {
 
-// Columns of a at a time: their transpose stays in the cache.
+// Rows of a at a time: where it lies transposed, a copy of them stays in the cache.
 constexpr int64_t kColumns = 64;
 
 // out[c][r] = in[r][c]; rows beyond n_rows are 0.
@@ -33,33 +33,56 @@ Tensor in_pairs(const Tensor& b) {
   return even.view({even.size(0) / 2, 2, b.size(1)}).transpose(1, 2).contiguous();
 }
 
-void accumulate_product_(const Tensor& sum, const Tensor& a, const Tensor& b_) {
-  TORCH_CHECK_VALUE(sum.dim() == 2 && a.dim() == 2 && b_.dim() == 2 && a.size(0) == b_.size(0) &&
-                        sum.size(0) == a.size(1) && sum.size(1) == b_.size(1),
-                    "sum must be [M, N], a [K, M] and b [K, N]; got ", sum.sizes(), ", ", a.sizes(), " and ",
-                    b_.sizes());
-  TORCH_CHECK_TYPE(
-      sum.scalar_type() == at::kFloat && a.scalar_type() == at::kBFloat16 && b_.scalar_type() == at::kBFloat16,
-      "sum must be float32, a and b bfloat16");
-  TORCH_CHECK_VALUE(sum.is_contiguous() && a.stride(1) == 1, "sum must be contiguous, and so must a's rows");
-  const int64_t n_rows = a.size(0), n_cols = a.size(1), width = sum.size(1);
-  if (n_rows == 0 || sum.numel() == 0) return;
-  const Tensor b = in_pairs(b_.contiguous());
-  const int64_t depth = 2 * b.size(0);
-  const auto* left = a.const_data_ptr<at::BFloat16>();
+// sum += a^T b
+void of_columns(const at::BFloat16* a, int64_t ld_a, int64_t n_rows, int64_t n_cols, const Tensor& b, float* into) {
+  const int64_t depth = 2 * b.size(0), width = b.size(1);
   const auto* right = b.const_data_ptr<at::BFloat16>();
-  float* into = sum.mutable_data_ptr<float>();
-  const int64_t n_blocks = (n_cols + kColumns - 1) / kColumns;
-  at::parallel_for(0, n_blocks, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, (n_cols + kColumns - 1) / kColumns, 1, [&](int64_t begin, int64_t end) {
     std::vector<at::BFloat16> turned(kColumns * depth);
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * kColumns, count = std::min(kColumns, n_cols - first);
-      transpose(left + first, a.stride(0), n_rows, count, turned.data(), depth);
+      transpose(a + first, ld_a, n_rows, count, turned.data(), depth);
       at::native::cpublas::brgemm(count, width, depth, depth, width, width, true, turned.data(), right,
                                   into + first * width);
     }
     at::native::cpublas::brgemm_release();
   });
+}
+
+// sum += a b
+void of_rows(const at::BFloat16* a, int64_t ld_a, int64_t n_rows, const Tensor& b, float* into) {
+  const int64_t depth = 2 * b.size(0), width = b.size(1);
+  const auto* right = b.const_data_ptr<at::BFloat16>();
+  at::parallel_for(0, (n_rows + kColumns - 1) / kColumns, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kColumns, count = std::min(kColumns, n_rows - first);
+      at::native::cpublas::brgemm(count, width, depth, ld_a, width, width, true, a + first * ld_a, right,
+                                  into + first * width);
+    }
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) {
+  TORCH_CHECK_VALUE(sum.dim() == 2 && a_.dim() == 2 && b_.dim() == 2 && a_.size(1) == b_.size(0) &&
+                        sum.size(0) == a_.size(0) && sum.size(1) == b_.size(1),
+                    "sum must be [M, N], a [M, K] and b [K, N]; got ", sum.sizes(), ", ", a_.sizes(), " and ",
+                    b_.sizes());
+  TORCH_CHECK_TYPE(
+      sum.scalar_type() == at::kFloat && a_.scalar_type() == at::kBFloat16 && b_.scalar_type() == at::kBFloat16,
+      "sum must be float32, a and b bfloat16");
+  TORCH_CHECK_VALUE(sum.is_contiguous(), "sum must be contiguous");
+  if (a_.size(1) == 0 || sum.numel() == 0) return;
+  const Tensor b = in_pairs(b_.contiguous());
+  float* into = sum.mutable_data_ptr<float>();
+  if (a_.stride(0) == 1 && a_.stride(1) != 1) {
+    of_columns(a_.const_data_ptr<at::BFloat16>(), a_.stride(1), a_.size(1), a_.size(0), b, into);
+    return;
+  }
+  Tensor a = a_;  // in pairs too: an odd last column has a zero beside it
+  if (a.size(1) % 2 != 0) a = at::cat({a, at::zeros({a.size(0), 1}, a.options())}, 1);
+  if (a.stride(1) != 1) a = a.contiguous();
+  of_rows(a.const_data_ptr<at::BFloat16>(), a.stride(0), a.size(0), b, into);
 }
 
 }  // namespace

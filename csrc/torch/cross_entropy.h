@@ -137,6 +137,7 @@ inline CrossEntropyBackward cross_entropy_backward_args(CrossEntropyInputs& in, 
   args.lse = lse.const_data_ptr<float>();
   args.lse_low = lse_low.const_data_ptr<float>();
   args.dlogits = dlogits.mutable_data_ptr();
+  args.n_classes = args.n_cols;
   return args;
 }
 

@@ -43,6 +43,17 @@ class VocabularyParallel(ColwiseParallel):
         return module
 
 
+#: Choices of a model that the plan does not divide, and why.
+UNDIVIDED = {
+    "positions=alibi": "each device would need the slopes of its own heads",
+    "positions=sinusoidal": "the table is not divided along the sequence",
+    "qk_norm": "the gradients of its weights would have to be summed over the devices",
+    "embedding_dropout": "random numbers are not divided",
+    "residual_dropout": "random numbers are not divided",
+    "attention_dropout": "random numbers are not divided",
+}
+
+
 def tensor_parallel_plan(
     model: Transformer, mesh: DeviceMesh, *, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
@@ -64,14 +75,19 @@ def tensor_parallel_plan(
 
     Raises:
         TypeError: `model` is not a Transformer.
-        ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, or the embeddings
-            are tied.
+        ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, the embeddings
+            are tied, or the model has a choice that is not divided: ALiBi, sinusoidal positions, QK-norm, dropout.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, that of tensor parallelism; got {mesh.ndim}: {mesh}")
     config, devices = model.config, mesh.size()
+    for choice, reason in UNDIVIDED.items():
+        name, _, value = choice.partition("=")
+        got = getattr(config, name)
+        if got == value if value else got:
+            raise ValueError(f"{name}={got!r} is not divided by this plan: {reason}")
     for name, heads in (("n_heads", config.n_heads), ("n_kv_heads", config.kv_heads)):
         if heads % devices:
             raise ValueError(f"{name} must be a multiple of the {devices} devices that share the heads; got {heads}")
@@ -95,6 +111,12 @@ def tensor_parallel_plan(
             use_local_output=not loss_parallel,
         ),
     }  # fmt: skip
+    if config.positions == "learned":
+        plan["pos_embeddings"] = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False
+        )
+    if config.embedding_norm:
+        plan["embedding_norm"] = SequenceParallelNorm()
     for index in range(config.n_layers):
         plan |= {
             f"layers.{index}.{name}": style
@@ -112,4 +134,6 @@ def tensor_parallel_plan(
                 "feed_forward.w2": scattering(),
             }.items()
         }
-    return plan
+    # Without a gate, a norm of its own or one at the end there are fewer modules.
+    modules = {name for name, _ in model.named_modules()}
+    return {name: style for name, style in plan.items() if name in modules}

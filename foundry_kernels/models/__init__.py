@@ -1,4 +1,4 @@
-"""A Llama-style decoder over the modules of `foundry_kernels.nn`."""
+"""A decoder over the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and what lies between."""
 
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig

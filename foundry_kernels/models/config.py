@@ -1,16 +1,30 @@
-"""The shape of a model."""
+"""The shape of a model, and the choices that make it a GPT-2, a LLaMA, a BLOOM or a Falcon."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from foundry_kernels.models import presets
+from foundry_kernels.nn.mlp import GATES
 from foundry_kernels.ops.rope import RopeScaling
+
+#: What may be chosen, by the name of the field.
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "positions": ("rope", "alibi", "learned", "sinusoidal", "none"),
+    "norm": ("rms_norm", "layer_norm"),
+    "norm_placement": ("pre", "post"),
+    "activation": (*GATES, "gelu", "gelu_tanh", "relu"),
+    "ffn_rule": (None, "4d", "two_thirds_of_4d"),
+}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a :class:`Transformer`, in the names of Meta's `params.json`.
+    """The shape of a :class:`Transformer`, in the names of Meta's `params.json`; the defaults are LLaMA's choices.
 
     Attributes:
         dim: width of the residual stream.
@@ -18,12 +32,12 @@ class ModelConfig:
         n_heads: query heads.
         n_kv_heads: key-value heads, a divisor of `n_heads`; None is `n_heads`, 1 is multi-query attention.
         vocab_size: tokens are 0 .. vocab_size - 1.
-        max_seq_len: positions the rotary tables cover.
-        multiple_of: the feed-forward width is rounded up to a multiple of it.
+        max_seq_len: positions that the model takes: rows of the rotary, learned or sinusoidal table.
+        multiple_of: two thirds of 4d are rounded up to a multiple of it.
         ffn_dim_multiplier: factor on the feed-forward width before it is rounded up.
-        hidden_dim: the feed-forward width itself, which overrides the two above.
-        head_dim: width of a head, even; None is ``dim // n_heads``.
-        norm_eps: epsilon of every RMSNorm.
+        hidden_dim: the feed-forward width itself, which overrides the two above and `ffn_rule`.
+        head_dim: width of a head; None is ``dim // n_heads``.
+        norm_eps: epsilon of every norm.
         norm_round_before_weight: round ``x / rms`` before the weight multiplies it, as Meta's code does. It matters
             only in low precision; False is more accurate.
         rope_base: base of the rotary wavelengths (`rope_theta` in Meta's files).
@@ -31,9 +45,34 @@ class ModelConfig:
         rope_interleaved: True pairs the dimensions (2i, 2i+1), as Meta's checkpoints need; False (i, i + D/2).
         tie_embeddings: the output projection is the embedding's matrix.
         init_std: standard deviation of the initial weights.
+        positions: "rope" rotates queries and keys; "alibi" lowers a score by the distance, by a slope a head
+            (:func:`foundry_kernels.nn.alibi_slopes`); "learned" and "sinusoidal" add a vector to the embedding; "none".
+        rope_dim: rotated dimensions of a head, even; None is all of them.
+        norm: "rms_norm" or "layer_norm".
+        norm_bias: whether norms have a bias; None is what is usual, True for "layer_norm" and False for "rms_norm".
+        norm_placement: "pre", a norm before each branch and one at the end, or "post", a norm of each sum (GPT-1).
+        embedding_norm: a norm of the embeddings, with the positions added (BLOOM).
+        activation: gated "swiglu", "geglu" or "geglu_tanh", or "gelu", "gelu_tanh" (GPT-2) or "relu" of one product.
+        ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, with which a gated
+            block has as many parameters; None is two thirds where there is a gate, else 4d.
+        attention_bias: biases of the projections to queries, keys and values.
+        attention_out_bias: of the projection from attention; None is `attention_bias`.
+        mlp_bias: of the feed-forward projections.
+        output_bias: of the output projection.
+        parallel_residual: attention and feed-forward read the same stream, and both are added to it (GPT-NeoX).
+        shared_attention_norm: with `parallel_residual`, one norm for both (Falcon-7B).
+        sliding_window: positions that a query sees, its own the last of them; None is all before.
+        qk_norm: an RMSNorm of each head of queries and keys, before the rotation (Qwen3).
+        embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added.
+        attention_dropout: of attention's weights. No kernel has it yet: in training, attention is then computed by
+            plain PyTorch with a T x T matrix in memory, and a named kernel raises `BackendUnavailable`.
 
     Raises:
-        TypeError, ValueError: a field is invalid; the message names it.
+        TypeError, ValueError: a field is invalid, or contradicts another; the message names it.
+
+    Press et al., "Train Short, Test Long" (ALiBi), 2021, arXiv:2108.12409. Xiong et al., "On Layer Normalization in the
+    Transformer Architecture" (pre and post), 2020, arXiv:2002.04745. Henry et al., "Query-Key Normalization", 2020,
+    arXiv:2010.04245.
     """
 
     dim: int
@@ -53,27 +92,99 @@ class ModelConfig:
     rope_interleaved: bool = True
     tie_embeddings: bool = False
     init_std: float = 0.02
+    positions: str = "rope"
+    rope_dim: int | None = None
+    norm: str = "rms_norm"
+    norm_bias: bool | None = None
+    norm_placement: str = "pre"
+    embedding_norm: bool = False
+    activation: str = "swiglu"
+    ffn_rule: str | None = None
+    attention_bias: bool = False
+    attention_out_bias: bool | None = None
+    mlp_bias: bool = False
+    output_bias: bool = False
+    parallel_residual: bool = False
+    shared_attention_norm: bool = False
+    sliding_window: int | None = None
+    qk_norm: bool = False
+    embedding_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "multiple_of"):
             _check_size(name, getattr(self, name))
-        for name in ("n_kv_heads", "hidden_dim", "head_dim"):
+        for name in ("n_kv_heads", "hidden_dim", "head_dim", "rope_dim", "sliding_window"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
         for name, low in (("ffn_dim_multiplier", 0.0), ("norm_eps", 0.0), ("rope_base", 1.0), ("init_std", 0.0)):
             value = getattr(self, name)
             if value is not None and not (value > low and math.isfinite(value)):
                 raise ValueError(f"{name} must be finite and > {low:g}; got {value}")
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}; got {getattr(self, name)!r}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if str(field.type).startswith("bool") and not isinstance(value, bool) and value is not field.default:
+                raise TypeError(f"{field.name} must be a bool; got {type(value).__name__}")
+        for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
         if self.n_heads % self.kv_heads:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads={self.kv_heads}; got {self.n_heads}")
         if self.head_dim is None and self.dim % self.n_heads:
             raise ValueError(
                 f"dim must be a multiple of n_heads={self.n_heads} unless head_dim is given; got {self.dim}"
             )
-        if self.head_width % 2:
-            raise ValueError(f"head_dim must be even, for the rotary pairs; got {self.head_width}")
+        for reason in _contradictions(self):
+            raise ValueError(reason)
 
-    # The three below are derived and not filled in, so that `dataclasses.replace` derives them anew.
+    @classmethod
+    def gpt2(cls, size: str = "small", **changes: Any) -> ModelConfig:
+        """GPT-2: learned positions, LayerNorm, GELU (tanh), biases, a tied head, a width of 4d.
+
+        Dropout is 0, as it is best in a single pass over the data; GPT-2 itself was trained with 0.1 in all three.
+
+        Args:
+            size: "small" (124,439,808 parameters), "medium", "large" or "xl".
+            changes: fields that differ, such as ``n_layers=2, dim=64, n_heads=4``.
+        """
+        return cls(**presets.fields("gpt2", size, changes))
+
+    @classmethod
+    def llama(cls, size: str = "llama-2-7b", **changes: Any) -> ModelConfig:
+        """LLaMA in Meta's names and order of rotary pairs (a checkpoint of transformers has rope_interleaved=False).
+
+        Args:
+            size: "llama-2-7b" (6,738,415,616 parameters), "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b",
+                "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b" or "llama-3.2-3b".
+            changes: fields that differ.
+        """
+        return cls(**presets.fields("llama", size, changes))
+
+    @classmethod
+    def bloom(cls, size: str = "7b1", **changes: Any) -> ModelConfig:
+        """BLOOM: ALiBi, LayerNorm and one of the embeddings, GELU (tanh), biases, a tied head.
+
+        Args:
+            size: "560m", "1b1", "1b7", "3b", "7b1" (7,069,016,064 parameters) or "176b".
+            changes: fields that differ.
+        """
+        return cls(**presets.fields("bloom", size, changes))
+
+    @classmethod
+    def falcon(cls, size: str = "7b", **changes: Any) -> ModelConfig:
+        """Falcon: parallel blocks, LayerNorm, rotary positions, GELU, no biases, a tied head, few key-value heads.
+
+        Args:
+            size: "7b" (6,921,720,704 parameters; multi-query, one norm a block), "40b" or "180b" (grouped-query, two).
+            changes: fields that differ.
+        """
+        return cls(**presets.fields("falcon", size, changes))
+
+    # Those below are derived and not filled in, so that `dataclasses.replace` derives them anew.
 
     @property
     def kv_heads(self) -> int:
@@ -86,14 +197,79 @@ class ModelConfig:
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
+    def rotary_width(self) -> int:
+        """Rotated dimensions of a head."""
+        return self.head_width if self.rope_dim is None else self.rope_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward part has a gate, and so three matrices."""
+        return self.activation in GATES
+
+    @property
+    def norms_have_bias(self) -> bool:
+        return self.norm == "layer_norm" if self.norm_bias is None else self.norm_bias
+
+    @property
+    def attention_out_has_bias(self) -> bool:
+        return self.attention_bias if self.attention_out_bias is None else self.attention_out_bias
+
+    @property
     def ffn_width(self) -> int:
-        """Feed-forward width: ``int(2 * 4 dim / 3)``, times `ffn_dim_multiplier`, up to a multiple of `multiple_of`."""
+        """Feed-forward width: `hidden_dim`, or by `ffn_rule`.
+
+        "two_thirds_of_4d": ``int(2 * 4 dim / 3)``, times `ffn_dim_multiplier`, up to a multiple of `multiple_of`. "4d":
+        ``4 dim``, times `ffn_dim_multiplier`.
+        """
         if self.hidden_dim is not None:
             return self.hidden_dim
-        width = int(2 * 4 * self.dim / 3)
+        whole = self.ffn_rule == "4d" or (self.ffn_rule is None and not self.gated)
+        width = 4 * self.dim if whole else int(2 * 4 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
-        return -(-width // self.multiple_of) * self.multiple_of
+        return width if whole else -(-width // self.multiple_of) * self.multiple_of
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters of the model, those of a tied head once."""
+        dim, width, norm = self.dim, self.ffn_width, self.dim * (2 if self.norms_have_bias else 1)
+        q, kv = self.n_heads * self.head_width, self.kv_heads * self.head_width
+        attention = 2 * dim * q + 2 * dim * kv
+        attention += (q + 2 * kv) * self.attention_bias + dim * self.attention_out_has_bias
+        attention += 2 * self.head_width * self.qk_norm
+        matrices = 3 if self.gated else 2
+        feed_forward = matrices * dim * width + ((matrices - 1) * width + dim) * self.mlp_bias
+        layer = attention + feed_forward + norm * (1 if self.shared_attention_norm else 2)
+        embeddings = self.vocab_size * dim * (1 if self.tie_embeddings else 2) + self.vocab_size * self.output_bias
+        embeddings += self.max_seq_len * dim * (self.positions == "learned") + norm * self.embedding_norm
+        return embeddings + self.n_layers * layer + norm * (self.norm_placement == "pre")
+
+
+def _contradictions(config: ModelConfig) -> Iterator[str]:
+    """What no model can be, and why."""
+    if config.positions == "rope":
+        if config.rope_dim is None and config.head_width % 2:
+            yield f"head_dim must be even, for the rotary pairs; got {config.head_width}"
+        if config.rotary_width % 2 or config.rotary_width > config.head_width:
+            yield f"rope_dim must be even and at most head_dim={config.head_width}; got {config.rope_dim}"
+    else:
+        for name in ("rope_dim", "rope_base", "rope_scaling", "rope_interleaved"):
+            value, default = getattr(config, name), ModelConfig.__dataclass_fields__[name].default
+            if value != default:
+                yield f"{name} needs positions='rope'; got {value} with positions={config.positions!r}"
+    if config.norm == "rms_norm" and config.norm_bias:
+        yield "norm_bias needs norm='layer_norm': an RMSNorm has no bias; got True"
+    if config.norm == "layer_norm" and config.norm_round_before_weight:
+        yield "norm_round_before_weight needs norm='rms_norm'; got True with norm='layer_norm'"
+    if config.norm_placement == "post" and config.parallel_residual:
+        yield (
+            "parallel_residual needs norm_placement='pre': attention and feed-forward read one stream, and a norm of "
+            "each sum would come between them"
+        )
+    if config.shared_attention_norm and not config.parallel_residual:
+        yield "shared_attention_norm needs parallel_residual=True: in sequence the branches read different streams"
+    if config.tie_embeddings and config.output_bias:
+        yield "output_bias needs tie_embeddings=False: a tied head is the embedding's matrix alone"
 
 
 def _check_size(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""A Llama-style decoder over the modules of this package; the backend is an argument."""
+"""A decoder over the modules of this package; its choices are data, and the backend is an argument."""
 
 from __future__ import annotations
 
@@ -10,54 +10,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels._checks import check_integer, check_rank
+from foundry_kernels.models import from_hf
+from foundry_kernels.models.blocks import block_class, make_norm, operations
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.generate import generate
-from foundry_kernels.nn import Attention, KeyValueStore, RMSNorm, RotaryEmbedding, SwiGLU, _decode
+from foundry_kernels.nn import AlibiSlopes, LayerNorm, RMSNorm, RotaryEmbedding, SinusoidalEmbedding, _decode
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._head import matrix_of
+from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.registry import is_dtensor
 
-#: The operations that the model calls.
+#: The operations that a model of the default choices, LLaMA's, calls; of others, see `blocks.operations`.
 OPERATIONS = (
     "rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy", "linear_cross_entropy"
 )  # fmt: skip
 
 
-class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each after a norm that also adds the branch before it to the residual stream."""
-
-    def __init__(self, config: ModelConfig, rope: RotaryEmbedding, factory: dict[str, Any]) -> None:
-        super().__init__()
-        norm = {"round_before_weight": config.norm_round_before_weight, **factory}
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, **norm)
-        self.attention = Attention(
-            config.dim, config.n_heads, config.n_kv_heads, config.head_width, rope=rope, **factory
-        )
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps, **norm)
-        self.feed_forward = SwiGLU(config.dim, config.ffn_width, **factory)
-
-    def forward(
-        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`branch`, the previous block's output (None before the first), is still to be added to `stream`; both
-        ``[B, T, dim]``. Returns this block's branch, and the stream that it is to be added to."""
-        if branch is None:
-            y = self.attention_norm(stream)
-        else:
-            y, stream = self.attention_norm(branch.to(stream.dtype), stream)
-        branch = self.attention(y, cache=cache)
-        y, stream = self.ffn_norm(branch.to(stream.dtype), stream)
-        return self.feed_forward(y), stream
-
-
 class Transformer(nn.Module):
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
+    """A decoder-only transformer. By default RMSNorm, rotary positions, grouped-query attention, SwiGLU and no biases;
+    :class:`ModelConfig` has the other choices, and presets.
 
     Parameters have the names and shapes of Meta's Llama, whose checkpoints load: `tok_embeddings`,
     `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`.
+    Where a choice asks for them there are `pos_embeddings`, `embedding_norm` and `layers.N.attention.{q_norm, k_norm}`;
+    without a gate there is no `w3`, with a shared norm no `ffn_norm`, with "post" norms no `norm`. :meth:`from_hf`
+    takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
 
@@ -91,36 +71,76 @@ class Transformer(nn.Module):
         if not isinstance(config, ModelConfig):
             raise TypeError(f"config must be a ModelConfig; got {type(config).__name__}")
         self.config = config
-        self.backends = plan(backend, OPERATIONS)
+        self.backends = plan(backend, operations(config))
+        self._head_backend = self.backends.get("swiglu", self.backends["flash_attention"])
         factory = {"device": device, "dtype": dtype, "backend": self.backends}
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
-        rope = RotaryEmbedding(  # one table, which the layers share
-            config.head_width,
-            config.max_seq_len,
-            base=config.rope_base,
-            scaling=config.rope_scaling,
-            interleaved=config.rope_interleaved,
-            device=device,
-            backend=self.backends,
-        )
-        self.layers = nn.ModuleList(TransformerBlock(config, rope, factory) for _ in range(config.n_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps, round_before_weight=config.norm_round_before_weight, **factory)
+        self.pos_embeddings = _position_embedding(config, device, dtype)
+        self.embedding_norm = make_norm(config, factory) if config.embedding_norm else None
+        self._prepares = bool(config.embedding_norm or config.embedding_dropout or self.pos_embeddings is not None)
+        rope = alibi = None  # one table, which the layers share
+        if config.positions == "rope":
+            rope = RotaryEmbedding(
+                config.rotary_width,
+                config.max_seq_len,
+                base=config.rope_base,
+                scaling=config.rope_scaling,
+                interleaved=config.rope_interleaved,
+                device=device,
+                backend=self.backends,
+            )
+        elif config.positions == "alibi":
+            alibi = AlibiSlopes(config.n_heads, device=device)
+        block = block_class(config)
+        self.layers = nn.ModuleList(block(config, rope, alibi, factory) for _ in range(config.n_layers))
+        self.norm = None if config.norm_placement == "post" else make_norm(config, factory)
         # Tied weights are one parameter under one name: two names would come apart in `to_empty`.
         self.output = None
         if not config.tie_embeddings:
-            self.output = nn.Linear(config.dim, config.vocab_size, bias=False, device=device, dtype=dtype)
+            self.output = nn.Linear(config.dim, config.vocab_size, config.output_bias, device=device, dtype=dtype)
         self.register_load_state_dict_pre_hook(_drop_redundant_keys)
         if not self.tok_embeddings.weight.is_meta:
             self.init_weights()
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Set embeddings and projections to N(0, init_std), norms to 1, and compute the rotary tables."""
+        """Set embeddings and projections to N(0, init_std), norms to 1, biases to 0, and compute the tables of
+        positions."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, 0.0, self.config.init_std, generator=generator)
-            elif isinstance(module, RMSNorm | RotaryEmbedding):
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm | LayerNorm | FixedTables):
                 module.reset_parameters()
+
+    @classmethod
+    def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> Transformer:
+        """The same model as one of transformers, with copies of its weights, in their dtype and on their device.
+
+        Known are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3, GPT-NeoX,
+        OPT, Phi, StarCoder2, StableLM and the first GPT. Logits are equal but for rounding. The mode is kept, and so
+        are the checkpoint's dropouts, which matter in training only.
+
+        Args:
+            model: of transformers.
+            backend: as for the class.
+            changes: fields of the :class:`ModelConfig` that differ and leave the shapes as they are, such as a dropout
+                or `max_seq_len` (which a table of learned positions cannot exceed).
+
+        Raises:
+            TypeError: a class that is not in the table.
+            ValueError: an option of the checkpoint that this model does not have, or weights that are missing, not
+                known, or of another shape; the message names them.
+        """
+        config, state = from_hf.read(model, changes)
+        weight = state["tok_embeddings.weight"]
+        with torch.device("meta"):
+            empty = cls(config, backend, dtype=weight.dtype)
+        from_hf.check(state, empty.state_dict(), model)
+        ours = empty.to_empty(device=weight.device)
+        ours.load_state_dict(state)
+        return ours.train(model.training)
 
     def forward(
         self,
@@ -158,13 +178,15 @@ class Transformer(nn.Module):
         """
         self._check(tokens, targets, cache, last_only, ignore_index)
         stream = self._embed(tokens)
+        if self._prepares:
+            stream = self._prepare(stream, 0 if cache is None else cache.length)
         branch: Tensor | None = None
         for index, block in enumerate(self.layers):
             branch, stream = block(branch, stream, None if cache is None else cache.layer(index))
-        assert branch is not None  # there is at least one layer
         if last_only:
-            branch, stream = branch[:, -1:], stream[:, -1:]
-        y, _ = self.norm(branch.to(stream.dtype), stream)
+            branch, stream = None if branch is None else branch[:, -1:], stream[:, -1:]
+        # A block of "post" norms leaves no branch.
+        y = stream if branch is None else self.norm(branch.to(stream.dtype), stream)[0]  # type: ignore[misc]
         if cache is not None:
             cache.advance(tokens.shape[1])
         if targets is not None and not return_logits and (head := self._head()) is not None:
@@ -205,8 +227,19 @@ class Transformer(nn.Module):
             _check_range("tokens", tokens, self.config.vocab_size)
             raise
 
+    def _prepare(self, stream: Tensor, start: int) -> Tensor:
+        """Embeddings of the positions from `start` on to the stream that the first block reads."""
+        table, norm, dropout = self.pos_embeddings, self.embedding_norm, self.config.embedding_dropout
+        if isinstance(table, SinusoidalEmbedding):
+            stream = table(stream, start)
+        elif table is not None:
+            stream = stream + table(torch.arange(start, start + stream.shape[1], device=stream.device))
+        if norm is not None:
+            stream = norm(stream)
+        return F.dropout(stream, dropout, self.training) if dropout else stream
+
     def _logits(self, y: Tensor) -> Tensor:
-        head, backend = self.output, self.backends["swiglu"]
+        head, backend = self.output, self._head_backend
         if _decode.serves(y, backend):
             few = _decode.multiply(y, self.tok_embeddings.weight) if head is None else _decode.project(y, head)
             if few is not None:
@@ -253,8 +286,9 @@ class Transformer(nn.Module):
         start = 0 if cache is None else cache.length
         if start + tokens.shape[1] > self.config.max_seq_len:
             cached = f" behind {start} cached ones" if start else ""
+            learned = ", the length of the table of learned positions" if self.config.positions == "learned" else ""
             raise ValueError(
-                f"tokens hold {tokens.shape[1]} positions{cached}; max_seq_len is {self.config.max_seq_len}"
+                f"tokens hold {tokens.shape[1]} positions{cached}; max_seq_len is {self.config.max_seq_len}{learned}"
             )
         if cache is not None:
             cache.check(tokens, self._key_dtype(), self.config.n_layers)
@@ -268,6 +302,16 @@ class Transformer(nn.Module):
                 raise ValueError(f"targets must be on the model's device {device}; got {targets.device}")
         if targets is not None and device.type == "cpu" and not torch.compiler.is_compiling():
             _check_range("targets", targets[targets != ignore_index], vocab_size)
+
+
+def _position_embedding(
+    config: ModelConfig, device: Any, dtype: torch.dtype | None
+) -> nn.Embedding | SinusoidalEmbedding | None:
+    if config.positions == "learned":
+        return nn.Embedding(config.max_seq_len, config.dim, device=device, dtype=dtype)
+    if config.positions == "sinusoidal":
+        return SinusoidalEmbedding(config.dim, config.max_seq_len, device=device)
+    return None
 
 
 def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:

@@ -5,8 +5,23 @@ Every module takes `backend`: the name of a backend, or a mapping from operation
 
 from foundry_kernels.nn.attention import Attention, KeyValueStore
 from foundry_kernels.nn.loss import LinearCrossEntropy
+from foundry_kernels.nn.mlp import MLP, GatedMLP
 from foundry_kernels.nn.norm import LayerNorm, RMSNorm
+from foundry_kernels.nn.positions import AlibiSlopes, SinusoidalEmbedding, alibi_slopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.nn.swiglu import SwiGLU
 
-__all__ = ["Attention", "KeyValueStore", "LayerNorm", "LinearCrossEntropy", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
+__all__ = [
+    "MLP",
+    "AlibiSlopes",
+    "Attention",
+    "GatedMLP",
+    "KeyValueStore",
+    "LayerNorm",
+    "LinearCrossEntropy",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SinusoidalEmbedding",
+    "SwiGLU",
+    "alibi_slopes",
+]

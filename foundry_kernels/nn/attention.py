@@ -1,4 +1,4 @@
-"""Multi-head attention with rotary positions, shared key-value heads and an optional key-value cache."""
+"""Multi-head attention with its positions, shared key-value heads and an optional key-value cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from torch import Tensor
 from foundry_kernels._checks import check_integer, check_rank, check_tensor
 from foundry_kernels.nn import _decode
 from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._dropout import attention_with_dropout
+from foundry_kernels.nn.norm import RMSNorm
+from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.rope import qk_norm_rope
+from foundry_kernels.registry import BackendUnavailable
 
 
 class KeyValueStore(Protocol):
@@ -42,7 +47,7 @@ class KeyValueMemory:
 
 
 class Attention(torch.nn.Module):
-    """``wo(flash_attention(rope(wq x), rope(wk x), wv x))``, without biases; the names are those of Meta's Llama.
+    """``wo(flash_attention(rope(wq x), rope(wk x), wv x))``; the names are those of Meta's Llama.
 
     Queries, keys and values are ``[B, H, T, D]`` views of the projections' ``[B, T, H, D]`` memory, and the result
     has the same storage order: nothing is copied to transpose.
@@ -52,13 +57,23 @@ class Attention(torch.nn.Module):
         n_heads: query heads H.
         n_kv_heads: key-value heads Hk, a divisor of `n_heads`; None is `n_heads`. 1 is multi-query attention.
         head_dim: D; None is ``dim // n_heads``.
-        rope: the rotary embedding, which layers may share, or None for no positions.
+        rope: the rotary embedding, which layers may share, or None for no rotation.
+        alibi: the slopes of ALiBi, which layers may share, or None.
         causal: whether a query sees no later key.
+        sliding_window: positions that a query sees, its own the last of them (without `causal` as many after it); None
+            is unbounded.
+        bias: whether the projections to queries, keys and values have one.
+        out_bias: whether the projection from attention has one; None is `bias`.
+        qk_norm: an RMSNorm of each head of queries and of keys, before the rotation: `q_norm` and `k_norm`.
+        norm_eps, norm_round_before_weight: of these two, as of :class:`RMSNorm`.
+        dropout: of the weights of attention, in training. No kernel has it yet: such a call is computed by plain
+            PyTorch with the matrix ``[B, H, T, S]`` in memory, and with a named kernel raises `BackendUnavailable`.
         backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own.
 
     Raises:
         ValueError: `n_heads` is no multiple of `n_kv_heads`, `dim` none of `n_heads` where head_dim is None, the rotary
-            dimensions exceed `head_dim`, an unknown backend.
+            dimensions exceed `head_dim`, `alibi` has other heads, `sliding_window` is below 1, `dropout` outside
+            [0, 1), an unknown backend.
     """
 
     def __init__(
@@ -69,7 +84,15 @@ class Attention(torch.nn.Module):
         head_dim: int | None = None,
         *,
         rope: RotaryEmbedding | None = None,
+        alibi: AlibiSlopes | None = None,
         causal: bool = True,
+        sliding_window: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        norm_round_before_weight: bool = False,
+        dropout: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
@@ -89,14 +112,27 @@ class Attention(torch.nn.Module):
             raise ValueError(f"head_dim must be at least 1; got {head_dim}")
         if rope is not None and rope.dim > head_dim:
             raise ValueError(f"rope must rotate at most head_dim={head_dim} dimensions; got {rope.dim}")
-        self.backends = plan(backend, ("flash_attention",))  # packed or not
+        if alibi is not None and alibi.n_heads != n_heads:
+            raise ValueError(f"alibi must have a slope for each of n_heads={n_heads}; got {alibi.n_heads}")
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window must be None or at least 1; got {sliding_window}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1); got {dropout}")
+        fused = ("qk_norm_rope",) if qk_norm and rope is not None else ()
+        self.backends = plan(backend, ("flash_attention", *fused))  # packed or not
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
-        self.causal = causal
-        self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=False, device=device, dtype=dtype)
-        self.wk = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=False, device=device, dtype=dtype)
-        self.wv = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=False, device=device, dtype=dtype)
-        self.wo = torch.nn.Linear(n_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
-        self.rope = rope
+        self.causal, self.sliding_window, self.dropout = causal, sliding_window, dropout
+        self._plain = sliding_window is None and alibi is None and not dropout
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=bias, **factory)
+        self.wk = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=bias, **factory)
+        self.wv = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=bias, **factory)
+        self.wo = torch.nn.Linear(n_heads * head_dim, dim, bias=bias if out_bias is None else out_bias, **factory)
+        self.rope, self.alibi, self.norm_eps = rope, alibi, norm_eps
+        self.q_norm = self.k_norm = None
+        if qk_norm:
+            norm: dict[str, Any] = {**factory, "round_before_weight": norm_round_before_weight, "backend": backend}
+            self.q_norm, self.k_norm = (RMSNorm(head_dim, norm_eps, **norm) for _ in range(2))
 
     def forward(
         self,
@@ -156,11 +192,21 @@ class Attention(torch.nn.Module):
                     positions = cache.length
                 elif positions is None and cu_seqlens is not None:
                     positions = _packed_positions(cu_seqlens, length)
-                q, k = self.rope(q, k, positions)
+                q, k = self.rope(q, k, positions) if self.q_norm is None else self._norm_and_rotate(q, k, positions)
+            elif self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
             if cache is not None:
                 k, v = cache.append(k, v)
         options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
         options["backend"] = self.backends["flash_attention"]
+        if not self._plain:
+            if self.sliding_window is not None:
+                options["window"] = (self.sliding_window - 1, self.sliding_window - 1)
+            if self.alibi is not None:
+                options["alibi_slopes"] = self.alibi.slopes
+            if self.dropout and self.training:
+                out = self._attend_with_dropout(q, k, v, cu_seqlens, options)
+                return self.wo(out.transpose(1, 2).flatten(2))
         if cu_seqlens is None:
             result = flash_attention(q, k, v, **options)
         else:
@@ -189,6 +235,8 @@ class Attention(torch.nn.Module):
         rope = self.rope
         if not isinstance(cache, KeyValueMemory) or type(rope) is not RotaryEmbedding or _decode.is_observed(rope):
             return None
+        if self.q_norm is not None:
+            return None
         return cache if rope.backends["rope"] in ("auto", "native") else None
 
     def _append(self, packed: Tensor, cache: KeyValueMemory) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,10 +249,37 @@ class Attention(torch.nn.Module):
         q = _decode.rope_append(packed, rope.cos, rope.sin, rope.interleaved, k, v, self.n_heads, start)
         return q, k.narrow(2, 0, start + length), v.narrow(2, 0, start + length)
 
+    def _norm_and_rotate(self, q: Tensor, k: Tensor, positions: Tensor | int | None) -> tuple[Tensor, Tensor]:
+        rope, q_norm, k_norm = self.rope, self.q_norm, self.k_norm
+        assert rope is not None
+        assert q_norm is not None
+        assert k_norm is not None
+        cos, sin, positions = rope.rows(q.shape[2], positions)
+        return qk_norm_rope(
+            q, k, q_norm.weight, k_norm.weight, cos, sin, eps=self.norm_eps, positions=positions,
+            round_before_weight=q_norm.round_before_weight, interleaved=rope.interleaved,
+            backend=self.backends["qk_norm_rope"],
+        )  # fmt: skip
+
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        backend, rows = options.pop("backend"), options.pop("return_lse") | options.pop("return_stats")
+        if backend not in ("auto", "reference"):
+            raise BackendUnavailable(
+                f"backend {backend!r} has no dropout of attention's weights; got dropout={self.dropout} in training. "
+                "Use backend 'auto' or 'reference' for flash_attention, or dropout=0"
+            )
+        if rows:
+            raise ValueError("return_lse and return_stats need attention without dropout; got it in training")
+        return attention_with_dropout(q, k, v, self.dropout, cu_seqlens=cu_seqlens, **options)
+
     def extra_repr(self) -> str:
+        extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "
+        extra += f"dropout={self.dropout}, " if self.dropout else ""
         return (
             f"{self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
-            f"causal={self.causal}, backend={describe(self.backends)}"
+            f"causal={self.causal}, {extra}backend={describe(self.backends)}"
         )
 
 

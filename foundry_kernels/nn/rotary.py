@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.rope import RopeScaling, rope, rope_table
 
 
-class RotaryEmbedding(torch.nn.Module):
+class RotaryEmbedding(FixedTables):
     """Rotates queries and keys by their positions; see :func:`foundry_kernels.rope`.
 
     The tables `cos` and `sin`, ``[max_positions, dim / 2]``, are buffers outside the state dict. They follow the module
@@ -34,6 +33,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     cos: Tensor
     sin: Tensor
+    names = ("cos", "sin")
 
     def __init__(
         self,
@@ -54,28 +54,10 @@ class RotaryEmbedding(torch.nn.Module):
         self.backends = plan(backend, ("rope",))
         self.dim, self.max_positions, self.base, self.scaling = dim, max_positions, base, scaling
         self.interleaved = interleaved
-        device = torch.get_default_device() if device is None else device
-        for name, table in zip(("cos", "sin"), self._tables(device), strict=True):
-            self.register_buffer(name, table, persistent=False)
+        self._register(device)
 
     def _tables(self, device: Any) -> tuple[Tensor, Tensor]:
         return rope_table(self.dim, self.max_positions, base=self.base, scaling=self.scaling, device=device)
-
-    def reset_parameters(self) -> None:
-        """Compute the tables anew on the device they are on."""
-        self.cos, self.sin = self._tables(self.cos.device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        # Every move or cast of a module goes through here. Only the device is taken from the result: a cast
-        # would round the tables, and `to_empty` would leave them without values.
-        before = self.cos, self.sin
-        super()._apply(fn, recurse)
-        device = self.cos.device
-        if before[0].is_meta and device.type != "meta":
-            self.reset_parameters()
-        else:
-            self.cos, self.sin = (table.to(device) for table in before)
-        return self
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | int | None = None) -> tuple[Tensor, Tensor]:
         """Rotate q ``[B, H, T, D]`` and k ``[B, Hk, T, D]``, ``D >= dim``.
@@ -87,13 +69,22 @@ class RotaryEmbedding(torch.nn.Module):
         Raises:
             ValueError: positions beyond `max_positions`, or the operation's own conditions.
         """
-        options: dict[str, Any] = {"interleaved": self.interleaved, "backend": self.backends["rope"]}
+        cos, sin, positions = self.rows(q.shape[-2], positions)
+        interleaved, backend = self.interleaved, self.backends["rope"]
+        return rope(q, k, cos, sin, interleaved=interleaved, positions=positions, backend=backend)
+
+    def rows(self, length: int, positions: Tensor | int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """cos, sin and positions of `length` tokens, as :func:`foundry_kernels.rope` takes them.
+
+        Raises:
+            ValueError: positions beyond `max_positions`.
+        """
         if isinstance(positions, Tensor):
-            return rope(q, k, self.cos, self.sin, positions=positions, **options)
-        start, length = 0 if positions is None else positions, q.shape[-2]
+            return self.cos, self.sin, positions
+        start = 0 if positions is None else positions
         if start < 0 or start + length > self.max_positions:
             raise ValueError(f"positions {start} to {start + length - 1} do not fit max_positions={self.max_positions}")
-        return rope(q, k, self.cos[start : start + length], self.sin[start : start + length], **options)
+        return self.cos[start : start + length], self.sin[start : start + length], None
 
     def extra_repr(self) -> str:
         scaling = "" if self.scaling is None else f", scaling={self.scaling}"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -38,6 +42,23 @@ PACKED = (
 )
 
 
+@contextmanager
+def programs_shuffled(seed: int) -> Iterator[None]:
+    """In the interpreter, which has one program after another, these come in another order."""
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            from triton.runtime.interpreter import interpreter_builder as builder
+
+            own = builder.set_grid_idx
+
+            def set_grid_idx(x: int, y: int, z: int) -> None:
+                order = torch.randperm(builder.grid_dim[0], generator=torch.Generator().manual_seed(seed))
+                own(int(order[x]), y, z)
+
+            patch.setattr(builder, "set_grid_idx", set_grid_idx)
+        yield
+
+
 def any_order(case: Case) -> Case:
     return Case(case.id, case.args, case.options | {"deterministic": False}, case.cotangent)
 
@@ -67,11 +88,30 @@ def test_random_cases(op: OpSpec) -> None:
     @settings(
         max_examples=30, derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
     )
-    @given(random_case(op.name), st.sampled_from([torch.float32, torch.bfloat16]))
-    def attempt(case: Case, dtype: torch.dtype) -> None:
-        assert_parity(op, any_order(case), backend="triton", dtype=dtype, device=DEVICE)
+    @given(random_case(op.name), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 9999))
+    def attempt(case: Case, dtype: torch.dtype, seed: int) -> None:
+        with programs_shuffled(seed):
+            assert_parity(op, any_order(case), backend="triton", dtype=dtype, device=DEVICE)
 
     attempt()
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="the order of programs is chosen in the interpreter alone")
+def test_programs_in_any_order() -> None:
+    """What has a sum of its own has the same bits; q's gradient, to which all add, others, which are as good."""
+    q, k, v = (torch.randn(1, h, 100, 16).requires_grad_() for h in (4, 2, 2))
+    grads: dict[bool, list[tuple[torch.Tensor, ...]]] = {True: [], False: []}
+    for deterministic, seed in product(grads, range(3)):
+        with programs_shuffled(seed):
+            out = fk.flash_attention(q, k, v, causal=True, deterministic=deterministic, backend="triton")
+            grads[deterministic].append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+    first = grads[True][0]
+    assert all(torch.equal(a, b) for run in grads[True] for a, b in zip(run, first, strict=True))
+    assert all(torch.equal(a, b) for run in grads[False] for a, b in zip(run[1:], first[1:], strict=True))
+    assert not all(torch.equal(run[0], grads[False][0][0]) for run in grads[False])
+    for run in grads[False]:
+        torch.testing.assert_close(run[0], first[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])

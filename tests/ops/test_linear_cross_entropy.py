@@ -229,37 +229,42 @@ def accumulate_product() -> Any:
     return operator
 
 
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize(
-    ("depth", "n_cols", "width"), [(1, 1, 1), (2, 64, 32), (7, 65, 33), (33, 130, 48), (100, 200, 17)]
+    ("depth", "n_rows", "width"), [(1, 1, 1), (2, 64, 32), (7, 65, 33), (33, 130, 48), (100, 200, 17)]
 )
-def test_products_of_bfloat16_are_summed_in_float32(depth: int, n_cols: int, width: int) -> None:
+def test_products_of_bfloat16_are_summed_in_float32(depth: int, n_rows: int, width: int, transposed: bool) -> None:
     operator = accumulate_product()
     if not chunks.fast_products(torch.bfloat16):
         pytest.skip("this processor has no products of bfloat16")
     generator = torch.Generator().manual_seed(0)
-    total = torch.randn(n_cols, width, generator=generator)
-    a = torch.randn(depth, n_cols + 3, generator=generator).bfloat16()[:, :n_cols]  # rows that are not dense
+    total = torch.randn(n_rows, width, generator=generator)
     b = torch.randn(depth, width, generator=generator).bfloat16()
-    expected = total.double() + a.double().t() @ b.double()
-    found = total.clone()
-    for begin in range(0, depth, 8):
-        operator(found, a[begin : begin + 8], b[begin : begin + 8])
+    if transposed:
+        a = torch.randn(depth, n_rows + 3, generator=generator).bfloat16()[:, :n_rows].t()
+    else:
+        a = torch.randn(n_rows, depth + 3, generator=generator).bfloat16()[:, :depth]  # rows that are not dense
+    expected = total.double() + a.double() @ b.double()
+
+    def add(into: Tensor) -> Tensor:
+        for begin in range(0, depth, 8):
+            operator(into, a[:, begin : begin + 8], b[begin : begin + 8])
+        return into
+
+    found = add(total.clone())
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max()) * depth**0.5)
-    again = total.clone()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        for begin in range(0, depth, 8):
-            operator(again, a[begin : begin + 8], b[begin : begin + 8])
+        assert torch.equal(found, add(total.clone()))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found, again)
 
 
 def test_a_sum_of_products_refuses_what_does_not_fit() -> None:
     operator = accumulate_product()
-    total, a, b = torch.zeros(4, 2), torch.zeros(3, 4).bfloat16(), torch.zeros(3, 2).bfloat16()
-    operator(total, a[:0], b[:0])
+    total, a, b = torch.zeros(4, 2), torch.zeros(4, 3).bfloat16(), torch.zeros(3, 2).bfloat16()
+    operator(total, a[:, :0], b[:0])
     with pytest.raises(ValueError, match=r"sum must be \[M, N\]"):
         operator(total, b, a)
     with pytest.raises(TypeError, match="a and b bfloat16"):

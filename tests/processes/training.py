@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,6 +120,44 @@ def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, dic
         with Collectives() as collectives:
             loss_of(model, next(batches())).backward()
         found[name] = dict(collectives.counts)
+    return found
+
+
+#: Choices that the plan divides, in as few models as show each beside others.
+DIVIDED: dict[str, dict[str, Any]] = {
+    "gpt2": {"positions": "learned", "norm": "layer_norm", "activation": "gelu_tanh", "attention_bias": True}
+    | {"mlp_bias": True, "output_bias": True},
+    "falcon": {"norm": "layer_norm", "activation": "gelu", "parallel_residual": True, "shared_attention_norm": True}
+    | {"sliding_window": 5},
+    "neox": {"norm": "layer_norm", "activation": "geglu", "parallel_residual": True, "embedding_norm": True},
+    "post": {"positions": "none", "norm_placement": "post", "activation": "relu"},
+}
+
+
+def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Loss and gradients of one step of models with other choices, under tensor parallelism and whole."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from foundry_kernels.distributed import tensor_parallel_plan
+    from foundry_kernels.models import ModelConfig, Transformer
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        loss = loss_of_ours(model, next(batches()))
+        loss.backward()
+        return {"loss": full(loss)} | {name: full(p.grad) for name, p in model.named_parameters()}
+
+    found = {}
+    for name, fields in DIVIDED.items():
+        torch.manual_seed(0)
+        whole = Transformer(ModelConfig(32, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields))
+        with torch.no_grad():
+            for parameter in whole.parameters():  # biases of 0 would hide where they are added
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+        model = copy.deepcopy(whole)
+        model = parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))
+        found[name] = (step(model), step(whole))
     return found
 
 

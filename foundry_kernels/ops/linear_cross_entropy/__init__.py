@@ -102,8 +102,8 @@ def linear_cross_entropy(
             ignored tokens are dropped before the product; on a GPU, where their number is not known without waiting
             for it, they are computed and count nothing.
         logit_scale: the logits are multiplied by this, before the soft cap.
-        chunk_size: tokens whose logits exist at a time; "tiles": no logits exist at all, where Triton's kernels are
-            used (other backends take it as None); None chooses (see `Memory`).
+        chunk_size: tokens whose logits exist at a time; "tiles": less memory for a fourth product (the reference takes
+            it as None); None chooses (see `Memory`).
         backend: "auto", "reference" (which does make all logits), "triton" or "native": those whose cross-entropy
             kernel serves the chunks.
 
@@ -123,11 +123,13 @@ def linear_cross_entropy(
     CPU, are the ones returned. With reduction "none": lse and what its rounding took. Nothing is made for an input that
     needs no gradient. Three matrix products, or four with "none".
 
-    Memory of tiles: two floats a token are kept. The backward pass takes hidden's gradient in float32, half the memory
-    of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many classes of the weight's
-    gradient in float32. Four matrix products, or one without gradients. Triton takes this way by itself where chunks
-    would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16, that is 192 MiB where
-    chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8.
+    Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
+    in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many
+    classes of the weight's gradient in float32. Four matrix products, or one without gradients. Triton takes this way
+    by itself where chunks would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16,
+    that is 192 MiB where chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8. On
+    the CPU: forward the logits of one chunk; backward at a time two million logits, or those of 256 classes, and
+    hidden's gradient in float32. It is never chosen by itself there.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
     float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small

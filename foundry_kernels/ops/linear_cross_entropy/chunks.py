@@ -59,8 +59,8 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
     return x.narrow(0, part.start, part.stop - part.start)
 
 
-#: sum += a^T b, bfloat16 into float32.
-_accumulate_product = _native.operator("accumulate_product_")
+#: sum += a b, bfloat16 into float32.
+accumulate_product = _native.operator("accumulate_product_")
 
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
 _SMALL = 1 << 22
@@ -69,6 +69,12 @@ _SMALL = 1 << 22
 def default_size(n_tokens: int, itemsize: int, cpu: bool = False) -> int:
     """Tokens of a chunk, for logits of so many bytes each."""
     return max(_LEAST_CPU if cpu else _LEAST, -(-n_tokens // (_SHARE * itemsize // 4)))
+
+
+def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
+    """Of logits on a CPU. A small product takes no time in either dtype, and float32 does not round its logits."""
+    small = x.numel() * n_classes <= _SMALL
+    return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
 
 class Tokens:
@@ -95,9 +101,7 @@ class Tokens:
         elif not bool(counts.all()):
             self.kept = counts.nonzero().squeeze(1)
             x, self.target = x[self.kept], self.target[self.kept]
-        # A small product takes no time in either, and float32 does not round its logits.
-        small = cpu and x.numel() * weight.shape[0] <= _SMALL
-        within = self.dtype if small or (cpu and not fast_products(hidden.dtype)) else hidden.dtype
+        within = dtype_of_products(x, weight.shape[0]) if cpu else hidden.dtype
         self.x, self.weight = x.to(within), weight.to(within)
         self.bias = None if bias is None else bias.to(within)
         self.logit_scale, self.cpu = logit_scale, cpu
@@ -143,8 +147,8 @@ class Gradients:
             rows_of(self.dx, part).copy_(torch.mm(dlogits, tokens.weight))
         if self.needs[1] and dlogits.dtype == tokens.dtype:
             self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
-        elif self.needs[1] and dlogits.dtype == torch.bfloat16 and tokens.cpu and _accumulate_product is not None:
-            _accumulate_product(self.dweight, dlogits, rows_of(tokens.x, part))
+        elif self.needs[1] and dlogits.dtype == torch.bfloat16 and tokens.cpu and accumulate_product is not None:
+            accumulate_product(self.dweight, dlogits.t(), rows_of(tokens.x, part))
         elif self.needs[1]:
             # torch's product of 16 bits would round the share of each chunk. Some classes at a time, for the copy's
             # sake.
@@ -175,8 +179,8 @@ def empty_fwd(
     return tuple(hidden.new_empty(s if wanted else (0,), dtype=wide_dtype(hidden.dtype)) for wanted, s in shapes)
 
 
-#: Another way for the two operators.
-Tiles = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]
+#: Another way for the two operators. None forward: chunks, of which lse is kept.
+Tiles = tuple[Callable[..., tuple[Tensor, ...]] | None, Callable[..., tuple[Tensor, ...]]]
 
 
 def make(
@@ -193,11 +197,12 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            if tiles is not None and chunk_size == 0:
+            if chunk_size == 0 and tiles is not None and tiles[0] is not None:
                 return tiles[0](
                     hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss,
                     softcap, logit_scale, save_lse, save_z_loss, save_stats,
                 )  # fmt: skip
+            chunk_size = chunk_size or None
             tokens = Tokens(hidden, weight, target, bias, ignore_index, logit_scale, cpu)
             gradients = Gradients(tokens, needs) if any(needs) else None
             mean, options = reduction == "mean", (ignore_index, "none", label_smoothing, z_loss, softcap)
@@ -243,7 +248,7 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            if tiles is not None and chunk_size == 0:
+            if chunk_size == 0 and tiles is not None:
                 return tiles[1](
                     dloss, hidden, weight, target, bias, class_weight, lse, lse_low, ignore_index, reduction,
                     label_smoothing, z_loss, softcap, logit_scale, *needs,

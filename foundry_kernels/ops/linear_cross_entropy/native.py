@@ -1,4 +1,4 @@
-"""Chunks through the compiled extension's cross-entropy, on the CPU."""
+"""Chunks through the compiled extension's cross-entropy, on the CPU; or in the backward pass some classes at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foundry_kernels.ops.linear_cross_entropy import chunks
+from foundry_kernels.ops.linear_cross_entropy import chunks, classes
 
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 _OPS = torch.ops.foundry_kernels
@@ -22,5 +22,10 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 
 
 linear_cross_entropy = chunks.make(
-    "", _define, _OPS.cross_entropy_fwd.default, _OPS.cross_entropy_bwd.default, cpu=True
+    "",
+    _define,
+    _OPS.cross_entropy_fwd.default,
+    _OPS.cross_entropy_bwd.default,
+    cpu=True,
+    tiles=(None, classes.backward),
 )

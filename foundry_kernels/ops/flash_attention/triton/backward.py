@@ -2,7 +2,8 @@
 one element.
 
 `preprocess`: what the others read of each row. `dkdv`: a program owns a tile of keys of one key-value head and visits
-the queries of all heads of its group, so the gradients of shared heads are summed in registers. `dq`: a program owns a
+the queries of all heads of its group, so the gradients of shared heads are summed in registers. Where that makes too
+few programs, each visits some heads of its group alone, and `sum_splits` adds what they leave. `dq`: a program owns a
 tile of queries. With ADD_DQ `dkdv` takes the place of `dq` too and adds to dq in memory, five products in place of
 seven, but in an order that differs from run to run.
 """
@@ -139,7 +140,7 @@ def _accumulate_dkdv(
 def flash_attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    n_batch, n_kv_heads, group, section, tokens_q, tokens_k,
+    n_batch, n_shares, members, num_splits, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
@@ -150,10 +151,14 @@ def flash_attention_dkdv_kernel(
 ):  # fmt: skip
     """Under a causal mask the first tiles have most to do, and of packed sequences those with most tiles after them:
     they come first in their section. ADD_DQ: dq is [B, H, tokens, D] in COMPUTE, holds zeros before, and is still to be
-    multiplied by `natural_scale`; it needs HAS_RIGHT."""
+    multiplied by `natural_scale`; it needs HAS_RIGHT.
+
+    A share is `members` query heads of one key-value head, each of which has `num_splits` shares and as many heads in
+    dk and dv."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap
-    n, kv_head, tile, tiles = program_order(n_batch, n_kv_heads, section)
+    n, share, tile, tiles = program_order(n_batch, n_shares, section)
+    kv_head = share // num_splits
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )
@@ -181,8 +186,7 @@ def flash_attention_dkdv_kernel(
     DELTA_FIRST: tl.constexpr = ADD_DQ or (
         VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
     )
-    for member in range(group):
-        head = kv_head * group + member
+    for head in range(share * members, share * members + members):
         q_h = q_ptr + n * stride_qb + head * stride_qh + tl.cast(start_q, tl.int64) * stride_qt
         dout_h = dout_ptr + n * stride_dob + head * stride_doh + tl.cast(start_q, tl.int64) * stride_dot
         dq_h = None
@@ -198,12 +202,36 @@ def flash_attention_dkdv_kernel(
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
-        p_dk = dk_ptr + n * stride_dkb + kv_head * stride_dkh + first * stride_dks
+        p_dk = dk_ptr + n * stride_dkb + share * stride_dkh + first * stride_dks
         store_rows(p_dk, stride_dks, seqlen_k - j0, b_dk, BLOCK_N, BLOCK_D, D)
     if NEED_DV:
         b_dv = round_to(b_dv, dv_ptr.dtype.element_ty)
-        p_dv = dv_ptr + n * stride_dvb + kv_head * stride_dvh + first * stride_dvs
+        p_dv = dv_ptr + n * stride_dvb + share * stride_dvh + first * stride_dvs
         store_rows(p_dv, stride_dvs, seqlen_k - j0, b_dv, BLOCK_N, BLOCK_DV, DV)
+
+
+@triton.jit
+def flash_attention_sum_splits_kernel(
+    parts_ptr, sum_ptr, n_heads, num_splits, tokens, stride_sb, stride_sh, stride_st, scale,
+    COMPUTE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dk or dv: `scale` times the sum of what the shares of each key-value head left, [B, Hk, splits, tokens, D], in
+    their order. Packed sequences are one sequence here."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(tokens, BLOCK_M)
+    i0 = pid % tiles * BLOCK_M
+    head = (pid // tiles % n_heads).to(tl.int64)
+    n = (pid // tiles // n_heads).to(tl.int64)
+    first = tl.cast(i0, tl.int64)
+    stride_split = tl.cast(tokens, tl.int64) * D
+    p_parts = parts_ptr + (n * n_heads + head) * num_splits * stride_split + first * D
+    b_sum = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
+    for _ in range(num_splits):
+        b_sum += load_rows(p_parts, D, tokens - i0, BLOCK_M, BLOCK_D, D, True)
+        p_parts += stride_split
+    b_sum = round_to(b_sum * scale, sum_ptr.dtype.element_ty)
+    p_sum = sum_ptr + n * stride_sb + head * stride_sh + first * stride_st
+    store_rows(p_sum, stride_st, tokens - i0, b_sum, BLOCK_M, BLOCK_D, D)
 
 
 @triton.jit

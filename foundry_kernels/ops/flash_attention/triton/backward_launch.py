@@ -9,14 +9,15 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._triton import contiguous, strides_of
+from foundry_kernels._triton import INTERPRET, contiguous, strides_of
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward import (
     flash_attention_dkdv_kernel,
     flash_attention_dq_kernel,
     flash_attention_preprocess_kernel,
+    flash_attention_sum_splits_kernel,
 )
-from foundry_kernels.ops.flash_attention.triton.config import added_row
+from foundry_kernels.ops.flash_attention.triton.config import added_row, multiprocessors
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
     _aligned,
@@ -111,12 +112,47 @@ def _launch_preprocess(
     return rows
 
 
-def _numbers(p: _Problem, n_heads: int, section: int, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
-    """That follow the tensors of both kernels; the strides are those of dout and of what is written."""
+def _numbers(p: _Problem, natural_scale: float, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
+    """That end those of both kernels; the strides are those of dout and of what is written."""
     return (
-        p.n_batch, n_heads, p.group, section, p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors),
-        p.stride_lseb, p.stride_alibi, p.scale, p.softcap, p.natural_scale, *p.window,
+        p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors), p.stride_lseb, p.stride_alibi, p.scale, p.softcap,
+        natural_scale, *p.window,
     )  # fmt: skip
+
+
+#: What it costs a program to leave its sums to another kernel: as much as so many more rows of queries, by bytes.
+_ROWS_OF_A_SPLIT = 8 if INTERPRET else 300
+#: Programs of a multiprocessor beyond which heads are not split: what bounds the memory that it takes.
+_MOST_PROGRAMS = 4
+
+
+def head_splits(programs: int, group: int, queries: int, uneven: bool, at_once: int) -> int:
+    """Into how many shares a group of heads is split, of so many `programs` that visit the `queries` of a whole group,
+    `at_once` of them at a time. `uneven`: some see all queries and some hardly any, those with most to do first.
+
+    The last program's end is what is to come early, counted in rows of queries. By shapes alone: so the order of the
+    sums is the same in every call.
+    """
+
+    def end(splits: int) -> float:
+        count, rows = programs * splits, group * queries / splits
+        cost = _ROWS_OF_A_SPLIT if splits > 1 else 0
+        if uneven:  # a mean program sees half of the queries
+            return max(rows, count * rows / 2 / at_once) + cost * max(1, count / at_once)
+        return (rows + cost) * triton.cdiv(count, at_once)
+
+    possible = [n for n in range(1, group + 1) if group % n == 0 and programs * n <= _MOST_PROGRAMS * at_once]
+    return min(possible, key=end, default=1)
+
+
+def _head_splits(p: _Problem, block_n: int) -> int:
+    """Packed sequences, whose lengths are on the device, have no more tiles than their tokens fill and one each."""
+    tiles = triton.cdiv(p.max_seqlen_k, block_n) * p.n_batch
+    if p.packed:
+        tiles = min(tiles, p.tokens_k // block_n + p.n_batch)
+    sides = p.constants["HAS_LEFT"] + p.constants["HAS_RIGHT"]
+    queries = min(p.max_seqlen_q, sum(p.window) + block_n) if sides == 2 else p.max_seqlen_q
+    return head_splits(tiles * p.n_kv_heads, p.group, queries, sides == 1, multiprocessors(p.capability))
 
 
 @planned
@@ -127,25 +163,58 @@ def _adds_dq(p: _Problem) -> bool:
     return row is not None and p.max_seqlen_q > row["BLOCK_M"]
 
 
+Strides = tuple[int, ...] | None
+
+
 @planned
 def _plan_dkdv(
-    p: _Problem,
-    dout: tuple[int, ...],
-    dk: tuple[int, ...] | None,
-    dv: tuple[int, ...] | None,
-    add_dq: bool,
-) -> Plan:
-    numbers = _numbers(p, p.n_kv_heads, p.section(p.group * p.max_seqlen_q), dout, dk, dv)
+    p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides, add_dq: bool
+) -> tuple[Plan, int, tuple[Plan, ...]]:
+    """The launch, into how many shares a group of heads is split and, where it is, the launches that sum dk and dv."""
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     config = p.config("dkdv")
     flags["ADD_DQ"] = add_dq
     if add_dq:
         config = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed) or config
-        if not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
-            numbers = (*numbers[:-1], p.tokens_q + p.tokens_k)
-            flags["HAS_RIGHT"] = True
+    splits = _head_splits(p, config["BLOCK_N"])
+    shares, members = p.n_kv_heads * splits, p.group // splits
+    written: tuple[Strides, Strides] = (dk, dv)
+    sums: tuple[Plan, ...] = ()
+    if splits > 1:
+        sums = (
+            _plan_sum(p, splits, dk, p.head_dim, p.natural_scale),
+            _plan_sum(p, splits, dv, p.head_dim_v, 1.0),
+        )
+        written = _parts_strides(p, shares, p.head_dim), _parts_strides(p, shares, p.head_dim_v)
+    numbers = (
+        p.n_batch, shares, members, splits, p.section(members * p.max_seqlen_q, splits),
+        *_numbers(p, 1.0 if splits > 1 else p.natural_scale, dout, *written),
+    )  # fmt: skip
+    if add_dq and not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
+        numbers = (*numbers[:-1], p.tokens_q + p.tokens_k)
+        flags["HAS_RIGHT"] = True
     tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
-    return Plan((tiles * p.n_batch * p.n_kv_heads,), numbers, p.constants | flags | config)
+    return Plan((tiles * p.n_batch * shares,), numbers, p.constants | flags | config), splits, sums
+
+
+def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
+    """Of dk or dv, what each share of a group leaves: at most 4 bytes for each column of `_MOST_PROGRAMS` tiles of keys
+    a multiprocessor."""
+    n_batch, n_kv_heads, tokens, width = target.shape
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    return torch.empty((n_batch, n_kv_heads * splits, tokens, width), dtype=dtype, device=target.device)
+
+
+def _parts_strides(p: _Problem, shares: int, width: int) -> tuple[int, ...]:
+    return (shares * p.tokens_k * width, p.tokens_k * width, width, 1)
+
+
+def _plan_sum(p: _Problem, splits: int, result: Strides, width: int, scale: float) -> Plan:
+    config = p.config("sum_splits")
+    n_batch = 1 if p.packed else p.n_batch
+    numbers = (p.n_kv_heads, splits, p.tokens_k, *p.strides(result), scale)
+    shape = {"COMPUTE": p.constants["COMPUTE"], "D": width, "BLOCK_D": max(16, triton.next_power_of_2(width))}
+    return Plan((triton.cdiv(p.tokens_k, config["BLOCK_M"]) * n_batch * p.n_kv_heads,), numbers, shape | config)
 
 
 def _launch_dkdv(
@@ -165,8 +234,12 @@ def _launch_dkdv(
         dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
         dq_sum = torch.zeros((*_batched(dq).shape[:3], p.head_dim), dtype=dtype, device=dq.device)
     assert dout is not None
-    plan = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets), dq is not None)
-    launch(flash_attention_dkdv_kernel, plan, *inputs, *targets, dq_sum, *lengths)
+    plan, splits, sums = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets), dq is not None)
+    written = targets if splits == 1 else [None if x is None else _empty_parts(p, x, splits) for x in targets]
+    launch(flash_attention_dkdv_kernel, plan, *inputs, *written, dq_sum, *lengths)
+    for sum_plan, parts, target in zip(sums, written, targets, strict=False):  # there are none where nothing is split
+        if target is not None:
+            launch(flash_attention_sum_splits_kernel, sum_plan, parts, target)
     for target, result in zip(targets, results, strict=True):
         if target is not None and result is not None:
             _copy_back(target, result)
@@ -184,11 +257,10 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
         config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     constants = p.constants | {"LSE_LOW": p.dtype == torch.float32} | config
-    return Plan(
-        (tiles * p.n_batch * p.n_heads,),
-        _numbers(p, p.n_heads, p.group * p.section(p.max_seqlen_k), dout, dq),
-        constants,
-    )
+    numbers = (
+        p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), *_numbers(p, p.natural_scale, dout, dq),
+    )  # fmt: skip
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, constants)
 
 
 def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], lengths: tuple[Tensor | None, ...], dq: Tensor) -> None:

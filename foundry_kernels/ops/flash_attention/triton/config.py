@@ -98,6 +98,17 @@ _ADDED: dict[tuple[str, int, bool], Row] = {
 }
 
 
+#: Multiprocessors of a common GPU of the class (4090, A100, H100, B200, MI300X), and of the interpreter, whose cases
+#: are small.
+_MULTIPROCESSORS = {"small": 128, "ampere": 108, "hopper": 132, "blackwell": 148, "cdna": 304}
+_INTERPRETED_MULTIPROCESSORS = 4
+
+
+def multiprocessors(capability: int) -> int:
+    """For how many the work is divided: by the class alone, so that all its GPUs make the same sums."""
+    return _MULTIPROCESSORS[device_class(capability)] if capability else _INTERPRETED_MULTIPROCESSORS
+
+
 def device_class(capability: int) -> str:
     """What devices of a compute capability (90 for 9.0; AMD's 942 and 950) have in common."""
     if capability >= 900:
@@ -108,14 +119,14 @@ def device_class(capability: int) -> str:
 
 
 def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool) -> dict[str, Any]:
-    """The launch of "fwd", "decode", "dkdv", "dq" or "preprocess" for the padded `head_dim`, the wider of D and Dv.
-    Capability 0 is the interpreter.
+    """The launch of "fwd", "decode", "dkdv", "dq", "preprocess" or "sum_splits" for the padded `head_dim`, the wider of
+    D and Dv. Capability 0 is the interpreter.
 
     `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
     block, whose masks do. Fewer keys or rows, or more warps, make room. There, forward, and in float32 `maxnreg` is
     all that the warps can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
     """
-    if kernel == "preprocess":
+    if kernel in ("preprocess", "sum_splits"):
         elements = 8192 // dtype.itemsize  # of a tile; twice as many would spill in float32
         return {"BLOCK_M": 32 if capability == 0 else elements // max(64, head_dim), "num_warps": 4}
     if capability == 0:
@@ -186,7 +197,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """`config`, and the rows that may be measured to be better. In the interpreter another tile stands for them."""
     own = config(kernel, capability, head_dim, dtype, needs_registers)
-    if kernel == "preprocess" or needs_registers or (dtype.itemsize != 2 and capability != 0):
+    if kernel in ("preprocess", "sum_splits") or needs_registers or (dtype.itemsize != 2 and capability != 0):
         return [own]
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]

@@ -117,7 +117,7 @@ def flash_attention_fwd_kernel(
                                                      BLOCK_M, BLOCK_N)  # fmt: skip
     first_tile, full_tile, end = start // BLOCK_N, full_start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
     masked_tile = tl.maximum(full_start, full_stop) // BLOCK_N
-    b_qk = None
+    b_qk = b_zero  # stands for no products: Triton 3.6 takes no None out of a function
     if AHEAD:
         last_tile = tl.maximum(end - 1, 0)
         m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N

@@ -21,7 +21,7 @@ from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
-from foundry_kernels.tuning import choose
+from foundry_kernels.tuning import choose, is_forced
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
@@ -174,6 +174,7 @@ class _Problem:
         self.scale, self.softcap = scale * log2e, 1.0
         if softcap is not None:
             self.scale, self.softcap = scale / softcap, softcap * log2e
+        self.layouts = (q, k, v)
         self.strides_qkv = self.strides(q[1], k[1], v[1])
         self.constants = {
             "VARLEN": self.packed,
@@ -190,10 +191,18 @@ class _Problem:
         }
         self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
 
-    def config(self, kernel: str, **fixed: int) -> dict[str, Any]:
-        """The row for `kernel`, with what is `fixed` in place of what the table says."""
+    def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
+        """The row for `kernel`, with what is `fixed` in place of what the table says. `more`: rows of another kernel,
+        which dense calls can take in its place. They are a choice of their own, since a row of this kernel that was
+        measured on dense calls is for all others too."""
+        name = f"flash_attention_{kernel}_kernel"
         tags, found = self._rows(kernel)
-        return choose(f"flash_attention_{kernel}_kernel", tags, [row | fixed for row in found], self.device)
+        rows = [row | fixed for row in found]
+        usual = choose(name, tags, rows, self.device)
+        if not more or is_forced(name, tags, rows):
+            return usual
+        chosen = choose(name, f"{tags} dense", [rows[0], *more], self.device)
+        return usual if chosen == rows[0] else chosen
 
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
         """What tells the launch apart from others with the same row, and the rows."""
@@ -209,12 +218,12 @@ class _Problem:
         )
         return max(blocks), needs_registers
 
-    def section(self, tokens: int) -> int:
-        """How many sequences' key-value heads, each of which makes its programs read two tensors of so many rows, find
-        these in L2 together. See `program_order`."""
+    def section(self, tokens: int, num_splits: int = 1) -> int:
+        """How many sequences' key-value heads, or shares of them, each of which makes its programs read two tensors of
+        so many rows, find these in L2 together. See `program_order`."""
         row_bytes = (self.head_dim + self.head_dim_v) * self.dtype.itemsize
         fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
-        return max(1, min(fit, self.n_batch * self.n_kv_heads))
+        return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
         """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""
@@ -240,7 +249,14 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Pro
 
 @planned
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
-    config = p.config("fwd")
+    others: list[dict[str, Any]] = []
+    if p.capability == 90 and not has_sinks and not save_stats:
+        from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
+
+        others = gluon_launch.rows(p, out)
+    config = p.config("fwd", *others)
+    if "GLUON" in config:
+        return gluon_launch.plan(p, tuple(config.items()))
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
         p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
@@ -266,6 +282,11 @@ def launch_fwd(
         launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
-        launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
+        if "TURNS" in plan.constants:
+            from foundry_kernels.ops.flash_attention.triton import gluon_launch
+
+            gluon_launch.launch_gluon(plan, q, k, v, target, lse)
+        else:
+            launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
     _copy_back(target, result)
     return out, lse, entropy, max_logit

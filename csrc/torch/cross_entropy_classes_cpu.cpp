@@ -1,0 +1,45 @@
+// The operator foundry_kernels::cross_entropy_bwd_classes_: logits of some of the classes become their gradient. For
+// inside linear_cross_entropy, where no others exist: it has no gradient and no fake.
+#include "../cpu/cross_entropy.h"
+
+#include <torch/library.h>
+
+#include "cpu_common.h"
+#include "cross_entropy.h"
+
+namespace foundry {
+namespace {
+
+// logits [rows, columns] are those of the classes `first` .. first + columns - 1, of n_classes. What is a value for
+// each class (weight) or for each row (the rest) is that of all. Targets have been checked, by the forward pass.
+void bwd_classes_(const Tensor& logits, const Tensor& dloss, const Tensor& target, const OptionalTensor& weight,
+                  const Tensor& lse, const Tensor& lse_low, int64_t first, int64_t n_classes, int64_t ignore_index,
+                  double label_smoothing, double z_loss, std::optional<double> softcap) {
+  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous() && target.numel() == logits.size(0),
+                    "logits must be contiguous, a row for each target; got ", logits.sizes());
+  TORCH_CHECK_VALUE(first >= 0 && first + logits.size(1) <= n_classes && (!weight || weight->numel() == n_classes),
+                    "classes ", first, " .. ", first + logits.size(1) - 1, " must be among the ", n_classes);
+  if (logits.numel() == 0) return;
+  CrossEntropyInputs in(logits, target, weight, label_smoothing);
+  const auto options = cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap);
+  const Tensor of_loss = dloss.contiguous(), of_rows = lse.contiguous(), low_of_rows = lse_low.contiguous();
+  auto args = cross_entropy_backward_args(in, options, of_loss, of_rows, low_of_rows, {}, Reduction::none, logits);
+  args.first = first;
+  args.n_classes = n_classes;
+  at::parallel_for(0, target.numel(), std::max<int64_t>(1, kExpGrain / args.n_cols),
+                   [&](int64_t begin, int64_t end) { FK_CHOOSE_ISA(cross_entropy_backward)(args, begin, end); });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def(
+      "cross_entropy_bwd_classes_(Tensor(a!) logits, Tensor dloss, Tensor target, Tensor? weight, Tensor lse, "
+      "Tensor lse_low, int first, int n_classes, int ignore_index, float label_smoothing, float z_loss, "
+      "float? softcap) -> ()",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("cross_entropy_bwd_classes_", &bwd_classes_); }
+
+}  // namespace foundry

@@ -1,0 +1,102 @@
+"""Sizes and choices of published models: fields of :class:`ModelConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foundry_kernels.ops.rope import RopeScaling
+
+_LLAMA_2 = {"max_seq_len": 4096, "multiple_of": 256}
+_LLAMA_3 = {"vocab_size": 128256, "max_seq_len": 8192, "rope_base": 500000.0, "n_kv_heads": 8}
+_LLAMA_3_1 = {**_LLAMA_3, "max_seq_len": 131072, "rope_scaling": RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)}
+_LLAMA_3_2 = {**_LLAMA_3_1, "rope_scaling": RopeScaling("llama3", 32.0, 8192, 1.0, 4.0), "tie_embeddings": True}
+# The widths are given as Meta's files give them, so that they follow a changed `dim`.
+_8B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 1024, "ffn_dim_multiplier": 1.3}
+_70B = {"dim": 8192, "n_layers": 80, "n_heads": 64, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}
+_FALCON_40B = {"shared_attention_norm": False, "n_kv_heads": 8}
+
+
+def _shape(dim: int, n_layers: int, n_heads: int, **others: Any) -> dict[str, Any]:
+    return {"dim": dim, "n_layers": n_layers, "n_heads": n_heads, **others}
+
+
+#: What all sizes of a family share.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 50257,
+        "max_seq_len": 1024,
+        "positions": "learned",
+        "norm": "layer_norm",
+        "activation": "gelu_tanh",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+    },
+    "llama": {},
+    "bloom": {
+        "vocab_size": 250880,
+        "max_seq_len": 2048,
+        "positions": "alibi",
+        "norm": "layer_norm",
+        "embedding_norm": True,
+        "activation": "gelu_tanh",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+    },
+    "falcon": {
+        "vocab_size": 65024,
+        "max_seq_len": 2048,
+        "norm": "layer_norm",
+        "activation": "gelu",
+        "parallel_residual": True,
+        "shared_attention_norm": True,
+        "n_kv_heads": 1,
+        "rope_interleaved": False,
+        "tie_embeddings": True,
+    },
+}
+
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt2": {
+        "small": _shape(768, 12, 12),
+        "medium": _shape(1024, 24, 16),
+        "large": _shape(1280, 36, 20),
+        "xl": _shape(1600, 48, 25),
+    },
+    "llama": {
+        "llama-2-7b": _shape(4096, 32, 32, **_LLAMA_2),
+        "llama-2-13b": _shape(5120, 40, 40, **_LLAMA_2),
+        "llama-2-70b": {**_LLAMA_2, **_70B, "n_kv_heads": 8},
+        "llama-3-8b": {**_8B, **_LLAMA_3},
+        "llama-3-70b": {**_70B, **_LLAMA_3},
+        "llama-3.1-8b": {**_8B, **_LLAMA_3_1},
+        "llama-3.1-70b": {**_70B, **_LLAMA_3_1},
+        "llama-3.2-1b": _shape(2048, 16, 32, multiple_of=256, ffn_dim_multiplier=1.5, **_LLAMA_3_2),
+        "llama-3.2-3b": _shape(3072, 28, 24, multiple_of=256, **_LLAMA_3_2),
+    },
+    "bloom": {
+        "560m": _shape(1024, 24, 16),
+        "1b1": _shape(1536, 24, 16),
+        "1b7": _shape(2048, 24, 16),
+        "3b": _shape(2560, 30, 32),
+        "7b1": _shape(4096, 30, 32),
+        "176b": _shape(14336, 70, 112),
+    },
+    "falcon": {
+        "7b": _shape(4544, 32, 71),
+        "40b": _shape(8192, 60, 128, **_FALCON_40B),
+        "180b": _shape(14848, 80, 232, **_FALCON_40B),
+    },
+}
+
+
+def fields(family: str, size: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a size, changed.
+
+    Raises:
+        ValueError: an unknown size.
+    """
+    if size not in SIZES[family]:
+        raise ValueError(f"size must be one of {', '.join(SIZES[family])}; got {size!r}")
+    return {**FAMILIES[family], **SIZES[family][size], **changes}

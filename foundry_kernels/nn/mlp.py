@@ -1,0 +1,196 @@
+"""The feed-forward block as a module: with a gate, or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from foundry_kernels.nn import _decode
+from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._decode import is_observed, is_plain
+from foundry_kernels.ops.bias_gelu import bias_gelu
+from foundry_kernels.ops.swiglu import geglu, swiglu
+
+RECOMPUTE = ("none", "product", "projections")
+
+#: By the name of a gated activation: the operation, and its function.
+GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "swiglu": ("swiglu", swiglu),
+    "geglu": ("geglu", geglu),
+    "geglu_tanh": ("geglu", partial(geglu, approximate="tanh")),
+}
+
+
+def _relu(x: Tensor, bias: Tensor | None, *, backend: str) -> Tensor:
+    return F.relu(x if bias is None else x + bias)
+
+
+#: By the name of an activation: the operation (None: PyTorch has all there is to it), and its function.
+ACTIVATIONS: dict[str, tuple[str | None, Callable[..., Tensor]]] = {
+    "gelu": ("bias_gelu", bias_gelu),
+    "gelu_tanh": ("bias_gelu", partial(bias_gelu, approximate="tanh")),
+    "relu": (None, _relu),
+}
+
+
+class GatedMLP(torch.nn.Module):
+    """``w2(activation(w1 x) * w3 x)``; the names are those of Meta's Llama.
+
+    Args:
+        dim: width D of the input and the output.
+        hidden_dim: width N between.
+        activation: "swiglu" (SiLU), "geglu" (GELU) or "geglu_tanh" (its tanh approximation).
+        bias: whether the three projections have one.
+        recompute: what the backward pass recomputes instead of saving it in the forward pass. In elements per token,
+            with all weights trained, "none" saves x, w1 x, w3 x and their gated product: ``D + 3N``. "product" saves
+            ``D + 2N`` and recomputes the gated product, one pass over memory. "projections" saves ``D``, and repeats
+            the products with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks or
+            biases are called as they are, and save what they save.
+        backend: a backend's name, or a mapping of operations to names.
+
+    Raises:
+        ValueError: a width below 1, an unknown `activation`, `recompute` or backend.
+
+    Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        recompute: str = "product",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        _check(dim, hidden_dim, activation, GATES, recompute, RECOMPUTE)
+        self.activation, self.recompute = activation, recompute
+        self.op, self._gate = GATES[activation]
+        self.backends = plan(backend, (self.op,))
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.w1 = torch.nn.Linear(dim, hidden_dim, **options)  # gate
+        self.w2 = torch.nn.Linear(hidden_dim, dim, **options)  # down
+        self.w3 = torch.nn.Linear(dim, hidden_dim, **options)  # up
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., dim]`` to ``[..., dim]``."""
+        w1, w2, w3, backend = self.w1, self.w2, self.w3, self.backends[self.op]
+        if _decode.serves(x, backend) and (both := _decode.project(x, w1, w3)) is not None:
+            product = self._gate(both, backend=backend)
+            y = _decode.project(product, w2)
+            return w2(product) if y is None else y
+        again = self.recompute if torch.is_grad_enabled() else "none"
+        if again == "projections" and all(map(is_plain, (w1, w2, w3))):
+            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
+        gate, up = w1(x), w3(x)
+        # A frozen w2 would not keep the product in any case.
+        if again == "product" and is_plain(w2) and w2.weight.requires_grad:
+            return _recomputed(self._down, gate, up, w2.weight)
+        return w2(self._gate(gate, up, backend=backend))
+
+    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        return self._down(F.linear(x, w1), F.linear(x, w3), w2)
+
+    def _down(self, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
+        return F.linear(self._gate(gate, up, backend=self.backends[self.op]), w2)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, recompute={self.recompute!r}, backend={describe(self.backends)}"
+
+
+class MLP(torch.nn.Module):
+    """``w2(activation(w1 x + b1)) + b2``: the feed-forward block of GPT-2, BLOOM and Falcon.
+
+    GELU takes the bias of w1 in its own pass (:func:`foundry_kernels.bias_gelu`).
+
+    Args:
+        dim: width D of the input and the output.
+        hidden_dim: width N between.
+        activation: "gelu", "gelu_tanh" (its tanh approximation) or "relu".
+        bias: whether the two projections have one.
+        recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
+            elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.
+        backend: a backend's name, or a mapping of operations to names. ReLU is PyTorch's on any.
+
+    Raises:
+        ValueError: a width below 1, an unknown `activation`, `recompute` or backend.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        recompute: str = "product",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        _check(dim, hidden_dim, activation, ACTIVATIONS, recompute, RECOMPUTE[:2])
+        self.activation, self.recompute = activation, recompute
+        op, self._activate = ACTIVATIONS[activation]
+        self.backends = plan(backend, () if op is None else (op,))
+        self._backend = "auto" if op is None else self.backends[op]
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.w1 = torch.nn.Linear(dim, hidden_dim, **options)  # up
+        self.w2 = torch.nn.Linear(hidden_dim, dim, **options)  # down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., dim]`` to ``[..., dim]``."""
+        w1, w2 = self.w1, self.w2
+        few = _decode.serves(x, self._backend)
+        up = _decode.project(x, w1) if few else None
+        bias = None
+        if up is None:
+            if _is_product(w1):
+                up, bias = F.linear(x, w1.weight), w1.bias
+            else:
+                up = w1(x)
+        if self.recompute == "product" and torch.is_grad_enabled() and _is_product(w2) and w2.weight.requires_grad:
+            return _recomputed(self._down, up, bias, w2.weight, w2.bias)
+        product = self._activate(up, bias, backend=self._backend)
+        y = _decode.project(product, w2) if few else None
+        return w2(product) if y is None else y
+
+    def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None) -> Tensor:
+        return F.linear(self._activate(up, bias, backend=self._backend), w2, bias2)
+
+    def extra_repr(self) -> str:
+        backend = f", backend={describe(self.backends)}" if self.backends else ""
+        return f"activation={self.activation!r}, recompute={self.recompute!r}{backend}"
+
+
+def _is_product(layer: torch.nn.Module) -> bool:
+    """Whether calling `layer` is `F.linear` with its weight and bias and nothing more."""
+    return type(layer) is torch.nn.Linear and not is_observed(layer)
+
+
+def _check(
+    dim: int, hidden_dim: int, activation: str, activations: Any, recompute: str, recomputes: tuple[str, ...]
+) -> None:
+    for name, value in (("dim", dim), ("hidden_dim", hidden_dim)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    for name, choice, known in (("activation", activation, activations), ("recompute", recompute, recomputes)):
+        if choice not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
+
+
+def _recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """function(*inputs), of which only the inputs are kept. The backward pass runs it again up to its last matrix
+    product, whose result nothing needs. The weights are inputs too: the layers may hold others by then, as they do
+    after `torch.func.functional_call`."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")

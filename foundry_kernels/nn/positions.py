@@ -1,0 +1,101 @@
+"""Positions other than rotary ones: slopes of ALiBi, and the sinusoidal table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._checks import check_int
+from foundry_kernels.nn._tables import FixedTables
+
+
+def alibi_slopes(n_heads: int, *, device: Any = None) -> Tensor:
+    """Slopes of ALiBi for `n_heads` heads, ``[H]`` float32, as :func:`foundry_kernels.flash_attention` takes them.
+
+    Of n heads, n a power of two, head i from 1 has the slope ``2^(-8 i / n)``. For another number the slopes of the
+    power of two below it come first, and then every second one, from the first on, of the power of two above it. So
+    does the authors' code, and BLOOM's.
+
+    Raises:
+        TypeError, ValueError: `n_heads` is no int, or below 1.
+
+    Press et al., "Train Short, Test Long", 2021, arXiv:2108.12409.
+    """
+    check_int("n_heads", n_heads, minimum=1)
+    below = 1 << (n_heads.bit_length() - 1)
+    exponents = [8.0 * i / below for i in range(1, below + 1)]
+    exponents += [4.0 * i / below for i in range(1, 2 * (n_heads - below), 2)]
+    slopes = torch.tensor(exponents, dtype=torch.float64, device="cpu").neg().exp2().float()
+    return slopes.to(torch.get_default_device() if device is None else device)
+
+
+class AlibiSlopes(FixedTables):
+    """The slopes of ALiBi as a module, which layers may share: a buffer `slopes` ``[H]`` outside the state dict.
+
+    Args:
+        n_heads: query heads.
+    """
+
+    slopes: Tensor
+    names = ("slopes",)
+
+    def __init__(self, n_heads: int, *, device: Any = None) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self._register(device)
+
+    def _tables(self, device: Any) -> tuple[Tensor, ...]:
+        return (alibi_slopes(self.n_heads, device=device),)
+
+    def extra_repr(self) -> str:
+        return f"{self.n_heads}"
+
+
+class SinusoidalEmbedding(FixedTables):
+    """Adds to position p the row ``sin(p f_0), cos(p f_0), sin(p f_1), ...``, ``f_i = base^(-2i / dim)``.
+
+    The table `weight` ``[max_positions, dim]`` is a float32 buffer outside the state dict.
+
+    Args:
+        dim: width of the embeddings.
+        max_positions: rows of the table.
+        base: of the geometric series of wavelengths.
+
+    Raises:
+        TypeError, ValueError: a size is no int, or below 1.
+
+    Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762.
+    """
+
+    weight: Tensor
+    names = ("weight",)
+
+    def __init__(self, dim: int, max_positions: int, *, base: float = 10000.0, device: Any = None) -> None:
+        super().__init__()
+        check_int("dim", dim, minimum=1)
+        check_int("max_positions", max_positions, minimum=1)
+        self.dim, self.max_positions, self.base = dim, max_positions, base
+        self._register(device)
+
+    def _tables(self, device: Any) -> tuple[Tensor, ...]:
+        even = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu")
+        position = torch.arange(self.max_positions, dtype=torch.float64, device="cpu")
+        angles = position[:, None] * self.base ** (-even / self.dim)
+        table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, : self.dim]
+        return (table.float().to(device),)
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """x ``[B, T, dim]`` of the positions from `start` on, with the rows of the table added.
+
+        Raises:
+            ValueError: positions beyond the table.
+        """
+        stop = start + x.shape[1]
+        if stop > self.max_positions:
+            raise ValueError(f"positions {start} to {stop - 1} do not fit max_positions={self.max_positions}")
+        return x + self.weight[start:stop].to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, max_positions={self.max_positions}, base={self.base}"

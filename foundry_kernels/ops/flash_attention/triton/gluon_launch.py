@@ -1,0 +1,103 @@
+"""Which calls the kernel in `gluon_forward` can serve, its rows, and its launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._launch import Plan, planned
+
+if TYPE_CHECKING:
+    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from foundry_kernels.ops.flash_attention.triton.gluon_forward import CONSUMERS, flash_attention_fwd_gluon_kernel
+
+    MISSING = None
+except ImportError as error:  # a part of Triton that is called experimental, and may move
+    MISSING = f"Gluon does not import ({error})"
+
+Row = dict[str, Any]
+
+#: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. More keys, and products are no
+#: longer under way during the softmax: there are too few registers for two tiles of scores.
+_TILES = {64: (64, 64, 4), 128: (64, 64, 4)}
+#: What the engine that copies tiles can address: bytes from one row, head or sequence to the next.
+_FARTHEST = 1 << 40
+
+
+def rows(p: _Problem, out: tuple[int, ...]) -> list[Row]:
+    """Of a call, to be measured beside the rows of the usual kernel; none where this one does not serve it. `out` are
+    the strides of the result. GLUON: no GPU has run it (see `tuning.NEVER_RUN`)."""
+    if not serves(p, out):
+        return []
+    m, n, stages = _TILES[p.head_dim]
+    row = {"GLUON": True, "BLOCK_M": m, "BLOCK_N": n, "STAGES": stages, "num_warps": 4}
+    return [row | {"TURNS": True}, row | {"TURNS": False}]
+
+
+def serves(p: _Problem, out: tuple[int, ...]) -> bool:
+    """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0."""
+    flags = ("VARLEN", "HAS_LEFT", "HAS_SOFTCAP", "HAS_ALIBI")
+    return (
+        MISSING is None
+        and p.capability == 90
+        and p.dtype in (torch.bfloat16, torch.float16)
+        and p.head_dim in _TILES
+        and p.head_dim_v == p.head_dim
+        and not any(p.constants[flag] for flag in flags)
+        and p.scale > 0
+        and p.tokens_k > 0
+        and addressable(p, out)
+    )
+
+
+def addressable(p: _Problem, out: tuple[int, ...]) -> bool:
+    """Whether all rows lie multiples of 16 bytes apart, and apart at all: an expanded tensor repeats its rows."""
+    step = 16 // p.dtype.itemsize
+    q, k, v = p.layouts
+    for shape, strides in (q, k, v, (q[0], out)):
+        for size, stride in zip(shape[:3], strides[:3], strict=True):
+            if size > 1 and not (0 < stride * p.dtype.itemsize < _FARTHEST and stride % step == 0):
+                return False
+        if strides[3] != 1:
+            return False
+    return True
+
+
+@planned
+def plan(p: _Problem, row: tuple[tuple[str, Any], ...]) -> Plan:
+    config = {name: value for name, value in row if name != "GLUON"}
+    tiles = triton.cdiv(p.tokens_q, CONSUMERS.value * config["BLOCK_M"])
+    _, right = p.window
+    numbers = (
+        p.n_batch, p.n_heads, p.group, p.group * p.section(p.tokens_k), p.tokens_q, p.tokens_k, p.scale, right,
+    )  # fmt: skip
+    names = ("BOTTOM_RIGHT", "HAS_RIGHT", "D")
+    constants = {name: p.constants[name] for name in names} | config
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, constants)
+
+
+def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    """Triton launches it itself: descriptors are made for each call, of tensors that lie elsewhere each time."""
+    if lse is None:  # small beside the others: a kernel without it would be one more to compile
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    m, n = made.constants["BLOCK_M"], made.constants["BLOCK_N"]
+    tensors = (*(descriptor(x, rows) for x, rows in ((q, m), (k, n), (v, n), (out, m))), lse)
+    flash_attention_fwd_gluon_kernel[made.grid](*tensors, *made.numbers, **made.constants)
+
+
+def descriptor(x: Tensor, rows: int) -> Any:
+    """Of x [B, H, T, D], for blocks of so many rows of a head. Where there is one of something its stride is of no
+    use, but must be a valid one."""
+    block = [1, 1, rows, x.shape[3]]
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    strides = [s if size > 1 else x.shape[3] for size, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)

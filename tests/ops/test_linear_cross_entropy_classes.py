@@ -1,0 +1,78 @@
+"""linear_cross_entropy in tiles on the CPU: some classes at a time in the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from table import saved_tensors
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, classes, linear_cross_entropy
+from foundry_kernels.ops.linear_cross_entropy.cases import CASES
+from foundry_kernels.testing import assert_parity
+
+if _native.MISSING is not None:
+    pytest.skip(_native.MISSING, allow_module_level=True)
+
+TILED = [case for case in CASES["linear_cross_entropy"] if case.options.get("chunk_size") == "tiles"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("low", [False, True], ids=["float32-products", "fast-products"])
+@pytest.mark.parametrize("case", TILED, ids=lambda case: case.id)
+def test_several_blocks_of_classes(
+    case: fk.testing.Case, low: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose last is narrower than the others; the parity suite's cases are of one."""
+    monkeypatch.setattr(classes, "_LEAST", 16)
+    monkeypatch.setattr(classes, "_LOGITS", 16)
+    if low and dtype == torch.bfloat16 and not chunks.fast_products(dtype):
+        pytest.skip("this processor has no products of bfloat16")
+    if low:
+        monkeypatch.setattr(chunks, "_SMALL", 0)
+    assert_parity(LINEAR_CROSS_ENTROPY, case, backend="native", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the size of the logits or, in 16 bits, of float32 copies of the weight, is made by any operation."""
+    monkeypatch.setattr(classes, "_LOGITS", 64 * 100)
+    monkeypatch.setattr(classes, "_LEAST", 32)
+    hidden = torch.randn(100, 24, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3000, 24, dtype=dtype, requires_grad=True)
+    made: list[torch.Tensor] = []
+
+    class All(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            made.extend(t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+            return result
+
+    with saved_tensors() as saved:
+        loss = linear_cross_entropy(hidden, weight, torch.arange(100), chunk_size="tiles", backend="native")
+    assert max(t.numel() for t in saved) == weight.numel()
+    needs = (True, True, False)
+    with torch.no_grad(), All():
+        classes.backward(torch.ones(()), *loss.grad_fn.saved_tensors, -100, "mean", 0.0, 0.0, None, 1.0, *needs)
+    large = [t for t in made if t.untyped_storage().nbytes() > 6400 * dtype.itemsize * 2]
+    assert len(made) > 100
+    assert {(t.untyped_storage().nbytes(), t.dtype) for t in large} <= {(weight.numel() * dtype.itemsize, dtype)}
+
+
+def test_the_operator_refuses_what_does_not_fit() -> None:
+    operator = _native.operator("cross_entropy_bwd_classes_")
+    rows, target = torch.zeros(3), torch.tensor([0, 1, 2])
+
+    def call(logits: torch.Tensor, first: int, weight: torch.Tensor | None = None) -> None:
+        operator(logits, rows, target, weight, rows, rows, first, 8, -100, 0.0, 0.0, None)
+
+    call(torch.zeros(3, 4), 4)
+    with pytest.raises(ValueError, match=r"classes 5 \.\. 8 must be among the 8"):
+        call(torch.zeros(3, 4), 5)
+    with pytest.raises(ValueError, match="must be among the 8"):
+        call(torch.zeros(3, 4), 0, torch.ones(4))
+    with pytest.raises(ValueError, match="a row for each target"):
+        call(torch.zeros(2, 4), 0)
+    with pytest.raises(ValueError, match="logits must be contiguous"):
+        call(torch.zeros(4, 3).t(), 0)

@@ -1,0 +1,227 @@
+"""Models of transformers read into ours: the same logits, loss, gradients and continuations; refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foundry_kernels.models import Transformer
+from foundry_kernels.models.hf_families import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+WIDE = {**SIZES, "intermediate_size": 48}
+GROUPED = {**WIDE, "num_key_value_heads": 2}
+LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+
+#: Model type and options of its configuration.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", SIZES),
+    "gpt2 untied": ("gpt2", {**SIZES, "n_inner": 40, "activation_function": "relu", "tie_word_embeddings": False}),
+    "gpt": ("openai-gpt", SIZES),
+    "llama": ("llama", GROUPED),
+    "llama 3": ("llama", {**GROUPED, "rope_parameters": LLAMA_3, "tie_word_embeddings": True}),
+    "llama biased": ("llama", {**GROUPED, "rope_parameters": YARN, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {**GROUPED, "sliding_window": 3, "head_dim": 6}),
+    "qwen2": ("qwen2", GROUPED),
+    "qwen3": ("qwen3", {**GROUPED, "head_dim": 16}),
+    "bloom": ("bloom", {**SIZES, "hidden_size": 48, "num_attention_heads": 6}),
+    "falcon 7b": ("falcon", SIZES),
+    "falcon 40b": ("falcon", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon 11b": (  # grouped, one norm
+        "falcon",
+        {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon sequential": ("falcon", {**SIZES, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "gpt-neox": ("gpt_neox", WIDE),
+    "gpt-neox sequential": ("gpt_neox", {**WIDE, "use_parallel_residual": False}),
+    "opt": ("opt", {**SIZES, "ffn_dim": 48}),
+    "opt post": ("opt", {**SIZES, "ffn_dim": 48, "do_layer_norm_before": False}),
+    "phi": ("phi", GROUPED),
+    "stablelm": ("stablelm", {**GROUPED, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {**GROUPED, "use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {**GROUPED, "sliding_window": 4}),
+}
+#: What a model has, in the field of ours, where a mistake could go unseen in logits of a small model.
+FIELDS = {
+    "gpt2": {"positions": "learned", "activation": "gelu_tanh", "attention_dropout": 0.1, "residual_dropout": 0.1},
+    "gpt": {"norm_placement": "post"},
+    "bloom": {"positions": "alibi", "embedding_norm": True},
+    "falcon 7b": {"kv_heads": 1, "parallel_residual": True, "shared_attention_norm": True},
+    "falcon 40b": {"kv_heads": 2, "parallel_residual": True, "shared_attention_norm": False},
+    "mistral": {"sliding_window": 3, "kv_heads": 2, "head_width": 6},
+    "gpt-neox": {"rope_dim": 2, "parallel_residual": True},
+    "qwen3": {"qk_norm": True, "norm_round_before_weight": True},
+}
+
+
+def build(name: str, **changes: Any) -> Any:
+    """A model with random weights, biases and norms among them: 0 and 1 would hide much."""
+    kind, options = MODELS[name]
+    config = transformers.CONFIG_MAPPING[kind](**{**options, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            shift = 1.0 if parameter.dim() == 1 and parameter.mean() > 0.5 else 0.0
+            parameter.copy_(shift + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def draw(batch: int = 2, length: int = 11) -> Tensor:
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def near(actual: Tensor, expected: Tensor, error: float = 1e-5) -> None:
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= error * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_gradients_and_continuations_are_equal(name):
+    theirs = build(name)
+    ours, tokens = Transformer.from_hf(theirs), draw()
+    assert {field: getattr(ours.config, field) for field in FIELDS.get(name, ())} == FIELDS.get(name, {})
+    skipped = 2 * 32 if name.startswith("opt") else 0  # rows before those of position 0
+    assert ours.config.n_parameters == sum(p.numel() for p in theirs.parameters()) - skipped
+
+    expected = theirs(tokens, labels=tokens)
+    targets = torch.cat([tokens[:, 1:], tokens.new_full((2, 1), -100)], 1)
+    logits, loss = ours(tokens, targets, return_logits=True)
+    near(logits, expected.logits)
+    near(loss, expected.loss)
+
+    # Their gradients, read as if they were weights, are ours.
+    expected.loss.backward()
+    loss.backward()
+    gradients = copy.deepcopy(theirs)
+    for parameter, of in zip(gradients.parameters(), theirs.parameters(), strict=True):
+        parameter.data = of.grad
+    read = dict(Transformer.from_hf(gradients).named_parameters())
+    for key, parameter in ours.named_parameters():
+        if not key.endswith("wk.bias"):  # it shifts all scores of a query alike: 0, but for rounding
+            near(parameter.grad, read[key].detach(), 1e-4)
+
+    continued = tokens[:, :5]
+    with torch.no_grad():
+        for _ in range(8):
+            continued = torch.cat([continued, theirs(continued).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(torch.stack(ours.generate(tokens[:, :5], 8)), continued)
+
+
+def test_every_family_is_tried():
+    assert {type(build(name)).__name__ for name in MODELS} == FAMILIES.keys()
+
+
+def test_dtype_and_mode_are_kept_and_weights_are_copies():
+    theirs = build("llama").to(torch.bfloat16).train()
+    ours = Transformer.from_hf(theirs, "reference", max_seq_len=16)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    assert ours.training
+    assert ours.layers[0].attention.rope.cos.shape == (16, 4)
+    assert set(ours.backends.values()) == {"reference"}
+    error = (ours(draw()).float() - theirs(draw()).logits.float()).abs().max()
+    assert error <= 0.05 * theirs(draw()).logits.abs().max()
+    before = ours(draw())
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.zero_()
+    assert torch.equal(ours(draw()), before)
+
+
+def test_learned_positions_may_be_fewer_and_dropouts_others():
+    theirs = build("gpt2")
+    ours = Transformer.from_hf(theirs, max_seq_len=12, attention_dropout=0.0)
+    assert ours.pos_embeddings.weight.shape == (12, 32)
+    assert (ours.config.attention_dropout, ours.config.residual_dropout) == (0.0, 0.1)
+    near(ours(draw()), theirs(draw()).logits)
+    with pytest.raises(ValueError, match="max_seq_len is beyond the 32 rows of the table of positions; got 33"):
+        Transformer.from_hf(theirs, max_seq_len=33)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx must be False: .* got True",
+        ),
+        ("gpt2", {"activation_function": "silu"}, "activation_function must be one of gelu, .*; got 'silu'"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm must be",
+        ),
+        ("falcon 7b", {"alibi": True}, "alibi must be False: Falcon's slopes are rounded to bfloat16"),
+        ("falcon 7b", {"hidden_dropout": 0.1}, "hidden_dropout must be 0.0: Transformer does not have this option"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "llama3, .*'dynamic'",
+        ),
+        ("llama", {"rope_parameters": {**LLAMA_3, "power": 2.0}}, "rope_parameters must not hold power"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
+            "layer_types must be one for all layers; got full_attention, sliding_attention",
+        ),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
+        ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim must be 32: .* got 16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_options_that_we_do_not_have_are_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Transformer.from_hf(build(name, **changes))
+
+
+def test_foreign_checkpoints_are_refused_by_key_and_shape():
+    with pytest.raises(TypeError, match=r"model must be one of GPT2LMHeadModel, .* of transformers; got Linear"):
+        Transformer.from_hf(nn.Linear(2, 2))
+
+    model = build("llama")
+    model.model.layers[1].self_attn.q_proj.bias = nn.Parameter(torch.zeros(32))
+    with pytest.raises(ValueError, match=r"does not ask for: layers\.1\.attention\.wq\.bias"):
+        Transformer.from_hf(model)
+    model = build("llama")
+    model.model.layers[0].self_attn.gate = nn.Parameter(torch.zeros(32))
+    with pytest.raises(ValueError, match=r"no place for here: model\.layers\.0\.self_attn\.gate"):
+        Transformer.from_hf(model)
+    model = build("llama")
+    del model.model.layers[0].mlp.up_proj
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM lacks the weights of layers\.0\.feed_forward\.w3\.weight"):
+        Transformer.from_hf(model)
+    model = build("llama")
+    model.model.norm.weight = nn.Parameter(torch.zeros(16))
+    with pytest.raises(ValueError, match=r"norm\.weight must have shape \(32,\), by its configuration; got \(16,\)"):
+        Transformer.from_hf(model)
+    model = build("bloom")
+    model.transformer.h[0].self_attention.query_key_value = nn.Linear(48, 96)
+    with pytest.raises(ValueError, match=r"6 query and 2 x 6 key and value heads of 8, 144 rows; got 96"):
+        Transformer.from_hf(model)
+    model = build("llama")
+    model.model.norm.to(torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"weights of one dtype on one device; got torch\.bfloat16 on cpu, torch\.float32"
+    ):
+        Transformer.from_hf(model)

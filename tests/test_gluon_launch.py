@@ -1,0 +1,263 @@
+"""What the Gluon forward of attention is launched with, and which calls it does not serve; nothing is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foundry_kernels import _triton, tuning
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+
+if _triton.MISSING is None:
+    from foundry_kernels.ops.flash_attention.triton import gluon_launch
+    from foundry_kernels.ops.flash_attention.triton import launch as launching
+
+MISSING = _triton.MISSING or gluon_launch.MISSING
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+class Launches:
+    """In place of the kernels: what was launched, by which name."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names  # of the Gluon kernel's arguments
+        self.made: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+
+    def usual(self, kernel: Any, plan: Any, *tensors: Any) -> None:
+        self.made.append((kernel.__name__, plan.grid, {}))
+
+    def decode(self, *args: Any) -> None:
+        self.made.append(("decode", (), {}))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.made.append(("gluon", grid, dict(zip(self.names, args, strict=False)) | constants))
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """As on compute capability 9.0."""
+    made = Launches(gluon_launch.flash_attention_fwd_gluon_kernel.arg_names)
+    before = _triton._RECORDED
+    monkeypatch.setattr(gluon_launch, "flash_attention_fwd_gluon_kernel", made)
+    monkeypatch.setattr(launching, "launch", made.usual)
+    monkeypatch.setattr(launching, "launch_decode", made.decode)
+    _triton.record_for(90)
+    yield made
+    _triton.record_for(before)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Iterator[Path]:
+    """A file in which the Gluon kernel is the fastest, for all that it serves."""
+    chosen = {}
+    for width in (64, 128):
+        with tuning.watched() as seen:
+            attend(*draw(d=width))
+        usual, choice = seen.values()
+        assert (usual.kernel, choice.kernel) == ("flash_attention_fwd_kernel",) * 2
+        assert all(map(tuning.has_run, (*usual.rows, usual.row, choice.row)))
+        assert usual.rows[0] == choice.rows[0]
+        chosen[choice.key] = {"row": next(row for row in choice.rows if not tuning.has_run(row)), "speedup": 1.5}
+    file = tmp_path / "tuning.json"
+    entry = tuning.Entry(GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": chosen})
+    file.write_text(json.dumps({"format": tuning.FORMAT, "version": tuning.VERSION, "entries": [vars(entry)]}))
+    tuning.use(file)
+    with tuning.pretend(GPU):
+        yield file
+    tuning.use(None)
+
+
+def draw(
+    b: int = 2, h: int = 4, hk: int = 2, t: int = 200, s: int = 300, d: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As a model makes them: [B, T, H, D] in memory."""
+    shapes = ((b, t, h, d), (b, s, hk, d), (b, s, hk, d))
+    q, k, v = (torch.zeros(shape, dtype=dtype).transpose(1, 2) for shape in shapes)
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, save_lse: bool = True, save_stats: bool = False, **given: Any) -> Any:
+    options = AttentionOptions(
+        None, None, q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, None, 0, None, None, None, True, True, False, False
+    )
+    return launching.launch_fwd(q, k, v, options._replace(**given), save_lse, save_stats)
+
+
+def test_it_is_off(launches: Launches) -> None:
+    """Until it was measured on the GPU at hand."""
+    attend(*draw())
+    attend(*draw(d=128))
+    with tuning.pretend(GPU):
+        attend(*draw())
+    assert [name for name, _, _ in launches.made] == ["flash_attention_fwd_kernel"] * 3
+
+
+def test_the_usual_rows_can_be_measured_where_it_is_on(launches: Launches, measured: Path) -> None:
+    """On the same calls: what is measured of them is for others too."""
+    with tuning.watched() as seen:
+        attend(*draw())
+    usual, choice = seen.values()
+    assert (usual.origin, choice.row["GLUON"]) == ("built in", True)
+    for chosen, name in ((usual, "flash_attention_fwd_kernel"), (choice, "gluon")):
+        for row in chosen.rows[1:]:
+            launches.made.clear()
+            with tuning.forced(chosen.kernel, chosen.key, row):
+                attend(*draw())
+            assert [made for made, _, _ in launches.made] == [name]
+    launches.made.clear()
+    with tuning.forced(choice.kernel, choice.key, choice.rows[0]):
+        attend(*draw())
+    assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_what_is_launched(width: int, launches: Launches, measured: Path) -> None:
+    q, k, v = draw(d=width, dtype=torch.float16)
+    k = torch.zeros(2, 2, 320, width + 16, dtype=torch.float16)[:, :, 10:310, 8 : 8 + width]  # with gaps
+    launches.made.clear()
+    out, lse, _, _ = attend(q, k, v)
+    ((name, grid, given),) = launches.made
+    assert name == "gluon"
+    assert grid == (2 * 2 * 4,), "two tiles of 128 queries, of 2 x 4 heads"
+    rows = {"q_desc": (q, 64), "k_desc": (k, 64), "v_desc": (v, 64), "out_desc": (out, 64)}
+    for name, (tensor, block) in rows.items():
+        found = given.pop(name)
+        assert found.base.data_ptr() == tensor.data_ptr(), name
+        assert (tuple(found.shape), tuple(found.strides)) == (tensor.shape, tensor.stride()), name
+        assert found.block_shape == [1, 1, block, width]
+        assert (found.layout.swizzle_byte_width, found.layout.element_bitwidth) == (128, 16)
+        assert found.padding == "zero"
+    assert given.pop("lse_ptr") is lse
+    assert lse.dtype == torch.float32
+    assert given.pop("scale") == pytest.approx(width**-0.5 * 1.4426950408889634)
+    assert given == {
+        "n_batch": 2, "n_heads": 4, "group": 2, "section": 8, "tokens_q": 200, "tokens_k": 300, "right": 0,
+        "BOTTOM_RIGHT": True, "HAS_RIGHT": True, "TURNS": True, "D": width,
+        "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 4, "num_warps": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"window_right": None}, (False, True, 0)),
+        ({"window_right": 7}, (True, True, 7)),
+        ({"bottom_right": False}, (True, False, 0)),
+        ({"window_right": 10**6}, (False, True, 0)),
+    ],
+    ids=str,
+)
+def test_masks(options: dict[str, Any], expected: tuple[bool, bool, int], launches: Launches, measured: Path) -> None:
+    launches.made.clear()
+    attend(*draw(), **options)
+    ((_, _, given),) = launches.made
+    assert (given["HAS_RIGHT"], given["BOTTOM_RIGHT"], given["right"]) == expected
+
+
+def test_one_of_a_kind(launches: Launches, measured: Path) -> None:
+    """Strides that lead nowhere are replaced: what copies tiles takes multiples of 16 bytes."""
+    q, k, v = draw(b=1, h=1, hk=1)
+    strange = (7, 3, *q.stride()[2:])
+    q = q.as_strided(q.shape, strange)
+    launches.made.clear()
+    attend(q, k, v, save_lse=False)
+    ((name, _, given),) = launches.made
+    assert name == "gluon"
+    assert all(s % 8 == 0 for s in given["q_desc"].strides[:3])
+    assert given["lse_ptr"].shape == (1, 1, 200), "which nobody sees"
+
+
+def test_unaligned_rows_are_copied_first(launches: Launches, measured: Path) -> None:
+    _, k, v = draw()
+    wide = torch.zeros(2, 4, 200, 67, dtype=torch.bfloat16)[..., 2:66]
+    launches.made.clear()
+    attend(wide, k, v)
+    ((name, _, given),) = launches.made
+    assert name == "gluon"
+    assert given["q_desc"].base.data_ptr() != wide.data_ptr()
+    assert given["q_desc"].base.data_ptr() % 16 == 0
+    assert all(s % 8 == 0 for s in given["q_desc"].strides[:3])
+
+
+def expanded() -> tuple[Tensor, ...]:
+    q, k, v = draw()
+    return q, k[:1].expand(2, -1, -1, -1), v
+
+
+NOT_SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "left-window": (draw, {"window_left": 50}),
+    "softcap": (draw, {"softcap": 30.0}),
+    "alibi": (draw, {"alibi_slopes": torch.zeros(4)}),
+    "sinks": (draw, {"sinks": torch.zeros(4)}),
+    "statistics": (draw, {"save_stats": True}),
+    "negative-scale": (draw, {"scale": -1.0}),
+    "float32": (lambda: draw(dtype=torch.float32), {}),
+    "96-wide": (lambda: draw(d=96), {}),
+    "256-wide": (lambda: draw(d=256), {}),
+    "narrow-values": (lambda: (*draw(d=128)[:2], draw(d=64)[2]), {}),
+    "wide-values": (lambda: (*draw(d=64)[:2], draw(d=128)[2]), {}),
+    "expanded": (expanded, {}),
+    "packed": (
+        lambda: tuple(x[0].transpose(0, 1) for x in draw()),
+        {"cu_seqlens_q": torch.tensor([0, 90, 200]), "cu_seqlens_k": torch.tensor([0, 100, 300]), "max_seqlen_q": 110,
+         "max_seqlen_k": 200},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_the_usual_kernel_serves_the_rest(name: str, launches: Launches, measured: Path) -> None:
+    make, options = NOT_SERVED[name]
+    launches.made.clear()
+    attend(*make(), **options)
+    assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
+
+
+@pytest.mark.parametrize("arch", [80, 89, 100, 120])
+def test_and_other_devices(arch: int, launches: Launches, measured: Path) -> None:
+    _triton.record_for(arch)
+    launches.made.clear()
+    attend(*draw())
+    assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
+
+
+def test_few_queries_have_kernels_of_their_own(launches: Launches, measured: Path) -> None:
+    launches.made.clear()
+    attend(*draw(t=4))
+    assert [made for made, _, _ in launches.made] == ["decode"]
+
+
+def test_without_gluon(launches: Launches, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton that has none, or has it elsewhere."""
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    monkeypatch.delitem(sys.modules, gluon_launch.__name__)
+    monkeypatch.delattr("foundry_kernels.ops.flash_attention.triton.gluon_launch")
+    _triton.record_for(90)  # plans that were made before are forgotten
+    launches.made.clear()
+    attend(*draw())
+    assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
+    assert "Gluon does not import" in sys.modules[gluon_launch.__name__].MISSING
+
+
+def test_what_is_compiled() -> None:
+    """tests/gluon_compiled.py, in a process of its own: this one may interpret Triton's kernels."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"TRITON_INTERPRET": "0"}
+    file = str(Path(__file__).with_name("gluon_compiled.py"))
+    done = subprocess.run([*command, file], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
