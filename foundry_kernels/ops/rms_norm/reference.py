@@ -30,6 +30,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     xc = x.contiguous().to(compute)
     centered = xc - xc.mean(-1, keepdim=True)
+    if compute == torch.float64:  # what others are judged by: as exact as they are where the mean is large
+        centered = centered - centered.mean(-1, keepdim=True)
     y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(compute)
