@@ -20,7 +20,7 @@ from foundry_kernels._sass import Loop, inner_loops, loaded_ahead
 #: Of attention, 16 bits, on an H100: what the estimate may not fall below, by kernel and head dimension; 5 % below what
 #: it was when this was written.
 LEAST_TFLOPS = {
-    ("fwd", 64): 350,
+    ("fwd", 64): 391,
     ("fwd", 128): 545,
     ("fwd", 256): 495,
     ("dkdv", 64): 415,
@@ -144,6 +144,8 @@ def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differ == {
         ("dkdv", 80, 32, half, True): (32, 64, 8, 2),
         ("dkdv", 80, 64, half, True): (32, 64, 8, 2),
+        ("fwd", 90, 32, half, False): (128, 64, 8, 3),
+        ("fwd", 90, 64, half, False): (128, 64, 8, 3),
         ("dkdv", 90, 32, half, False): (32, 128, 8, 3),
         ("dkdv", 90, 64, half, False): (32, 128, 8, 3),
         ("dkdv", 90, 128, half, True): (32, 64, 8, 2),

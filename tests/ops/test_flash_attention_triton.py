@@ -305,16 +305,22 @@ def test_products_are_under_way_during_the_softmax() -> None:
     chosen = ["--kernel", "attention_fwd", "--case", "-causal bfloat16"]
     done = subprocess.run([*command, *chosen], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    budgets = {64: (340, 6), 128: (395, 9), 256: (400, 5)}  # instructions at most, products that overlap at least
+    # For 64 keys, instructions at most without a mask and with one; of a tile products that overlap, and the share of
+    # the exponentials that are hidden, at least. 64 wide a tile has 128 keys, and ptxas waits earlier in its softmax;
+    # it has so many fewer instructions that the estimate is higher (`LEAST_TFLOPS` in tests/test_aot.py).
+    budgets = {64: (270, 355, 11, 0.6), 128: (395, 490, 9, 0.75), 256: (800, 1000, 5, 0.75)}
     seen = dict.fromkeys(budgets, 0)
     for launch in done.stdout.split("\nflash_attention_fwd_kernel ")[1:]:
         width = int(re.findall(r" D=(\d+)-causal bfloat16", launch)[0])
+        tiles = int(re.findall(r" BLOCK_N=(\d+) ", launch)[0]) / 64
         masked, plain = sorted((_loop(line) for line in re.findall(r"loop of .*", launch)), key=lambda x: -x["all"])
-        most, overlapped = budgets[width]
-        assert plain["all"] <= most, (width, plain)
-        assert masked["all"] <= 1.25 * plain["all"], (width, masked, plain)
+        most, most_masked, overlapped, hidden = budgets[width]
+        assert plain["all"] <= most * tiles, (width, plain)
+        assert masked["all"] <= most_masked * tiles, (width, masked)
         assert plain["overlapped"] >= overlapped, (width, plain)
-        assert plain["hidden"] >= 0.75 * plain["exponential"], (width, plain)
+        assert plain["hidden"] >= hidden * plain["exponential"], (width, plain)
+        if width > 64:
+            assert masked["all"] <= 1.25 * plain["all"], (width, masked, plain)
         seen[width] += 1
     assert all(seen.values())
 

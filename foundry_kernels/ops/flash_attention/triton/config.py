@@ -39,7 +39,7 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
     # 227 KB, wgmma. Forward at 128: 128x64 with 3 stages and 8 warps, PyTorch's FlexAttention default on an H100.
     # dK, dV at 128: 64 queries a tile would spill 96 bytes.
     "hopper": {
-        "fwd": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "fwd": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
         "dkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
         "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
         "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
@@ -48,6 +48,7 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
 # tcgen05 (10.x): as Hopper, but dK and dV would spill at its tiles beyond 64.
 _HALF["blackwell"] = {
     **_HALF["hopper"],
+    "fwd": _HALF["hopper"]["fwd"] | {64: (128, 64, 8, 3)},
     "dkdv": {64: (64, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
 
@@ -77,6 +78,7 @@ _SINGLE_CDNA = {
 #: dimension and `needs_registers` (see `config`).
 _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
     ("ampere", "dkdv", 64, True): (32, 64, 8, 2),  # a stage less
+    ("hopper", "fwd", 64, False): (128, 64, 8, 3),  # half the keys a tile
     ("hopper", "dkdv", 64, False): (32, 128, 8, 3),  # half the queries a tile: a narrower wgmma. 199 registers
     ("hopper", "dkdv", 128, True): (32, 64, 8, 2),  # a stage less
     # mma.sync: what is wide enough for wgmma spills 8 bytes or more.
@@ -146,6 +148,8 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
             m, n = min(m, 64 if head_dim <= 128 else 32), 32
         elif head_dim > 128:
             m = min(m, 64)
+        elif n == 128:
+            n, stages = 64, 3
         elif head_dim == 128 and device_class(capability) in ("ampere", "small"):
             m, n = min(m, 64), 32
         elif head_dim == 128 and device_class(capability) == "blackwell":

@@ -257,6 +257,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
     config = p.config("fwd", *others)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))
+    if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64):
+        config |= {"BLOCK_N": 64, "num_stages": 3}  # the left edge is one more masked loop, with which 128 keys spill
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
         p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
