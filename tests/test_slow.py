@@ -77,4 +77,3 @@ def test_ci_runs_both_parts_and_nothing_twice() -> None:
             if not any(part in f"{sweep.id}-{short_dtype(dtype)}-" for part in left_out.split(" or "))
         }
         assert {torch.float32, torch.bfloat16} & set(sweep.dtypes) <= kept
-
