@@ -148,6 +148,9 @@ def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fwd", 90, 64, half, False): (128, 64, 8, 3),
         ("dkdv", 90, 32, half, False): (32, 128, 8, 3),
         ("dkdv", 90, 64, half, False): (32, 128, 8, 3),
+        ("dkdv", 90, 32, half, True): (32, 128, 8, 2),
+        ("dkdv", 90, 64, half, True): (32, 128, 8, 2),
+        ("dkdv", 90, 128, half, False): (32, 128, 8, 2),
         ("dkdv", 90, 128, half, True): (32, 64, 8, 2),
         ("dkdv", 90, 256, half, False): (32, 32, 8, 2),
     }

@@ -80,7 +80,9 @@ _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
     ("ampere", "dkdv", 64, True): (32, 64, 8, 2),  # a stage less
     ("hopper", "fwd", 64, False): (128, 64, 8, 3),  # half the keys a tile
     ("hopper", "dkdv", 64, False): (32, 128, 8, 3),  # half the queries a tile: a narrower wgmma. 199 registers
-    ("hopper", "dkdv", 128, True): (32, 64, 8, 2),  # a stage less
+    ("hopper", "dkdv", 64, True): (32, 128, 8, 2),
+    ("hopper", "dkdv", 128, False): (32, 128, 8, 2),  # a stage less
+    ("hopper", "dkdv", 128, True): (32, 64, 8, 2),
     # mma.sync: what is wide enough for wgmma spills 8 bytes or more.
     ("hopper", "dkdv", 256, False): (32, 32, 8, 2),
 }
