@@ -184,7 +184,10 @@ def added_row(
         row = None
     if row is None:
         return None
-    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
+    launch = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
+    if device_class(capability) == "blackwell":  # as in `config`
+        launch["maxnreg"] = 255
+    return launch
 
 
 #: What `python -m foundry_kernels tune` tries beside a 16-bit row of the table: tiles published for kernels of this
