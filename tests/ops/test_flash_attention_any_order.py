@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import product
 
 import pytest
@@ -51,9 +52,12 @@ def programs_shuffled(seed: int) -> Iterator[None]:
 
             own = builder.set_grid_idx
 
+            @cache
+            def order(programs: int) -> list[int]:
+                return torch.randperm(programs, generator=torch.Generator().manual_seed(seed)).tolist()
+
             def set_grid_idx(x: int, y: int, z: int) -> None:
-                order = torch.randperm(builder.grid_dim[0], generator=torch.Generator().manual_seed(seed))
-                own(int(order[x]), y, z)
+                own(order(builder.grid_dim[0])[x], y, z)
 
             patch.setattr(builder, "set_grid_idx", set_grid_idx)
         yield
