@@ -45,7 +45,7 @@ def inspect(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 #: Operations with the kernels of another, by other flags: `make test-slow` compiles theirs.
-TWINS = ("add_rms_norm", "add_layer_norm", "geglu")
+TWINS = ("add_rms_norm", "layer_norm", "add_layer_norm", "geglu", "flash_attention_varlen")
 
 
 @needs_triton
