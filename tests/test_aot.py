@@ -177,8 +177,9 @@ def test_what_is_estimated_of_attention_is_kept() -> None:
     without a GPU. A backward pass makes seven products of each score, of which five count."""
     done = inspect("flash_attention", "--arch", "90", "--timed")
     best, least = best_loops(done.stdout), dict(LEAST_TFLOPS)
-    if _triton.VERSION < (3, 7):  # two rows of its own, narrower ones
+    if _triton.VERSION < (3, 7):  # rows of its own, narrower ones
         del least["dkdv", 64], least["dkdv", 256]
+        least["fwd", 64] = 350
     assert {key: best.get(key) for key, tflops in least.items() if not best.get(key, 0) >= tflops} == {}
     for width, tflops in ((64, 300), (128, 345), (256, 185)):
         if ("dkdv", width) in least:
