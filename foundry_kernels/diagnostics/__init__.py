@@ -1,0 +1,29 @@
+"""The health of a :class:`foundry_kernels.models.Transformer` in training: is attention still looking, do activations
+still differ, do gradients arrive?
+
+    with diagnostics.record(model) as recorder:
+        _, loss = model(tokens, targets)
+        loss.backward()
+    health = recorder.health()
+    print("\\n".join(health.concerns()))
+
+Entropy and the largest logit come from the attention kernels themselves, a number a row: no T x S matrix is made.
+`python -m foundry_kernels.diagnostics CHECKPOINT --text FILE` draws a page of it.
+"""
+
+from foundry_kernels.diagnostics.clip import QKClip
+from foundry_kernels.diagnostics.health import Health, LayerHealth
+from foundry_kernels.diagnostics.maps import attention_maps
+from foundry_kernels.diagnostics.ranks import effective_rank, qk_ranks
+from foundry_kernels.diagnostics.recorder import Recorder, record
+
+__all__ = [
+    "Health",
+    "LayerHealth",
+    "QKClip",
+    "Recorder",
+    "attention_maps",
+    "effective_rank",
+    "qk_ranks",
+    "record",
+]

@@ -1,0 +1,77 @@
+"""The checkpoints that the command reads, and how their texts become tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.ops.rope import RopeScaling
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be read; the message is for the user."""
+
+
+Encode = Callable[[str], list[int]]
+
+
+def load(path: Path) -> tuple[Transformer, Encode]:
+    """A model, and what makes tokens of a text: the tokenizer that lies with the model, or its bytes.
+
+    Args:
+        path: a folder that transformers has saved; or a file of ``torch.save({"config": dataclasses.asdict(config),
+            "model": model.state_dict()}, path)``; or a checkpoint of `examples/train.py`.
+
+    Raises:
+        CheckpointError: there is none, it is none of these, or `Transformer` has no such model.
+    """
+    try:
+        if path.is_dir():
+            return _from_folder(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of foreign pickles and then raises
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        config, state = _content(content)
+        model = Transformer(config)
+        model.load_state_dict(state)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file raises whatever the damaged part leads to
+        lines = str(error).strip().splitlines() or [""]
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {lines[0][:200]}") from None
+    return model, _bytes_of(model)
+
+
+def _from_folder(path: Path) -> tuple[Transformer, Encode]:
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{path} has no config.json: it is no folder that transformers has saved")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = Transformer.from_hf(AutoModelForCausalLM.from_pretrained(path, local_files_only=True))
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return model, _bytes_of(model)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return model, lambda text: tokenizer(text)["input_ids"]
+
+
+def _content(content: Any) -> tuple[ModelConfig, dict[str, Any]]:
+    if isinstance(content, dict) and {"config", "model"} <= content.keys():
+        fields = dict(content["config"])
+        if isinstance(fields.get("rope_scaling"), dict):
+            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        return ModelConfig(**fields), content["model"]
+    if isinstance(content, dict) and {"settings", "state"} <= content.keys():
+        shape = {k.removeprefix("model "): v for k, v in content["settings"].items() if k.startswith("model ")}
+        return ModelConfig(**shape), content["state"]["model"]
+    raise CheckpointError("it holds neither config and model, nor a run of examples/train.py")
+
+
+def _bytes_of(model: Transformer) -> Encode:
+    if model.config.vocab_size < 256:
+        raise CheckpointError(f"a vocabulary of {model.config.vocab_size} has no place for bytes, and no tokenizer")
+    return lambda text: list(text.encode())

@@ -1,0 +1,98 @@
+"""QK-clip: attention's logits are held down by the weights that make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_kernels.diagnostics.recorder import attentions_of, check_model, taken, with_statistics
+from foundry_kernels.models import Transformer
+from foundry_kernels.nn import Attention
+
+
+class QKClip:
+    """After each optimizer step, scales down the query and key projections of heads whose largest logit of the step
+    was above `limit`, so that it would have been `limit`.
+
+        clip = QKClip(model, limit=100.0)
+        optimizer.register_step_post_hook(clip)
+
+    A logit is a product of a query and a key: where a key head serves one query head both are multiplied by
+    ``sqrt(limit / max_logit)``, where it serves several only the queries, by ``limit / max_logit``, as the others' keys
+    are theirs too. Biases are scaled with their rows. What ALiBi adds is not scaled; it is never positive.
+
+    The largest logits come from the attention kernels in the forward passes since the last step, of all parts of an
+    accumulated batch, and stay on their device: nothing waits for them.
+
+    Args:
+        model: a :class:`foundry_kernels.models.Transformer` without QK-norm, which bounds the logits by itself, and
+            without attention dropout, which no kernel has.
+        limit: the largest logit that is left alone, above 0.
+
+    Raises:
+        TypeError: another model.
+        ValueError: a model with QK-norm or attention dropout, or a limit that is not above 0.
+
+    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv:2507.20534.
+    """
+
+    def __init__(self, model: Transformer, limit: float = 100.0) -> None:
+        config = check_model(model).config
+        if config.qk_norm or config.attention_dropout:
+            what = "QK-norm" if config.qk_norm else "attention dropout"
+            raise ValueError(f"model must be without {what}, with which logits are not clipped")
+        if not 0.0 < limit < float("inf"):
+            raise ValueError(f"limit must be finite and above 0; got {limit}")
+        self.limit = limit
+        self._attentions = attentions_of(model)
+        self._largest: list[Tensor | None] = [None] * len(self._attentions)
+        self._hooks: list[Any] = []
+        for index, attention in enumerate(self._attentions):
+            self._hooks += [
+                attention.register_forward_pre_hook(self._ask, with_kwargs=True),
+                attention.register_forward_hook(
+                    lambda module, _, result, index=index: self._seen(index, module, result)
+                ),
+            ]
+
+    def _ask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return with_statistics(module, args, kwargs) if module.training else (args, kwargs)
+
+    def _seen(self, index: int, module: nn.Module, result: Any) -> Any:
+        if not module.training:
+            return None
+        out, _, max_logit = taken(module, result)
+        largest, before = max_logit.detach().amax((0, 2)), self._largest[index]
+        self._largest[index] = largest if before is None else torch.maximum(largest, before)
+        return out
+
+    @property
+    def max_logits(self) -> list[Tensor | None]:
+        """Of each layer ``[H]``, since the last step; None where there was no forward pass."""
+        return list(self._largest)
+
+    @torch.no_grad()
+    def __call__(self, *_: Any) -> None:
+        """To be called behind an optimizer's step, as it is by a hook."""
+        for index, (attention, largest) in enumerate(zip(self._attentions, self._largest, strict=True)):
+            if largest is not None:
+                _scale(attention, (self.limit / largest.clamp_min(self.limit)).nan_to_num(1.0))
+                self._largest[index] = None
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _scale(attention: Attention, factor: Tensor) -> None:
+    """[H] factors of the logits into the weights; those of 1 leave every bit."""
+    shared = attention.n_heads != attention.n_kv_heads
+    each = factor if shared else factor.sqrt()
+    for layer in (attention.wq,) if shared else (attention.wq, attention.wk):
+        for parameter in (layer.weight, layer.bias):
+            if parameter is not None:
+                heads = parameter.view(attention.n_heads, attention.head_dim, -1)
+                heads.mul_(each.to(parameter.dtype)[:, None, None])
