@@ -55,7 +55,8 @@ __device__ __forceinline__ Pack<float, kVec> load_weight(const void* weight, flo
 }
 
 template <class X, class W, class Y, int kVec, int kThreads, bool kCentered>
-__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock) forward_kernel(const RmsNormForward a) {
+__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, kCentered ? 1 : 0)
+    forward_kernel(const RmsNormForward a) {
   const int lane = threadIdx.x % kThreads;
   const int64_t n_rows = a.rows.count();
   const int64_t wanted = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kThreads) + threadIdx.x / kThreads;
