@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import foundry_kernels as fk
@@ -89,15 +89,16 @@ def test_sums_are_wide_and_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("op", [FLASH_ATTENTION, FLASH_ATTENTION_VARLEN], ids=lambda op: op.name)
 @pytest.mark.usefixtures("poisoned")
 def test_random_cases(op: OpSpec) -> None:
-    """In float32, where an order that matters shows; what 16 bits add to it is no different in another order."""
-
     @settings(
-        max_examples=12, derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
+        max_examples=30, derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
     )
-    @given(random_case(op.name), st.integers(0, 9999))
-    def attempt(case: Case, seed: int) -> None:
+    @given(random_case(op.name), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 9999))
+    def attempt(case: Case, dtype: torch.dtype, seed: int) -> None:
+        keys = case.args["k"]
+        # With keys that are all alike q's gradient is 0 but for rounding, and fails in every order: see docs/proof.md.
+        assume(dtype == torch.float32 or keys is None or keys.layout != "expanded")
         with programs_shuffled(seed):
-            assert_parity(op, any_order(case), backend="triton", dtype=torch.float32, device=DEVICE)
+            assert_parity(op, any_order(case), backend="triton", dtype=dtype, device=DEVICE)
 
     attempt()
 
