@@ -23,7 +23,7 @@ COMMIT ?= HEAD
 
 # What the extension and the demo need; and besides these, what the tests, the checks of the source and the benchmarks do.
 DEMO_PACKAGES := torch setuptools wheel numpy matplotlib tqdm $(if $(filter Linux,$(shell uname -s)),triton)
-TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis transformers build ruff mypy clang-format
+TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis transformers tokenizers build ruff mypy clang-format
 # Without --no-compile pip translates every module of torch, most of which nothing here imports.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # Where no GPU could run them the CUDA kernels are left to `make cuda-build`: they take minutes.

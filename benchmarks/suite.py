@@ -78,6 +78,8 @@ class Group:
         if "eager" in found:
             eager, key = found["eager"], (self.op.name, self.case.id, self.dtype)
             found["torch.compile"] = eager if isinstance(eager, str) else _compiled(eager, key)
+        if self.case.options.get("dropout_p"):  # its forms have no dropout
+            return found
         return found | liger.peers(self.op.name, DEVICE)
 
     @property

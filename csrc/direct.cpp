@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cmath>
+#include <limits>
 
 #include "torch/operators.h"
 
@@ -223,13 +224,22 @@ bool is_gate(const Tensor& gate, const OptionalTensor& up) {
   return up ? up->sizes() == gate.sizes() && up->scalar_type() == gate.scalar_type() : gate.size(-1) % 2 == 0;
 }
 
+// Finite, and so as a float.
+bool is_float32(double value) { return std::abs(value) <= std::numeric_limits<float>::max(); }
+
 PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 3);
+  Arguments in(arguments, given, 7);
   const Tensor& gate = in.tensor();
   const OptionalTensor up = in.optional_tensor();
-  in.need(in.ok() && is_gate(gate, up));
+  const double alpha = in.real();
+  const std::optional<double> limit = in.optional_positive();
+  const double up_offset = in.real();
+  const bool interleaved = in.boolean();
+  in.need(in.ok() && is_gate(gate, up) && is_float32(alpha) && is_float32(up_offset) &&
+          is_float32(limit.value_or(1.0)));
+  in.need(!(interleaved && up));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return swiglu(gate, up); });
+  return result_of([&] { return swiglu(gate, up, alpha, limit, up_offset, interleaved); });
 }
 
 PyObject* call_geglu(PyObject* const* arguments, Py_ssize_t given) {

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-FORMAT, VERSION = "foundry_kernels/examples/train", 1
+FORMAT, VERSION = "foundry_kernels/examples/train", 2
 
 
 class CheckpointError(Exception):
@@ -53,7 +53,10 @@ def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this program")
     if content.get("version") != VERSION:
-        raise CheckpointError(f"{path} has checkpoint version {content.get('version')}; this program reads {VERSION}")
+        raise CheckpointError(
+            f"{path} has checkpoint version {content.get('version')}; this program reads {VERSION}: "
+            "finish that run with the program that began it, or start it anew"
+        )
     theirs, state = content.get("settings"), content.get("state")
     if not isinstance(theirs, dict) or not isinstance(state, dict):
         raise CheckpointError(f"{path} is incomplete")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,15 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from train_checkpoint import CheckpointError
-from train_memory import PeakMemory
-from train_parallel import Single
-from train_progress import Progress
-from train_text import Text
+from torch.optim.lr_scheduler import SequentialLR
 
+from examples.train_checkpoint import CheckpointError
+from examples.train_log import Log
+from examples.train_memory import PeakMemory
+from examples.train_optimizer import make_optimizer, make_schedule
+from examples.train_parallel import Single
+from examples.train_progress import Progress
+from examples.train_text import Text
 from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.registry import is_dtensor
 
 HELD_OUT_WINDOWS = 32
+END_STEPS = 20  # the loss at the end is a mean: that of a single batch says little
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,11 @@ class Recipe:
     device: torch.device
     checkpoint_every: int
     accumulate: int = 1  # parts that a batch is run in
+    evaluate_every: int = 0  # steps; 0 is at the end only
 
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, by the names of the options."""
-        shape = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        return {f"model {name}": getattr(self.model, name) for name in shape} | {
+        return {f"model {name}": value for name, value in dataclasses.asdict(self.model).items()} | {
             "--backend": backend,
             "--batch": self.batch,
             "--dtype": str(self.dtype).removeprefix("torch."),
@@ -53,6 +60,19 @@ class Recipe:
         }
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Of the model after `step` steps, on held-out windows that are always the same."""
+
+    step: int
+    loss: float  # nats a token
+    bits_per_byte: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
 @dataclass
 class Run:
     """A finished or interrupted run."""
@@ -61,32 +81,23 @@ class Run:
     model: Transformer | None
     losses: list[float] = field(default_factory=list)  # of each step's batch, before the step
     seconds: list[float] = field(default_factory=list)  # of each step
+    evaluations: list[Evaluation] = field(default_factory=list)
     peak_bytes: int = 0
     peak_meaning: str = ""
-    held_out: float = math.nan
 
     @property
     def step(self) -> int:
         return len(self.losses)
 
+    @property
+    def held_out(self) -> float:
+        """The last loss on held-out text."""
+        return self.evaluations[-1].loss if self.evaluations else math.nan
 
-def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
-    warm_up = max(1, recipe.steps // 10)
-    if step < warm_up:
-        return recipe.lr * (step + 1) / warm_up
-    progress = (step - warm_up) / max(1, recipe.steps - warm_up)
-    return recipe.lr * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * progress)))
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only; the loop sets the learning rate."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+    @property
+    def end_loss(self) -> float:
+        """The mean of the last steps' losses."""
+        return statistics.fmean(self.losses[-END_STEPS:])
 
 
 def autocast(recipe: Recipe) -> AbstractContextManager[Any]:
@@ -105,6 +116,7 @@ def train(
     stop: Callable[[int], bool] = lambda step: False,
     progress: bool = True,
     processes: Single | None = None,
+    log: Path | None = None,
 ) -> Run:
     """Train from the seed, or go on from `checkpoint`.
 
@@ -112,10 +124,13 @@ def train(
         checkpoint: written every `recipe.checkpoint_every` steps, at the end and where `stop` ends the run; or None.
         resume: continue from `checkpoint`, which must exist.
         stop: asked after every step, with the number of steps done.
+        progress: show it on stderr.
         processes: those that train together, of which this is one; None for this one alone.
+        log: JSON, a line for each event (see `train_log`), continued with `resume`; or None.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, continued from or written.
+        LogError: so the log.
     """
     settings = recipe.settings(backend, text)
     processes = processes or Single()
@@ -124,35 +139,52 @@ def train(
     torch.manual_seed(recipe.seed)
     with recipe.device:
         model = processes.divide(Transformer(recipe.model, backend))
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, recipe.lr)
+    schedule = make_schedule(optimizer, recipe.steps)
     order = torch.Generator().manual_seed(recipe.seed)  # on the CPU everywhere: the same batches on every device
     run = Run(backend, None)
     if state is not None and checkpoint is not None:
-        _restore(run, processes, model, optimizer, order, state, checkpoint)
+        _restore(run, processes, model, optimizer, schedule, order, state, checkpoint)
     model.train()
 
     def write() -> None:
         if checkpoint is not None:
             run.peak_bytes = max(run.peak_bytes, memory.bytes())
-            processes.save(checkpoint, settings, model, optimizer, _progress(run, order))
+            processes.save(checkpoint, settings, model, optimizer, _progress(run, schedule, order, text))
 
-    with Progress(backend, recipe.steps, run.step, progress) as shown:
+    with (
+        Progress(backend, recipe.steps, run.step, progress) as shown,
+        Log(log if processes.first else None, run.step) as events,
+    ):
+        if run.step == 0:
+            events.write("start", step=0, backend=backend, token=text.vocabulary.unit, settings=settings)
         while run.step < recipe.steps:
             start = time.perf_counter()
             batch = text.batch(recipe.batch, recipe.seq_len, order)
-            part = _step(processes, model, optimizer, recipe, batch, run.step)
+            lr = optimizer.param_groups[0]["lr"]
+            part, norm = _step(processes, model, optimizer, recipe, batch, run.step)
+            schedule.step()
             loss, stopped = processes.agree(part, stop(run.step + 1))
             run.losses.append(loss)  # reading it has waited for the device
             run.seconds.append(time.perf_counter() - start)
             shown.step(loss)
-            if stopped or run.step % recipe.checkpoint_every == 0 or run.step == recipe.steps:
+            events.write(
+                "step", step=run.step, loss=loss, lr=lr, grad_norm=norm.item(),
+                tokens_per_second=recipe.batch * recipe.seq_len / run.seconds[-1], peak_bytes=memory.bytes(),
+            )  # fmt: skip
+            last = run.step == recipe.steps
+            if last or (recipe.evaluate_every and run.step % recipe.evaluate_every == 0):
+                found = evaluate(model, recipe, text, run.step)
+                run.evaluations.append(found)
+                events.write("evaluation", **dataclasses.asdict(found), perplexity=found.perplexity)
+            if stopped or last or run.step % recipe.checkpoint_every == 0:
                 write()
             if stopped:
                 break
-    run.peak_bytes = max(run.peak_bytes, memory.bytes())
-    run.peak_meaning = memory.meaning
-    if run.step == recipe.steps:
-        run.held_out = held_out_loss(model, recipe, text)
+        run.peak_bytes = max(run.peak_bytes, memory.bytes())
+        run.peak_meaning = memory.meaning
+        if run.step == recipe.steps:
+            events.write("summary", **summary(run, recipe))
     run.model = processes.whole(model)
     return run
 
@@ -164,10 +196,9 @@ def _step(
     recipe: Recipe,
     batch: tuple[Tensor, Tensor],
     step: int,
-) -> Tensor:
-    """Train on this process's part of the batch; returns its mean loss."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, recipe)
+) -> tuple[Tensor, Tensor]:
+    """Train on this process's part of the batch; its mean loss, and the norm of the gradients before clipping."""
+    _seed_dropout(recipe, step, processes.rank)
     parts = [processes.share(part).to(recipe.device) for whole in batch for part in whole.chunk(recipe.accumulate)]
     losses = []
     for index, (tokens, targets) in enumerate(zip(parts[: recipe.accumulate], parts[recipe.accumulate :], strict=True)):
@@ -176,15 +207,21 @@ def _step(
                 _, loss = model(tokens, targets)
             (loss / recipe.accumulate).backward()
         losses.append(loss.detach())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return torch.stack(losses).mean()
+    return torch.stack(losses).mean(), norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+
+
+def _seed_dropout(recipe: Recipe, step: int, rank: int) -> None:
+    """A step's own seed, so that a resumed run drops what an uninterrupted one does."""
+    if recipe.model.embedding_dropout or recipe.model.residual_dropout or recipe.model.attention_dropout:
+        torch.manual_seed((recipe.seed * 1_000_003 + step * 1_009 + rank) % 2**63)
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, recipe: Recipe, text: Text) -> float:
-    """Mean loss over windows of the held-out tail."""
+def evaluate(model: nn.Module, recipe: Recipe, text: Text, step: int) -> Evaluation:
+    """On windows of the held-out tail, without their logits in memory."""
     model.eval()
     tokens, targets = text.held_out_batch(HELD_OUT_WINDOWS, recipe.seq_len)
     losses = []
@@ -193,16 +230,36 @@ def held_out_loss(model: nn.Module, recipe: Recipe, text: Text) -> float:
             _, loss = model(tokens[part : part + 8].to(recipe.device), targets[part : part + 8].to(recipe.device))
         losses.append(loss.item())
     model.train()
-    return sum(losses) / len(losses)
+    mean = statistics.fmean(losses)
+    bits = mean / math.log(2.0) * targets.numel() / text.vocabulary.count_bytes(targets)
+    return Evaluation(step, mean, bits)
 
 
-def _progress(run: Run, order: torch.Generator) -> dict[str, Any]:
+def summary(run: Run, recipe: Recipe) -> dict[str, Any]:
+    """What a finished run comes to."""
+    last = run.evaluations[-1]
+    return {
+        "step": run.step,
+        "loss": run.end_loss,
+        "held_out_loss": last.loss,
+        "perplexity": last.perplexity,
+        "bits_per_byte": last.bits_per_byte,
+        "tokens_per_second": recipe.batch * recipe.seq_len / statistics.median(run.seconds),
+        "peak_bytes": run.peak_bytes,
+        "seconds": sum(run.seconds),
+    }
+
+
+def _progress(run: Run, schedule: SequentialLR, order: torch.Generator, text: Text) -> dict[str, Any]:
     """What a checkpoint holds besides the model and the optimizer."""
     return {
+        "schedule": schedule.state_dict(),
         "order": order.get_state(),
         "losses": run.losses,
         "seconds": run.seconds,
+        "evaluations": [dataclasses.astuple(each) for each in run.evaluations],
         "peak_bytes": run.peak_bytes,
+        "tokenizer": text.vocabulary.state(),
     }
 
 
@@ -211,14 +268,17 @@ def _restore(
     processes: Single,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    schedule: SequentialLR,
     order: torch.Generator,
     state: dict[str, Any],
     path: Path,
 ) -> None:
     try:
         processes.restore(path, state, model, optimizer)
+        schedule.load_state_dict(state["schedule"])
         order.set_state(state["order"])
         run.losses, run.seconds = list(map(float, state["losses"])), list(map(float, state["seconds"]))
+        run.evaluations = [Evaluation(*each) for each in state["evaluations"]]
         run.peak_bytes = int(state["peak_bytes"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else ""

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from train_checkpoint import CheckpointError, load, save
 
+from examples.train_checkpoint import CheckpointError, load, save
 from foundry_kernels.models import ModelConfig, Transformer
 
 T = TypeVar("T")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from train_loop import Recipe, Run
-from train_text import Text
 
-from foundry_kernels.models import Transformer
-
-END_STEPS = 20  # the loss at the end is a mean: that of a single batch says little
+from examples.train_log import read
+from examples.train_loop import END_STEPS, Recipe, Run
+from examples.train_options import OWN_OPTIONS
+from examples.train_text import BYTES, Bytes, Text
+from foundry_kernels.models import ModelConfig, Transformer
 
 
 def kernels(served: dict[str, str]) -> str:
@@ -25,20 +28,23 @@ def header(recipe: Recipe, text: Text, rows: dict[str, str], parameters: int) ->
     dtype = str(recipe.dtype).removeprefix("torch.")
     device = str(recipe.device)
     device += f" ({torch.get_num_threads()} threads)" if device == "cpu" else f" ({torch.cuda.get_device_name()})"
-    shape = recipe.model
+    shape, units = recipe.model, f"{text.vocabulary.unit}s"
     lines = {
         "model": f"{parameters / 1e6:.2f} M parameters: {shape.n_layers} layers of width {shape.dim}, "
-        f"{shape.n_heads} heads, {shape.kv_heads} key-value heads, bytes as tokens",
-        "text": f"{text.name}: {_count(len(text.train))} bytes to train on, {_count(len(text.held_out))} held out",
-        "training": f"{recipe.steps} steps of {recipe.batch} x {recipe.seq_len} bytes, AdamW at {recipe.lr:g}, "
+        f"{shape.n_heads} heads, {shape.kv_heads} key-value heads, {text.vocabulary.description}",
+        "text": f"{text.name}: {_count(len(text.train))} {units} to train on, {_count(len(text.held_out))} held out",
+        "training": f"{recipe.steps} steps of {recipe.batch} x {recipe.seq_len} {units}, AdamW at {recipe.lr:g}, "
         f"seed {recipe.seed}",
         "device": f"{device}, {dtype}, torch {torch.__version__}",
-    } | rows
+    }
+    if choices := _choices(shape):
+        lines["choices"] = choices
+    lines |= rows
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
-def table(runs: list[Run], recipe: Recipe) -> str:
+def table(runs: list[Run], recipe: Recipe, text: Text) -> str:
     """One row a run; the speed of the others is compared with the first row's."""
     end = min(END_STEPS, recipe.steps)
     rows = [["", "loss at", f"loss, last {end}", "held-out", "tokens/s", "", "peak"]]
@@ -50,7 +56,7 @@ def table(runs: list[Run], recipe: Recipe) -> str:
             [
                 run.backend,
                 f"{run.losses[0]:.5f}",
-                f"{_end(run):.4f}",
+                f"{run.end_loss:.4f}",
                 f"{run.held_out:.4f}",
                 f"{speed:,.0f}",
                 f"{speed / base:.2f}x",
@@ -63,19 +69,20 @@ def table(runs: list[Run], recipe: Recipe) -> str:
         for row in rows
     ]
     lines.insert(2, "-" * len(lines[1]))
+    lines.append("On held-out text: " + "; ".join(_held_out(run, text) for run in runs) + ".")
     lines.append(f"Peak memory is {runs[0].peak_meaning}.")
     for run in runs[1:]:
         gaps = [abs(a - b) for a, b in zip(runs[0].losses, run.losses, strict=True)]
-        widest = max(range(len(gaps)), key=gaps.__getitem__)
+        widest, last = max(range(len(gaps)), key=gaps.__getitem__), abs(run.end_loss - runs[0].end_loss)
         lines.append(
             f"Losses of {run.backend} and {runs[0].backend} differ by {_gap(gaps[0])} at step 1, "
-            f"{_gap(abs(_end(run) - _end(runs[0])))} at the end, and at most {_gap(gaps[widest])} (step {widest + 1})."
+            f"{_gap(last)} at the end, and at most {_gap(gaps[widest])} (step {widest + 1})."
         )
     return "\n".join(lines)
 
 
-def plot(runs: list[Run], path: Path) -> str | None:
-    """Save the loss curves as PNG; returns the reason where that is not possible."""
+def plot(logs: dict[str, Path], path: Path) -> str | None:
+    """Save the curves of the logs as PNG; returns the reason where that is not possible."""
     try:
         import matplotlib
 
@@ -83,7 +90,9 @@ def plot(runs: list[Run], path: Path) -> str | None:
         from matplotlib import pyplot
     except ImportError as error:
         return f"no plot: matplotlib does not import ({error})"
-    compared = runs[1:]
+    events = {name: read(log) for name, log in logs.items()}
+    losses = {name: _values(found, "step") for name, found in events.items()}
+    (first, base), *compared = losses.items()
     figure, axes = pyplot.subplots(
         2 if compared else 1,
         1,
@@ -93,16 +102,21 @@ def plot(runs: list[Run], path: Path) -> str | None:
         layout="constrained",
     )
     upper = axes[0, 0]
-    for index, run in enumerate(runs):  # a dashed line on top of a broad one: equal curves both stay visible
+    for index, (name, curve) in enumerate(losses.items()):
+        # A dashed line on top of a broad one: equal curves both stay visible.
         style = {"linewidth": 4.0, "alpha": 0.4} if index == 0 else {"linewidth": 1.2, "linestyle": "--"}
-        upper.plot(range(1, run.step + 1), run.losses, label=run.backend, **style)
-    upper.set_ylabel("loss (nats per byte)")
+        [line] = upper.plot(list(curve), list(curve.values()), label=name, **style)
+        held_out = _values(events[name], "evaluation")
+        marker = {"marker": "o" if index == 0 else "x", "linestyle": "none", "color": line.get_color()}
+        upper.plot(list(held_out), list(held_out.values()), label=f"{name}, held-out", **marker)
+    token = next((e["token"] for e in events[first] if e["event"] == "start"), "token")
+    upper.set_ylabel(f"loss (nats per {token})")
     upper.legend()
-    for run in compared:
-        gaps = [abs(a - b) for a, b in zip(runs[0].losses, run.losses, strict=True)]
-        axes[1, 0].semilogy(range(1, run.step + 1), [gap or None for gap in gaps], linewidth=0.9, label=run.backend)
+    for name, curve in compared:
+        gaps = {step: abs(loss - base[step]) or None for step, loss in curve.items() if step in base}
+        axes[1, 0].semilogy(list(gaps), list(gaps.values()), linewidth=0.9, label=name)
     if compared:
-        axes[1, 0].set_ylabel(f"|difference to {runs[0].backend}|")
+        axes[1, 0].set_ylabel(f"|difference to {first}|")
         axes[1, 0].legend()
     axes[-1, 0].set_xlabel("step")
     for axis in axes[:, 0]:
@@ -116,18 +130,38 @@ def plot(runs: list[Run], path: Path) -> str | None:
     return None
 
 
-def sample(model: Transformer, prompt: bytes, count: int, temperature: float, seed: int) -> str:
-    """The prompt continued by `count` bytes, drawn with the key-value cache."""
+def _values(events: list[dict[str, Any]], kind: str) -> dict[int, float]:
+    """The losses of one kind of event by step, those that are finite."""
+    return {e["step"]: e["loss"] for e in events if e["event"] == kind and e.get("loss") is not None}
+
+
+def sample(
+    model: Transformer,
+    prompt: Sequence[int],
+    count: int,
+    temperature: float,
+    seed: int,
+    vocabulary: Bytes = BYTES,
+) -> str:
+    """The prompt continued by `count` tokens, drawn with the key-value cache."""
     device = model.tok_embeddings.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = model.generate([list(prompt)], count, temperature=temperature, top_p=0.95, generator=generator)[0]
-    decoded = bytes(tokens.tolist()).decode("utf-8", errors="replace")
-    # Bytes of a half-trained model may hold anything, which must not reach the terminal as a control sequence.
+    decoded = vocabulary.decode(tokens.tolist())
+    # Tokens of a half-trained model may hold anything, which must not reach the terminal as a control sequence.
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded.expandtabs(4))
 
 
-def _end(run: Run) -> float:
-    return statistics.fmean(run.losses[-END_STEPS:])
+def _choices(config: ModelConfig) -> str:
+    """What distinguishes the model from a LLaMA, but for its size."""
+    fields = [f for f in dataclasses.fields(ModelConfig) if f.name not in OWN_OPTIONS]
+    return ", ".join(f"{f.name}={getattr(config, f.name)}" for f in fields if getattr(config, f.name) != f.default)
+
+
+def _held_out(run: Run, text: Text) -> str:
+    last = run.evaluations[-1]
+    bits = f", {last.bits_per_byte:.3f} bits a byte" if text.vocabulary.unit != "byte" else ""
+    return f"perplexity {last.perplexity:.3f}{bits} ({run.backend})"
 
 
 def _speed(run: Run, recipe: Recipe) -> float:

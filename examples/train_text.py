@@ -1,9 +1,10 @@
-"""The text of `train.py`: bytes in, batches out."""
+"""The text of `train.py`: tokens in, batches out. A token is a byte here; `train_tokens` has others."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +18,43 @@ class TextError(Exception):
     """The text cannot be trained on."""
 
 
+class Bytes:
+    """What tokens stand for: bytes."""
+
+    size = 256
+    unit = "byte"
+    description = "bytes as tokens"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    def count_bytes(self, tokens: Tensor) -> int:
+        """Bytes of text that the tokens stand for."""
+        return tokens.numel()
+
+    def state(self) -> str | None:
+        """The tokenizer as JSON, for a checkpoint."""
+        return None
+
+
+BYTES = Bytes()
+
+
 @dataclass(frozen=True)
 class Text:
-    """A text as bytes: the head to train on, the tail held out."""
+    """A text as tokens: the head to train on, the tail held out."""
 
     name: str
-    train: Tensor  # uint8 [n]
-    held_out: Tensor  # uint8 [m]
+    train: Tensor  # uint8, uint16 or uint32 [n]
+    held_out: Tensor  # the same [m]
     digest: str
+    vocabulary: Bytes = BYTES
 
     def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows at random places: tokens and the bytes that follow them, int64 ``[size, length]``."""
+        """Windows at random places: tokens and those that follow them, int64 ``[size, length]``."""
         starts = torch.randint(len(self.train) - length, (size,), generator=generator)
         return _windows(self.train, starts, length)
 
@@ -53,13 +80,23 @@ def read_text(path: Path | None, length: int) -> Text:
             raise TextError(f"cannot read the text {path}: {error.strerror or error}") from None
     if not data:
         raise TextError(f"the text {name} is empty")
-    tail = max(length + 1, min(len(data) // 10, 100_000))
-    if len(data) < tail + 2 * (length + 1):
-        raise TextError(
-            f"the text {name} is too short: {len(data)} bytes; sequences of {length} need at least {3 * (length + 1)}"
-        )
     tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return Text(name, tokens[:-tail], tokens[-tail:], hashlib.sha256(data).hexdigest())
+    return split(name, tokens, length, hashlib.sha256(data).hexdigest(), BYTES)
+
+
+def split(name: str, tokens: Tensor, length: int, digest: str, vocabulary: Bytes) -> Text:
+    """Hold out a tenth, at most 100,000 tokens.
+
+    Raises:
+        TextError: windows of `length` tokens do not fit both parts.
+    """
+    tail = max(length + 1, min(len(tokens) // 10, 100_000))
+    if len(tokens) < tail + 2 * (length + 1):
+        raise TextError(
+            f"the text {name} is too short: {len(tokens)} {vocabulary.unit}s; sequences of {length} need at least "
+            f"{3 * (length + 1)}"
+        )
+    return Text(name, tokens[:-tail], tokens[-tail:], digest, vocabulary)
 
 
 def _standard_library() -> bytes:

@@ -3,8 +3,10 @@
 from foundry_kernels import compat, models, nn, tuning
 from foundry_kernels.integrations import patch
 from foundry_kernels.ops.bias_gelu import bias_gelu
+from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
@@ -20,11 +22,13 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "bias_gelu",
+    "combine_experts",
     "compat",
     "cross_entropy",
     "flash_attention",
     "flash_attention_varlen",
     "geglu",
+    "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
     "models",

@@ -243,11 +243,11 @@ def patch_report(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     from foundry_kernels import patch
     from foundry_kernels.integrations.patch import parts
-    from foundry_kernels.integrations.table import FAMILIES
+    from foundry_kernels.integrations.table import FAMILIES, OLDER
 
-    unknown = [family for family in options.family if family not in FAMILIES]
+    unknown = [family for family in options.family if family not in (*FAMILIES, *OLDER)]
     if unknown:
-        parser.error(f"family must be one of {', '.join(FAMILIES)}; got {unknown[0]}")
+        parser.error(f"family must be one of {', '.join((*FAMILIES, *OLDER))}; got {unknown[0]}")
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as e:

@@ -117,6 +117,20 @@ if MISSING is None:
         return b_n
 
     @triton.jit
+    def dropout_factors(seed_ptr, row, start, threshold, scale, shape: tl.constexpr, BLOCK_COLS: tl.constexpr):
+        """What dropout (see `_dropout`) multiplies a block of this shape by, whose columns are BLOCK_COLS (at least 4)
+        from `start`, a multiple of 4, on. `row` (int64) is a number, or [R, 1] of them for a block [R, BLOCK_COLS].
+
+        A counter's four words are joined in one thread, in the order of their columns."""
+        group = start // 4 + tl.arange(0, BLOCK_COLS // 4)
+        if len(shape) == 2:
+            group = group[None, :]
+        least, row = tl.cast(threshold, tl.uint32), tl.cast(row, tl.int64)
+        w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), group, row.to(tl.uint32), (row >> 32).to(tl.uint32), 0)
+        pairs = tl.join(tl.join(w0 >= least, w2 >= least), tl.join(w1 >= least, w3 >= least))
+        return tl.where(tl.reshape(pairs, shape), scale, 0.0)
+
+    @triton.jit
     def sum_partials_kernel(
         part_ptr, out_ptr, n_parts, n_cols,
         COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,

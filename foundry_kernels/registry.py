@@ -215,7 +215,7 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     """The function that serves `x`: for "auto" that of the first usable backend, for a named backend its own or an
     error."""
-    if _is_subclass(x):
+    if is_subclass(x):
         _know_dtensor()
     if _transformed() and backend != "reference":
         backend = _transformable(spec, backend)
@@ -229,13 +229,13 @@ def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
     raise BackendUnavailable(_refusal(spec, backend, device, dtype))
 
 
-def _is_subclass(x: Tensor) -> bool:
+def is_subclass(x: Tensor) -> bool:
     return type(x) is not Tensor and type(x) is not Parameter
 
 
 def is_dtensor(x: Tensor) -> bool:
     """Without importing DTensor. A fake tensor, which export traces with, is of another class too."""
-    return _is_subclass(x) and hasattr(x, "device_mesh")
+    return is_subclass(x) and hasattr(x, "device_mesh")
 
 
 def _know_dtensor() -> None:

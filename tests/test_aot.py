@@ -54,7 +54,7 @@ def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
     """And memory-bound kernels have as much in flight to a multiprocessor as memory needs to be busy."""
     shown = no_spills_and_within_the_limits(op, 90, "--timed")
     found = re.findall(r"^(\w+_kernel) +(\S.*?) bfloat16 .* (\d+) KB in flight", shown, re.M)
-    if "attention" in op or _triton.VERSION < (3, 7):  # whose registers are others
+    if op in PRODUCTS or _triton.VERSION < (3, 7):  # whose registers are others
         return
     assert found
     for kernel, shape, kilobytes in found:
@@ -64,9 +64,12 @@ def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
         assert not here or min(here) < NEEDED, f"{kernel} of {shape} has enough: take it out of the table"
 
 
+#: Operations that are products of matrices and nothing else: memory is not their limit.
+PRODUCTS = ("flash_attention", "flash_attention_varlen", "grouped_mm")
 #: By Little's law: KB in flight to each multiprocessor with which an H200 fills its bandwidth; an H100 needs 16.
 NEEDED = 25
-#: What has fewer, and how many at least: cross-entropy of narrow rows, with label smoothing and with a soft cap.
+#: What has fewer, and how many at least: cross-entropy of narrow rows, with label smoothing and with a soft cap;
+#: what hardly reads.
 LESS_IN_FLIGHT = {
     ("cross_entropy_fwd_kernel", "64x16-32000"): 16,
     ("cross_entropy_fwd_kernel", "8192x32000-mean"): 16,
@@ -75,6 +78,7 @@ LESS_IN_FLIGHT = {
     ("cross_entropy_fwd_kernel", "8192x300-none"): 8,
     ("cross_entropy_fwd_kernel", "8192x40-none"): 24,
     ("cross_entropy_bwd_kernel", "8192x40-mean"): 18,
+    ("combine_experts_rest_kernel", "T=16384 k=2 D=4096-mixtral-8x7b"): 10,  # a byte for each row that it may write
 }
 
 #: Their instructions are much those of 8.0: but for attention, whose kernels are close to the limits, a launch that is

@@ -54,6 +54,7 @@ class Rotated(nn.Module):
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "RMSNorm": lambda: fk.nn.RMSNorm(16),
     "SwiGLU": lambda: fk.nn.SwiGLU(16, 24),
+    "MoE": lambda: fk.nn.MoE(16, 24, 4, 2, shared_width=8),
     "RotaryEmbedding": Rotated,
     "Attention": lambda: fk.nn.Attention(16, 4, 2, rope=fk.nn.RotaryEmbedding(4, 32)),
 }

@@ -283,8 +283,9 @@ def mesh_of_three():
         ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
         ({"dim": 24, "n_heads": 6, "qk_norm": True}, "qk_norm=True is not divided .* summed over the devices"),
         ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
+        ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not divided by this plan: experts"),
     ],
-    ids=["heads", "key-value-heads", "tied", "alibi", "sinusoidal", "qk-norm", "dropout"],
+    ids=["heads", "key-value-heads", "tied", "alibi", "sinusoidal", "qk-norm", "dropout", "experts"],
 )
 def test_plan_refuses_what_cannot_be_divided(shape, message, mesh_of_three):
     from foundry_kernels.distributed import tensor_parallel_plan
@@ -300,18 +301,16 @@ def test_plan_refuses_what_cannot_be_divided(shape, message, mesh_of_three):
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script():
     pytest.importorskip("tqdm", reason="the example needs tqdm")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import train
+    from examples import train
 
     return train
 
 
 @pytest.mark.parametrize("name", RESUMING)
 def test_run_is_resumed_by_another_number_of_processes(name, results, script):
-    import train_loop
-    import train_text
+    from examples import train_loop, train_text
 
     recipe = script.make_recipe(script.parse(OPTIONS), 5)
     whole = train_loop.train(recipe, "auto", train_text.read_text(None, recipe.seq_len), None, progress=False)
@@ -348,8 +347,7 @@ def test_torchrun(kind, tmp_path):
 
 
 def test_example_accumulates(script):
-    import train_loop
-    import train_text
+    from examples import train_loop, train_text
 
     text = train_text.read_text(None, 16)
     runs = [

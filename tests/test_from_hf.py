@@ -26,6 +26,7 @@ SIZES = {
 }
 WIDE = {**SIZES, "intermediate_size": 48}
 GROUPED = {**WIDE, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
@@ -41,6 +42,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**GROUPED, "sliding_window": 3, "head_dim": 6}),
     "qwen2": ("qwen2", GROUPED),
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 16}),
+    "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4}),
+    "qwen2-moe": ("qwen2_moe", {**GROUPED, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3-moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "bloom": ("bloom", {**SIZES, "hidden_size": 48, "num_attention_heads": 6}),
     "falcon 7b": ("falcon", SIZES),
     "falcon 40b": ("falcon", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
@@ -68,6 +72,9 @@ FIELDS = {
     "mistral": {"sliding_window": 3, "kv_heads": 2, "head_width": 6},
     "gpt-neox": {"rope_dim": 2, "parallel_residual": True},
     "qwen3": {"qk_norm": True, "norm_round_before_weight": True},
+    "mixtral": {"n_experts": 4, "top_k": 2, "load_balancing_coef": 0.0},
+    "qwen2-moe": {"shared_expert_dim": 24, "shared_expert_gate": True, "router_renormalize": False, "ffn_width": 20},
+    "qwen3-moe": {"router_renormalize": True, "qk_norm": True, "shared_expert_dim": None},
 }
 
 
@@ -187,6 +194,8 @@ def test_learned_positions_may_be_fewer_and_dropouts_others():
         ),
         ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim must be 32: .* got 16"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0: .* got 0.1"),
+        ("qwen3-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers must be \[\]: .* got \[1\]"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )

@@ -36,6 +36,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk-norm": {"qk_norm": True, "rope_interleaved": False, "sliding_window": 3, "head_dim": 6},
     "qk-norm-alibi": {"qk_norm": True, "positions": "alibi", "sliding_window": 4, "activation": "geglu_tanh"},
     "no-bias": {"norm": "layer_norm", "norm_bias": False, "activation": "relu", "rope_dim": 2},
+    "experts": {"n_experts": 5, "top_k": 3, "router_scoring": "sigmoid", "router_scale": 1.5, "hidden_dim": 6}
+    | {"router_bias": True, "selection_bias": True, "mlp_bias": True}
+    | {"shared_expert_dim": 4, "shared_expert_gate": True},
     "qkv-bias": {"attention_bias": True, "attention_out_bias": False, "ffn_rule": "4d", "sliding_window": 1},
 }
 
@@ -111,7 +114,24 @@ class Plain:
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return self.linear((weights @ v).transpose(1, 2).flatten(2), f"{name}.wo")
 
+    def experts(self, x: Tensor, name: str) -> Tensor:
+        c, state = self.config, self.state
+        logits = self.linear(x, f"{name}.router")
+        scores = logits.softmax(-1) if c.router_scoring == "softmax" else logits.sigmoid()
+        weights = scores * torch.zeros_like(scores).scatter(-1, scores.topk(c.top_k, -1).indices, 1.0)
+        weights = c.router_scale * weights / (weights.sum(-1, keepdim=True) if c.router_renormalize else 1.0)
+        shared = self.feed_forward(x, f"{name}.shared") if c.shared_expert_dim else 0.0
+        total = shared * self.linear(x, f"{name}.shared_gate").sigmoid() if c.shared_expert_gate else shared
+        for e in range(c.n_experts or 0):
+            packed, down = (state[f"{name}.experts.{n}_proj"][e] for n in ("gate_up", "down"))
+            bias = [state[f"{name}.experts.{n}_proj_bias"][e] if c.mlp_bias else 0.0 for n in ("gate_up", "down")]
+            gate, up = (x @ packed.T + bias[0]).chunk(2, -1)
+            total = total + weights[..., e, None] * (GATES[c.activation](gate) * up @ down.T + bias[1])
+        return total
+
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        if self.config.n_experts and not name.endswith("shared"):
+            return self.experts(x, name)
         up, activation = self.linear(x, f"{name}.w1"), self.config.activation
         up = GATES[activation](up) * self.linear(x, f"{name}.w3") if activation in GATES else PLAIN[activation](up)
         return self.linear(up, f"{name}.w2")
@@ -310,8 +330,10 @@ COUNTS = {
     },
     # Of checkpoints that store the tied head too, 65024 times the width less.
     "falcon": {"7b": 6_921_720_704, "40b": 41_303_293_952, "180b": 179_522_565_120 - 65024 * 14848},
+    "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_620_634_112},
 }
-DEFAULTS = {"gpt2": "small", "llama": "llama-2-7b", "bloom": "7b1", "falcon": "7b"}
+DEFAULTS = {"gpt2": "small", "llama": "llama-2-7b", "bloom": "7b1", "falcon": "7b", "mixtral": "8x7b"}
+KV_HEADS = {"mixtral": {"n_kv_heads": 2}}  # it has 8, too many for the small one of the test
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -322,8 +344,9 @@ def test_presets_have_their_parameters(family):
     with torch.device("meta"):
         built = Transformer(preset())
     assert sum(p.numel() for p in built.parameters()) == COUNTS[family][DEFAULTS[family]]
-    small = preset(n_layers=2, dim=64, n_heads=4, vocab_size=11, multiple_of=8)
-    assert (small.n_layers, small.head_width, small.ffn_width) == (2, 16, 176 if family == "llama" else 256)
+    small = preset(n_layers=2, dim=64, n_heads=4, vocab_size=11, multiple_of=8, **KV_HEADS.get(family, {}))
+    width = {"llama": 176, "mixtral": 224}.get(family, 256)
+    assert (small.n_layers, small.head_width, small.ffn_width) == (2, 16, width)
     assert Transformer(small)(draw()).shape == (3, 7, 11)
     with pytest.raises(ValueError, match=f"size must be one of {DEFAULTS[family] if family == 'gpt2' else ''}.*'tiny'"):
         preset("tiny")
@@ -354,16 +377,35 @@ def test_dropout_is_of_training_alone_and_repeats_with_its_seed(name, kind):
 
 def test_residual_dropout_drops_whole_elements_of_both_branches():
     """With all of it dropped but a part, the stream is the embedding plus twice some elements of the branches."""
-    block = make(config("no-bias", residual_dropout=0.5)).layers[0].train()
+    block, following = make(config("no-bias", residual_dropout=0.5)).layers[:2].train()
     seen: list[Tensor] = []
     for part in (block.attention, block.feed_forward):
         part.register_forward_hook(lambda module, inputs, output: seen.append(output))
     stream = torch.randn(2, 5, 16)
     branch, after = block(None, stream)
-    for before, dropped in zip(seen, (after - stream, branch), strict=True):
+    sums: list[Tensor] = []  # the second branch is dropped out where it is added: in the pass of the next norm
+    following.attention_norm.register_forward_hook(lambda module, inputs, output: sums.append(output[1]))
+    following(branch, after)
+    for before, dropped in zip(seen, (after - stream, sums[0] - after), strict=True):
         kept = dropped.abs() > 1e-6
         assert 0.2 < kept.float().mean() < 0.8
         torch.testing.assert_close(dropped, 2.0 * before * kept, rtol=1e-4, atol=1e-5)
+
+
+def test_each_block_drops_a_branch_once():
+    """With nearly all of it dropped, the stream that reaches the last norm is nearly the embedding: a branch that was
+    forgotten, the last one too, would be there whole."""
+    torch.manual_seed(0)
+    for name in ("no-bias", "gpt2", "falcon"):
+        model = make(config(name, residual_dropout=1.0 - 2.0**-30)).train()
+        streams: list[Tensor] = []
+        model.norm.register_forward_hook(lambda module, inputs, output, seen=streams: seen.append(output[1]))
+        model.tok_embeddings.register_forward_hook(lambda module, inputs, output, seen=streams: seen.append(output))
+        model.layers[0].register_forward_pre_hook(lambda module, inputs, seen=streams: seen.append(inputs[1]))
+        model(draw())
+        _, first, last = streams
+        assert torch.equal(first, last), name
+        assert not torch.equal(model.eval()(draw()), model.train()(draw()))
 
 
 def test_attention_with_dropout_of_nothing_is_attention():

@@ -15,17 +15,9 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))  # its modules import each other as a script's neighbours do
-
 pytest.importorskip("tqdm", reason="the demo needs tqdm")
 
-import train  # noqa: E402
-import train_checkpoint  # noqa: E402
-import train_loop  # noqa: E402
-import train_memory  # noqa: E402
-import train_report  # noqa: E402
-import train_text  # noqa: E402
-
+from examples import train, train_checkpoint, train_loop, train_memory, train_report, train_text  # noqa: E402
 from foundry_kernels.models import ModelConfig, Transformer  # noqa: E402
 
 SHAPE = ["--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--batch", "2", "--seq-len", "16"]
@@ -65,7 +57,9 @@ def test_run_reports_and_leaves_what_it_says(text_file, tmp_path, capsys):
               for name in ("reference", "auto")}  # fmt: skip
     assert len(losses["auto"]) == 6
     assert losses["auto"] == pytest.approx(losses["reference"], abs=1e-5)
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-auto.pt", "checkpoint-reference.pt", "loss.png"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoint-auto.pt", "checkpoint-reference.pt", "log-auto.jsonl", "log-reference.jsonl", "loss.png"
+    ]  # fmt: skip
 
 
 def test_a_log_gets_a_line_every_tenth_of_the_steps(text_file, capsys):
@@ -157,7 +151,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(text_file, tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert f"--resume --out {out}" in errors
-    assert [path.name for path in out.iterdir()] == ["checkpoint-reference.pt"]
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint-reference.pt", "log-reference.jsonl"]
 
 
 def test_resume_of_a_finished_run_only_reports(text_file, tmp_path, capsys):
@@ -222,6 +216,11 @@ def newer(path: Path, state: dict) -> None:
     torch.save(state | {"version": 99}, path)
 
 
+def older(path: Path, state: dict) -> None:
+    """Without the schedule's state, and with the shape of the model alone."""
+    torch.save(state | {"version": 1}, path)
+
+
 def without_model(path: Path, state: dict) -> None:
     torch.save(state | {"state": {k: v for k, v in state["state"].items() if k != "model"}}, path)
 
@@ -239,7 +238,8 @@ def other_weights(path: Path, state: dict) -> None:
         (empty, "is corrupt or no checkpoint"),
         (foreign, "is not a checkpoint of this program"),
         (pickled, "is corrupt or no checkpoint"),
-        (newer, "has checkpoint version 99; this program reads 1"),
+        (newer, "has checkpoint version 99; this program reads 2"),
+        (older, "has checkpoint version 1; this program reads 2: finish that run with the program that began it, or"),
         (without_model, "is damaged: KeyError"),
         (other_weights, "is damaged: RuntimeError"),
     ],

@@ -6,6 +6,15 @@
 
 namespace foundry {
 
+// Options of swiglu: y = g * logistic(alpha * g) * (u + up_offset), with g = min(gate, limit) and u clamped to
+// -limit .. limit. They go beside the structs below, so that kernels without them are given nothing more.
+struct GluOptions {
+  bool interleaved = false;  // `gate` (and `dgate`) has gate in its even and up in its odd columns; `up` is null
+  bool changed = false;      // whether any of the rest is not as here
+  bool limited = false;
+  float alpha = 1.f, limit = 0.f, up_offset = 0.f;
+};
+
 // y = activation(gate) * up
 struct GluForward {
   const void* gate;

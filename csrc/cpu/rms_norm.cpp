@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "dispatch.h"
+#include "dropout.h"
 #include "vec2.h"
 
 namespace foundry {
@@ -16,9 +18,13 @@ namespace {
 template <class X, class Y>
 constexpr bool kSplit = std::is_same_v<X, BFloat16> && std::is_same_v<Y, BFloat16>;
 
-// What is normalised in one row: x, or the sum x + residual, which is written to h as it is read.
-template <class X, bool kResidual>
+enum class Sum { none, residual, dropout };
+
+// What is normalised in one row: x, or the sum x + residual, of an x that may be dropped out. The sum is written to h
+// as it is read.
+template <class X, Sum kSum>
 struct Input {
+  static constexpr bool kResidual = kSum != Sum::none;
   const X* x;
   const X* residual;
   X* h;
@@ -29,10 +35,13 @@ struct Input {
       h = static_cast<X*>(a.h) + row * a.n_cols;
     }
   }
+  // The factors are those of this row.
   template <class Access>
-  FK_INLINE Vec2 first_read(int64_t i, Access at) const {
+  FK_INLINE Vec2 first_read(int64_t i, Access at,
+                                                                        const float* factors) const {
     if constexpr (!kResidual) return at.load(x + i);
-    else return at.store_rounded(h + i, at.load(x + i) + at.load(residual + i));
+    else if constexpr (kSum == Sum::residual) return at.store_rounded(h + i, at.load(x + i) + at.load(residual + i));
+    else return at.store_rounded(h + i, at.load(x + i) * at.load(factors + i) + at.load(residual + i));
   }
   template <class Access>
   FK_INLINE Vec2 second_read(int64_t i, Access at) const {
@@ -45,9 +54,9 @@ struct Scale {
   Vec rstd, about, shift;
 };
 
-template <class X, class Y, bool kResidual, bool kCentered>
+template <class X, class Y, Sum kSum, bool kCentered>
 FK_INLINE Scale
-scale_of(const RmsNormForward& a, const Input<X, kResidual>& in, int64_t row, float total) {
+scale_of(const RmsNormForward& a, const Input<X, kSum>& in, int64_t row, float total) {
   const float n = static_cast<float>(a.n_cols);
   if constexpr (!kCentered) {
     const float rstd = 1.0f / std::sqrt(total / n + a.eps);
@@ -73,19 +82,24 @@ scale_of(const RmsNormForward& a, const Input<X, kResidual>& in, int64_t row, fl
 
 // A row is read twice: for its sum of squares, then, from the L1 cache, to be scaled. One loop does the first reading
 // of a row and the second of the row before it. LayerNorm reads it once more between the two, for the variance.
-template <class X, class Y, bool kResidual, bool kWeight, bool kRoundFirst, bool kCentered, bool kStream>
+template <class X, class Y, Sum kSum, bool kWeight, bool kRoundFirst, bool kCentered, bool kStream>
 void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   const int64_t n = a.n_cols;
   Vec sums[4] = {};
-  const auto read = [&](const Input<X, kResidual>& in, int64_t i, auto at, int k) FK_INLINE {
-    const Vec2 v = in.first_read(i, at);
+  std::vector<float> factors(kSum == Sum::dropout ? room_for_factors(n) : 0);  // of the row that is read first
+  const auto drop = [&](int64_t row) {
+    if constexpr (kSum == Sum::dropout) dropout_factors<kSplit<X, Y>>(a.dropout, row, n, factors.data());
+  };
+  const auto read = [&](const Input<X, kSum>& in, int64_t i, auto at, int k) FK_INLINE {
+    const Vec2 v = in.first_read(i, at, factors.data());
     sums[k] += kCentered ? v.a : v.a * v.a;
     sums[k + 1] += kCentered ? v.b : v.b * v.b;
   };
-  Input<X, kResidual> in(a, begin);
+  drop(begin);
+  Input<X, kSum> in(a, begin);
   for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE { read(in, i, at, k); });
   for (int64_t row = begin; row < end; ++row) {
-    const Scale scale = scale_of<X, Y, kResidual, kCentered>(a, in, row, sum(sums));
+    const Scale scale = scale_of<X, Y, kSum, kCentered>(a, in, row, sum(sums));
     Y* y = static_cast<Y*>(a.y) + row * n;
     const auto write = [&](int64_t i, auto at) FK_INLINE {
       Vec2 v = in.second_read(i, at);
@@ -100,7 +114,8 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
       for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int) FK_INLINE { write(i, at); });
       return;
     }
-    const Input<X, kResidual> next(a, row + 1);
+    drop(row + 1);
+    const Input<X, kSum> next(a, row + 1);
     for (Vec& each : sums) each = Vec{};
     for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int k) FK_INLINE {
       read(next, i, at, k);
@@ -110,9 +125,10 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class X, class Y, bool kRoundFirst, bool kCentered, bool kStream>
+template <class X, class Y, bool kRoundFirst, bool kCentered, bool kStream, bool kDropout>
 void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chunk_end) {
   const int64_t n = a.n_cols, n_rows = a.rows.count();
+  std::vector<float> factors(kDropout ? room_for_factors(n) : 0);
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
     float* dw = a.dw_chunks ? a.dw_chunks + chunk * n : nullptr;
     float* db = kCentered && a.db_chunks ? a.db_chunks + chunk * n : nullptr;
@@ -144,6 +160,8 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
       if (!a.dx) continue;
 
       X* dx = static_cast<X*>(a.dx) + row * n;
+      X* dresidual = kDropout ? static_cast<X*>(a.dresidual) + row * n : nullptr;
+      if constexpr (kDropout) dropout_factors<kSplit<X, Y>>(a.dropout, row, n, factors.data());
       const Vec mean = splat(sum(products) / static_cast<float>(n));
       const Vec grad_mean = kCentered ? splat(sum(grads) / static_cast<float>(n)) : Vec{};
       for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int) FK_INLINE {
@@ -152,6 +170,10 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
         if constexpr (kCentered) grad = grad - grad_mean;
         Vec2 v = (grad - normalized(i, at) * mean) * r;
         if (dh) v = v + at.load(dh + i);
+        if constexpr (kDropout) {
+          at.template store<kStream>(dresidual + i, v);
+          v = v * at.load(factors.data() + i);
+        }
         at.template store<kStream>(dx + i, v);
       });
     }
@@ -160,41 +182,43 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
   }
 }
 
+// Calls f(std::integral_constant<Sum, ...>).
+template <class F>
+void with_sum(const RmsNormForward& a, F&& f) {
+  if (!a.residual) return f(std::integral_constant<Sum, Sum::none>{});
+  if (!a.dropout.seed) return f(std::integral_constant<Sum, Sum::residual>{});
+  f(std::integral_constant<Sum, Sum::dropout>{});
+}
+
 template <class X, class Y>
 void forward_typed(const RmsNormForward& a, int64_t begin, int64_t end) {
   const bool streamed = worth_streaming(static_cast<const Y*>(a.y), a.rows, a.n_cols);
-  if constexpr (std::is_same_v<X, Y>) {
-    const auto centered = [&](auto residual, auto stream) {
-      forward_rows<X, X, residual.value, true, false, true, stream.value>(a, begin, end);
-    };
-    if (a.centered) {
-      with_bools(centered, a.residual != nullptr, streamed);
-      if (streamed) stream_fence();
-      return;
+  with_sum(a, [&](auto sum) {
+    if constexpr (std::is_same_v<X, Y>) {
+      const auto centered = [&](auto stream) {
+        forward_rows<X, X, sum.value, true, false, true, stream.value>(a, begin, end);
+      };
+      if (a.centered) return with_bools(centered, streamed);
     }
-  }
-  const auto run = [&](auto residual, auto weight, auto round_first, auto stream) {
-    forward_rows<X, Y, residual.value, weight.value, round_first.value, false, stream.value>(a, begin, end);
-  };
-  with_bools(run, a.residual != nullptr, a.weight != nullptr, a.round_before_weight, streamed);
+    const auto run = [&](auto weight, auto round_first, auto stream) {
+      forward_rows<X, Y, sum.value, weight.value, round_first.value, false, stream.value>(a, begin, end);
+    };
+    with_bools(run, a.weight != nullptr, a.round_before_weight, streamed);
+  });
   if (streamed) stream_fence();
 }
 
 template <class X, class Y>
 void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
-  const bool streamed = worth_streaming(static_cast<const X*>(a.dx), a.rows, a.n_cols);
-  if constexpr (std::is_same_v<X, Y>) {
-    const auto centered = [&](auto stream) { backward_chunks<X, X, false, true, stream.value>(a, begin, end); };
-    if (a.centered) {
-      with_bools(centered, streamed);
-      if (streamed) stream_fence();
-      return;
-    }
-  }
-  const auto run = [&](auto round_first, auto stream) {
-    backward_chunks<X, Y, round_first.value, false, stream.value>(a, begin, end);
+  const bool dropout = a.dropout.seed && a.dx;
+  const bool streamed = worth_streaming(static_cast<const X*>(a.dx), a.rows, a.n_cols) &&
+                        (!dropout || worth_streaming(static_cast<const X*>(a.dresidual), a.rows, a.n_cols));
+  const auto run = [&](auto round_first, auto stream, auto drops) {
+    if constexpr (std::is_same_v<X, Y>)
+      if (a.centered) return backward_chunks<X, X, false, true, stream.value, drops.value>(a, begin, end);
+    backward_chunks<X, Y, round_first.value, false, stream.value, drops.value>(a, begin, end);
   };
-  with_bools(run, a.round_before_weight, streamed);
+  with_bools(run, a.round_before_weight, streamed, dropout);
   if (streamed) stream_fence();
 }
 

@@ -2,6 +2,7 @@
 // chunks.
 #pragma once
 
+#include "../common/dropout.h"
 #include "../common/rms_norm.h"
 #include "isa.h"
 
@@ -13,6 +14,7 @@ inline bool reads_split(Dtype x, Dtype y) { return x == Dtype::bf16 && y == Dtyp
 struct RmsNormForward : RmsNormForwardCall {
   const float* weight;  // [n_cols], the offset added, split where reads_split, or null; never null where `centered`
   const float* bias;    // as the weight; where `centered` only
+  Dropout dropout;      // of x, before the residual is added to it
 };
 
 struct RmsNormBackward : RmsNormBackwardCall {
@@ -20,6 +22,8 @@ struct RmsNormBackward : RmsNormBackwardCall {
   float* dw_chunks;     // [chunks, n_cols] or null; a chunk's sum over its rows
   float* db_chunks;     // likewise; where `centered` only
   int64_t chunk_rows;
+  Dropout dropout;  // of the forward pass: dx is then the gradient of what was dropped out and added
+  void* dresidual;  // [rows, n_cols], that of the residual; written where there is dropout and a dx
 };
 
 // out[c] = sum over chunks of chunks[., c], for columns [begin, end).

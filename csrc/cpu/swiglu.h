@@ -5,5 +5,7 @@
 #include "isa.h"
 #include "tiles.h"
 
-FK_DECLARE_PER_ISA(void, glu_forward, const GluForward& args, int64_t tile_begin, int64_t tile_end)
-FK_DECLARE_PER_ISA(void, glu_backward, const GluBackward& args, int64_t tile_begin, int64_t tile_end)
+FK_DECLARE_PER_ISA(void, glu_forward, const GluForward& args, const GluOptions& options, int64_t tile_begin,
+                   int64_t tile_end)
+FK_DECLARE_PER_ISA(void, glu_backward, const GluBackward& args, const GluOptions& options, int64_t tile_begin,
+                   int64_t tile_end)

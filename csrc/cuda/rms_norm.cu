@@ -11,6 +11,7 @@
 #include "rms_norm.h"
 
 #include "dispatch.cuh"
+#include "dropout.cuh"
 
 namespace foundry {
 namespace cuda {
@@ -54,7 +55,7 @@ __device__ __forceinline__ Pack<float, kVec> load_weight(const void* weight, flo
   return out;
 }
 
-template <class X, class W, class Y, int kVec, int kThreads, bool kCentered>
+template <class X, class W, class Y, int kVec, int kThreads, bool kCentered, bool kDropout>
 __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, kCentered ? 1 : 0)
     forward_kernel(const RmsNormForward a) {
   const int lane = threadIdx.x % kThreads;
@@ -67,13 +68,20 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, kCenter
   const X* residual = a.residual ? static_cast<const X*>(a.residual) + a.residual_strides.offset(a.rows, row) : nullptr;
   X* h = static_cast<X*>(a.h) + row * a.n_cols;
   Y* y = static_cast<Y*>(a.y) + row * a.n_cols;
+  uint64_t seed = 0;
+  if constexpr (kDropout) seed = static_cast<uint64_t>(*a.dropout.seed);
 
   const auto read = [&](int64_t col) {
     Pack<X, kVec> v = load<X, kVec>(x + col);
     if (residual) {
       const Pack<X, kVec> r = load<X, kVec>(residual + col);
+      float factors[kVec];
+      if constexpr (kDropout) dropout_factors(factors, a.dropout, seed, row, col);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) v.values[i] = from_float<X>(to_float(v.values[i]) + to_float(r.values[i]));
+      for (int i = 0; i < kVec; ++i) {
+        const float added = kDropout ? to_float(v.values[i]) * factors[i] : to_float(v.values[i]);
+        v.values[i] = from_float<X>(added + to_float(r.values[i]));
+      }
     }
     return v;
   };
@@ -177,7 +185,7 @@ __device__ __forceinline__ void write_partial(const float (&dw)[kCached][kVec], 
   }
 }
 
-template <class X, class W, class Y, int kVec, int kThreads, bool kCentered>
+template <class X, class W, class Y, int kVec, int kThreads, bool kCentered, bool kDropout>
 __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) backward_kernel(const RmsNormBackward a) {
   const int lane = threadIdx.x % kThreads, group = threadIdx.x / kThreads, groups = blockDim.x / kThreads;
   const int64_t n_rows = a.rows.count();
@@ -187,6 +195,8 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) back
   if constexpr (kCentered)
     if (a.db_partial) db_partial = a.db_partial + static_cast<int64_t>(blockIdx.x) * a.n_cols;
   float dw[kCached][kVec] = {}, db[kCached][kVec] = {};
+  uint64_t seed = 0;
+  if constexpr (kDropout) seed = static_cast<uint64_t>(*a.dropout.seed);
 
   int iteration = 0;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
@@ -244,8 +254,10 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) back
     if (!a.dx || !live) continue;
     const auto write = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy) {
       const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
-      Pack<X, kVec> more{}, out;
+      Pack<X, kVec> more{}, out, dropped;
       if (dh) more = load<X, kVec>(dh + col);
+      float factors[kVec];
+      if constexpr (kDropout) dropout_factors(factors, a.dropout, seed, row, col);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         float grad = to_float(pdy.values[i]) * w.values[i];
@@ -253,8 +265,14 @@ __global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) back
         float v = rstd * (grad - normalized(px.values[i]) * mean);
         if (dh) v += to_float(more.values[i]);
         out.values[i] = from_float<X>(v);
+        if constexpr (kDropout) dropped.values[i] = from_float<X>(v * factors[i]);
       }
-      store(dx + col, out);
+      if constexpr (kDropout) {
+        store(static_cast<X*>(a.dresidual) + row * a.n_cols + col, out);
+        store(dx + col, dropped);
+      } else {
+        store(dx + col, out);
+      }
     };
 #pragma unroll
     for (int j = 0; j < kCached; ++j)
@@ -293,7 +311,7 @@ cudaError_t with_shape(int64_t n_cols, bool vectors, F&& f) {
   return f(Constant<kVec>{}, Constant<256>{});
 }
 
-template <bool kCentered>
+template <bool kCentered, bool kDropout>
 cudaError_t launch_forward(const RmsNormForward& a, cudaStream_t stream) {
   const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) && aligned(a.x, a.x_type, a.rows, a.x_strides) &&
                        aligned(a.residual, a.x_type, a.rows, a.residual_strides) && aligned(a.weight) &&
@@ -308,32 +326,32 @@ cudaError_t launch_forward(const RmsNormForward& a, cudaStream_t stream) {
       const int64_t per_block = block / kThreads, blocks = (a.rows.count() + per_block - 1) / per_block;
       if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
       const dim3 grid(static_cast<unsigned>(blocks));
-      return launch(forward_kernel<X, W, Y, kVec, kThreads, kCentered>, grid, dim3(block), 0, stream, a);
+      return launch(forward_kernel<X, W, Y, kVec, kThreads, kCentered, kDropout>, grid, dim3(block), 0, stream, a);
     });
   });
 }
 
 // Calls f(Constant<values per read>, Constant<threads per row>, kernel) for a backward pass.
-template <bool kCentered, class F>
+template <bool kCentered, bool kDropout, class F>
 cudaError_t with_backward_kernel(const RmsNormBackward& a, F&& f) {
   const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) && aligned(a.x, a.x_type, a.rows, a.x_strides) &&
                        aligned(a.dy, a.y_type, a.rows, a.dy_strides) && aligned(a.dh, a.x_type, a.rows, a.dh_strides) &&
-                       aligned(a.weight) && aligned(a.dx);
+                       aligned(a.weight) && aligned(a.dx) && aligned(a.dresidual);
   return with_types<kCentered>(a.x_type, a.weight_type, a.y_type, [&](auto x, auto w, auto y) {
     using X = FK_TYPE(x);
     using W = FK_TYPE(w);
     using Y = FK_TYPE(y);
     return with_shape<16 / sizeof(X)>(a.n_cols, vectors, [&](auto vec, auto threads) {
       constexpr int kVec = decltype(vec)::value, kThreads = decltype(threads)::value;
-      return f(w, backward_kernel<X, W, Y, kVec, kThreads, kCentered>, kThreads);
+      return f(w, backward_kernel<X, W, Y, kVec, kThreads, kCentered, kDropout>, kThreads);
     });
   });
 }
 
-template <bool kCentered>
+template <bool kCentered, bool kDropout>
 int blocks_of(const RmsNormBackward& a, int multiprocessors) {
   int64_t useful = 1, resident = 1;
-  with_backward_kernel<kCentered>(a, [&](auto, auto kernel, int threads) {
+  with_backward_kernel<kCentered, kDropout>(a, [&](auto, auto kernel, int threads) {
     const int block = threads > kBlock ? threads : kBlock;
     const int64_t rows_per_block = block / threads;
     useful = (a.rows.count() + rows_per_block - 1) / rows_per_block;
@@ -343,9 +361,9 @@ int blocks_of(const RmsNormBackward& a, int multiprocessors) {
   return static_cast<int>(useful < resident ? useful : resident);
 }
 
-template <bool kCentered>
+template <bool kCentered, bool kDropout>
 cudaError_t launch_backward(const RmsNormBackward& a, cudaStream_t stream) {
-  return with_backward_kernel<kCentered>(a, [&](auto w, auto kernel, int threads) {
+  return with_backward_kernel<kCentered, kDropout>(a, [&](auto w, auto kernel, int threads) {
     const dim3 grid(a.n_blocks), block(threads > kBlock ? threads : kBlock);
     cudaError_t error = launch(kernel, grid, block, 0, stream, a);
     if (error == cudaSuccess && a.dw)
@@ -356,18 +374,29 @@ cudaError_t launch_backward(const RmsNormBackward& a, cudaStream_t stream) {
   });
 }
 
+// Calls f(Constant<centered>, Constant<dropout>) as a call says.
+template <class Call, class F>
+auto with_flags(const Call& a, F&& f) {
+  const bool dropout = a.dropout.seed != nullptr;
+  if (a.centered) return dropout ? f(Constant<true>{}, Constant<true>{}) : f(Constant<true>{}, Constant<false>{});
+  return dropout ? f(Constant<false>{}, Constant<true>{}) : f(Constant<false>{}, Constant<false>{});
+}
+
 }  // namespace
 
 cudaError_t rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
-  return a.centered ? launch_forward<true>(a, stream) : launch_forward<false>(a, stream);
+  return with_flags(
+      a, [&](auto centered, auto dropout) { return launch_forward<centered.value, dropout.value>(a, stream); });
 }
 
 int rms_norm_backward_blocks(const RmsNormBackward& a, int multiprocessors) {
-  return a.centered ? blocks_of<true>(a, multiprocessors) : blocks_of<false>(a, multiprocessors);
+  return with_flags(
+      a, [&](auto centered, auto dropout) { return blocks_of<centered.value, dropout.value>(a, multiprocessors); });
 }
 
 cudaError_t rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
-  return a.centered ? launch_backward<true>(a, stream) : launch_backward<false>(a, stream);
+  return with_flags(
+      a, [&](auto centered, auto dropout) { return launch_backward<centered.value, dropout.value>(a, stream); });
 }
 
 }  // namespace cuda

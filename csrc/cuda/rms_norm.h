@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../common/dropout.h"
 #include "../common/rms_norm.h"
 
 namespace foundry {
@@ -15,6 +16,7 @@ struct RmsNormForward : RmsNormForwardCall {
   const void* bias;    // [n_cols] of weight_type or null; where `centered` only
   Dtype weight_type;
   float weight_offset;
+  Dropout dropout;  // of x, before the residual is added to it
 };
 
 struct RmsNormBackward : RmsNormBackwardCall {
@@ -25,7 +27,9 @@ struct RmsNormBackward : RmsNormBackwardCall {
   float* dw_partial;  // [n_blocks, n_cols], or null where dw is
   void* db;           // the same for the bias; where `centered` only
   float* db_partial;
-  int n_blocks;  // of rms_norm_backward_blocks
+  int n_blocks;     // of rms_norm_backward_blocks
+  Dropout dropout;  // of the forward pass: dx is then the gradient of what was dropped out and added
+  void* dresidual;  // [rows, n_cols], that of the residual; written where there is dropout and a dx
 };
 
 cudaError_t rms_norm_forward(const RmsNormForward& args, cudaStream_t stream);

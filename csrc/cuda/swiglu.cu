@@ -3,7 +3,10 @@
 // A block takes a tile of one row; contiguous tensors come as one long row. A thread does kReads reads of kVec
 // neighbouring values (16 bytes where rows are aligned to that, else one value) of each tensor, at a stride of the
 // block, and issues them all before it uses any. The remainder of a row, fewer than kVec values, is done one by one.
+// Of interleaved gates and ups kVec is the number of pairs, half as many.
 #include "swiglu.h"
+
+#include <type_traits>
 
 #include "activation.cuh"
 
@@ -34,8 +37,83 @@ struct Tile {
   }
 };
 
-template <class X, Activation kActivation, int kVec>
-__global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a, unsigned tiles) {
+// What is computed of a gate and an up: the product, and the gradients of both from that of the product.
+template <Activation kActivation>
+struct Product {
+  static constexpr bool kReadsUp = false;  // for the gradient of up
+  template <class X>
+  __device__ __forceinline__ float forward(X g, X u) const {
+    return activate<kActivation>(to_float(g)).value * to_float(u);
+  }
+  template <class X>
+  __device__ __forceinline__ void backward(X d, X g, X u, X& into_gate, X& into_up) const {
+    const float grad = to_float(d);
+    const Activated gated = activate<kActivation>(to_float(g));
+    into_gate = from_float<X>(grad * to_float(u) * gated.derivative);
+    into_up = from_float<X>(grad * gated.value);
+  }
+};
+
+// The same with the options of swiglu.
+struct ClampedProduct {
+  static constexpr bool kReadsUp = true;
+  float alpha, limit, up_offset;
+  bool limited;
+
+  explicit ClampedProduct(const GluOptions& o)
+      : alpha(o.alpha),
+        limit(o.limit),
+        up_offset(o.up_offset),
+        limited(o.limited) {}
+
+  __device__ __forceinline__ float clamped_gate(float g) const { return limited && g > limit ? limit : g; }
+  __device__ __forceinline__ float shifted_up(float u) const {
+    return (limited && u > limit ? limit : limited && u < -limit ? -limit : u) + up_offset;
+  }
+  template <class X>
+  __device__ __forceinline__ float forward(X gate, X up) const {
+    const float g = clamped_gate(to_float(gate));
+    return g * logistic(alpha * g) * shifted_up(to_float(up));
+  }
+  template <class X>
+  __device__ __forceinline__ void backward(X d, X gate, X up, X& into_gate, X& into_up) const {
+    const float grad = to_float(d), x = to_float(gate), u = to_float(up);
+    const float g = clamped_gate(x), s = logistic(alpha * g);
+    const float slope = s + g * (s * (1.f - s)) * alpha;  // in an order in which alpha makes nothing infinite
+    into_gate = from_float<X>(!limited || x <= limit ? grad * shifted_up(u) * slope : 0.f);
+    into_up = from_float<X>(!limited || (u <= limit && u >= -limit) ? grad * (g * s) : 0.f);
+  }
+};
+
+// kVec gates and ups of interleaved columns, and back.
+template <class X, int kVec>
+__device__ __forceinline__ void load_pairs(const X* p, Pack<X, kVec>& g, Pack<X, kVec>& u) {
+  constexpr int kRead = kVec > 1 ? 2 * kVec : 1;  // at once; single pairs may lie unaligned
+  X values[2 * kVec];
+#pragma unroll
+  for (int at = 0; at < 2 * kVec; at += kRead) {
+    const Pack<X, kRead> read = load<X, kRead>(p + at);
+#pragma unroll
+    for (int i = 0; i < kRead; ++i) values[at + i] = read.values[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) g.values[i] = values[2 * i], u.values[i] = values[2 * i + 1];
+}
+template <class X, int kVec>
+__device__ __forceinline__ void store_pairs(X* p, const Pack<X, kVec>& g, const Pack<X, kVec>& u) {
+  if constexpr (kVec > 1) {
+    Pack<X, 2 * kVec> out;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) out.values[2 * i] = g.values[i], out.values[2 * i + 1] = u.values[i];
+    store(p, out);
+  } else {
+    store(p, g);
+    store(p + 1, u);
+  }
+}
+
+template <class X, class Unit, int kVec>
+__global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
   const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
   const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, tile.row);
@@ -45,7 +123,7 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a
     auto out = g;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(out) / sizeof(X)); ++i)
-      out.values[i] = from_float<X>(activate<kActivation>(to_float(g.values[i])).value * to_float(u.values[i]));
+      out.values[i] = from_float<X>(unit.forward(g.values[i], u.values[i]));
     store(y + col, out);
   };
   Pack<X, kVec> g[kReads], u[kReads];
@@ -61,8 +139,36 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a
   if (const int64_t col = tile.remainder(); col < a.n_cols) write(col, load<X, 1>(gate + col), load<X, 1>(up + col));
 }
 
-template <class X, Activation kActivation, int kVec>
-__global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward a, unsigned tiles) {
+template <class X, class Unit, int kVec>
+__global__ void __launch_bounds__(kMaxThreads)
+    forward_pairs_kernel(const GluForward a, unsigned tiles, const Unit unit) {
+  const Tile<kVec> tile(a.n_cols, tiles);
+  const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
+  X* y = static_cast<X*>(a.y) + tile.row * a.n_cols;
+
+  const auto write = [&](int64_t col, const auto& g, const auto& u) {
+    auto out = g;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(out) / sizeof(X)); ++i)
+      out.values[i] = from_float<X>(unit.forward(g.values[i], u.values[i]));
+    store(y + col, out);
+  };
+  Pack<X, kVec> g[kReads], u[kReads];
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) load_pairs(packed + 2 * tile.column(j), g[j], u[j]);
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) write(tile.column(j), g[j], u[j]);
+  if (const int64_t col = tile.remainder(); col < a.n_cols) {
+    Pack<X, 1> one, other;
+    load_pairs(packed + 2 * col, one, other);
+    write(col, one, other);
+  }
+}
+
+template <class X, class Unit, int kVec>
+__global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
   const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, tile.row);
   const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
@@ -73,12 +179,8 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
   const auto write = [&](int64_t col, const auto& d, const auto& g, const auto& u) {
     auto into_gate = d, into_up = d;
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(X)); ++i) {
-      const float grad = to_float(d.values[i]);
-      const Activated gated = activate<kActivation>(to_float(g.values[i]));
-      into_gate.values[i] = from_float<X>(grad * to_float(u.values[i]) * gated.derivative);
-      into_up.values[i] = from_float<X>(grad * gated.value);
-    }
+    for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(X)); ++i)
+      unit.backward(d.values[i], g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
     if (dgate) store(dgate + col, into_gate);
     if (dup) store(dup + col, into_up);
   };
@@ -88,7 +190,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
     if (tile.whole(j)) {
       d[j] = load<X, kVec>(dy + tile.column(j));
       g[j] = load<X, kVec>(gate + tile.column(j));
-      if (dgate) u[j] = load<X, kVec>(up + tile.column(j));
+      if (dgate || Unit::kReadsUp) u[j] = load<X, kVec>(up + tile.column(j));
     }
 #pragma unroll
   for (int j = 0; j < kReads; ++j)
@@ -97,37 +199,95 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
     write(col, load<X, 1>(dy + col), load<X, 1>(gate + col), load<X, 1>(up + col));
 }
 
+template <class X, class Unit, int kVec>
+__global__ void __launch_bounds__(kMaxThreads)
+    backward_pairs_kernel(const GluBackward a, unsigned tiles, const Unit unit) {
+  const Tile<kVec> tile(a.n_cols, tiles);
+  const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, tile.row);
+  const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
+  X* dpacked = static_cast<X*>(a.dgate) + tile.row * a.out_stride;
+
+  const auto write = [&](int64_t col, const auto& d, const auto& g, const auto& u) {
+    auto into_gate = d, into_up = d;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(X)); ++i)
+      unit.backward(d.values[i], g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
+    store_pairs(dpacked + 2 * col, into_gate, into_up);
+  };
+  Pack<X, kVec> d[kReads], g[kReads], u[kReads];
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) {
+      d[j] = load<X, kVec>(dy + tile.column(j));
+      load_pairs(packed + 2 * tile.column(j), g[j], u[j]);
+    }
+#pragma unroll
+  for (int j = 0; j < kReads; ++j)
+    if (tile.whole(j)) write(tile.column(j), d[j], g[j], u[j]);
+  if (const int64_t col = tile.remainder(); col < a.n_cols) {
+    Pack<X, 1> one, other;
+    load_pairs(packed + 2 * col, one, other);
+    write(col, load<X, 1>(dy + col), one, other);
+  }
+}
+
 // Launches one block per tile, of as many threads as a narrow row needs, at most kMaxThreads.
-template <int kVec, class Args>
-cudaError_t launch_tiles(void (*kernel)(Args, unsigned), const Args& a, cudaStream_t stream) {
+template <int kVec, class Args, class Unit>
+cudaError_t launch_tiles(void (*kernel)(Args, unsigned, Unit), const Args& a, const Unit& unit, cudaStream_t stream) {
   const int64_t of_a_warp = Tile<kVec>::width(32), warps = (a.n_cols + of_a_warp - 1) / of_a_warp;
   const int threads = static_cast<int>(warps * 32 < kMaxThreads ? warps * 32 : kMaxThreads);
   const int64_t width = Tile<kVec>::width(threads), tiles = (a.n_cols + width - 1) / width;
   const int64_t blocks = a.rows.count() * tiles;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks));
-  return launch(kernel, grid, dim3(threads), 0, stream, a, static_cast<unsigned>(tiles));
+  return launch(kernel, grid, dim3(threads), 0, stream, a, static_cast<unsigned>(tiles), unit);
+}
+
+// Calls f(Tag<X>, what is computed, values of each tensor at a time, whether of interleaved pairs).
+template <class F>
+cudaError_t with_units(Dtype type, Activation activation, const GluOptions& o, bool vectors, F&& f) {
+  if (!o.changed && !o.interleaved)
+    return with_kinds<true>(type, activation, vectors, [&](auto x, auto kind, auto vec) {
+      return f(x, Product<decltype(kind)::value>{}, vec, Constant<false>{});
+    });
+  return with_type(type, [&](auto x) {
+    const auto sized = [&](const auto& unit, auto pairs) {
+      constexpr int kVec = 16 / sizeof(FK_TYPE(x)) / (decltype(pairs)::value ? 2 : 1);
+      return vectors ? f(x, unit, Constant<kVec>{}, pairs) : f(x, unit, Constant<1>{}, pairs);
+    };
+    if (!o.changed) return sized(Product<Activation::silu>{}, Constant<true>{});
+    const ClampedProduct clamped(o);
+    return o.interleaved ? sized(clamped, Constant<true>{}) : sized(clamped, Constant<false>{});
+  });
 }
 
 }  // namespace
 
-cudaError_t glu_forward(const GluForward& a, cudaStream_t stream) {
+cudaError_t glu_forward(const GluForward& a, const GluOptions& options, cudaStream_t stream) {
   const bool vectors = aligned(a.gate, a.type, a.rows, a.gate_strides) && aligned(a.up, a.type, a.rows, a.up_strides) &&
                        aligned(a.y, a.type, a.rows, row_by_row(a.n_cols));
-  return with_kinds<true>(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
+  return with_units(a.type, a.activation, options, vectors, [&](auto x, const auto& unit, auto vec, auto pairs) {
+    using X = FK_TYPE(x);
+    using Unit = std::decay_t<decltype(unit)>;
     constexpr int kVec = decltype(vec)::value;
-    return launch_tiles<kVec>(forward_kernel<FK_TYPE(x), decltype(kind)::value, kVec>, a, stream);
+    if constexpr (decltype(pairs)::value)
+      return launch_tiles<kVec>(forward_pairs_kernel<X, Unit, kVec>, a, unit, stream);
+    else return launch_tiles<kVec>(forward_kernel<X, Unit, kVec>, a, unit, stream);
   });
 }
 
-cudaError_t glu_backward(const GluBackward& a, cudaStream_t stream) {
+cudaError_t glu_backward(const GluBackward& a, const GluOptions& options, cudaStream_t stream) {
   const bool vectors = aligned(a.dy, a.type, a.rows, a.dy_strides) && aligned(a.gate, a.type, a.rows, a.gate_strides) &&
                        aligned(a.up, a.type, a.rows, a.up_strides) &&
                        aligned(a.dgate, a.type, a.rows, row_by_row(a.out_stride)) &&
                        aligned(a.dup, a.type, a.rows, row_by_row(a.out_stride));
-  return with_kinds<true>(a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
+  return with_units(a.type, a.activation, options, vectors, [&](auto x, const auto& unit, auto vec, auto pairs) {
+    using X = FK_TYPE(x);
+    using Unit = std::decay_t<decltype(unit)>;
     constexpr int kVec = decltype(vec)::value;
-    return launch_tiles<kVec>(backward_kernel<FK_TYPE(x), decltype(kind)::value, kVec>, a, stream);
+    if constexpr (decltype(pairs)::value)
+      return launch_tiles<kVec>(backward_pairs_kernel<X, Unit, kVec>, a, unit, stream);
+    else return launch_tiles<kVec>(backward_kernel<X, Unit, kVec>, a, unit, stream);
   });
 }
 

@@ -8,8 +8,8 @@
 namespace foundry {
 namespace cuda {
 
-cudaError_t glu_forward(const GluForward& args, cudaStream_t stream);
-cudaError_t glu_backward(const GluBackward& args, cudaStream_t stream);
+cudaError_t glu_forward(const GluForward& args, const GluOptions& options, cudaStream_t stream);
+cudaError_t glu_backward(const GluBackward& args, const GluOptions& options, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace foundry

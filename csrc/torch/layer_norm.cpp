@@ -3,6 +3,7 @@
 //
 // Both are composed of layer_norm_fwd and layer_norm_bwd, as in rms_norm.cpp. layer_norm_fwd returns (y, h, mean,
 // rstd), of which h is empty without a residual, and mean and rstd are empty unless they were asked for.
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "autograd.h"
@@ -14,7 +15,9 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
                                                     const OptionalTensor& weight, const OptionalTensor& bias, double,
-                                                    bool save_stats) {
+                                                    bool save_stats, double dropout_p,
+                                                    const OptionalTensor& dropout_seed) {
+  check_dropout(x, unwrap(residual), dropout_p, dropout_seed);
   return empty_layer_fwd(x, unwrap(residual), unwrap(weight), unwrap(bias), save_stats);
 }
 
@@ -24,24 +27,38 @@ std::tuple<Tensor, Tensor, Tensor> bwd_meta(const Tensor&, const OptionalTensor&
   return empty_layer_bwd(x, unwrap(weight), unwrap(bias), need_dx, need_dw, need_db);
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
+                                                            const OptionalTensor& weight, const OptionalTensor& bias,
+                                                            const Tensor&, const Tensor&, bool need_dx, bool need_dw,
+                                                            bool need_db, double dropout_p,
+                                                            const Tensor& dropout_seed) {
+  check_dropout(x, x, dropout_p, dropout_seed);
+  auto [dx, dw, db] = empty_layer_bwd(x, unwrap(weight), unwrap(bias), need_dx, need_dw, need_db);
+  return {dx, empty_dresidual(dx), dw, db};
+}
+
 // The dispatcher finds the kernel of the tensors' device.
 std::tuple<Tensor, Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
                                                     const OptionalTensor& weight, const OptionalTensor& bias,
-                                                    double eps, bool save_stats) {
+                                                    double eps, bool save_stats, double dropout_p = 0.0,
+                                                    const OptionalTensor& dropout_seed = std::nullopt) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_fwd", "")
                              .typed<decltype(fwd_meta)>();
-  return op.call(x, residual, weight, bias, eps, save_stats);
+  return op.call(x, residual, weight, bias, eps, save_stats, dropout_p, dropout_seed);
 }
 
 class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
-                               const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps, double dropout_p,
+                               const OptionalTensor& dropout_seed) {
     ctx->set_materialize_grads(false);  // as in rms_norm.cpp
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, true);
-    ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), unwrap(bias), mean, rstd});
+    auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, true, dropout_p, dropout_seed);
+    ctx->save_for_backward(
+        {residual.has_value() ? h : x, unwrap(weight), unwrap(bias), mean, rstd, unwrap(dropout_seed)});
+    ctx->saved_data["dropout_p"] = dropout_p;
     if (!residual.has_value()) return {y};
     if (!x.requires_grad() && !residual->requires_grad()) ctx->mark_non_differentiable({h});
     return {y, h};
@@ -52,51 +69,77 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_bwd", "")
                                .typed<decltype(bwd_meta)>();
-    const auto [x, weight, bias, mean, rstd] = saved_tensors<5>(ctx);
+    static const auto dropout_op = c10::Dispatcher::singleton()
+                                       .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_dropout_bwd", "")
+                                       .typed<decltype(dropout_bwd_meta)>();
+    const auto [x, weight, bias, mean, rstd, seed] = saved_tensors<6>(ctx);
     const bool has_residual = grads.size() == 2;
     const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
     NeedsGrad needs(ctx);
     const bool need_x = needs.next(), need_residual = needs.next_if(has_residual),
                need_dw = needs.next_if(weight.defined()), need_db = needs.next_if(bias.defined());
-    const auto gradients = [&](const Tensor& dx, const Tensor& dw, const Tensor& db) -> variable_list {
-      // The sum x + residual passes one gradient to both of its terms.
-      return {need_x ? dx : Tensor(), need_residual ? dx : Tensor(), dw, db, /*eps*/ {}};
+    const auto gradients = [&](const Tensor& dx, const Tensor& dresidual, const Tensor& dw,
+                               const Tensor& db) -> variable_list {
+      return {need_x ? dx : Tensor(),
+              need_residual ? dresidual : Tensor(),
+              need_dw ? dw : Tensor(),
+              need_db ? db : Tensor(),
+              /*eps*/ {},
+              /*dropout_p*/ {},
+              /*dropout_seed*/ {}};
     };
-    if (!dy.defined()) return gradients(dh, Tensor(), Tensor());  // the gradient of h alone passes through
-    auto [dx, dw, db] =
-        op.call(dy, wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_x || need_residual, need_dw, need_db);
-    return gradients(dx, need_dw ? dw : Tensor(), need_db ? db : Tensor());
+    const bool need_dx = need_x || need_residual;
+    if (seed.defined()) {
+      const bool has_dy = dy.defined();
+      auto [dx, dresidual, dw, db] =
+          dropout_op.call(has_dy ? dy : at::zeros_like(dh), wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_dx,
+                          need_dw && has_dy, need_db && has_dy, ctx->saved_data["dropout_p"].toDouble(), seed);
+      return gradients(dx, dresidual, has_dy ? dw : Tensor(), has_dy ? db : Tensor());
+    }
+    // The sum x + residual passes one gradient to both of its terms.
+    if (!dy.defined()) return gradients(dh, dh, Tensor(), Tensor());  // the gradient of h alone passes through
+    auto [dx, dw, db] = op.call(dy, wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_dx, need_dw, need_db);
+    return gradients(dx, dx, dw, db);
   }
 };
 
 }  // namespace
 
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  if (any_requires_grad(x, weight, bias)) return LayerNormFunction::apply(x, OptionalTensor(), weight, bias, eps)[0];
+  if (any_requires_grad(x, weight, bias))
+    return LayerNormFunction::apply(x, OptionalTensor(), weight, bias, eps, 0.0, OptionalTensor())[0];
   return std::get<0>(call_fwd(x, std::nullopt, weight, bias, eps, false));
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                          const OptionalTensor& bias, double eps) {
+                                          const OptionalTensor& bias, double eps, double dropout_p,
+                                          const OptionalTensor& dropout_seed) {
   if (any_requires_grad(x, residual, weight, bias)) {
-    auto out = LayerNormFunction::apply(x, OptionalTensor(residual), weight, bias, eps);
+    auto out = LayerNormFunction::apply(x, OptionalTensor(residual), weight, bias, eps, dropout_p, dropout_seed);
     return {out[0], out[1]};
   }
-  auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, false);
+  auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, false, dropout_p, dropout_seed);
   return {y, h};
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor h)",
-        {at::Tag::pt2_compliant_tag});
   m.def(
-      "layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats) "
-      "-> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
+      "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float dropout_p=0.0, "
+      "Tensor? dropout_seed=None) -> (Tensor y, Tensor h)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats, "
+      "float dropout_p=0.0, Tensor? dropout_seed=None) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "layer_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
       "bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "layer_norm_dropout_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
+      "bool need_dx, bool need_dw, bool need_db, float dropout_p, Tensor dropout_seed) "
+      "-> (Tensor dx, Tensor dresidual, Tensor dw, Tensor db)",
       {at::Tag::pt2_compliant_tag});
 }
 
@@ -108,6 +151,7 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
   m.impl("layer_norm_fwd", &fwd_meta);
   m.impl("layer_norm_bwd", &bwd_meta);
+  m.impl("layer_norm_dropout_bwd", &dropout_bwd_meta);
 }
 
 }  // namespace foundry

@@ -12,12 +12,15 @@ namespace foundry {
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
                 bool round_before_weight);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                        double eps, double weight_offset, bool round_before_weight);
+                                        double eps, double weight_offset, bool round_before_weight,
+                                        double dropout_p = 0.0, const OptionalTensor& dropout_seed = std::nullopt);
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps);
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                          const OptionalTensor& bias, double eps);
+                                          const OptionalTensor& bias, double eps, double dropout_p = 0.0,
+                                          const OptionalTensor& dropout_seed = std::nullopt);
 Tensor bias_gelu(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate);
-Tensor swiglu(const Tensor& gate, const OptionalTensor& up);
+Tensor swiglu(const Tensor& gate, const OptionalTensor& up, double alpha, std::optional<double> limit, double up_offset,
+              bool interleaved);
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate);
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 bool interleaved, const OptionalTensor& positions);

@@ -3,9 +3,11 @@
 //
 // rms_norm and add_rms_norm are composed of rms_norm_fwd and rms_norm_bwd, which are what a compiled graph, a
 // checkpointing policy or a profiler sees. rms_norm_fwd normalises x, or x + residual where a residual is given; it
-// returns (y, h, rstd), of which h is empty without a residual and rstd is empty unless it was asked for.
+// returns (y, h, rstd), of which h is empty without a residual and rstd is empty unless it was asked for. Where x was
+// dropped out before the sum, rms_norm_dropout_bwd takes the place of rms_norm_bwd: the terms' gradients then differ.
 #include "rms_norm.h"
 
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "autograd.h"
@@ -16,7 +18,8 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
                                             const OptionalTensor& weight, double, double, bool round_before_weight,
-                                            bool save_rstd) {
+                                            bool save_rstd, double dropout_p, const OptionalTensor& dropout_seed) {
+  check_dropout(x, unwrap(residual), dropout_p, dropout_seed);
   return empty_fwd(x, unwrap(residual), unwrap(weight), round_before_weight, save_rstd);
 }
 
@@ -25,24 +28,41 @@ std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const OptionalTensor&, const 
   return empty_bwd(x, unwrap(weight), need_dx, need_dw);
 }
 
+std::tuple<Tensor, Tensor, Tensor> dropout_bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
+                                                    const OptionalTensor& weight, const Tensor&, double, bool,
+                                                    bool need_dx, bool need_dw, double dropout_p,
+                                                    const Tensor& dropout_seed) {
+  check_dropout(x, x, dropout_p, dropout_seed);
+  auto [dx, dw] = empty_bwd(x, unwrap(weight), need_dx, need_dw);
+  return {dx, empty_dresidual(dx), dw};
+}
+
 // The dispatcher finds the kernel of the tensors' device.
 std::tuple<Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
                                             const OptionalTensor& weight, double eps, double weight_offset,
-                                            bool round_before_weight, bool save_rstd) {
+                                            bool round_before_weight, bool save_rstd, double dropout_p = 0.0,
+                                            const OptionalTensor& dropout_seed = std::nullopt) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_fwd", "").typed<decltype(fwd_meta)>();
-  return op.call(x, residual, weight, eps, weight_offset, round_before_weight, save_rstd);
+  return op.call(x, residual, weight, eps, weight_offset, round_before_weight, save_rstd, dropout_p, dropout_seed);
+}
+
+// For a y that nothing was computed from.
+Tensor zero_dy(const Tensor& dh, const Tensor& weight, bool round_before_weight) {
+  return at::zeros_like(dh, dh.options().dtype(y_dtype(dh, weight, round_before_weight)));
 }
 
 class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
-                               const OptionalTensor& weight, double eps, double weight_offset,
-                               bool round_before_weight) {
+                               const OptionalTensor& weight, double eps, double weight_offset, bool round_before_weight,
+                               double dropout_p, const OptionalTensor& dropout_seed) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, true);
-    ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), rstd});
+    auto [y, h, rstd] =
+        call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, true, dropout_p, dropout_seed);
+    ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), rstd, unwrap(dropout_seed)});
+    ctx->saved_data["dropout_p"] = dropout_p;
     ctx->saved_data["weight_offset"] = weight_offset;
     ctx->saved_data["round_before_weight"] = round_before_weight;
     if (!residual.has_value()) return {y};
@@ -55,21 +75,38 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_bwd", "")
                                .typed<decltype(bwd_meta)>();
-    const auto [x, weight, rstd] = saved_tensors<3>(ctx);
+    static const auto dropout_op = c10::Dispatcher::singleton()
+                                       .findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_dropout_bwd", "")
+                                       .typed<decltype(dropout_bwd_meta)>();
+    const auto [x, weight, rstd, seed] = saved_tensors<4>(ctx);
     const bool has_residual = grads.size() == 2;
     const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
     NeedsGrad needs(ctx);
     const bool need_x = needs.next(), need_residual = needs.next_if(has_residual),
                need_dw = needs.next_if(weight.defined());
-    const auto gradients = [&](const Tensor& dx, const Tensor& dw) -> variable_list {
-      // The sum x + residual passes one gradient to both of its terms.
-      return {need_x ? dx : Tensor(),    need_residual ? dx : Tensor(), dw, /*eps*/ {}, /*weight_offset*/ {},
-              /*round_before_weight*/ {}};
+    const auto gradients = [&](const Tensor& dx, const Tensor& dresidual, const Tensor& dw) -> variable_list {
+      return {need_x ? dx : Tensor(),
+              need_residual ? dresidual : Tensor(),
+              need_dw ? dw : Tensor(),
+              /*eps*/ {},
+              /*weight_offset*/ {},
+              /*round_before_weight*/ {},
+              /*dropout_p*/ {},
+              /*dropout_seed*/ {}};
     };
-    if (!dy.defined()) return gradients(dh, Tensor());  // the gradient of h passes through, the weight gets none
-    auto [dx, dw] = op.call(dy, wrap(dh), x, wrap(weight), rstd, ctx->saved_data["weight_offset"].toDouble(),
-                            ctx->saved_data["round_before_weight"].toBool(), need_x || need_residual, need_dw);
-    return gradients(dx, need_dw ? dw : Tensor());
+    const double offset = ctx->saved_data["weight_offset"].toDouble();
+    const bool round_first = ctx->saved_data["round_before_weight"].toBool(), need_dx = need_x || need_residual;
+    if (seed.defined()) {
+      const Tensor dy_or_0 = dy.defined() ? dy : zero_dy(dh, weight, round_first);
+      auto [dx, dresidual, dw] =
+          dropout_op.call(dy_or_0, wrap(dh), x, wrap(weight), rstd, offset, round_first, need_dx,
+                          need_dw && dy.defined(), ctx->saved_data["dropout_p"].toDouble(), seed);
+      return gradients(dx, dresidual, dy.defined() ? dw : Tensor());
+    }
+    // The sum x + residual passes one gradient to both of its terms.
+    if (!dy.defined()) return gradients(dh, dh, Tensor());  // the gradient of h passes through, the weight gets none
+    auto [dx, dw] = op.call(dy, wrap(dh), x, wrap(weight), rstd, offset, round_first, need_dx, need_dw);
+    return gradients(dx, dx, dw);
   }
 };
 
@@ -78,17 +115,21 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
                 bool round_before_weight) {
   if (any_requires_grad(x, weight))
-    return RmsNormFunction::apply(x, OptionalTensor(), weight, eps, weight_offset, round_before_weight)[0];
+    return RmsNormFunction::apply(x, OptionalTensor(), weight, eps, weight_offset, round_before_weight, 0.0,
+                                  OptionalTensor())[0];
   return std::get<0>(call_fwd(x, std::nullopt, weight, eps, weight_offset, round_before_weight, false));
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                        double eps, double weight_offset, bool round_before_weight) {
+                                        double eps, double weight_offset, bool round_before_weight, double dropout_p,
+                                        const OptionalTensor& dropout_seed) {
   if (any_requires_grad(x, residual, weight)) {
-    auto out = RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, weight_offset, round_before_weight);
+    auto out = RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, weight_offset, round_before_weight,
+                                      dropout_p, dropout_seed);
     return {out[0], out[1]};
   }
-  auto [y, h, rstd] = call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, false);
+  auto [y, h, rstd] =
+      call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, false, dropout_p, dropout_seed);
   return {y, h};
 }
 
@@ -97,15 +138,21 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
         {at::Tag::pt2_compliant_tag});
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
-      "bool round_before_weight) -> (Tensor y, Tensor h)",
+      "bool round_before_weight, float dropout_p=0.0, Tensor? dropout_seed=None) -> (Tensor y, Tensor h)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "rms_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, "
-      "bool round_before_weight, bool save_rstd) -> (Tensor y, Tensor h, Tensor rstd)",
+      "bool round_before_weight, bool save_rstd, float dropout_p=0.0, Tensor? dropout_seed=None) "
+      "-> (Tensor y, Tensor h, Tensor rstd)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "rms_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
       "bool round_before_weight, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "rms_norm_dropout_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
+      "bool round_before_weight, bool need_dx, bool need_dw, float dropout_p, Tensor dropout_seed) "
+      "-> (Tensor dx, Tensor dresidual, Tensor dw)",
       {at::Tag::pt2_compliant_tag});
 }
 
@@ -117,6 +164,7 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
   m.impl("rms_norm_fwd", &fwd_meta);
   m.impl("rms_norm_bwd", &bwd_meta);
+  m.impl("rms_norm_dropout_bwd", &dropout_bwd_meta);
 }
 
 }  // namespace foundry

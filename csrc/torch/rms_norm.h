@@ -8,6 +8,7 @@
 
 #include <tuple>
 
+#include "../common/dropout.h"
 #include "../common/rms_norm.h"
 #include "common.h"
 
@@ -67,6 +68,27 @@ inline std::tuple<Tensor, Tensor, Tensor> empty_layer_bwd(const Tensor& x, const
   Tensor db = need_db ? at::empty_symint(bias.sym_sizes(), bias.options()) : absent(x, x.scalar_type());
   return {dx, dw, db};
 }
+
+// Dropout is the last two arguments of each operator: (float dropout_p, Tensor? dropout_seed), without a seed none.
+inline void check_dropout(const Tensor& x, const Tensor& residual, double p, const OptionalTensor& seed) {
+  TORCH_CHECK_VALUE(seed.has_value() || p == 0.0, "dropout_p needs a dropout_seed; got dropout_p=", p);
+  if (!seed.has_value()) return;
+  TORCH_CHECK_VALUE(residual.defined(), "dropout is of what is added to a residual, and there is none");
+  TORCH_CHECK_VALUE(p >= 0.0 && p < 1.0, "dropout_p must be in [0, 1); got ", p);
+  TORCH_CHECK_TYPE(seed->scalar_type() == at::kLong, "dropout_seed must be int64; got ", seed->scalar_type());
+  TORCH_CHECK_VALUE(seed->sym_numel() == 1, "dropout_seed must hold one number; got shape ", seed->sym_sizes());
+  TORCH_CHECK_VALUE(seed->device() == x.device(), "dropout_seed must be on x's device ", x.device(), "; got ",
+                    seed->device());
+}
+
+inline Dropout make_dropout(double p, const OptionalTensor& seed) {
+  if (!seed.has_value()) return {};
+  return {seed->const_data_ptr<int64_t>(), static_cast<uint32_t>(p * 4294967296.0),
+          static_cast<float>(1.0 / (1.0 - p))};
+}
+
+// The gradients of both terms of the sum with dropout: (dx, dresidual), both or neither.
+inline Tensor empty_dresidual(const Tensor& dx) { return at::empty_symint(dx.sym_sizes(), dx.options()); }
 
 // What both kinds of kernels are given. `x` and `residual` are replaced by copies where strides do not reach their
 // rows. Of the outputs, those that are empty are not written.

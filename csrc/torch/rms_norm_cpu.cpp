@@ -39,9 +39,11 @@ class Chunks {
 
 std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
                                            const OptionalTensor& weight_, double eps, double weight_offset,
-                                           bool round_before_weight, bool save_rstd) {
+                                           bool round_before_weight, bool save_rstd, double dropout_p,
+                                           const OptionalTensor& dropout_seed) {
   Tensor x = x_, residual = unwrap(residual_);
   const Tensor weight = unwrap(weight_);
+  check_dropout(x, residual, dropout_p, dropout_seed);
   auto [y, h, rstd] = empty_fwd(x, residual, weight, round_before_weight, save_rstd);
   if (x.numel() == 0) return {y, h, rstd};
   advise_huge_pages(y);
@@ -49,24 +51,31 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTenso
 
   RmsNormForward args{};
   set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
+  args.dropout = make_dropout(dropout_p, dropout_seed);
   const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
   run_forward(args);
   return {y, h, rstd};
 }
 
-std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                   const OptionalTensor& weight_, const Tensor& rstd, double weight_offset,
-                                   bool round_before_weight, bool need_dx, bool need_dw) {
+// (dx, dresidual, dw); dresidual is dx itself without dropout.
+std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
+                                           const OptionalTensor& weight_, const Tensor& rstd, double weight_offset,
+                                           bool round_before_weight, bool need_dx, bool need_dw,
+                                           const Dropout& dropout) {
   Tensor dy = dy_, dh = unwrap(dh_), x = x_;
   const Tensor weight = unwrap(weight_);
   auto [dx, dw] = empty_bwd(x, weight, need_dx, need_dw);
-  if (x.numel() == 0) return {dx, dw.zero_()};
-  if (!need_dx && !need_dw) return {dx, dw};
+  const Tensor dresidual = dropout.seed ? empty_dresidual(dx) : dx;
+  if (x.numel() == 0) return {dx, dresidual, dw.zero_()};
+  if (!need_dx && !need_dw) return {dx, dresidual, dw};
   if (need_dx) advise_huge_pages(dx);
+  if (need_dx && dropout.seed) advise_huge_pages(dresidual);
 
   RmsNormBackward args{};
   set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
+  args.dropout = dropout;
+  args.dresidual = dresidual.mutable_data_ptr();
   const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
   const Chunks chunks(args);
@@ -77,7 +86,23 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_,
   }
   chunks.run();
   if (need_dw) sum_chunks_into(dw, dw_chunks);
+  return {dx, dresidual, dw};
+}
+
+std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                   const OptionalTensor& weight, const Tensor& rstd, double weight_offset,
+                                   bool round_before_weight, bool need_dx, bool need_dw) {
+  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw, {});
   return {dx, dw};
+}
+
+std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                                   const OptionalTensor& weight, const Tensor& rstd,
+                                                   double weight_offset, bool round_before_weight, bool need_dx,
+                                                   bool need_dw, double dropout_p, const Tensor& dropout_seed) {
+  check_dropout(x, x, dropout_p, dropout_seed);
+  return run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw,
+                 make_dropout(dropout_p, dropout_seed));
 }
 
 // A weight or bias for kernels that always read one.
@@ -88,8 +113,10 @@ Tensor float_vector(const Tensor& vector, const Tensor& x, float otherwise, bool
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
                                                          const OptionalTensor& weight, const OptionalTensor& bias,
-                                                         double eps, bool save_stats) {
+                                                         double eps, bool save_stats, double dropout_p,
+                                                         const OptionalTensor& dropout_seed) {
   Tensor x = x_, residual = unwrap(residual_);
+  check_dropout(x, residual, dropout_p, dropout_seed);
   auto [y, h, mean, rstd] = empty_layer_fwd(x, residual, unwrap(weight), unwrap(bias), save_stats);
   if (x.numel() == 0) return {y, h, mean, rstd};
   advise_huge_pages(y);
@@ -98,6 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const
   RmsNormForward args{};
   set_forward(args, x, residual, y, h, rstd, eps, /*round_before_weight=*/false);
   set_centered(args, mean);
+  args.dropout = make_dropout(dropout_p, dropout_seed);
   const bool split = reads_split(args.x_type, args.y_type);
   const Tensor scale = float_vector(unwrap(weight), x, 1.0f, split), shift = float_vector(unwrap(bias), x, 0.0f, split);
   args.weight = scale.const_data_ptr<float>();
@@ -106,20 +134,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const
   return {y, h, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_bwd_cpu(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                                 const OptionalTensor& weight_, const OptionalTensor& bias,
-                                                 const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
-                                                 bool need_db) {
+// (dx, dresidual, dw, db), as in run_bwd.
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
+                                                         const OptionalTensor& weight_, const OptionalTensor& bias,
+                                                         const Tensor& mean, const Tensor& rstd, bool need_dx,
+                                                         bool need_dw, bool need_db, const Dropout& dropout) {
   Tensor dy = dy_, dh = unwrap(dh_), x = x_;
   const Tensor weight = unwrap(weight_);
   auto [dx, dw, db] = empty_layer_bwd(x, weight, unwrap(bias), need_dx, need_dw, need_db);
-  if (x.numel() == 0) return {dx, dw.zero_(), db.zero_()};
-  if (!need_dx && !need_dw && !need_db) return {dx, dw, db};
+  const Tensor dresidual = dropout.seed ? empty_dresidual(dx) : dx;
+  if (x.numel() == 0) return {dx, dresidual, dw.zero_(), db.zero_()};
+  if (!need_dx && !need_dw && !need_db) return {dx, dresidual, dw, db};
   if (need_dx) advise_huge_pages(dx);
+  if (need_dx && dropout.seed) advise_huge_pages(dresidual);
 
   RmsNormBackward args{};
   set_backward(args, dy, dh, x, rstd, dx, /*round_before_weight=*/false);
   set_centered(args, mean);
+  args.dropout = dropout;
+  args.dresidual = dresidual.mutable_data_ptr();
   const Tensor scale = float_weight(weight, 0.0, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
   const Chunks chunks(args);
@@ -129,7 +162,26 @@ std::tuple<Tensor, Tensor, Tensor> layer_bwd_cpu(const Tensor& dy_, const Option
   chunks.run();
   if (need_dw) sum_chunks_into(dw, dw_chunks);
   if (need_db) sum_chunks_into(db, db_chunks);
+  return {dx, dresidual, dw, db};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                                 const OptionalTensor& weight, const OptionalTensor& bias,
+                                                 const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
+                                                 bool need_db) {
+  auto [dx, _, dw, db] = run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db, {});
   return {dx, dw, db};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cpu(const Tensor& dy, const OptionalTensor& dh,
+                                                                 const Tensor& x, const OptionalTensor& weight,
+                                                                 const OptionalTensor& bias, const Tensor& mean,
+                                                                 const Tensor& rstd, bool need_dx, bool need_dw,
+                                                                 bool need_db, double dropout_p,
+                                                                 const Tensor& dropout_seed) {
+  check_dropout(x, x, dropout_p, dropout_seed);
+  return run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db,
+                       make_dropout(dropout_p, dropout_seed));
 }
 
 }  // namespace
@@ -137,8 +189,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_bwd_cpu(const Tensor& dy_, const Option
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
   m.impl("rms_norm_fwd", &fwd_cpu);
   m.impl("rms_norm_bwd", &bwd_cpu);
+  m.impl("rms_norm_dropout_bwd", &dropout_bwd_cpu);
   m.impl("layer_norm_fwd", &layer_fwd_cpu);
   m.impl("layer_norm_bwd", &layer_bwd_cpu);
+  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd_cpu);
 }
 
 }  // namespace foundry

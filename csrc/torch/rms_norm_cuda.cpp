@@ -27,8 +27,10 @@ void set_weight(Args& args, const Tensor& weight, double offset) {
 
 std::tuple<Tensor, Tensor, Tensor> fwd_cuda(const Tensor& x_, const OptionalTensor& residual_,
                                             const OptionalTensor& weight_, double eps, double weight_offset,
-                                            bool round_before_weight, bool save_rstd) {
+                                            bool round_before_weight, bool save_rstd, double dropout_p,
+                                            const OptionalTensor& dropout_seed) {
   Tensor x = x_, residual = unwrap(residual_);
+  check_dropout(x, residual, dropout_p, dropout_seed);
   auto [y, h, rstd] = empty_fwd(x, residual, unwrap(weight_), round_before_weight, save_rstd);
   if (x.numel() == 0) return {y, h, rstd};
   const OnDevice device(x);
@@ -37,23 +39,36 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cuda(const Tensor& x_, const OptionalTens
   cuda::RmsNormForward args{};
   set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
   set_weight(args, weight, weight_offset);
+  args.dropout = make_dropout(dropout_p, dropout_seed);
   check_cuda(cuda::rms_norm_forward(args, device.stream()), "rms_norm forward");
   return {y, h, rstd};
 }
 
-std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                    const OptionalTensor& weight_, const Tensor& rstd, double weight_offset,
-                                    bool round_before_weight, bool need_dx, bool need_dw) {
+// Dropout in a backward pass; without a dx there is nothing to drop.
+template <class Args>
+void set_dropout(Args& args, const Dropout& dropout, const Tensor& dresidual) {
+  if (args.dx == nullptr || dropout.seed == nullptr) return;
+  args.dropout = dropout;
+  args.dresidual = dresidual.mutable_data_ptr();
+}
+
+// (dx, dresidual, dw); dresidual is dx itself without dropout.
+std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
+                                           const OptionalTensor& weight_, const Tensor& rstd, double weight_offset,
+                                           bool round_before_weight, bool need_dx, bool need_dw,
+                                           const Dropout& dropout) {
   Tensor dy = dy_, dh = unwrap(dh_), x = x_;
   auto [dx, dw] = empty_bwd(x, unwrap(weight_), need_dx, need_dw);
-  if (x.numel() == 0) return {dx, dw.zero_()};
-  if (!need_dx && !need_dw) return {dx, dw};
+  const Tensor dresidual = dropout.seed ? empty_dresidual(dx) : dx;
+  if (x.numel() == 0) return {dx, dresidual, dw.zero_()};
+  if (!need_dx && !need_dw) return {dx, dresidual, dw};
   const OnDevice device(x);
   const Tensor weight = weight_of_compiled_dtype(unwrap(weight_), x);
 
   cuda::RmsNormBackward args{};
   set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
   set_weight(args, weight, weight_offset);
+  set_dropout(args, dropout, dresidual);
   args.n_blocks = cuda::rms_norm_backward_blocks(args, device.multiprocessors());
   Tensor partial, dw_out;
   if (need_dw) {
@@ -64,7 +79,23 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_
   }
   check_cuda(cuda::rms_norm_backward(args, device.stream()), "rms_norm backward");
   if (need_dw && !dw_out.is_same(dw)) dw.copy_(dw_out);
+  return {dx, dresidual, dw};
+}
+
+std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                    const OptionalTensor& weight, const Tensor& rstd, double weight_offset,
+                                    bool round_before_weight, bool need_dx, bool need_dw) {
+  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw, {});
   return {dx, dw};
+}
+
+std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                                    const OptionalTensor& weight, const Tensor& rstd,
+                                                    double weight_offset, bool round_before_weight, bool need_dx,
+                                                    bool need_dw, double dropout_p, const Tensor& dropout_seed) {
+  check_dropout(x, x, dropout_p, dropout_seed);
+  return run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw,
+                 make_dropout(dropout_p, dropout_seed));
 }
 
 // Weight and bias in one dtype that kernels are compiled for: their own where they share it, else float.
@@ -84,8 +115,10 @@ void set_affine(Args& args, const Tensor& weight, const Tensor& bias) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cuda(const Tensor& x_, const OptionalTensor& residual_,
                                                           const OptionalTensor& weight_, const OptionalTensor& bias_,
-                                                          double eps, bool save_stats) {
+                                                          double eps, bool save_stats, double dropout_p,
+                                                          const OptionalTensor& dropout_seed) {
   Tensor x = x_, residual = unwrap(residual_);
+  check_dropout(x, residual, dropout_p, dropout_seed);
   auto [y, h, mean, rstd] = empty_layer_fwd(x, residual, unwrap(weight_), unwrap(bias_), save_stats);
   if (x.numel() == 0) return {y, h, mean, rstd};
   const OnDevice device(x);
@@ -96,18 +129,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cuda(const Tensor& x_, cons
   set_centered(args, mean);
   set_affine(args, weight, bias);
   args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  args.dropout = make_dropout(dropout_p, dropout_seed);
   check_cuda(cuda::rms_norm_forward(args, device.stream()), "layer_norm forward");
   return {y, h, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_bwd_cuda(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                                  const OptionalTensor& weight_, const OptionalTensor& bias_,
-                                                  const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
-                                                  bool need_db) {
+// (dx, dresidual, dw, db), as in run_bwd.
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_layer_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
+                                                         const OptionalTensor& weight_, const OptionalTensor& bias_,
+                                                         const Tensor& mean, const Tensor& rstd, bool need_dx,
+                                                         bool need_dw, bool need_db, const Dropout& dropout) {
   Tensor dy = dy_, dh = unwrap(dh_), x = x_;
   auto [dx, dw, db] = empty_layer_bwd(x, unwrap(weight_), unwrap(bias_), need_dx, need_dw, need_db);
-  if (x.numel() == 0) return {dx, dw.zero_(), db.zero_()};
-  if (!need_dx && !need_dw && !need_db) return {dx, dw, db};
+  const Tensor dresidual = dropout.seed ? empty_dresidual(dx) : dx;
+  if (x.numel() == 0) return {dx, dresidual, dw.zero_(), db.zero_()};
+  if (!need_dx && !need_dw && !need_db) return {dx, dresidual, dw, db};
   const OnDevice device(x);
   const auto [weight, bias] = affine_of_compiled_dtype(unwrap(weight_), unwrap(bias_), x);
 
@@ -115,6 +151,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_bwd_cuda(const Tensor& dy_, const Optio
   set_backward(args, dy, dh, x, rstd, dx, /*round_before_weight=*/false);
   set_centered(args, mean);
   set_affine(args, weight, bias);
+  set_dropout(args, dropout, dresidual);
   args.n_blocks = cuda::rms_norm_backward_blocks(args, device.multiprocessors());
   Tensor dw_partial, db_partial, dw_out, db_out;
   const auto partial = [&] { return at::empty({args.n_blocks, args.n_cols}, x.options().dtype(at::kFloat)); };
@@ -131,7 +168,26 @@ std::tuple<Tensor, Tensor, Tensor> layer_bwd_cuda(const Tensor& dy_, const Optio
   check_cuda(cuda::rms_norm_backward(args, device.stream()), "layer_norm backward");
   if (need_dw && !dw_out.is_same(dw)) dw.copy_(dw_out);
   if (need_db && !db_out.is_same(db)) db.copy_(db_out);
+  return {dx, dresidual, dw, db};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
+                                                  const OptionalTensor& weight, const OptionalTensor& bias,
+                                                  const Tensor& mean, const Tensor& rstd, bool need_dx, bool need_dw,
+                                                  bool need_db) {
+  auto [dx, _, dw, db] = run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db, {});
   return {dx, dw, db};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cuda(const Tensor& dy, const OptionalTensor& dh,
+                                                                  const Tensor& x, const OptionalTensor& weight,
+                                                                  const OptionalTensor& bias, const Tensor& mean,
+                                                                  const Tensor& rstd, bool need_dx, bool need_dw,
+                                                                  bool need_db, double dropout_p,
+                                                                  const Tensor& dropout_seed) {
+  check_dropout(x, x, dropout_p, dropout_seed);
+  return run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db,
+                       make_dropout(dropout_p, dropout_seed));
 }
 
 }  // namespace
@@ -139,8 +195,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_bwd_cuda(const Tensor& dy_, const Optio
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
   m.impl("rms_norm_fwd", &fwd_cuda);
   m.impl("rms_norm_bwd", &bwd_cuda);
+  m.impl("rms_norm_dropout_bwd", &dropout_bwd_cuda);
   m.impl("layer_norm_fwd", &layer_fwd_cuda);
   m.impl("layer_norm_bwd", &layer_bwd_cuda);
+  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd_cuda);
 }
 
 }  // namespace foundry

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "../common/swiglu.h"
@@ -16,6 +18,34 @@ inline Activation activation_of(c10::string_view name) {
   if (name == "gelu") return Activation::gelu;
   TORCH_CHECK_VALUE(name == "gelu_tanh", "activation must be one of silu, gelu, gelu_tanh; got ", name);
   return Activation::gelu_tanh;
+}
+
+// The options as the schema has them, and the kernels' form of them.
+struct GluSettings {
+  double alpha = 1.0;
+  std::optional<double> limit;
+  double up_offset = 0.0;
+  bool interleaved = false;
+
+  bool changed() const { return alpha != 1.0 || limit.has_value() || up_offset != 0.0; }
+};
+
+inline GluOptions glu_options(const GluSettings& s, const OptionalTensor& up, Activation activation) {
+  if (!s.changed() && !s.interleaved) return {};
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  TORCH_CHECK_VALUE(activation == Activation::silu,
+                    "alpha, limit, up_offset and interleaved are options of silu alone");
+  TORCH_CHECK_VALUE(!s.interleaved || !up.has_value(), "interleaved is for a packed gate: up must be None");
+  TORCH_CHECK_VALUE(std::abs(s.alpha) <= kLargest, "alpha must be finite in float32; got ", s.alpha);
+  TORCH_CHECK_VALUE(std::abs(s.up_offset) <= kLargest, "up_offset must be finite in float32; got ", s.up_offset);
+  TORCH_CHECK_VALUE(!s.limit || (*s.limit > 0.0 && *s.limit <= kLargest), "limit must be None or > 0 and finite; got ",
+                    s.limit.value_or(0.0));
+  return {s.interleaved,
+          s.changed(),
+          s.limit.has_value(),
+          static_cast<float>(s.alpha),
+          static_cast<float>(s.limit.value_or(0.0)),
+          static_cast<float>(s.up_offset)};
 }
 
 inline void check_glu(const Tensor& gate, const OptionalTensor& up) {
@@ -47,18 +77,20 @@ inline std::tuple<Tensor, Tensor> empty_glu_bwd(const Tensor& gate, const Option
   return {like_gate(need_dgate), like_gate(need_dup)};
 }
 
-// The two halves of a packed tensor, or gate and up as they are.
-inline std::tuple<Tensor, Tensor> glu_halves(const Tensor& gate, const OptionalTensor& up) {
+// The two halves of a packed tensor, or gate and up as they are; an interleaved tensor stays whole.
+inline std::tuple<Tensor, Tensor> glu_halves(const Tensor& gate, const OptionalTensor& up, bool interleaved) {
   if (up.has_value()) return {gate, *up};
+  if (interleaved) return {gate, Tensor()};
   const int64_t half = gate.size(-1) / 2;
   return {gate.narrow(-1, 0, half), gate.narrow(-1, half, half)};
 }
 
-// Rows that are contiguous in every tensor and in the output are one long row.
+// Rows that are contiguous in every tensor, these being so wide, and in the output are one long row.
 template <size_t N>
-void merge_contiguous(Rows& rows, std::array<RowStrides, N>& strides, int64_t out_stride, int64_t& n_cols) {
-  bool contiguous = rows.size[0] == 1 && rows.size[1] == 1 && out_stride == n_cols;
-  for (const RowStrides& s : strides) contiguous &= rows.size[2] == 1 || s.stride[2] == n_cols;
+void merge_contiguous(Rows& rows, const std::array<RowStrides, N>& strides, const std::array<int64_t, N>& widths,
+                      bool contiguous, int64_t& n_cols) {
+  contiguous &= rows.size[0] == 1 && rows.size[1] == 1;
+  for (size_t i = 0; i < N; ++i) contiguous &= rows.size[2] == 1 || strides[i].stride[2] == widths[i];
   if (!contiguous) return;
   n_cols *= rows.size[2];
   rows = Rows{};
@@ -69,10 +101,10 @@ inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Ac
   GluForward args{};
   std::array<RowStrides, 2> strides{};
   make_row_layout<2>({&gate, &up}, args.rows, strides);
-  args.n_cols = gate.size(-1);
-  merge_contiguous(args.rows, strides, args.n_cols, args.n_cols);
+  args.n_cols = y.size(-1);
+  merge_contiguous<2>(args.rows, strides, {gate.size(-1), up.defined() ? args.n_cols : 0}, true, args.n_cols);
   args.gate = gate.const_data_ptr();
-  args.up = up.const_data_ptr();
+  args.up = up.defined() ? up.const_data_ptr() : nullptr;
   args.y = y.mutable_data_ptr();
   args.gate_strides = strides[0];
   args.up_strides = strides[1];
@@ -81,20 +113,22 @@ inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Ac
   return args;
 }
 
-// `dgate` and `dup` are of glu_halves too where they are one packed tensor, and empty where they are not wanted.
+// `dgate` and `dup` are of glu_halves too where they are one packed tensor, and empty where they are not wanted (`dup`
+// undefined where they are interleaved).
 inline GluBackward glu_backward_args(Tensor& dy, Tensor& gate, Tensor& up, const Tensor& dgate, const Tensor& dup,
                                      Activation activation, bool packed) {
   GluBackward args{};
   std::array<RowStrides, 3> strides{};
   make_row_layout<3>({&dy, &gate, &up}, args.rows, strides);
-  args.n_cols = gate.size(-1);
+  args.n_cols = dy.size(-1);
   args.out_stride = packed ? 2 * args.n_cols : args.n_cols;
-  merge_contiguous(args.rows, strides, args.out_stride, args.n_cols);
+  merge_contiguous<3>(args.rows, strides, {args.n_cols, gate.size(-1), up.defined() ? args.n_cols : 0},
+                      !packed || !up.defined(), args.n_cols);
   args.dy = dy.const_data_ptr();
   args.gate = gate.const_data_ptr();
-  args.up = up.const_data_ptr();
+  args.up = up.defined() ? up.const_data_ptr() : nullptr;
   args.dgate = dgate.numel() ? dgate.mutable_data_ptr() : nullptr;
-  args.dup = dup.numel() ? dup.mutable_data_ptr() : nullptr;
+  args.dup = dup.defined() && dup.numel() ? dup.mutable_data_ptr() : nullptr;
   args.dy_strides = strides[0];
   args.gate_strides = strides[1];
   args.up_strides = strides[2];

@@ -9,27 +9,33 @@
 namespace foundry {
 namespace {
 
-Tensor fwd_cuda(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation) {
+Tensor fwd_cuda(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation, double alpha,
+                std::optional<double> limit, double up_offset, bool interleaved) {
   const Activation kind = activation_of(activation);
+  const GluOptions options = glu_options({alpha, limit, up_offset, interleaved}, up_, kind);
   const Tensor y = empty_glu_fwd(gate_, up_);
   if (y.numel() == 0) return y;
   const OnDevice device(gate_);
-  auto [gate, up] = glu_halves(gate_, up_);
-  check_cuda(cuda::glu_forward(glu_forward_args(gate, up, y, kind), device.stream()), "gated linear unit forward");
+  auto [gate, up] = glu_halves(gate_, up_, interleaved);
+  const GluForward args = glu_forward_args(gate, up, y, kind);
+  check_cuda(cuda::glu_forward(args, options, device.stream()), "gated linear unit forward");
   return y;
 }
 
 std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const Tensor& gate_, const OptionalTensor& up_,
-                                    c10::string_view activation, bool need_dgate, bool need_dup) {
+                                    c10::string_view activation, bool need_dgate, bool need_dup, double alpha,
+                                    std::optional<double> limit, double up_offset, bool interleaved) {
   const Activation kind = activation_of(activation);
+  const GluOptions options = glu_options({alpha, limit, up_offset, interleaved}, up_, kind);
   const auto [dgate, dup] = empty_glu_bwd(gate_, up_, need_dgate, need_dup);
   if (dgate.numel() == 0 && dup.numel() == 0) return {dgate, dup};
   const OnDevice device(gate_);
   Tensor dy = dy_;
-  auto [gate, up] = glu_halves(gate_, up_);
-  const auto [into_gate, into_up] = glu_halves(dgate, up_.has_value() ? OptionalTensor(dup) : std::nullopt);
+  auto [gate, up] = glu_halves(gate_, up_, interleaved);
+  const auto [into_gate, into_up] =
+      glu_halves(dgate, up_.has_value() ? OptionalTensor(dup) : std::nullopt, interleaved);
   const GluBackward args = glu_backward_args(dy, gate, up, into_gate, into_up, kind, !up_.has_value());
-  check_cuda(cuda::glu_backward(args, device.stream()), "gated linear unit backward");
+  check_cuda(cuda::glu_backward(args, options, device.stream()), "gated linear unit backward");
   return {dgate, dup};
 }
 

@@ -36,9 +36,11 @@ def load(path: Path) -> tuple[Transformer, Encode]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of foreign pickles and then raises
             content = torch.load(path, map_location="cpu", weights_only=True)
-        config, state = _content(content)
+        config, state, tokenizer = _content(content)
         model = Transformer(config)
         model.load_state_dict(state)
+        if tokenizer is not None:
+            return model, _tokens_of(tokenizer)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file raises whatever the damaged part leads to
@@ -59,16 +61,27 @@ def _from_folder(path: Path) -> tuple[Transformer, Encode]:
     return model, lambda text: tokenizer(text)["input_ids"]
 
 
-def _content(content: Any) -> tuple[ModelConfig, dict[str, Any]]:
+def _content(content: Any) -> tuple[ModelConfig, dict[str, Any], str | None]:
     if isinstance(content, dict) and {"config", "model"} <= content.keys():
-        fields = dict(content["config"])
-        if isinstance(fields.get("rope_scaling"), dict):
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-        return ModelConfig(**fields), content["model"]
+        return _config(content["config"]), content["model"], None
     if isinstance(content, dict) and {"settings", "state"} <= content.keys():
-        shape = {k.removeprefix("model "): v for k, v in content["settings"].items() if k.startswith("model ")}
-        return ModelConfig(**shape), content["state"]["model"]
+        fields = {k.removeprefix("model "): v for k, v in content["settings"].items() if k.startswith("model ")}
+        return _config(fields), content["state"]["model"], content["state"].get("tokenizer")
     raise CheckpointError("it holds neither config and model, nor a run of examples/train.py")
+
+
+def _config(fields: dict[str, Any]) -> ModelConfig:
+    scaling = fields.get("rope_scaling")
+    return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if isinstance(scaling, dict) else scaling})
+
+
+def _tokens_of(tokenizer: str) -> Encode:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise CheckpointError("tokenizers is missing; pip install 'foundry-kernels[tokenizers]'") from None
+    encode = Tokenizer.from_str(tokenizer).encode
+    return lambda text: encode(text).ids
 
 
 def _bytes_of(model: Transformer) -> Encode:

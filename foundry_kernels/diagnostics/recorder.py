@@ -107,7 +107,7 @@ def record(model: Transformer) -> Iterator[Recorder]:
             attention.register_forward_hook(
                 lambda module, _, result, index=index: recorder._attended(index, module, result)
             ),
-            block.register_forward_hook(lambda _, __, result, index=index: recorder._passed(index, *result)),
+            block.register_forward_hook(lambda _, __, result, index=index: recorder._passed(index, *result[:2])),
         ]
     try:
         yield recorder

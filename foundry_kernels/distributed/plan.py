@@ -51,6 +51,7 @@ UNDIVIDED = {
     "embedding_dropout": "random numbers are not divided",
     "residual_dropout": "random numbers are not divided",
     "attention_dropout": "random numbers are not divided",
+    "n_experts": "experts are not divided",
 }
 
 
@@ -76,7 +77,8 @@ def tensor_parallel_plan(
     Raises:
         TypeError: `model` is not a Transformer.
         ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, the embeddings
-            are tied, or the model has a choice that is not divided: ALiBi, sinusoidal positions, QK-norm, dropout.
+            are tied, or the model has a choice that is not divided: ALiBi, sinusoidal positions, QK-norm, dropout,
+            experts.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")

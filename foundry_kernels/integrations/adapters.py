@@ -19,11 +19,15 @@ from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
-#: What `ops` of `patch` may name. "flash_attention" means its packed form too.
+#: What `ops` of `patch` may name. "flash_attention" means its packed form too, "grouped_mm" the weighted sum behind it.
 PATCHABLE = (
     "rms_norm", "swiglu", "geglu", "rope", "qk_norm_rope", "flash_attention", "cross_entropy", "linear_cross_entropy",
-    "layer_norm",
+    "layer_norm", "grouped_mm", "bias_gelu",
 )  # fmt: skip
+
+
+def nothing(module: Any) -> dict[str, Any]:
+    return {}
 
 
 def words(text: str) -> frozenset[str]:
@@ -58,6 +62,10 @@ class Adapter:
 
     def why_not(self, module: nn.Module) -> str | None:
         """The reason why this one module cannot be served, or None."""
+        return None
+
+    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
+        """What the report says of this module though it is served, by `ops`, or None."""
         return None
 
     def members(self, original: type) -> dict[str, Any]:
@@ -159,12 +167,17 @@ class Gated(Adapter):
 
     act: str = "act_fn"
 
+    def activation(self, module: nn.Module) -> tuple[str, str] | None:
+        """As the function of this name."""
+        return activation(getattr(module, self.act, None))
+
     def why_not(self, module: nn.Module) -> str | None:
-        act = getattr(module, self.act, None)
-        return None if activation(act) else f"its activation is {type(act).__name__}, which no gated kernel has"
+        if self.activation(module) is None:
+            return f"its activation is {type(getattr(module, self.act, None)).__name__}, which no gated kernel has"
+        return None
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        found = activation(getattr(module, self.act, None))
+        found = self.activation(module)
         return () if found is None else (found[0],)
 
 
@@ -182,38 +195,15 @@ class MLP(Gated):
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     if self._foundry_row.packed:
-        return self.down_proj(_gated(self._foundry, self.gate_up_proj(x), None))
-    return self.down_proj(_gated(self._foundry, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gated(self._foundry, self.gate_up_proj(x), None))
+    return self.down_proj(gated(self._foundry, self.gate_proj(x), self.up_proj(x)))
 
 
-def _gated(state: State, gate: Tensor, up: Tensor | None) -> Tensor:
+def gated(state: State, gate: Tensor, up: Tensor | None, **options: Any) -> Tensor:
     backends = state.backends
     if "swiglu" in backends:
-        return swiglu(gate, up, backend=backends["swiglu"])
+        return swiglu(gate, up, backend=backends["swiglu"], **options)
     return geglu(gate, up, approximate=state.gelu, backend=backends["geglu"])
-
-
-@dataclass(frozen=True)
-class Experts(Gated):
-    """A mixture of experts: the step between its grouped products, which `_apply_gate` is."""
-
-    method = "_apply_gate"
-    names = words("chunk act_fn")
-
-    def why_not(self, module: nn.Module) -> str | None:
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_experts_implementation", None) == "eager":
-            return (
-                "experts_implementation='eager' has its activation inside a loop; 'grouped_mm' and 'batched_mm' do not"
-            )
-        return super().why_not(module)
-
-    def members(self, original: type) -> dict[str, Any]:
-        return {"_apply_gate": lambda self, gate_up: _gated(self._foundry, gate_up, None)}
-
-
-def _nothing(module: Any) -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -231,8 +221,10 @@ class Attention(Adapter):
     interleaved: bool = False
     half_tables: bool = False
     optional_rope: bool = False
-    passes: Callable[[Any], dict[str, Any]] = _nothing
+    passes: Callable[[Any], dict[str, Any]] = nothing
     uses: tuple[str, ...] = field(default=())
+    #: Whether all of it is served, or nothing.
+    whole: ClassVar[bool] = False
 
     names = words(
         "shape head_dim q_proj k_proj v_proj o_proj view transpose apply_rotary_pos_emb update layer_idx "

@@ -74,11 +74,15 @@ class CausalLM(Adapter):
         """The original's: transformers writes it into saved configs, and reads the file of the module."""
         return original.__module__, original.__name__
 
+    @staticmethod
+    def returns(forward: Any) -> Any:
+        """A forward whose result is a tuple where the caller or the config wants one."""
+        return importlib.import_module("transformers.utils.generic").can_return_tuple(forward)
+
     def members(self, original: Any) -> dict[str, Any]:
         theirs = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
-        returns = importlib.import_module("transformers.utils.generic").can_return_tuple
         return {
-            "forward": returns(_mixture_forward if self.mixture else _forward),
+            "forward": self.returns(_mixture_forward if self.mixture else _forward),
             "loss_function": property(_get_loss_function, _set_loss_function),
             "_foundry_get_loss": original.loss_function.fget,  # which the compiler cannot look up
             "_foundry_their_loss": staticmethod(theirs),
@@ -106,16 +110,37 @@ def _forward(
         "use_cache": use_cache,
         **kwargs,
     }
+    return trained_without_logits(self, self.model, given, labels, logits_to_keep, kwargs)
+
+
+def trained_without_logits(
+    self: Any,
+    decoder: Any,
+    given: dict[str, Any],
+    labels: Tensor | None,
+    logits_to_keep: int | Tensor,
+    kwargs: dict[str, Any],
+    apart: bool = False,
+) -> Any:
+    """A forward: the model's own where logits are made, else `decoder` and the loss of what it gives.
+
+    `kwargs` are those of the loss, and `given` has them too; with `apart` it has not, and the decoder takes a
+    `return_dict`.
+    """
+    more = {"return_dict": True, **(kwargs if apart else {})}
     if labels is None or not _makes_no_logits(self, logits_to_keep):
         original = self._foundry_original.forward
-        return original(self, labels=labels, logits_to_keep=logits_to_keep, return_dict=True, **given)
-    outputs = self.model(**given)
-    return self._foundry_home.CausalLMOutputWithPast(
+        return original(self, labels=labels, logits_to_keep=logits_to_keep, **more, **given)
+    outputs = decoder(**given, return_dict=True) if apart else decoder(**given)
+    across = {"cross_attentions": outputs.cross_attentions} if hasattr(outputs, "cross_attentions") else {}
+    kind = "CausalLMOutputWithCrossAttentions" if across else "CausalLMOutputWithPast"
+    return getattr(self._foundry_home, kind)(
         loss=_loss_of_hidden(self, outputs.last_hidden_state, labels, logits_to_keep, **kwargs),
         logits=None,
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
+        **across,
     )
 
 

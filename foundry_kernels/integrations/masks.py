@@ -74,6 +74,24 @@ def padding_layout(
     return torch.nn.functional.pad(totals, (1, 0)).to(torch.int32)[None, None]
 
 
+def dense_causal(layout: tuple[Tensor, Tensor], batch: int, queries: int, keys: int) -> Tensor:
+    """A layout as a mask ``[B, 1, T, S]``, True where a query sees a key; one that sees none, which is padding, sees
+    all, as in transformers' own masks."""
+
+    def place(totals: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """The sequence of each token ``[B, tokens]``, and how far it is from the sequence's end."""
+        token = torch.arange(batch * tokens, device=totals.device, dtype=totals.dtype)
+        sequence = torch.searchsorted(totals, token, right=True) - 1
+        return sequence.view(batch, tokens), (totals[sequence + 1] - token).view(batch, tokens)
+
+    (of_query, query_left), (of_key, key_left) = (
+        place(layout[0].contiguous(), queries),
+        place(layout[1].contiguous(), keys),
+    )
+    seen = (of_query[:, :, None] == of_key[:, None]) & (key_left[:, None] >= query_left[:, :, None])
+    return (seen | ~seen.any(-1, keepdim=True))[:, None]
+
+
 def packed_layout(follows: Tensor) -> Tensor | None:
     """The layout of sequences packed in a row: `follows` ``[B, T - 1]`` says whether token t + 1 continues token t's.
 

@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from foundry_kernels.integrations import swap
-from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State, activation
+from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.table import adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
+from foundry_kernels.nn import Experts as OurExperts
 from foundry_kernels.nn import LayerNorm, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, plan, serving
 from foundry_kernels.registry import short_dtype
 
-OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, OurAttention, Transformer)
+OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, OurExperts, OurAttention, Transformer)
 ATTENTION = "_attn_implementation"
 
 #: What `dense_masks` may be, and the attention of transformers that it means.
@@ -86,7 +87,7 @@ def parts(report: Report) -> tuple[str, str, str, str, str]:
 
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
     text = ", ".join(f"{n} {text}" for text, n in left.items())
-    return of("Norm"), of("MLP", "Experts"), of("Attention"), of("ForCausalLM"), text
+    return of("Norm"), of("MLP", "Experts"), of("Attention"), of("ForCausalLM", "LMHeadModel"), text
 
 
 class PatchHandle:
@@ -152,7 +153,7 @@ def patch(
     """Replace the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
     know.
 
-    Known are the families of `foundry_kernels.integrations.table.FAMILIES` in Hugging Face transformers,
+    Known are the families of `foundry_kernels.integrations.table.FAMILIES` and `OLDER` in Hugging Face transformers,
     ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
     Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
     wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is
@@ -170,9 +171,10 @@ def patch(
             are made at its top, and a layer that is patched by itself refuses the dense ones that it then gets.
         backend: a backend's name, or a mapping of operations to names (as for `foundry_kernels.nn`).
         ops: the operations to use, of rms_norm, swiglu, geglu, rope, qk_norm_rope, flash_attention, cross_entropy,
-            linear_cross_entropy and layer_norm; None for all but an attention that is "eager" by choice. qk_norm_rope
-            is the norm of queries and keys and the rotation in one; without it the two are done one after the other.
-            linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy that of any other.
+            linear_cross_entropy, layer_norm, grouped_mm and bias_gelu; None for all but an attention that is "eager"
+            by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are done
+            one after the other. linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy
+            that of any other.
         dense_masks: what happens where a mask is not causal, a window or padding: "refuse" raises ValueError with
             the reason in the forward pass, "sdpa" runs that call on torch's scaled_dot_product_attention, or on the
             model's own eager attention where there is a soft cap or sinks, which SDPA lacks.
@@ -243,7 +245,12 @@ def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
 
 
 #: Operations that go with another one and are not named by themselves.
-COMPANIONS = {"rms_norm": ("add_rms_norm",), "flash_attention": ("flash_attention_varlen",), "qk_norm_rope": ("rope",)}
+COMPANIONS = {
+    "rms_norm": ("add_rms_norm",),
+    "flash_attention": ("flash_attention_varlen",),
+    "qk_norm_rope": ("rope",),
+    "grouped_mm": ("combine_experts",),
+}
 
 
 def _with_companions(ops: Iterable[str]) -> list[str]:
@@ -283,14 +290,17 @@ def _find(
     if isinstance(found, Attention) and "qk_norm_rope" in ops and "qk_norm_rope" not in wanted and "rope" in wanted:
         chosen = ("rope", *chosen)
     if isinstance(found, Attention) and not asked and (reason := found.why_not_attend(module)):
-        return found, Entry(name, cls, tuple(op for op in chosen if op != "flash_attention"), reason)
+        rest = () if found.whole else tuple(op for op in chosen if op != "flash_attention")
+        return found, Entry(name, cls, rest, reason)
+    if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
+        chosen = ()
     if not chosen:
         return None, Entry(name, cls, reason=f"ops does not name {' or '.join(ops)}")
     if isinstance(found, CausalLM) and "linear_cross_entropy" in chosen:
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
-    return found, Entry(name, cls, chosen)
+    return found, Entry(name, cls, chosen, None if found is None else found.note(module, chosen))
 
 
 def _without_containers(entries: list[Entry]) -> list[Entry]:
@@ -305,7 +315,7 @@ def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[st
         return State({**module.backends, **{op: b for op, b in mine.items() if op in module.backends}})
     if isinstance(adapter, Norm) and "qk_norm_rope" in entry.ops:
         mine = {op: b for op, b in backends.items() if op == "rms_norm"}  # where it is called by itself after all
-    gelu = activation(getattr(module, adapter.act)) if isinstance(adapter, Gated) else None
+    gelu = adapter.activation(module) if isinstance(adapter, Gated) else None
     return State(mine, gelu=gelu[1] if gelu else "none")
 
 
@@ -328,7 +338,9 @@ class _Configs:
     """The configs in a model: copied, because another model may hold the same ones, and set to our attention."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(m, m.config) for m in model.modules() if hasattr(vars(m).get("config"), ATTENTION)]
+        self._held: list[tuple[Any, Any]] = [
+            (m, m.config) for m in model.modules() if hasattr(vars(m).get("config"), ATTENTION)
+        ]
 
     def switch(self, layers: list[tuple[Any, State]], attention: str) -> None:
         importlib.import_module("foundry_kernels.integrations.transformers")  # registers the name
@@ -336,9 +348,17 @@ class _Configs:
         for module, config in self._held:
             module.config = copy.deepcopy(config, copies)
         for module, state in layers:
-            state.previous["attention"] = module.config._attn_implementation
-        for module, _ in layers:
-            module.config._attn_implementation = attention
+            own: Any = getattr(module, "config", None)
+            if own is None:  # BLOOM's attention has none; that of the model around it decides how masks are made
+                around = [m for m, _ in self._held if any(part is module for part in m.modules())]
+                if not around:
+                    continue
+                own = around[-1].config
+                state.previous["config"] = own
+            state.previous["attention"] = own._attn_implementation
+        for module, state in layers:
+            if "attention" in state.previous:
+                (state.previous.get("config") or module.config)._attn_implementation = attention
 
     def restore(self) -> None:
         for module, config in self._held:

@@ -72,8 +72,10 @@ def revert(module: Any) -> None:
         module.backends = previous["backends"]
     elif _is_last(module):
         module.__class__ = module._foundry_original
-    if "attention" in previous and str(module.config._attn_implementation).startswith("foundry"):  # and not set since
-        module.config._attn_implementation = previous["attention"]
+    if "attention" in previous:
+        config = previous.get("config") or module.config
+        if str(config._attn_implementation).startswith("foundry"):  # and not set since
+            config._attn_implementation = previous["attention"]
     del module._foundry
 
 

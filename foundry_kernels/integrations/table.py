@@ -10,8 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Experts, Norm, TorchNorm
+from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm, TorchNorm
 from foundry_kernels.integrations.causal_lm import CausalLM
+from foundry_kernels.integrations.experts import ClampedExperts, Experts
+from foundry_kernels.integrations.older import GPT2Attention, GPT2Model, NeoXAttention, NeoXModel, PlainMLP
+from foundry_kernels.integrations.older_alibi import BloomAttention, BloomMLP, FalconAttention, TransformerModel
 
 # Where the division by the root mean square is rounded: before the weight (Llama), or once, after it.
 LLAMA = Norm(round_before_weight=True)
@@ -24,6 +27,10 @@ PACKED = MLP(act="activation_fn", packed=True)
 
 def _config_window(module: Any) -> dict[str, Any]:
     return {"sliding_window": getattr(module.config, "sliding_window", None)}
+
+
+def _window_if_any(module: Any) -> dict[str, Any]:
+    return {"sliding_window": getattr(module, "sliding_window", None)}
 
 
 def _layer_window(module: Any) -> dict[str, Any]:
@@ -47,9 +54,14 @@ def _divided_logits(module: Any) -> float:
     return 1.0 / float(module.config.logits_scaling)
 
 
+def _clamped_gate(module: Any) -> dict[str, Any]:
+    return {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0, "interleaved": True}
+
+
 PLAIN = Attention()
 WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
 CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
+QWEN3 = Attention(norms="heads", passes=_layer_window, uses=("sliding_window",))
 
 #: Families of transformers: model type -> name of its classes, norm, MLP or experts, attention.
 FAMILIES: dict[str, tuple[str, Norm, Adapter | str, Attention]] = {
@@ -57,7 +69,9 @@ FAMILIES: dict[str, tuple[str, Norm, Adapter | str, Attention]] = {
     "mistral": ("Mistral", LLAMA, GATED, CONFIG_WINDOW),
     "mixtral": ("Mixtral", LLAMA, Experts(), CONFIG_WINDOW),
     "qwen2": ("Qwen2", LLAMA, GATED, WINDOW),
-    "qwen3": ("Qwen3", LLAMA, GATED, Attention(norms="heads", passes=_layer_window, uses=("sliding_window",))),
+    "qwen2_moe": ("Qwen2Moe", LLAMA, Experts(), Attention(passes=_window_if_any)),
+    "qwen3": ("Qwen3", LLAMA, GATED, QWEN3),
+    "qwen3_moe": ("Qwen3Moe", LLAMA, Experts(), QWEN3),
     "gemma": ("Gemma", GEMMA, GATED, PLAIN),
     "gemma2": (
         "Gemma2",
@@ -65,7 +79,7 @@ FAMILIES: dict[str, tuple[str, Norm, Adapter | str, Attention]] = {
         GATED,
         Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")),
     ),
-    "gemma3": ("Gemma3", GEMMA, GATED, Attention(norms="heads", passes=_layer_window, uses=("sliding_window",))),
+    "gemma3": ("Gemma3", GEMMA, GATED, QWEN3),
     "phi3": ("Phi3", LLAMA, PACKED, Attention(packed=True, passes=_config_window, uses=("getattr",))),
     "granite": ("Granite", LLAMA, GATED, PLAIN),
     "olmo2": ("Olmo2", ROUNDED_ONCE, GATED, Attention(norms="projection")),
@@ -84,11 +98,41 @@ FAMILIES: dict[str, tuple[str, Norm, Adapter | str, Attention]] = {
     "gpt_oss": (
         "GptOss",
         ROUNDED_ONCE,
-        "its gate is clamped and its up half shifted by 1, which no gated kernel does",
+        ClampedExperts(passes=_clamped_gate),
         Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
     ),
     "glm4": ("Glm4", LLAMA, PACKED, Attention(interleaved=True)),
 }
+
+
+def _dropout_module(module: Any) -> float:
+    return float(module.attention_dropout.p)
+
+
+#: Families before Llama: model type -> the adapter of each of its classes.
+OLDER: dict[str, dict[str, Adapter]] = {
+    "gpt2": {
+        "GPT2Attention": GPT2Attention(dropout=lambda module: float(module.attn_dropout.p)),
+        "GPT2MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
+        "GPT2LMHeadModel": GPT2Model(),
+    },
+    "gpt_neox": {
+        "GPTNeoXAttention": NeoXAttention(),
+        "GPTNeoXMLP": PlainMLP(first="dense_h_to_4h", second="dense_4h_to_h"),
+        "GPTNeoXForCausalLM": NeoXModel(),
+    },
+    "bloom": {
+        "BloomAttention": BloomAttention(dropout=_dropout_module),
+        "BloomMLP": BloomMLP(first="dense_h_to_4h", second="dense_4h_to_h", act="gelu_impl"),
+        "BloomForCausalLM": TransformerModel(),
+    },
+    "falcon": {
+        "FalconAttention": FalconAttention(dropout=_dropout_module),
+        "FalconMLP": PlainMLP(first="dense_h_to_4h", second="dense_4h_to_h"),
+        "FalconForCausalLM": TransformerModel(uses=("position_ids",)),
+    },
+}
+
 
 CAPPED = CausalLM(cap=_final_cap, uses=("final_logit_softcapping", "torch", "tanh"))
 MIXTURE = CausalLM(mixture=True)
@@ -99,6 +143,8 @@ LANGUAGE_MODELS = {
     "gemma3": CAPPED,
     "granite": CausalLM(scale=_divided_logits, uses=("logits_scaling",)),
     "mixtral": MIXTURE,
+    "qwen2_moe": MIXTURE,
+    "qwen3_moe": MIXTURE,
     "gpt_oss": MIXTURE,
 }
 
@@ -118,6 +164,12 @@ def _table() -> dict[tuple[str, str], Adapter | str]:
             (home, f"{name}Attention"): attention,
             (home, f"{name}ForCausalLM"): LANGUAGE_MODELS.get(family, CausalLM()),
         }
+    for family, classes in OLDER.items():
+        home = f"transformers.models.{family}.modeling_{family}"
+        table |= {(home, name): adapter for name, adapter in classes.items()}
+    # Shared experts, and the dense layers that may lie between those of experts.
+    for family, name in (("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe")):
+        table[f"transformers.models.{family}.modeling_{family}", f"{name}MLP"] = GATED
     return table
 
 

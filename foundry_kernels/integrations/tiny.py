@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.integrations.table import FAMILIES, OLDER
 
 SIZES = {
     "vocab_size": 128,
@@ -22,12 +22,22 @@ SIZES = {
     "eos_token_id": 2,
 }
 
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
 #: What a family needs besides, so that what makes it different is seen at this size.
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+    "qwen2_moe": {
+        **ROUTED,
+        "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "qwen3": {"head_dim": 16},
+    "qwen3_moe": {**ROUTED, "head_dim": 16},
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0},
     "gemma3": {
@@ -53,6 +63,9 @@ EXTRA: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": {"head_dim": 16},
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
 }
 
 
@@ -62,8 +75,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     Raises:
         ImportError: transformers is not installed. ValueError: `family` is not in the table.
     """
-    if family not in FAMILIES:
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}; got {family!r}")
+    if family not in (*FAMILIES, *OLDER):
+        raise ValueError(f"family must be one of {', '.join((*FAMILIES, *OLDER))}; got {family!r}")
     from transformers import CONFIG_MAPPING
 
     name = "gemma3_text" if family == "gemma3" else family

@@ -38,6 +38,7 @@ from foundry_kernels.integrations.masks import (
     ADVICE,
     DenseMask,
     blocks_in_window,
+    dense_causal,
     neighbours,
     packed_layout,
     padding_layout,
@@ -60,6 +61,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function "foundry"; the arguments are those that transformers passes.
@@ -69,6 +71,7 @@ def attention(
         attention_mask: None, where query T - 1 is aligned with key S - 1, or what :func:`mask` gave.
         scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
         sliding_window: how many keys a token sees, itself included. s_aux: ``[H]``, the sinks.
+        alibi_slopes: ``[H]``, as of :func:`foundry_kernels.flash_attention`.
 
     Returns:
         ``(out [B, T, H, D], None)``.
@@ -76,9 +79,16 @@ def attention(
     Raises:
         ValueError: a dense mask, dropout, `output_attentions`, or an argument of another attention function.
     """
-    _refuse(dropout, kwargs)
+    leaves_dropout = dropout and getattr(getattr(module, "_foundry_row", None), "leaves_dropout", False)
+    _refuse(0.0 if leaves_dropout else dropout, kwargs)
     if attention_mask is not None and attention_mask.dtype != torch.int32:
         raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
+    if leaves_dropout:
+        layout = _layout(attention_mask, kwargs)
+        seen = None if layout is None else dense_causal(layout, query.shape[0], query.shape[2], key.shape[2])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, seen, scaling=scaling, dropout=dropout, is_causal=is_causal
+        )
     state = getattr(module, "_foundry", None)
     backends = {} if state is None else state.backends
     causal = _is_causal(module) if is_causal is None else is_causal
@@ -88,6 +98,7 @@ def attention(
         "window": None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1),
         "softcap": softcap,
         "sinks": s_aux,
+        "alibi_slopes": alibi_slopes,
     }
     layout = _layout(attention_mask, kwargs)
     if layout is None:
@@ -117,6 +128,16 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be None; {ADVICE}")
 
 
+def as_dense(mask: Tensor | None, batch: int, queries: int, keys: int, device: Any) -> Tensor:
+    """What :func:`mask` gave as a mask ``[B or 1, 1, T, S]``, True where a query sees a key; a dense one as it is."""
+    if mask is not None and mask.dtype != torch.int32:
+        return mask
+    layout = _layout(mask, {})
+    if layout is not None:
+        return dense_causal(layout, batch, queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+
+
 def _is_causal(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     return bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True))
@@ -124,6 +145,8 @@ def _is_causal(module: nn.Module) -> bool:
 
 def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """The running totals of the sequences' lengths, of queries and of keys; None for one sequence a row."""
+    if mask is not None and mask.dim() == 5:
+        mask = mask[0]
     if mask is not None and mask.shape[2] == 2:
         return mask[0, 0, 0], mask[0, 0, 1]
     if kwargs.get("cu_seq_lens_q") is not None:
@@ -237,16 +260,24 @@ def mask(
         if traced:
             unlike = ((~before).sum() + after.sum()).to(torch.int32)
             if one_row:
-                return unlike[None, None, None, None]
+                return _hidden(unlike[None, None, None, None], config)
             torch._assert_async(unlike == 0, "attention_mask is not causal")
         elif after.any() or not (one_row or before.all()):
             raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
         elif one_row:
-            return packed_layout(before)
+            return _hidden(packed_layout(before), config)
     if attention_mask is not None:
         present = attention_mask[:, kv_offset : kv_offset + kv_length]
         attention_mask = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
-    return padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
+    layout = padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
+    return _hidden(layout, config)
+
+
+def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
+    """Falcon adds ALiBi to what it takes for a mask, which has four dimensions: there a layout has five."""
+    if layout is not None and getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
+        return layout[None]
+    return layout
 
 
 def _window_without_blocks(mask_function: Any, config: Any) -> int:

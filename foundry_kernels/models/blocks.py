@@ -1,12 +1,13 @@
 """The blocks of a model, one class for each way in which norms and branches follow each other.
 
 A block gets a stream and the branch that is still to be added to it, and returns the same two, so that the sum is made
-in the pass of the next norm.
+in the pass of the next norm, and the branch is dropped out there too. Asked for the statistics of its router, it
+returns those behind them, tensor by tensor: reentrant activation checkpointing gives no gradient to what lies deeper.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from foundry_kernels.nn import (
     GatedMLP,
     KeyValueStore,
     LayerNorm,
+    MoE,
     RMSNorm,
     RotaryEmbedding,
     SwiGLU,
@@ -26,6 +28,7 @@ from foundry_kernels.nn import (
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 
 Norm = RMSNorm | LayerNorm
+Passed = tuple[Any, ...]  # (branch, stream), or (branch, stream, shares, probabilities, z)
 
 
 def operations(config: ModelConfig) -> tuple[str, ...]:
@@ -37,6 +40,7 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
         ops.append("rope")
     op = (GATES if config.gated else ACTIVATIONS)[config.activation][0]
     ops += [] if op is None else [op]
+    ops += [] if config.n_experts is None else ["grouped_mm", "combine_experts"]
     return tuple(dict.fromkeys((*ops, "flash_attention", "cross_entropy", "linear_cross_entropy")))
 
 
@@ -46,15 +50,41 @@ def make_norm(config: ModelConfig, factory: dict[str, Any]) -> Norm:
     return RMSNorm(config.dim, config.norm_eps, round_before_weight=config.norm_round_before_weight, **factory)
 
 
-def make_feed_forward(config: ModelConfig, factory: dict[str, Any]) -> GatedMLP | MLP:
+def make_feed_forward(config: ModelConfig, factory: dict[str, Any]) -> GatedMLP | MLP | MoE:
+    if config.n_experts is not None:
+        return MoE(
+            config.dim,
+            config.ffn_width,
+            config.n_experts,
+            config.top_k,
+            activation=config.activation,
+            scoring=config.router_scoring,
+            renormalize=config.router_renormalize,
+            scale=config.router_scale,
+            router_bias=config.router_bias,
+            selection_bias=config.selection_bias,
+            bias=config.mlp_bias,
+            weight_inputs=config.weight_expert_inputs,
+            shared_width=config.shared_expert_dim,
+            shared_gate=config.shared_expert_gate,
+            **factory,
+        )
     if config.activation == "swiglu" and not config.mlp_bias:
         return SwiGLU(config.dim, config.ffn_width, **factory)
     block = GatedMLP if config.gated else MLP
     return block(config.dim, config.ffn_width, activation=config.activation, bias=config.mlp_bias, **factory)
 
 
+def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
+    """The norm of the stream with the branch, and that stream. In training of the norm, the branch is dropped out."""
+    branch = branch.to(stream.dtype)
+    return norm(branch, stream, dropout_p=dropout) if dropout and norm.training else norm(branch, stream)
+
+
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each after a norm that also adds the branch before it to the residual stream."""
+
+    drops_late: ClassVar = True  # whether the branch that a block returns is still to be dropped out
 
     def __init__(
         self,
@@ -86,59 +116,65 @@ class TransformerBlock(nn.Module):
         self.dropout = config.residual_dropout
 
     def forward(
-        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None
-    ) -> tuple[Tensor | None, Tensor]:
+        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None, return_stats: bool = False
+    ) -> Passed:
         """`branch`, the previous block's output (None before the first), is still to be added to `stream`; both
-        ``[B, T, dim]``. Returns this block's branch, and the stream that it is to be added to."""
+        ``[B, T, dim]``. Returns this block's branch, the stream that it is to be added to, and with `return_stats` the
+        three tensors of :class:`foundry_kernels.nn.RouterStats`. If the block `drops_late`, a branch is dropped out
+        where it is added."""
         if branch is None:
             y = self.attention_norm(stream)
         else:
-            y, stream = self.attention_norm(branch.to(stream.dtype), stream)
+            y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
         branch = self.attention(y, cache=cache)
-        if self.dropout:
-            branch = self._drop(branch)
-        y, stream = self.ffn_norm(branch.to(stream.dtype), stream)  # type: ignore[misc]
-        branch = self.feed_forward(y)
-        return (self._drop(branch) if self.dropout else branch), stream
+        y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        branch, *stats = self._feed(y, return_stats)
+        return branch, stream, *stats
 
-    def _drop(self, branch: Tensor) -> Tensor:
-        return F.dropout(branch, self.dropout, self.training)
+    def _feed(self, y: Tensor, return_stats: bool) -> tuple[Tensor, ...]:
+        if not return_stats:
+            return (self.feed_forward(y),)
+        branch, stats = self.feed_forward(y, return_stats=True)
+        return branch, *stats
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}" if self.dropout else ""
 
 
 class ParallelBlock(TransformerBlock):
-    """Attention and feed-forward of the same stream, after one norm (Falcon-7B) or one each (GPT-NeoX).
+    """Attention and feed-forward of the same stream, after one norm (Falcon-7B) or one each (GPT-NeoX). Each is dropped
+    out by itself, before their sum.
 
     Black et al., "GPT-NeoX-20B", 2022, arXiv:2204.06745.
     """
 
+    drops_late = False
+
     def forward(
-        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None
-    ) -> tuple[Tensor | None, Tensor]:
+        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None, return_stats: bool = False
+    ) -> Passed:
         if branch is None:
             y = self.attention_norm(stream)
         else:
             y, stream = self.attention_norm(branch.to(stream.dtype), stream)
         attended = self.attention(y, cache=cache)
-        fed = self.feed_forward(y if self.ffn_norm is None else self.ffn_norm(stream))
+        fed, *stats = self._feed(y if self.ffn_norm is None else self.ffn_norm(stream), return_stats)
         if self.dropout:
-            attended, fed = self._drop(attended), self._drop(fed)
-        return attended + fed, stream
+            attended, fed = (F.dropout(each, self.dropout, self.training) for each in (attended, fed))
+        return attended + fed, stream, *stats
 
 
 class PostNormBlock(TransformerBlock):
     """Attention and feed-forward, each before a norm of the sum; no branch is left to be added."""
 
     def forward(
-        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None
-    ) -> tuple[Tensor | None, Tensor]:
+        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None, return_stats: bool = False
+    ) -> Passed:
         branch = self.attention(stream, cache=cache)
-        stream, _ = self.attention_norm(self._drop(branch).to(stream.dtype), stream)
-        branch = self.feed_forward(stream)
-        stream, _ = self.ffn_norm(self._drop(branch).to(stream.dtype), stream)  # type: ignore[misc]
-        return None, stream
+        stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
+        branch, *stats = self._feed(stream, return_stats)
+        stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        return None, stream, *stats
 
 
 def block_class(config: ModelConfig) -> type[TransformerBlock]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from foundry_kernels.models import presets
 from foundry_kernels.nn.mlp import GATES
+from foundry_kernels.nn.router import SCORINGS
 from foundry_kernels.ops.rope import RopeScaling
 
 #: What may be chosen, by the name of the field.
@@ -19,7 +20,15 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm_placement": ("pre", "post"),
     "activation": (*GATES, "gelu", "gelu_tanh", "relu"),
     "ffn_rule": (None, "4d", "two_thirds_of_4d"),
+    "router_scoring": SCORINGS,
 }
+
+
+#: Fields that mean nothing without `n_experts`.
+EXPERT_FIELDS = (
+    "top_k", "router_scoring", "router_renormalize", "router_scale", "router_bias", "selection_bias",
+    "weight_expert_inputs", "shared_expert_dim", "shared_expert_gate", "load_balancing_coef", "router_z_coef",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,23 @@ class ModelConfig:
         shared_attention_norm: with `parallel_residual`, one norm for both (Falcon-7B).
         sliding_window: positions that a query sees, its own the last of them; None is all before.
         qk_norm: an RMSNorm of each head of queries and keys, before the rotation (Qwen3).
-        embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added.
+        embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added, in the pass of
+            the norm that adds it.
         attention_dropout: of attention's weights. No kernel has it yet: in training, attention is then computed by
             plain PyTorch with a T x T matrix in memory, and a named kernel raises `BackendUnavailable`.
+        n_experts: None, or how many experts take the place of the feed-forward block, each of its width, in every layer
+            (:class:`foundry_kernels.nn.MoE`).
+        top_k: experts of a token.
+        router_scoring, router_renormalize, router_scale: how a router's logits become weights ("softmax", True, 1.0 in
+            Mixtral; "sigmoid" in DeepSeek-V3); see :class:`foundry_kernels.nn.Router`.
+        router_bias: of the router's logits.
+        selection_bias: a bias of the router's choice alone, which
+            :func:`foundry_kernels.nn.update_selection_biases` moves after each step (DeepSeek-V3).
+        weight_expert_inputs: multiply experts' inputs by their weights, not their outputs (Llama 4).
+        shared_expert_dim: width of an expert that every token goes through; None is none.
+        shared_expert_gate: multiply its output by the logistic function of a scalar (Qwen2-MoE).
+        load_balancing_coef, router_z_coef: factors of the load-balancing and the router's z-loss in the model's loss
+            while it trains.
 
     Raises:
         TypeError, ValueError: a field is invalid, or contradicts another; the message names it.
@@ -111,14 +134,48 @@ class ModelConfig:
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
+    n_experts: int | None = None
+    top_k: int = 2
+    router_scoring: str = "softmax"
+    router_renormalize: bool = True
+    router_scale: float = 1.0
+    router_bias: bool = False
+    selection_bias: bool = False
+    weight_expert_inputs: bool = False
+    shared_expert_dim: int | None = None
+    shared_expert_gate: bool = False
+    load_balancing_coef: float = 0.0
+    router_z_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "multiple_of"):
+        for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "multiple_of", "top_k"):
             _check_size(name, getattr(self, name))
-        for name in ("n_kv_heads", "hidden_dim", "head_dim", "rope_dim", "sliding_window"):
+        for name in (
+            "n_kv_heads",
+            "hidden_dim",
+            "head_dim",
+            "rope_dim",
+            "sliding_window",
+            "n_experts",
+            "shared_expert_dim",
+        ):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
-        for name, low in (("ffn_dim_multiplier", 0.0), ("norm_eps", 0.0), ("rope_base", 1.0), ("init_std", 0.0)):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if (
+                str(field.type).startswith("float")
+                and not isinstance(value, int | float)
+                and value is not field.default
+            ):
+                raise TypeError(f"{field.name} must be a number; got {type(value).__name__}")
+        for name, low in (
+            ("ffn_dim_multiplier", 0.0),
+            ("norm_eps", 0.0),
+            ("rope_base", 1.0),
+            ("init_std", 0.0),
+            ("router_scale", 0.0),
+        ):
             value = getattr(self, name)
             if value is not None and not (value > low and math.isfinite(value)):
                 raise ValueError(f"{name} must be finite and > {low:g}; got {value}")
@@ -132,6 +189,9 @@ class ModelConfig:
         for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
+        for name in ("load_balancing_coef", "router_z_coef"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0; got {getattr(self, name)}")
         if self.n_heads % self.kv_heads:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads={self.kv_heads}; got {self.n_heads}")
         if self.head_dim is None and self.dim % self.n_heads:
@@ -184,6 +244,16 @@ class ModelConfig:
         """
         return cls(**presets.fields("falcon", size, changes))
 
+    @classmethod
+    def mixtral(cls, size: str = "8x7b", **changes: Any) -> ModelConfig:
+        """Mixtral: LLaMA with 8 experts, of which a token goes through 2; in Meta's order of rotary pairs.
+
+        Args:
+            size: "8x7b" (46,702,792,704 parameters) or "8x22b" (140,620,634,112).
+            changes: fields that differ.
+        """
+        return cls(**presets.fields("mixtral", size, changes))
+
     # Those below are derived and not filled in, so that `dataclasses.replace` derives them anew.
 
     @property
@@ -205,6 +275,11 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether the feed-forward part has a gate, and so three matrices."""
         return self.activation in GATES
+
+    @property
+    def balances(self) -> bool:
+        """Whether a loss of the routers is part of the model's loss in training."""
+        return self.load_balancing_coef > 0.0 or self.router_z_coef > 0.0
 
     @property
     def norms_have_bias(self) -> bool:
@@ -238,7 +313,13 @@ class ModelConfig:
         attention += (q + 2 * kv) * self.attention_bias + dim * self.attention_out_has_bias
         attention += 2 * self.head_width * self.qk_norm
         matrices = 3 if self.gated else 2
-        feed_forward = matrices * dim * width + ((matrices - 1) * width + dim) * self.mlp_bias
+        biased = ((matrices - 1) * width + dim) * self.mlp_bias
+        feed_forward = matrices * dim * width + biased
+        if self.n_experts is not None:
+            shared = self.shared_expert_dim or 0
+            feed_forward *= self.n_experts
+            feed_forward += self.n_experts * (dim + self.router_bias) + dim * self.shared_expert_gate
+            feed_forward += matrices * dim * shared + ((matrices - 1) * shared + dim) * (self.mlp_bias and shared > 0)
         layer = attention + feed_forward + norm * (1 if self.shared_attention_norm else 2)
         embeddings = self.vocab_size * dim * (1 if self.tie_embeddings else 2) + self.vocab_size * self.output_bias
         embeddings += self.max_seq_len * dim * (self.positions == "learned") + norm * self.embedding_norm
@@ -270,6 +351,27 @@ def _contradictions(config: ModelConfig) -> Iterator[str]:
         yield "shared_attention_norm needs parallel_residual=True: in sequence the branches read different streams"
     if config.tie_embeddings and config.output_bias:
         yield "output_bias needs tie_embeddings=False: a tied head is the embedding's matrix alone"
+    yield from _contradictions_of_experts(config)
+
+
+def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
+    if config.n_experts is None:
+        for name in EXPERT_FIELDS:
+            value = getattr(config, name)
+            if value != ModelConfig.__dataclass_fields__[name].default:
+                yield f"{name} needs n_experts: there is no router and no expert without; got {value}"
+        return
+    if config.top_k > config.n_experts:
+        yield f"top_k must be at most n_experts={config.n_experts}; got {config.top_k}"
+    if not config.gated:
+        yield f"n_experts needs a gated activation, one of {', '.join(GATES)}; got activation={config.activation!r}"
+    if config.top_k == 1 and config.n_experts > 1 and config.router_renormalize:
+        yield (
+            "router_renormalize must be False with top_k=1: a weight divided by itself is 1, and the router "
+            "would learn nothing"
+        )
+    if config.shared_expert_gate and config.shared_expert_dim is None:
+        yield "shared_expert_gate needs shared_expert_dim: there is no shared expert; got True"
 
 
 def _check_size(name: str, value: object) -> None:

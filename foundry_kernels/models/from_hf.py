@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.models.hf_families import FAMILIES, Family
+from foundry_kernels.models.hf_config import Family
+from foundry_kernels.models.hf_families import FAMILIES
 
 State = dict[str, Tensor]
 
@@ -38,11 +39,11 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
     state: State = {}
     used = set()
     for our_name, their_name in _pairs(family, config.n_layers):
-        for kind in ("weight", "bias"):
-            if f"{their_name}.{kind}" not in theirs:
+        for kind in (".weight", ".bias", ""):  # "": a parameter itself, as those of experts are
+            if their_name + kind not in theirs:
                 continue
-            used.add(f"{their_name}.{kind}")
-            weight = theirs[f"{their_name}.{kind}"].detach()
+            used.add(their_name + kind)
+            weight = theirs[their_name + kind].detach()
             if family.transposed and weight.dim() == 2 and our_name.startswith("layers."):
                 weight = weight.t()
             if our_name == "pos_embeddings":
@@ -50,7 +51,7 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
             if our_name.endswith("attention.wqkv"):
                 state |= _split(our_name.removesuffix("qkv"), kind, weight, config, family.qkv, their_name)
             else:
-                state[f"{our_name}.{kind}"] = weight
+                state[our_name + kind] = weight
     if unknown := sorted(theirs.keys() - used):
         raise ValueError(f"model has weights that {name} has no place for here: {_few(unknown)}")
     return config, state
@@ -72,7 +73,7 @@ def check(state: State, expected: State, model: nn.Module) -> None:
 
 
 def _pairs(family: Family, n_layers: int) -> Iterator[tuple[str, str]]:
-    """Our modules and theirs."""
+    """Our modules, or parameters, and theirs."""
     for ours, theirs in family.names.items():
         for name in (theirs,) if isinstance(theirs, str) else theirs:
             if ours in ("tok_embeddings", "pos_embeddings", "embedding_norm", "norm", "output"):
@@ -86,7 +87,7 @@ def _split(prefix: str, kind: str, weight: Tensor, config: ModelConfig, how: str
     queries, keys, width = config.n_heads, config.kv_heads, config.head_width
     if weight.shape[0] != (queries + 2 * keys) * width:
         raise ValueError(
-            f"{name}.{kind} must hold {queries} query and 2 x {keys} key and value heads of {width}, "
+            f"{name}{kind} must hold {queries} query and 2 x {keys} key and value heads of {width}, "
             f"{(queries + 2 * keys) * width} rows; got {weight.shape[0]}"
         )
     if how == "columns":
@@ -95,7 +96,7 @@ def _split(prefix: str, kind: str, weight: Tensor, config: ModelConfig, how: str
         group = queries // keys
         heads = weight.unflatten(0, (keys, group + 2, width)).split((group, 1, 1), 1)
         parts = tuple(part.flatten(0, 2) for part in heads)
-    return {f"{prefix}{part}.{kind}": w for part, w in zip("qkv", parts, strict=True)}
+    return {f"{prefix}{part}{kind}": w for part, w in zip("qkv", parts, strict=True)}
 
 
 def _few(names: list[str]) -> str:

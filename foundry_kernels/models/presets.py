@@ -55,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_interleaved": False,
         "tie_embeddings": True,
     },
+    "mixtral": {"n_kv_heads": 8, "rope_base": 1e6, "n_experts": 8, "top_k": 2},
 }
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -87,6 +88,10 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "7b": _shape(4544, 32, 71),
         "40b": _shape(8192, 60, 128, **_FALCON_40B),
         "180b": _shape(14848, 80, 232, **_FALCON_40B),
+    },
+    "mixtral": {
+        "8x7b": {**_8B, "max_seq_len": 32768, "load_balancing_coef": 0.02},
+        "8x22b": _shape(6144, 56, 48, multiple_of=256, max_seq_len=65536, load_balancing_coef=0.001),
     },
 }
 

@@ -11,11 +11,23 @@ from torch import Tensor, nn
 
 from foundry_kernels._checks import check_integer, check_rank
 from foundry_kernels.models import from_hf
-from foundry_kernels.models.blocks import block_class, make_norm, operations
+from foundry_kernels.models.blocks import add_branch, block_class, make_norm, operations
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.generate import generate
-from foundry_kernels.nn import AlibiSlopes, LayerNorm, RMSNorm, RotaryEmbedding, SinusoidalEmbedding, _decode
+from foundry_kernels.nn import (
+    AlibiSlopes,
+    Experts,
+    LayerNorm,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+    RouterStats,
+    SinusoidalEmbedding,
+    _decode,
+    load_balancing_loss,
+    router_z_loss,
+)
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._head import matrix_of
 from foundry_kernels.nn._tables import FixedTables
@@ -36,8 +48,8 @@ class Transformer(nn.Module):
     Parameters have the names and shapes of Meta's Llama, whose checkpoints load: `tok_embeddings`,
     `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`.
     Where a choice asks for them there are `pos_embeddings`, `embedding_norm` and `layers.N.attention.{q_norm, k_norm}`;
-    without a gate there is no `w3`, with a shared norm no `ffn_norm`, with "post" norms no `norm`. :meth:`from_hf`
-    takes the models of transformers.
+    without a gate there is no `w3`, with a shared norm no `ffn_norm`, with "post" norms no `norm`; with experts
+    `feed_forward` is a :class:`foundry_kernels.nn.MoE`. :meth:`from_hf` takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
 
@@ -93,6 +105,7 @@ class Transformer(nn.Module):
             alibi = AlibiSlopes(config.n_heads, device=device)
         block = block_class(config)
         self.layers = nn.ModuleList(block(config, rope, alibi, factory) for _ in range(config.n_layers))
+        self._late_dropout = config.residual_dropout if block.drops_late else 0.0
         self.norm = None if config.norm_placement == "post" else make_norm(config, factory)
         # Tied weights are one parameter under one name: two names would come apart in `to_empty`.
         self.output = None
@@ -111,6 +124,8 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, 0.0, self.config.init_std, generator=generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, Router | Experts):
+                module.reset_parameters(self.config.init_std, generator)
             elif isinstance(module, RMSNorm | LayerNorm | FixedTables):
                 module.reset_parameters()
 
@@ -119,8 +134,8 @@ class Transformer(nn.Module):
         """The same model as one of transformers, with copies of its weights, in their dtype and on their device.
 
         Known are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3, GPT-NeoX,
-        OPT, Phi, StarCoder2, StableLM and the first GPT. Logits are equal but for rounding. The mode is kept, and so
-        are the checkpoint's dropouts, which matter in training only.
+        OPT, Phi, StarCoder2, StableLM and the first GPT; with experts Mixtral, Qwen2-MoE and Qwen3-MoE. Logits are
+        equal but for rounding. The mode is kept, and so are the checkpoint's dropouts, which matter in training only.
 
         Args:
             model: of transformers.
@@ -151,7 +166,8 @@ class Transformer(nn.Module):
         last_only: bool = False,
         ignore_index: int = -100,
         return_logits: bool = False,
-    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        return_router_stats: bool = False,
+    ) -> Tensor | tuple[Any, ...]:
         """Logits, or the loss where there are targets.
 
         Args:
@@ -161,13 +177,16 @@ class Transformer(nn.Module):
             last_only: logits of the last position only, ``[B, 1, V]``; not together with targets.
             ignore_index: positions with this target are ignored.
             return_logits: with targets, return the logits too.
+            return_router_stats: return what the losses of the routers are made of too; needs a model with experts.
 
         Returns:
-            logits ``[B, T, V]``, or with targets ``(None, loss)``, or ``(logits, loss)`` with `return_logits`. The loss
+            logits ``[B, T, V]``, or with targets ``(None, loss)``, or ``(logits, loss)`` with `return_logits`; with
+            `return_router_stats` a last item more, a :class:`foundry_kernels.nn.RouterStats` for each layer. The loss
             is the mean cross entropy in nats over the positions that count, float32 (float64 for a float64 model); 0
             where none counts. Without `return_logits` the logits exist for a chunk of tokens at a time
             (:func:`foundry_kernels.linear_cross_entropy`), unless `output` is no plain ``nn.Linear`` any more, or has
-            hooks: then it is called.
+            hooks: then it is called. In training the losses of the routers are added, by `load_balancing_coef` and
+            `router_z_coef` of the configuration; in eval mode the loss is the cross entropy alone.
 
         Raises:
             TypeError: tokens or targets are no int32 or int64 tensors.
@@ -177,29 +196,53 @@ class Transformer(nn.Module):
             BackendUnavailable: a named backend cannot serve this device or dtype.
         """
         self._check(tokens, targets, cache, last_only, ignore_index)
+        if return_router_stats and self.config.n_experts is None:
+            raise ValueError(
+                "return_router_stats needs a model with experts, whose configuration has n_experts; got True"
+            )
+        balances = targets is not None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
             stream = self._prepare(stream, 0 if cache is None else cache.length)
         branch: Tensor | None = None
+        stats: list[RouterStats] = []
         for index, block in enumerate(self.layers):
-            branch, stream = block(branch, stream, None if cache is None else cache.layer(index))
+            layer_cache = None if cache is None else cache.layer(index)
+            if balances or return_router_stats:
+                branch, stream, *of_router = block(branch, stream, layer_cache, True)
+                stats.append(RouterStats(*of_router))
+            else:
+                branch, stream = block(branch, stream, layer_cache)
         if last_only:
             branch, stream = None if branch is None else branch[:, -1:], stream[:, -1:]
         # A block of "post" norms leaves no branch.
-        y = stream if branch is None else self.norm(branch.to(stream.dtype), stream)[0]  # type: ignore[misc]
+        y = stream if branch is None else add_branch(self.norm, branch, stream, self._late_dropout)[0]  # type: ignore[arg-type]
         if cache is not None:
             cache.advance(tokens.shape[1])
-        if targets is not None and not return_logits and (head := self._head()) is not None:
+        asked = (stats,) if return_router_stats else ()
+        if targets is None:
+            logits = self._logits(y)
+            return (logits, *asked) if asked else logits
+        kept, loss = self._loss(y, targets, ignore_index, return_logits)
+        return kept, self._with_router_losses(loss, stats) if balances else loss, *asked
+
+    def _loss(self, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool) -> tuple[Tensor | None, Tensor]:
+        """The logits, where they are asked for, and the cross entropy."""
+        if not return_logits and (head := self._head()) is not None:
             return None, self._loss_without_logits(y, head, targets, ignore_index)
         logits = self._logits(y)
-        if targets is None:
-            return logits
         if is_dtensor(logits):
             loss = _divided_loss(logits, targets, ignore_index)
         else:
             backend = self.backends["cross_entropy"]
             loss = cross_entropy(logits, targets, ignore_index=ignore_index, backend=backend)
         return logits if return_logits else None, loss
+
+    def _with_router_losses(self, loss: Tensor, stats: list[RouterStats]) -> Tensor:
+        balancing, z = self.config.load_balancing_coef, self.config.router_z_coef
+        if balancing:
+            loss = loss + balancing * load_balancing_loss(stats)
+        return loss + z * router_z_loss(stats) if z else loss
 
     def _head(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias that make logits, or None where only a call of `output` does."""

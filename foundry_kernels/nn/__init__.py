@@ -6,22 +6,31 @@ Every module takes `backend`: the name of a backend, or a mapping from operation
 from foundry_kernels.nn.attention import Attention, KeyValueStore
 from foundry_kernels.nn.loss import LinearCrossEntropy
 from foundry_kernels.nn.mlp import MLP, GatedMLP
+from foundry_kernels.nn.moe import Experts, MoE
 from foundry_kernels.nn.norm import LayerNorm, RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes, SinusoidalEmbedding, alibi_slopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
+from foundry_kernels.nn.router import Router, RouterStats, load_balancing_loss, router_z_loss, update_selection_biases
 from foundry_kernels.nn.swiglu import SwiGLU
 
 __all__ = [
     "MLP",
     "AlibiSlopes",
     "Attention",
+    "Experts",
     "GatedMLP",
     "KeyValueStore",
     "LayerNorm",
     "LinearCrossEntropy",
+    "MoE",
     "RMSNorm",
     "RotaryEmbedding",
+    "Router",
+    "RouterStats",
     "SinusoidalEmbedding",
     "SwiGLU",
     "alibi_slopes",
+    "load_balancing_loss",
+    "router_z_loss",
+    "update_selection_biases",
 ]

@@ -68,20 +68,32 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
 
     @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, x: Tensor, residual: Tensor, *, dropout_p: float = 0.0, dropout_seed: Tensor | int | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        dropout_p: float = 0.0,
+        dropout_seed: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise `x`, or the sum of `x` and `residual`.
 
         Args:
             x: ``[..., *normalized_shape]``.
             residual: None, or a tensor of x's shape.
+            dropout_p, dropout_seed: x is dropped out before the residual is added, whether the module is in training
+                or not; see :func:`foundry_kernels.add_rms_norm`.
 
         Returns:
             ``y`` of x's shape; with a residual ``(y, h)``, ``h = x + residual`` rounded to x's dtype and y its norm.
 
         Raises:
-            ValueError: x does not end in `normalized_shape`, or the operation's own conditions.
+            ValueError: x does not end in `normalized_shape`, dropout without a residual, or the operation's own
+                conditions.
         """
         check_tensor("x", x)
         dims, shape = len(self.normalized_shape), x.shape
@@ -97,11 +109,22 @@ class RMSNorm(torch.nn.RMSNorm):
             eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
         offset, order = self.weight_offset, self.round_before_weight
         if residual is None:
+            _check_no_dropout(dropout_p)
             backend = self.backends["rms_norm"]
             y = rms_norm(x, weight, eps, weight_offset=offset, round_before_weight=order, backend=backend)
             return y if dims == 1 else y.view(shape)
         backend = self.backends["add_rms_norm"]
-        y, h = add_rms_norm(x, residual, weight, eps, weight_offset=offset, round_before_weight=order, backend=backend)
+        y, h = add_rms_norm(
+            x,
+            residual,
+            weight,
+            eps,
+            weight_offset=offset,
+            round_before_weight=order,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            backend=backend,
+        )
         return (y, h) if dims == 1 else (y.view(shape), h.view(shape))
 
     def extra_repr(self) -> str:
@@ -151,20 +174,32 @@ class LayerNorm(torch.nn.LayerNorm):
     def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
 
     @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, x: Tensor, residual: Tensor, *, dropout_p: float = 0.0, dropout_seed: Tensor | int | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        dropout_p: float = 0.0,
+        dropout_seed: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise `x`, or the sum of `x` and `residual`.
 
         Args:
             x: ``[..., *normalized_shape]``.
             residual: None, or a tensor of x's shape.
+            dropout_p, dropout_seed: x is dropped out before the residual is added, whether the module is in training
+                or not; see :func:`foundry_kernels.add_layer_norm`.
 
         Returns:
             ``y`` of x's shape; with a residual ``(y, h)``, ``h = x + residual`` rounded to x's dtype and y its norm.
 
         Raises:
-            ValueError: x does not end in `normalized_shape`, or the operation's own conditions.
+            ValueError: x does not end in `normalized_shape`, dropout without a residual, or the operation's own
+                conditions.
         """
         check_tensor("x", x)
         dims, shape = len(self.normalized_shape), x.shape
@@ -177,9 +212,13 @@ class LayerNorm(torch.nn.LayerNorm):
             weight, bias = (None if v is None else v.flatten() for v in (weight, bias))
             residual = None if residual is None else residual.flatten(-dims)
         if residual is None:
+            _check_no_dropout(dropout_p)
             y = layer_norm(x, weight, bias, self.eps, backend=self.backends["layer_norm"])
             return y if dims == 1 else y.view(shape)
-        y, h = add_layer_norm(x, residual, weight, bias, self.eps, backend=self.backends["add_layer_norm"])
+        backend = self.backends["add_layer_norm"]
+        y, h = add_layer_norm(
+            x, residual, weight, bias, self.eps, dropout_p=dropout_p, dropout_seed=dropout_seed, backend=backend
+        )
         return (y, h) if dims == 1 else (y.view(shape), h.view(shape))
 
     def extra_repr(self) -> str:
@@ -189,3 +228,8 @@ class LayerNorm(torch.nn.LayerNorm):
 def _check_normalized_shape(normalized_shape: tuple[int, ...]) -> None:
     if not normalized_shape or min(normalized_shape) < 1:
         raise ValueError(f"normalized_shape must hold sizes of at least 1; got {normalized_shape}")
+
+
+def _check_no_dropout(dropout_p: float) -> None:
+    if dropout_p:
+        raise ValueError(f"dropout_p needs a residual that x is added to; got dropout_p={dropout_p}, residual=None")

@@ -1,5 +1,25 @@
 """One folder an operation. Importing this package registers them all."""
 
-from foundry_kernels.ops import bias_gelu, cross_entropy, flash_attention, linear_cross_entropy, rms_norm, rope, swiglu
+from foundry_kernels.ops import (
+    bias_gelu,
+    combine_experts,
+    cross_entropy,
+    flash_attention,
+    grouped_mm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+    swiglu,
+)
 
-__all__ = ["bias_gelu", "cross_entropy", "flash_attention", "linear_cross_entropy", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "bias_gelu",
+    "combine_experts",
+    "cross_entropy",
+    "flash_attention",
+    "grouped_mm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]

@@ -14,6 +14,7 @@ from foundry_kernels.testing import assert_parity
 
 if _native.MISSING is not None:
     pytest.skip(_native.MISSING, allow_module_level=True)
+from foundry_kernels.ops.linear_cross_entropy import native
 
 TILED = [case for case in CASES["linear_cross_entropy"] if case.options.get("chunk_size") == "tiles"]
 
@@ -76,3 +77,24 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         call(torch.zeros(2, 4), 0)
     with pytest.raises(ValueError, match="logits must be contiguous"):
         call(torch.zeros(4, 3).t(), 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size", "learns", "tiled"),
+    [
+        (torch.bfloat16, None, True, True),
+        (torch.bfloat16, None, False, False),
+        (torch.bfloat16, 7, True, False),
+        (torch.float32, None, True, False),
+    ],
+    ids=str,
+)
+def test_who_takes_which_way(
+    dtype: torch.dtype, chunk_size: int | None, learns: bool, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles where they spare a float32 sum, and products of bfloat16 are fast: here they are said to be."""
+    monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
+    hidden = torch.randn(20, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=dtype, requires_grad=learns)
+    loss = linear_cross_entropy(hidden, weight, torch.arange(20), chunk_size=chunk_size, backend="native")
+    assert (weight.data_ptr() in {t.data_ptr() for t in loss.grad_fn.saved_tensors if t is not None}) == tiled

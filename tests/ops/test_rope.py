@@ -1,23 +1,20 @@
-"""RoPE: the reference against complex multiplication, the tables against closed forms and transformers, norms before
-the rotation, what is saved for backward, and what is refused."""
+"""RoPE: the reference against complex multiplication, norms before the rotation, what is saved for backward, and
+what is refused."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from table import saved_tensors
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels._layout import inverse, storage_order
 from foundry_kernels.ops.rms_norm import rms_norm
-from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
+from foundry_kernels.ops.rope import qk_norm_rope, rope, rope_table
 from foundry_kernels.testing import lay_out
 
 B, H, HK, T, D = 2, 4, 3, 5, 12
@@ -339,241 +336,6 @@ def test_compiles_with_dynamic_shapes() -> None:
             a, e = (torch.autograd.grad(o, (q, k), o) for o in (actual, expected))
             assert torch.equal(a[0], e[0])
             assert torch.equal(a[1], e[1])
-
-
-def test_table_is_exact_at_late_positions() -> None:
-    cos, sin = rope_table(128, 131072, base=500000.0)
-    assert cos.shape == sin.shape == (131072, 64)
-    assert cos.dtype == sin.dtype == torch.float32
-    for p, i in ((0, 0), (1, 0), (131071, 0), (131071, 1), (100003, 40), (131071, 63)):
-        angle = p * 500000.0 ** (-2 * i / 128)
-        assert cos[p, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
-        assert sin[p, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
-
-
-def frequencies(dim: int, scaling: RopeScaling | None, length: int = 2, base: float = 10000.0) -> Tensor:
-    """The angles of position 1, all of which are below pi."""
-    cos, sin = rope_table(dim, length, base=base, scaling=scaling)
-    return torch.atan2(sin[1].double(), cos[1].double())
-
-
-def assert_frequencies(actual: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-7)
-
-
-def test_linear_divides_every_frequency() -> None:
-    assert_frequencies(frequencies(8, RopeScaling("linear", 4.0)), [0.25, 0.025, 0.0025, 0.00025])
-
-
-def test_dynamic_changes_nothing_up_to_the_trained_length_and_the_base_beyond() -> None:
-    scaling = RopeScaling("dynamic", 2.0, original_max_position_embeddings=100)
-    plain = [1.0, 0.1, 0.01, 0.001]
-    assert_frequencies(frequencies(8, scaling, 60), plain)
-    assert_frequencies(frequencies(8, scaling, 100), plain)
-    # 300 positions: ratio 2 * 300/100 - 1 = 5; the base grows by 5^(8/6), so that the last pair is 5 times slower
-    assert_frequencies(frequencies(8, scaling, 300), [f * 5.0 ** (-i / 3) for i, f in enumerate(plain)])
-    assert_frequencies(frequencies(2, scaling, 300), [1.0])
-
-
-def test_llama3_keeps_short_wavelengths_and_divides_long_ones() -> None:
-    scaling = RopeScaling("llama3", 8.0, 1000, low_freq_factor=1.0, high_freq_factor=4.0)
-    # rotations over 1000 positions: 159 and 15.9 (kept), 1.59 (0.197 of the way from 1 to 4), 0.159 (divided)
-    rotations = 1000 * 0.01 / (2 * math.pi)
-    keep = (rotations - 1) / 3
-    assert 0.19 < keep < 0.2
-    assert_frequencies(frequencies(8, scaling), [1.0, 0.1, 0.01 * (keep + (1 - keep) / 8), 0.001 / 8])
-
-
-def test_yarn_blends_between_fast_and_slow_pairs() -> None:
-    common: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 1000, "attention_factor": 1.0}
-    # a pair makes 1000 * 10^-i / (2 pi) rotations: 16 at i = 0.998 and 1 at i = 2.2018
-    bounds = [math.log10(1000 / (2 * math.pi * rotations)) for rotations in (16, 1)]
-    assert bounds == pytest.approx([0.9977, 2.2018], abs=1e-4)
-    exact = frequencies(8, RopeScaling("yarn", beta_fast=16, truncate=False, **common))
-    kept = [1.0, *(1 - (i - bounds[0]) / (bounds[1] - bounds[0]) for i in (1, 2)), 0.0]
-    assert_frequencies(exact, [10.0**-i * (w + (1 - w) / 4) for i, w in enumerate(kept)])
-    rounded = frequencies(8, RopeScaling("yarn", beta_fast=16, **common))  # bounds 0 and 3
-    assert_frequencies(rounded, [10.0**-i * (w + (1 - w) / 4) for i, w in enumerate([1, 2 / 3, 1 / 3, 0])])
-    assert_frequencies(frequencies(8, RopeScaling("yarn", 4.0, 10**9)), [1.0, 0.1, 0.01, 0.001])  # all rotate often
-    # so short a length that both bounds fall on pair 0: a step behind it
-    assert_frequencies(frequencies(8, RopeScaling("yarn", 4.0, 3)), [1.0, 0.025, 0.0025, 0.00025])
-
-
-@pytest.mark.parametrize(
-    ("parameters", "expected"),
-    [
-        ({}, 0.1 * math.log(4.0) + 1.0),
-        ({"attention_factor": 1.3}, 1.3),
-        ({"mscale": 0.5, "mscale_all_dim": 0.25}, (0.05 * math.log(4.0) + 1.0) / (0.025 * math.log(4.0) + 1.0)),
-        ({"mscale": 0.5}, 0.1 * math.log(4.0) + 1.0),
-        ({"mscale": 1.0, "mscale_all_dim": 0.0}, 0.1 * math.log(4.0) + 1.0),
-    ],
-    ids=["default", "given", "mscale-both", "mscale-alone", "mscale-zero"],
-)
-def test_yarn_multiplies_cos_and_sin(parameters: dict[str, float], expected: float) -> None:
-    cos, sin = rope_table(8, 3, scaling=RopeScaling("yarn", 4.0, 1000, **parameters))
-    torch.testing.assert_close(torch.hypot(cos, sin), torch.full((3, 4), expected), rtol=1e-6, atol=0)
-    assert cos[0, 0].item() == pytest.approx(expected, rel=1e-6)
-
-
-LLAMA_3_1 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-#: Name, base, head dimension, share of it that is rotated, length of the table (below 100 rows: the trained length
-#: matters only to dynamic scaling), and Hugging Face's parameters.
-PUBLISHED: list[tuple[str, float, int, float, int, dict[str, Any]]] = [
-    ("linear", 10000.0, 128, 1.0, 2, {"rope_type": "linear", "factor": 4.0}),
-    ("linear-partial", 10000.0, 80, 0.4, 2, {"rope_type": "linear", "factor": 2.5}),
-    ("llama-3.1-8b", 500000.0, 128, 1.0, 2, LLAMA_3_1),
-    ("llama-3.2-1b", 500000.0, 64, 1.0, 2, LLAMA_3_1 | {"factor": 32.0}),
-    ("llama3-partial", 10000.0, 96, 0.5, 2, LLAMA_3_1 | {"low_freq_factor": 2.0, "high_freq_factor": 32.0}),
-    *(
-        (f"dynamic-{length}", 10000.0, 128, share, length, {"rope_type": "dynamic", "factor": factor})
-        for length, share, factor in (
-            (2, 1.0, 2.0),
-            (100, 1.0, 2.0),
-            (101, 1.0, 2.0),
-            (300, 0.25, 4.0),
-            (1000, 1.0, 8.0),
-        )
-    ),
-    ("qwen3-yarn", 1e6, 128, 1.0, 2, {"factor": 4.0, "original_max_position_embeddings": 32768}),
-    (
-        "gpt-oss",
-        150000.0,
-        64,
-        1.0,
-        2,
-        {
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-    ),
-    (
-        "deepseek-v3",
-        10000.0,
-        64,
-        1.0,
-        2,
-        {
-            "factor": 40.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-    ),
-    (
-        "deepseek-v2-lite-mscales",
-        10000.0,
-        64,
-        1.0,
-        2,
-        {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.5, "original_max_position_embeddings": 4096},
-    ),
-    (
-        "yarn-partial-given-factor",
-        10000.0,
-        128,
-        0.5,
-        2,
-        {"factor": 16.0, "attention_factor": 1.25, "beta_fast": 20.0, "original_max_position_embeddings": 2048},
-    ),
-    ("yarn-short", 10000.0, 64, 1.0, 2, {"factor": 2.0, "original_max_position_embeddings": 4}),
-    ("yarn-factor-1", 10000.0, 64, 1.0, 2, {"factor": 1.0, "original_max_position_embeddings": 4096}),
-]
-
-
-@pytest.mark.parametrize(
-    ("base", "width", "share", "length", "parameters"), [p[1:] for p in PUBLISHED], ids=[p[0] for p in PUBLISHED]
-)
-def test_scalings_are_those_of_transformers(
-    base: float, width: int, share: float, length: int, parameters: dict[str, Any]
-) -> None:
-    """The frequencies and the attention factor of transformers' own functions."""
-    parameters = {"rope_type": "yarn"} | parameters
-    trained = 100 if parameters["rope_type"] == "dynamic" else parameters.get("original_max_position_embeddings", 4096)
-    config = transformers.LlamaConfig(
-        hidden_size=4 * width,
-        num_attention_heads=4,
-        head_dim=width,
-        max_position_embeddings=trained,
-        rope_parameters={**parameters, "rope_theta": base, "partial_rotary_factor": share},
-    )
-    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length)
-    if parameters["rope_type"] == "dynamic":
-        parameters = {**parameters, "original_max_position_embeddings": trained}
-    rotary = int(width * share)
-    assert expected.shape == (rotary // 2,)
-    cos, sin = rope_table(rotary, max(length, 2), base=base, scaling=RopeScaling(**parameters))
-    torch.testing.assert_close(torch.atan2(sin[1], cos[1]), expected, rtol=2e-5, atol=1e-9)  # theirs are float32
-    torch.testing.assert_close(torch.hypot(cos, sin), torch.full_like(cos, factor), rtol=1e-6, atol=0)
-
-
-def test_table_follows_the_device() -> None:
-    assert rope_table(4, 3, device="meta")[0].device.type == "meta"
-    with torch.device("meta"):
-        assert rope_table(4, 3)[1].device.type == "meta"
-    assert rope_table(4, 0)[0].shape == (0, 2)
-    assert fk.rope_table is rope_table
-
-
-L = 4096
-BAD_SCALINGS: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "rope_type must be one of", {"rope_type": "ntk", "factor": 2.0}),
-    (ValueError, "factor must be >= 1", {"rope_type": "linear", "factor": 0.5}),
-    (ValueError, "factor must be given", {"rope_type": "linear", "factor": None}),
-    (ValueError, "factor must be finite", {"rope_type": "linear", "factor": math.nan}),
-    (TypeError, "factor must be a number", {"rope_type": "linear", "factor": "2"}),
-    (TypeError, "factor must be a number", {"rope_type": "linear", "factor": True}),
-    (ValueError, "original_max_position_embeddings must be given", {"rope_type": "dynamic", "factor": 2.0}),
-    (ValueError, "original_max_position_embeddings must be given", {"rope_type": "yarn", "factor": 2.0}),
-    (ValueError, "beta_fast has no meaning", {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}),
-]
-BAD_SCALINGS += [
-    (error, message, {"original_max_position_embeddings": L, "factor": 2.0, **parameters})
-    for error, message, parameters in [
-        (ValueError, "low_freq_factor must be given", {"rope_type": "llama3", "high_freq_factor": 4.0}),
-        (ValueError, "less than high", {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}),
-        (ValueError, "beta_slow must be less than beta_fast", {"rope_type": "yarn", "beta_fast": 1.0}),
-        (ValueError, "attention_factor must be finite and > 0", {"rope_type": "yarn", "attention_factor": 0.0}),
-        (ValueError, "mscale must be finite and >= 0", {"rope_type": "yarn", "mscale": -1.0}),
-        (TypeError, "truncate must be a bool", {"rope_type": "yarn", "truncate": 1}),
-        (TypeError, "must be an int", {"rope_type": "yarn", "original_max_position_embeddings": 4096.0}),
-        (ValueError, "must be finite and > 0", {"rope_type": "yarn", "original_max_position_embeddings": 0}),
-    ]
-]
-
-
-@pytest.mark.parametrize(("error", "message", "parameters"), BAD_SCALINGS, ids=[m for _, m, _ in BAD_SCALINGS])
-def test_bad_scaling_is_refused(error: type[Exception], message: str, parameters: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
-        RopeScaling(**parameters)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "arguments"),
-    [
-        (ValueError, "rotary_dim must be even and >= 2; got 7", {"rotary_dim": 7}),
-        (ValueError, "rotary_dim must be even and >= 2; got 0", {"rotary_dim": 0}),
-        (TypeError, "rotary_dim must be an int", {"rotary_dim": 8.0}),
-        (ValueError, "max_positions must be >= 0; got -1", {"max_positions": -1}),
-        (ValueError, "base must be > 1", {"base": 1.0}),
-        (ValueError, "base must be finite", {"base": math.inf}),
-        (TypeError, "scaling must be a RopeScaling", {"scaling": {"rope_type": "linear", "factor": 2.0}}),
-    ],
-)
-def test_bad_table_is_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(error, match=message):
-        rope_table(**{"rotary_dim": 8, "max_positions": 4, **arguments})
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:

@@ -67,7 +67,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _work(rank: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, ports: list[int]) -> None:
     torch.set_num_threads(1)
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(EXAMPLES.parent))
     results = {}
     for index, (name, scenario) in enumerate(scenarios.items()):
         start(rank, SIZE, ports[4 * index])

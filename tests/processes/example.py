@@ -21,10 +21,8 @@ class Resume:
         self.halves = (first, second)
 
     def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-        import train
-        import train_loop
-        import train_text
-        from train_parallel import Parallel
+        from examples import train, train_loop, train_text
+        from examples.train_parallel import Parallel
 
         recipe = train.make_recipe(train.parse(OPTIONS), 5)
         text = train_text.read_text(None, recipe.seq_len)
@@ -54,8 +52,7 @@ class Resume:
 
 def refusals(rank: int, folder: Path, ports: list[int]) -> list[str]:
     """What the example says of a model and of a batch that two processes cannot divide."""
-    from train_parallel import Parallel, ParallelError
-
+    from examples.train_parallel import Parallel, ParallelError
     from foundry_kernels.models import ModelConfig
 
     said = []

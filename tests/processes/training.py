@@ -76,7 +76,7 @@ class Train:
         self.kind, self.parts = kind, parts
 
     def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-        from train_parallel import Parallel
+        from examples.train_parallel import Parallel
 
         end()
         os.environ["MASTER_PORT"] = str(ports[0])

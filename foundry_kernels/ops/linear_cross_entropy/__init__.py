@@ -15,9 +15,9 @@ PyTorch's own.
 writes it. The backward pass makes the logits anew, some classes at a time, so that each row of the weight's gradient is
 complete at once: there is no float32 copy of it (see `triton/tiles.py`).
 
-The CPU has chunks alone. A tile would have to be multiplied by a kernel of ours, where a chunk's product is oneDNN's,
-which is tuned for every processor and uses its matrix instructions (AMX) where it has them. What tiles would save is
-little there: a chunk is a 16th of the logits, and for float32 weights there is no other copy of their gradient.
+On the CPU a tile would have to be multiplied by a kernel of ours, where a chunk's product is oneDNN's, which is tuned
+for every processor and uses its matrix instructions (AMX) where it has them. So its tiles have the forward pass of
+chunks, and a backward pass of products with some of the classes at a time (see `classes.py`).
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009; Hsu et al., "Liger
 Kernel", 2024, arXiv:2410.10989.
@@ -129,7 +129,8 @@ def linear_cross_entropy(
     by itself where chunks would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16,
     that is 192 MiB where chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8. On
     the CPU: forward the logits of one chunk; backward at a time two million logits, or those of 256 classes, and
-    hidden's gradient in float32. It is never chosen by itself there.
+    hidden's gradient in float32. The CPU takes this way by itself for a bfloat16 weight that gets a gradient, where it
+    has instructions for such products.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
     float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small

@@ -183,12 +183,16 @@ def empty_fwd(
 Tiles = tuple[Callable[..., tuple[Tensor, ...]] | None, Callable[..., tuple[Tensor, ...]]]
 
 
+#: Whether tiles are better, of hidden, weight, and whether weight gets a gradient.
+Preference = Callable[[Tensor, Tensor, bool], bool]
+
+
 def make(
-    prefix: str, define: Callable[..., Any], loss_fwd: Any, loss_bwd: Any, cpu: bool, tiles: Tiles | None = None
+    prefix: str, define: Callable[..., Any], loss_fwd: Any, loss_bwd: Any, cpu: bool, tiles: Tiles, prefer: Preference
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The backend over a cross-entropy. `define(schema, function, fake)` registers its two operators, `prefix` before
     their names. `cpu`: they may look at values (see `Tokens`). `tiles`: what they do, forward and backward, where
-    `chunk_size` is 0, which is how "tiles" comes to them."""
+    `chunk_size` is 0, which is how "tiles" comes to them; `prefer` decides where none is given."""
 
     def fwd(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
@@ -197,7 +201,7 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            if chunk_size == 0 and tiles is not None and tiles[0] is not None:
+            if chunk_size == 0 and tiles[0] is not None:
                 return tiles[0](
                     hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss,
                     softcap, logit_scale, save_lse, save_z_loss, save_stats,
@@ -248,7 +252,7 @@ def make(
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            if chunk_size == 0 and tiles is not None:
+            if chunk_size == 0:
                 return tiles[1](
                     dloss, hidden, weight, target, bias, class_weight, lse, lse_low, ignore_index, reduction,
                     label_smoothing, z_loss, softcap, logit_scale, *needs,
@@ -323,8 +327,9 @@ def make(
         ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
         logit_scale: float, chunk_size: int | str | None, return_lse: bool, return_z_loss: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        if chunk_size == "tiles":
-            chunk_size = None if tiles is None else 0
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        if chunk_size == "tiles" or (chunk_size is None and prefer(hidden, weight, learns)):
+            chunk_size = 0
         options = (ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, chunk_size)
         args = (hidden, weight, target, bias, class_weight)
         wanted = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)

@@ -19,6 +19,10 @@ The backward pass needs the input and :math:`r` (`rstd`) of each row, LayerNorm 
 only where a gradient is needed. The variance is summed around the mean, never as a difference of squares. Arithmetic is
 in float32 (float64 for float64 inputs); results are rounded once.
 
+Dropout of a residual sum, :math:`h = residual + x \odot k / (1 - p)` with a mask :math:`k` of zeros and ones, is in the
+same pass. The mask is a function of a seed (`foundry_kernels._dropout`), and the backward pass makes it again:
+:math:`\partial L / \partial x = \partial L / \partial h \odot k / (1 - p)`.
+
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467; Ba, Kiros and Hinton, "Layer
 Normalization", 2016, arXiv:1607.06450.
 """
@@ -29,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from foundry_kernels import _dropout
 from foundry_kernels._checks import check_device, check_eps, check_float, check_shape
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rms_norm import reference
@@ -85,33 +90,43 @@ def add_rms_norm(
     *,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The residual sum and its RMSNorm in one pass: ``h = x + residual``, ``y = rms_norm(h)``.
+    """The residual sum and its RMSNorm in one pass: ``h = dropout(x) + residual``, ``y = rms_norm(h)``.
 
     Args:
         x: ``[..., N]``, as for :func:`rms_norm`.
         residual: ``[..., N]``, of x's shape and device. If its dtype differs, the sum is formed in the dtype that both
             promote to and then rounded to ``x.dtype``.
         weight, eps, weight_offset, round_before_weight, backend: as for :func:`rms_norm`.
+        dropout_p: each element of x is 0 with this probability and else divided by ``1 - dropout_p``; in [0, 1). It is
+            meant for training: in evaluation pass 0.
+        dropout_seed: what decides which, an int in [0, 2^63) or an int64 tensor of one number on x's device: equal
+            seeds drop equal elements of tensors of one width, on every backend and device. None draws one from the
+            default generator of x's device, as `F.dropout` would: `torch.manual_seed` repeats it, activation
+            checkpointing makes it again, and each replay of a CUDA graph draws another.
 
     Returns:
         ``(y, h)``, both ``[..., N]`` and contiguous. ``h`` is the sum rounded to ``x.dtype``, the next residual; ``y``
         is ``rms_norm(h)``.
 
     Raises:
-        As :func:`rms_norm`; ValueError if `residual` does not match `x`.
+        As :func:`rms_norm`; ValueError if `residual` does not match `x`, `dropout_p` or `dropout_seed` is out of range
+            or the seed is on another device; TypeError if they have another type.
     """
-    if not is_dynamo_compiling():
+    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
         pair = ADD_RMS_NORM.direct(backend, x, residual, weight, eps, weight_offset, round_before_weight)
         if pair is not None:
             return pair
     _check(x, weight, eps, weight_offset)
     _check_residual(x, residual)
+    drop = _dropout.arguments(x, dropout_p, dropout_seed)
     if residual.dtype != x.dtype:
-        h = (x + residual).to(x.dtype)
+        h = _sum_in_wider(x, residual, backend, drop)
         return resolve(RMS_NORM, backend, x)(h, weight, eps, weight_offset, round_before_weight), h
-    return resolve(ADD_RMS_NORM, backend, x)(x, residual, weight, eps, weight_offset, round_before_weight)
+    return resolve(ADD_RMS_NORM, backend, x)(x, residual, weight, eps, weight_offset, round_before_weight, *drop)
 
 
 def layer_norm(
@@ -158,32 +173,47 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The residual sum and its LayerNorm in one pass: ``h = x + residual``, ``y = layer_norm(h)``.
+    """The residual sum and its LayerNorm in one pass: ``h = dropout(x) + residual``, ``y = layer_norm(h)``.
 
     Args:
         x: ``[..., N]``, as for :func:`layer_norm`.
         residual: ``[..., N]``, as for :func:`add_rms_norm`.
         weight, bias, eps, backend: as for :func:`layer_norm`.
+        dropout_p, dropout_seed: as for :func:`add_rms_norm`.
 
     Returns:
         ``(y, h)``, both ``[..., N]`` and contiguous. ``h`` is the sum rounded to ``x.dtype``, the next residual; ``y``
         is ``layer_norm(h)``.
 
     Raises:
-        As :func:`layer_norm`; ValueError if `residual` does not match `x`.
+        As :func:`layer_norm`, and as :func:`add_rms_norm` for `residual`, `dropout_p` and `dropout_seed`.
     """
-    if not is_dynamo_compiling():
+    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
         pair = ADD_LAYER_NORM.direct(backend, x, residual, weight, bias, eps)
         if pair is not None:
             return pair
     _check_layer_norm(x, weight, bias, eps)
     _check_residual(x, residual)
+    drop = _dropout.arguments(x, dropout_p, dropout_seed)
     if residual.dtype != x.dtype:
-        h = (x + residual).to(x.dtype)
+        h = _sum_in_wider(x, residual, backend, drop)
         return resolve(LAYER_NORM, backend, x)(h, weight, bias, eps), h
-    return resolve(ADD_LAYER_NORM, backend, x)(x, residual, weight, bias, eps)
+    return resolve(ADD_LAYER_NORM, backend, x)(x, residual, weight, bias, eps, *drop)
+
+
+def _sum_in_wider(x: Tensor, residual: Tensor, backend: str, drop: tuple[()] | tuple[float, Tensor]) -> Tensor:
+    """The sum of what has different dtypes, rounded to x's. The mask is made by a kernel, whose norm is not used: plain
+    PyTorch takes a hundred passes for it."""
+    if not drop:
+        return (x + residual).to(x.dtype)
+    wide = torch.promote_types(x.dtype, residual.dtype)
+    add = reference.add_rms_norm if wide == torch.float64 else resolve(ADD_RMS_NORM, backend, x)
+    h: Tensor = add(x.to(wide), residual.to(wide), None, 1.0, 0.0, False, *drop)[1]
+    return h.to(x.dtype)
 
 
 def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:

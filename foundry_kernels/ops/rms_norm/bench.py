@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,12 +36,18 @@ _BENCH_SHAPES = {
 }
 
 
+def _with_dropout(case: Case) -> Case:
+    return replace(case, id=f"{case.id}-dropout", options={**case.options, "dropout_p": 0.1, "dropout_seed": 0})
+
+
 #: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "llama-8b", "decode")
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(_bench(op, *shape) for shape in _BENCH_SHAPES[device])
+    shapes = _BENCH_SHAPES[device]
+    with_dropout = (_with_dropout(_bench(op, *shapes[1])),) if op.startswith("add_") else ()
+    return (*(_bench(op, *shape) for shape in shapes), *with_dropout)
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
@@ -54,7 +61,8 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
     """The least that must be read and written. Forward: each input once, each output once (weight and rstd, which are
-    small, are left out). Backward: x (or the sum h), dy and, for the sum, dh are read and one dx is written."""
+    small, are left out). Backward: x (or the sum h), dy and, for the sum, dh are read and one dx is written (the second
+    one of dropout is not counted)."""
     x = args["x"]
     assert x is not None
     tensors = {"forward": 2, "backward": 3} if "residual" not in args else {"forward": 4, "backward": 4}
@@ -101,6 +109,13 @@ _PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
+def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return dict(_PEERS[op])
+    p = case.options.get("dropout_p", 0.0)
+    if not p:
+        return {**_PEERS[op]}
+
+    def after_dropout(peer: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, **others: peer(torch.nn.functional.dropout(x, p), **others)
+
+    return {name: after_dropout(peer) for name, peer in _PEERS[op].items()}

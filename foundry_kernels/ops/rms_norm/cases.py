@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels._dropout import dropout
 from foundry_kernels.testing import Arg, Case, normal
 
 
@@ -104,6 +105,37 @@ def _with_residual(case: Case) -> Case:
     return replace(case, args={"x": x, "residual": x, **vectors})
 
 
+#: The probabilities of cases with dropout, by their ids without it.
+_DROPOUT = {
+    "5x17": 0.5,
+    "9x1000": 0.1,
+    "2x40000-wide": 0.9,
+    "300x2048-threads": 0.1,
+    "0x64-empty": 0.5,
+    "2x3x2x2x24-swapped-5d": 0.5,
+    "8x256-llama-fp32-weight": 0.1,
+    "8x256-frozen-input": 0.5,
+}
+_LAYER_DROPOUT = {"3x2": 0.5, "9x1000": 0.9, "1x16411-wide-frozen": 0.1, "300x2048-threads": 0.1, "8x256-plain": 0.5}
+
+
+def _dropped(case: Case, p: float) -> Case:
+    options = {**case.options, "dropout_p": p, "dropout_seed": 0x123456789ABCDEF}
+    return replace(case, id=f"{case.id}-dropout", options=options)
+
+
+def _with_dropout(cases: tuple[Case, ...], p: Mapping[str, float]) -> tuple[Case, ...]:
+    """The cases that `p` names, with a residual and dropout. Wide ones take the interpreter seconds each;
+    tests/ops/test_norm_dropout.py has one."""
+    named = (_dropped(_with_residual(case), p[case.id]) for case in cases if case.id in p)
+    return tuple(replace(case, interpreted=case.interpreted and "wide" not in case.id) for case in named)
+
+
+_FROZEN_X = Case("6x64-frozen-x", {"x": Arg((6, 64), grad=False), "residual": Arg((6, 64)), "weight": Arg((64,))})
+_RESIDUAL_FP32 = Case(
+    "6x64-residual-fp32", {"x": Arg((6, 64)), "residual": Arg((6, 64), dtype=torch.float32), "weight": Arg((64,))}
+)
+
 _IN_BOTH = ("3x2", "9x1000", "2x20011", "1x16411", "300x2048-threads", "0x64-empty", "8x256-plain", "64x256-far-mean")
 
 
@@ -115,11 +147,11 @@ CASES: dict[str, tuple[Case, ...]] = {
             "2x3x5x40-mixed-layouts",
             {"x": Arg((2, 3, 5, 40), "swapped"), "residual": Arg((2, 3, 5, 40)), "weight": Arg((40,))},
         ),
-        Case("6x64-frozen-x", {"x": Arg((6, 64), grad=False), "residual": Arg((6, 64)), "weight": Arg((64,))}),
-        Case(
-            "6x64-residual-fp32",
-            {"x": Arg((6, 64)), "residual": Arg((6, 64), dtype=torch.float32), "weight": Arg((64,))},
-        ),
+        _FROZEN_X,
+        _RESIDUAL_FP32,
+        *_with_dropout(_RMS_NORM, _DROPOUT),
+        _dropped(_FROZEN_X, 0.5),
+        _dropped(_RESIDUAL_FP32, 0.1),
     ),
     "layer_norm": _LAYER_NORM,
     "add_layer_norm": (
@@ -128,7 +160,8 @@ CASES: dict[str, tuple[Case, ...]] = {
             "2x3x5x40-mixed-layouts",
             {"x": Arg((2, 3, 5, 40), "swapped"), "residual": Arg((2, 3, 5, 40)), "bias": Arg((40,))},
         ),
-        Case("6x64-frozen-x", {"x": Arg((6, 64), grad=False), "residual": Arg((6, 64)), "weight": Arg((64,))}),
+        _FROZEN_X,
+        *_with_dropout(_LAYER_NORM, _LAYER_DROPOUT),
     ),
 }
 
@@ -139,7 +172,9 @@ def scales(
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size."""
     x, weight = args["x"], args.get("weight")
     assert x is not None
-    x = x.detach()
+    x, p = x.detach(), options.get("dropout_p", 0.0)
+    if p:
+        x = dropout(x, p, torch.tensor(options["dropout_seed"], device=x.device))
     if "residual" in args:
         residual = args["residual"]
         assert residual is not None
@@ -155,7 +190,7 @@ def scales(
     into = float((cotangents[0] * w * rstd).abs().max())
     if len(cotangents) > 1:
         into = max(into, float(cotangents[1].abs().max()))
-    return {"x": into, "residual": into, "weight": _over_rows(terms), "bias": _over_rows(cotangents[0])}
+    return {"x": into / (1.0 - p), "residual": into, "weight": _over_rows(terms), "bias": _over_rows(cotangents[0])}
 
 
 def _over_rows(terms: Tensor) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foundry_kernels._dropout import dropout
+
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool) -> Tensor:
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -19,10 +21,23 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float,
     return (y * (weight.to(compute) + weight_offset)).to(dtype)
 
 
+def _residual_sum(x: Tensor, residual: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    if dropout_seed is None:
+        return (x + residual).contiguous()
+    return (dropout(x, dropout_p, dropout_seed) + residual).to(x.dtype).contiguous()
+
+
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    h = (x + residual).contiguous()
+    h = _residual_sum(x, residual, dropout_p, dropout_seed)
     return rms_norm(h, weight, eps, weight_offset, round_before_weight), h
 
 
@@ -41,7 +56,13 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    h = (x + residual).contiguous()
+    h = _residual_sum(x, residual, dropout_p, dropout_seed)
     return layer_norm(h, weight, bias, eps), h

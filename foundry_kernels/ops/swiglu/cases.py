@@ -81,7 +81,42 @@ def _tanh(case: Case) -> Case:
     return replace(case, id=case.id + "-tanh", options={"approximate": "tanh"})
 
 
-CASES: dict[str, tuple[Case, ...]] = {"swiglu": _BOTH, "geglu": (*_BOTH, *map(_tanh, _BOTH))}
+def _with(case: Case, **options: Any) -> Case:
+    return replace(case, id=f"{case.id}-{'-'.join(options)}", options=options)
+
+
+def _oss(case: Case, **options: Any) -> Case:
+    """As GPT-OSS has it."""
+    options = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0} | options
+    return replace(case, id=case.id + "-oss" + ("-interleaved" if "interleaved" in options else ""), options=options)
+
+
+def _bounds(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Values at a limit of 7, beside it on both sides and far beyond it, in random order; exact in every dtype."""
+    values = torch.tensor([-40.0, -7.0625, -7.0, -6.9375, -1.0, -0.0, 0.5, 6.9375, 7.0, 7.0625, 30.0]).double()
+    return values[torch.randint(len(values), shape, generator=g)]
+
+
+_OPTIONS = (
+    *(_oss(_packed((rows, 2 * width)), interleaved=True) for rows, width in [(3, 1), (5, 17), (2, 4099)]),
+    *(
+        _oss(_packed((2, 3, 5, 40), layout, Arg((2, 3, 5, 40), layout), layout), interleaved=True)
+        for layout in ("swapped", "offset", "strided")
+    ),
+    replace(_oss(_packed((300, 4096), "threads"), interleaved=True), interpreted=False),
+    _oss(_packed((8, 256), "bounds", gate=Arg((8, 256), values=_bounds)), interleaved=True),
+    _oss(_case((8, 256), "bounds", Arg((8, 256), values=_bounds), Arg((8, 256), values=_bounds))),
+    _oss(_case((6, 100), "frozen-gate", Arg((6, 100), values=_bounds, grad=False), Arg((6, 100), values=_bounds))),
+    _oss(_packed((8, 256), "bounds", gate=Arg((8, 256), values=_bounds))),
+    _with(_packed((9, 130)), interleaved=True),
+    _with(_packed((0, 64)), interleaved=True),
+    _with(_case((8, 256), "grid", gate=Arg((8, 256), values=_grid)), alpha=-1.702),
+    _with(_case((5, 33), "large", Arg((5, 33), values=normal(2e3))), limit=0.5),
+    _with(_case((5, 33)), up_offset=-0.25),
+)
+
+
+CASES: dict[str, tuple[Case, ...]] = {"swiglu": (*_BOTH, *_OPTIONS), "geglu": (*_BOTH, *map(_tanh, _BOTH))}
 
 
 def scales(
@@ -96,9 +131,12 @@ def scales(
     assert gate is not None
     if gate.numel() == 0:
         return {}
-    half = gate.shape[-1] // 2
+    packed, gate = up is None, gate.detach()
     if up is None:
-        into_gate = (cotangents[0] * gate.detach()[..., half:]).abs().max()
-        into_up = (cotangents[0] * gate.detach()[..., :half]).abs().max()
-        return {"gate": max(_STEEPEST * float(into_gate), float(into_up))}
-    return {"gate": _STEEPEST * float((cotangents[0] * up.detach()).abs().max())}
+        half = gate.shape[-1] // 2
+        gate, up = (gate[..., ::2], gate[..., 1::2]) if options.get("interleaved") else gate.split([half, half], -1)
+    up = up.detach()
+    if (limit := options.get("limit")) is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    into_gate = _STEEPEST * float((cotangents[0] * (up + options.get("up_offset", 0.0))).abs().max())
+    return {"gate": max(into_gate, float((cotangents[0] * gate).abs().max())) if packed else into_gate}

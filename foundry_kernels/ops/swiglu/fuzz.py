@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from foundry_kernels.fuzzing import ELEMENTS, layouts, leading, sizes, spreads, tensors
 from foundry_kernels.testing import Arg, Case
+
+
+@st.composite
+def _options(draw: st.DrawFn, packed: bool) -> dict[str, Any]:
+    """Those of swiglu; every second time none."""
+    if draw(st.booleans()):
+        return {}
+    options: dict[str, Any] = {
+        "alpha": draw(st.sampled_from([1.0, 1.702, -0.5])),
+        "limit": draw(st.sampled_from([None, 7.0, 0.5])),
+        "up_offset": draw(st.sampled_from([0.0, 1.0])),
+    }
+    return options | {"interleaved": True} if packed and draw(st.booleans()) else options
 
 
 @st.composite
@@ -16,5 +31,5 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     packed = draw(st.booleans())
     args: dict[str, Arg | None] = {"gate": draw(tensors((*rows, 2 * width if packed else width), values))}
     args["up"] = None if packed else draw(tensors((*rows, width), values))
-    options = {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "geglu" else {}
+    options = {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "geglu" else draw(_options(packed))
     return Case("random", args, options, draw(layouts(len(rows) + 1)))

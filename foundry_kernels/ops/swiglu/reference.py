@@ -7,9 +7,21 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 
-def swiglu(gate: Tensor, up: Tensor | None) -> Tensor:
-    gate32, up32 = _halves(gate, up)
-    return (silu(gate32) * up32).to(gate.dtype).contiguous()
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:
+    gate32, up32 = _halves(gate, up, interleaved)
+    if limit is not None:
+        gate32, up32 = gate32.clamp(max=limit), up32.clamp(-limit, limit)
+    activated = silu(gate32) if alpha == 1.0 else gate32 * torch.sigmoid(alpha * gate32)
+    if up_offset != 0.0:
+        up32 = up32 + up_offset
+    return (activated * up32).to(gate.dtype).contiguous()
 
 
 def geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Tensor:
@@ -17,10 +29,12 @@ def geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Tensor:
     return (gelu(gate32, approximate=approximate) * up32).to(gate.dtype).contiguous()
 
 
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Gate and up in the dtype of the arithmetic."""
     compute = torch.float64 if gate.dtype == torch.float64 else torch.float32
-    if up is None:
+    if interleaved:
+        gate, up = gate[..., ::2], gate[..., 1::2]
+    elif up is None:
         half = gate.shape[-1] // 2
         gate, up = gate.split([half, half], -1)
     return gate.to(compute), up.to(compute)

@@ -2,7 +2,11 @@
 
 One kernel forward and one backward serve the three activations. A program takes a block of at most 1024 elements of
 some rows; contiguous tensors are one long row. The halves of a packed tensor are views of it, and so are those of its
-gradient, which is thereby written packed.
+gradient, which is thereby written packed. Of an interleaved one whole rows are read and written, so that accesses are
+wide; gate and up are separated in registers.
+
+The options of swiglu (ALPHA, LIMIT, UP_OFFSET, INTERLEAVED) are constants of the kernels: a model has one value of
+each, and a kernel without them has no trace of them.
 
 Names: n1, n2 and stride_gate0, stride_gate1, stride_gate2 are what `row_offset` needs to find a row of gate; b_ is a
 block of values, o_ offsets.
@@ -11,7 +15,7 @@ block of values, o_ offsets.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,12 +26,14 @@ from foundry_kernels._activation import derivative, share
 from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import (
     compute_dtype,
+    contiguous,
     define,
     empty_like,
     refuse_second_derivative,
     round_to,
     row_offset,
     row_strides,
+    strides_of,
 )
 from foundry_kernels.tuning import choose
 
@@ -42,19 +48,94 @@ def _block(n_rows, n_cols, n_tiles, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.con
 
 
 @triton.jit
+def _pair_block(rows, n_rows, n_cols, n_tiles, BLOCK_COLS: tl.constexpr):
+    """The columns [1, 2C] and mask [R, 2C] in interleaved rows of what `_block` gives."""
+    first = (tl.program_id(0) % n_tiles).to(tl.int64) * (2 * BLOCK_COLS)
+    cols = (first + tl.arange(0, 2 * BLOCK_COLS))[None, :]
+    return cols, (rows < n_rows)[:, None] & (cols < 2 * n_cols)
+
+
+@triton.jit
+def _load_pairs(ptr, o_rows, rows, n_rows, n_cols, n_tiles, COMPUTE: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Gate and up [R, C] of interleaved rows."""
+    cols, mask = _pair_block(rows, n_rows, n_cols, n_tiles, BLOCK_COLS)
+    b_x = tl.load(ptr + o_rows + cols, mask=mask, other=0.0).to(COMPUTE)
+    return tl.split(tl.reshape(b_x, [b_x.shape[0], BLOCK_COLS, 2]))
+
+
+@triton.jit
+def _clamped_gate(b_g, LIMIT: tl.constexpr):
+    """NaN stays."""
+    if LIMIT is not None:
+        b_g = tl.where(b_g > LIMIT, LIMIT, b_g)
+    return b_g
+
+
+@triton.jit
+def _shifted_up(b_u, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+    """Clamped first; NaN stays."""
+    if LIMIT is not None:
+        b_u = tl.where(b_u > LIMIT, LIMIT, tl.where(b_u < -LIMIT, -LIMIT, b_u))
+    if UP_OFFSET != 0.0:
+        b_u = b_u + UP_OFFSET
+    return b_u
+
+
+@triton.jit
+def _scaled(b_g, ALPHA: tl.constexpr):
+    """What the logistic function is taken of."""
+    if ALPHA != 1.0:
+        b_g = b_g * ALPHA
+    return b_g
+
+
+@triton.jit
 def glu_fwd_kernel(
     gate_ptr, up_ptr, y_ptr,
     n_rows, n_cols, n_tiles, n1, n2, stride_gate0, stride_gate1, stride_gate2, stride_up0, stride_up1, stride_up2,
-    RANK: tl.constexpr, ACTIVATION: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    RANK: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    """With INTERLEAVED `gate_ptr` is the packed tensor, and there is no `up_ptr`."""
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
-    o_gate = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None] + cols
-    o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
-    b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
-    b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
-    b_y = b_g * share(b_g, ACTIVATION) * b_u
+    if INTERLEAVED:
+        o_rows = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None]
+        b_g, b_u = _load_pairs(gate_ptr, o_rows, rows, n_rows, n_cols, n_tiles, COMPUTE, BLOCK_COLS)
+    else:
+        o_gate = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None] + cols
+        o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
+        b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
+        b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
+    b_g = _clamped_gate(b_g, LIMIT)
+    b_y = b_g * share(_scaled(b_g, ALPHA), ACTIVATION) * _shifted_up(b_u, LIMIT, UP_OFFSET)
     tl.store(y_ptr + (rows * n_cols)[:, None] + cols, round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _slope(b_g, b_share, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    if ALPHA == 1.0:
+        b_slope = derivative(b_g, b_share, ACTIVATION)
+    else:  # in an order in which ALPHA makes nothing infinite
+        b_slope = b_share + b_g * (b_share * (1.0 - b_share)) * ALPHA
+    return b_slope
+
+
+@triton.jit
+def _into_gate(b_dy, b_x, b_u, b_g, b_share, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+               UP_OFFSET: tl.constexpr):  # fmt: skip
+    """The gradient of gate b_x, which clamped is b_g."""
+    b_dgate = b_dy * _shifted_up(b_u, LIMIT, UP_OFFSET) * _slope(b_g, b_share, ACTIVATION, ALPHA)
+    if LIMIT is not None:
+        b_dgate = tl.where(b_x <= LIMIT, b_dgate, 0.0)
+    return b_dgate
+
+
+@triton.jit
+def _into_up(b_dy, b_u, b_g, b_share, LIMIT: tl.constexpr):
+    b_dup = b_dy * (b_g * b_share)
+    if LIMIT is not None:
+        b_dup = tl.where(tl.abs(b_u) <= LIMIT, b_dup, 0.0)
+    return b_dup
 
 
 @triton.jit
@@ -62,25 +143,44 @@ def glu_bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, out_stride,
     n_rows, n_cols, n_tiles, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_gate0, stride_gate1, stride_gate2,
     stride_up0, stride_up1, stride_up2,
-    RANK: tl.constexpr, ACTIVATION: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr,
+    RANK: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NEED_DGATE: tl.constexpr, NEED_DUP: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """`out_stride` is the distance between rows of dgate, and of dup."""
+    """`out_stride` is the distance between rows of dgate, and of dup. With INTERLEAVED `gate_ptr` and `dgate_ptr` are
+    packed tensors, and there are no `up_ptr` and `dup_ptr`."""
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
     o_dy = row_offset(rows, n1, n2, stride_dy0, stride_dy1, stride_dy2, RANK)[:, None] + cols
-    o_gate = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None] + cols
-    o_out = (rows * out_stride)[:, None] + cols
+    o_gate = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None]
+    o_out = (rows * out_stride)[:, None]
+    if not INTERLEAVED:
+        o_gate += cols
+        o_out += cols
     b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
-    b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
-    b_share = share(b_g, ACTIVATION)
-    if NEED_DGATE:
-        o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
-        b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
-        b_dgate = b_dy * b_u * derivative(b_g, b_share, ACTIVATION)
-        tl.store(dgate_ptr + o_out, round_to(b_dgate, dgate_ptr.dtype.element_ty), mask=mask)
-    if NEED_DUP:
-        b_dup = b_dy * (b_g * b_share)
-        tl.store(dup_ptr + o_out, round_to(b_dup, dup_ptr.dtype.element_ty), mask=mask)
+    if INTERLEAVED:
+        b_x, b_u = _load_pairs(gate_ptr, o_gate, rows, n_rows, n_cols, n_tiles, COMPUTE, BLOCK_COLS)
+    else:
+        b_x = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
+    b_g = _clamped_gate(b_x, LIMIT)
+    b_share = share(_scaled(b_g, ALPHA), ACTIVATION)
+    if INTERLEAVED:
+        b_dgate = _into_gate(b_dy, b_x, b_u, b_g, b_share, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+        b_out = tl.join(b_dgate, _into_up(b_dy, b_u, b_g, b_share, LIMIT))
+        b_out = tl.reshape(b_out, [b_dy.shape[0], 2 * BLOCK_COLS])
+        pair_cols, pair_mask = _pair_block(rows, n_rows, n_cols, n_tiles, BLOCK_COLS)
+        tl.store(dgate_ptr + o_out + pair_cols, round_to(b_out, dgate_ptr.dtype.element_ty), mask=pair_mask)
+    else:
+        if NEED_DGATE or LIMIT is not None:
+            o_up = row_offset(rows, n1, n2, stride_up0, stride_up1, stride_up2, RANK)[:, None] + cols
+            b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
+        else:
+            b_u = b_g  # in place of what has no part in dup
+        if NEED_DGATE:
+            b_dgate = _into_gate(b_dy, b_x, b_u, b_g, b_share, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+            tl.store(dgate_ptr + o_out, round_to(b_dgate, dgate_ptr.dtype.element_ty), mask=mask)
+        if NEED_DUP:
+            b_dup = _into_up(b_dy, b_u, b_g, b_share, LIMIT)
+            tl.store(dup_ptr + o_out, round_to(b_dup, dup_ptr.dtype.element_ty), mask=mask)
 
 
 _BLOCK = 1024  # 8 elements a thread
@@ -116,28 +216,50 @@ def _tiles(
     return grid, block, n_tiles
 
 
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The two halves of a packed tensor, or gate and up as they are."""
-    if up is not None:
+class Options(NamedTuple):
+    """Those of swiglu."""
+
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    interleaved: bool = False
+
+    def constants(self) -> dict[str, Any]:
+        """Of the kernels. One that is not there is always the same constant, whatever number stood for it."""
+        return {
+            "ALPHA": float(self.alpha),
+            "LIMIT": None if self.limit is None else float(self.limit),
+            "UP_OFFSET": float(self.up_offset),
+            "INTERLEAVED": self.interleaved,
+        }
+
+
+def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The two halves of a packed tensor, or gate and up as they are; an interleaved tensor stays whole."""
+    if up is not None or interleaved:
         return gate, up
     half = gate.shape[-1] // 2
     return gate[..., :half], gate[..., half:]
 
 
 def _layout(
-    shape: tuple[int, ...], out_gap: int, *strides: tuple[int, ...]
+    shape: tuple[int, ...], out_gap: int, *strides: tuple[int, ...] | None, pairs: int = -1
 ) -> tuple[int, int, int, int, int, list[int]] | None:
     """(rank, n_rows, n_cols, n1, n2, strides) of tensors of this shape; None where they must be copied first.
 
-    Rows that are contiguous in every tensor and, with an `out_gap` of 0, in the output are one long row.
+    Rows that are contiguous in every tensor and, with an `out_gap` of 0, in the output are one long row. `pairs` is the
+    number of a tensor whose rows are twice as wide; None stands for one that is not there.
     """
     layout = row_strides(shape, *strides)
-    if layout is None:
+    whole = strides[pairs] if pairs >= 0 else None
+    if layout is None or (whole is not None and whole[-1] != 1):
         return None
     rank, n1, n2, rows = layout
     n_cols = shape[-1]
     n_rows = math.prod(shape[:-1])
-    if rank == 1 and out_gap == 0 and (n_rows == 1 or all(row_stride == n_cols for *_, row_stride in rows)):
+    widths = [n_cols * (2 if i == pairs else 1) for i, s in enumerate(strides) if s is not None]
+    steps = [row[2] for row, s in zip(rows, strides, strict=True) if s is not None]
+    if rank == 1 and out_gap == 0 and (n_rows == 1 or steps == widths):
         n_rows, n_cols = 1, n_rows * n_cols
     return rank, n_rows, n_cols, n1, n2, [s for row in rows for s in row]
 
@@ -152,29 +274,39 @@ def _empty_fwd(gate: Tensor, up: Tensor | None) -> Tensor:
 def _plan_fwd(
     shape: tuple[int, ...],
     gate_strides: tuple[int, ...],
-    up_strides: tuple[int, ...],
+    up_strides: tuple[int, ...] | None,
     dtype: torch.dtype,
     device: torch.device,
     activation: str,
+    options: Options,
 ) -> Plan | None:
-    layout = _layout(shape, 0, gate_strides, up_strides)
+    layout = _layout(shape, 0, gate_strides, up_strides, pairs=0 if options.interleaved else -1)
     if layout is None:
         return None
     rank, n_rows, n_cols, n1, n2, strides = layout
     grid, block, n_tiles = _tiles("glu_fwd_kernel", n_rows, n_cols, dtype, activation, device)
-    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)}
+    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)} | options.constants()
     return Plan(grid, (n_rows, n_cols, n_tiles, n1, n2, *strides), constants | block)
 
 
-def _fwd(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _fwd(
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:
+    options = Options(alpha, limit, up_offset, interleaved)
     y = _empty_fwd(gate, up)
     if y.numel() == 0:
         return y
-    gate, up = _halves(gate, up)
-    plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation)
+    gate, up = _halves(gate, up, interleaved)
+    plan = _plan_fwd(y.shape, gate.stride(), strides_of(up), gate.dtype, gate.device, activation, options)
     if plan is None:
-        gate, up = gate.contiguous(), up.contiguous()
-        plan = _plan_fwd(y.shape, gate.stride(), up.stride(), gate.dtype, gate.device, activation)
+        gate, up = gate.contiguous(), contiguous(up)
+        plan = _plan_fwd(y.shape, gate.stride(), strides_of(up), gate.dtype, gate.device, activation, options)
         assert plan is not None
     launch(glu_fwd_kernel, plan, gate, up, y)
     return y
@@ -191,59 +323,71 @@ def _plan_bwd(
     shape: tuple[int, ...],
     dy_strides: tuple[int, ...],
     gate_strides: tuple[int, ...],
-    up_strides: tuple[int, ...],
+    up_strides: tuple[int, ...] | None,
     dtype: torch.dtype,
     device: torch.device,
     packed: bool,
     activation: str,
     need_dgate: bool,
     need_dup: bool,
+    options: Options,
 ) -> Plan | None:
-    out_gap = shape[-1] if packed else 0
-    layout = _layout(shape, out_gap, dy_strides, gate_strides, up_strides)
+    out_width = shape[-1] * (2 if packed else 1)
+    out_gap = 0 if options.interleaved else out_width - shape[-1]
+    layout = _layout(shape, out_gap, dy_strides, gate_strides, up_strides, pairs=1 if options.interleaved else -1)
     if layout is None:
         return None
     rank, n_rows, n_cols, n1, n2, strides = layout
     grid, block, n_tiles = _tiles("glu_bwd_kernel", n_rows, n_cols, dtype, activation, device)
-    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)}
+    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)} | options.constants()
     needed = {"NEED_DGATE": need_dgate, "NEED_DUP": need_dup}
-    numbers = (shape[-1] + out_gap, n_rows, n_cols, n_tiles, n1, n2, *strides)
-    return Plan(grid, numbers, constants | needed | block)
+    return Plan(grid, (out_width, n_rows, n_cols, n_tiles, n1, n2, *strides), constants | needed | block)
 
 
 def _bwd(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_dgate: bool, need_dup: bool
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    need_dgate: bool,
+    need_dup: bool,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     dgate, dup = _empty_bwd(gate, up, need_dgate, need_dup)
     if dy.numel() == 0 or (dgate is None and dup is None):
         return dgate, dup
     packed = up is None
-    into_gate, into_up = _halves(dgate, None) if packed and dgate is not None else (dgate, dup)
-    gate, up = _halves(gate, up)
-    options = gate.dtype, gate.device, packed, activation, into_gate is not None, into_up is not None
-    plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), up.stride(), *options)
+    into_gate, into_up = (dgate, dup) if dgate is None or not packed else _halves(dgate, None, interleaved)
+    gate, up = _halves(gate, up, interleaved)
+    wanted = gate.dtype, gate.device, packed, activation, into_gate is not None, into_up is not None
+    options = Options(alpha, limit, up_offset, interleaved)
+    plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), strides_of(up), *wanted, options)
     if plan is None:
-        dy, gate, up = dy.contiguous(), gate.contiguous(), up.contiguous()
-        plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), up.stride(), *options)
+        dy, gate, up = dy.contiguous(), gate.contiguous(), contiguous(up)
+        plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), strides_of(up), *wanted, options)
         assert plan is not None
     launch(glu_bwd_kernel, plan, dy, gate, up, into_gate, into_up)
     return dgate, dup
 
 
-def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str, *options: Any) -> Tensor:
     return _empty_fwd(gate, up)
 
 
 def _bwd_fake(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_dgate: bool, need_dup: bool
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_dgate: bool, need_dup: bool, *options: Any
 ) -> tuple[Tensor | None, Tensor | None]:
     return _empty_bwd(gate, up, need_dgate, need_dup)
 
 
-_glu_fwd = define("triton_glu_fwd(Tensor gate, Tensor? up, str activation) -> Tensor", _fwd, _fwd_fake)
+_OPTIONS = "float alpha=1.0, float? limit=None, float up_offset=0.0, bool interleaved=False"
+_glu_fwd = define(f"triton_glu_fwd(Tensor gate, Tensor? up, str activation, {_OPTIONS}) -> Tensor", _fwd, _fwd_fake)
 _glu_bwd = define(
-    "triton_glu_bwd(Tensor dy, Tensor gate, Tensor? up, str activation, bool need_dgate, bool need_dup) "
-    "-> (Tensor dgate, Tensor dup)",
+    "triton_glu_bwd(Tensor dy, Tensor gate, Tensor? up, str activation, bool need_dgate, bool need_dup, "
+    f"{_OPTIONS}) -> (Tensor dgate, Tensor dup)",
     _bwd,
     _bwd_fake,
 )
@@ -251,28 +395,29 @@ _glu_bwd = define(
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, *options: Any) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return _glu_fwd(gate, up, activation)
+        ctx.activation, ctx.options = activation, options
+        return _glu_fwd(gate, up, activation, *options)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         refuse_second_derivative("swiglu" if ctx.activation == "silu" else "geglu")
         gate, up = ctx.saved_tensors
-        need_dgate, need_dup, _ = ctx.needs_input_grad
-        dgate, dup = _glu_bwd(dy, gate, up, ctx.activation, need_dgate, need_dup)
-        return dgate if need_dgate else None, dup if need_dup else None, None
+        need_dgate, need_dup, *_ = ctx.needs_input_grad
+        dgate, dup = _glu_bwd(dy, gate, up, ctx.activation, need_dgate, need_dup, *ctx.options)
+        return dgate if need_dgate else None, dup if need_dup else None, None, *(None for _ in ctx.options)
 
 
-def _glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _glu(gate: Tensor, up: Tensor | None, activation: str, *options: Any) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
-        return _GLU.apply(gate, up, activation)
-    return _glu_fwd(gate, up, activation)
+        return _GLU.apply(gate, up, activation, *options)
+    return _glu_fwd(gate, up, activation, *options)
 
 
-def swiglu(gate: Tensor, up: Tensor | None) -> Tensor:
-    return _glu(gate, up, "silu")
+def swiglu(gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
+    """`options` are those of the public function, in its order."""
+    return _glu(gate, up, "silu", *options)
 
 
 def geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,30 +11,8 @@ from foundry_kernels.ops.linear_cross_entropy import chunks
 from foundry_kernels.ops.linear_cross_entropy.triton import tiles
 
 _OPS = torch.ops.foundry_kernels
-_either = chunks.make(
-    "triton_",
-    define,
-    _OPS.triton_cross_entropy_fwd.default,
-    _OPS.triton_cross_entropy_bwd.default,
-    cpu=False,
-    tiles=(tiles.forward, tiles.backward),
-)
 #: Bytes that chunks may take beyond the gradients before tiles are chosen.
 CHUNKS_MAY_TAKE = 1 << 30
-
-
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
-    logit_scale: float, chunk_size: int | str | None, return_lse: bool, return_z_loss: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    learns = torch.is_grad_enabled() and weight.requires_grad
-    if chunk_size is None and chunks_take(target.numel(), weight.shape, hidden.dtype, learns) > CHUNKS_MAY_TAKE:
-        chunk_size = "tiles"
-    return _either(
-        hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap,
-        logit_scale, chunk_size, return_lse, return_z_loss,
-    )  # fmt: skip
 
 
 def chunks_take(n_tokens: int, shape: tuple[int, ...], dtype: torch.dtype, learns: bool) -> int:
@@ -44,3 +20,19 @@ def chunks_take(n_tokens: int, shape: tuple[int, ...], dtype: torch.dtype, learn
     n_classes, width = shape
     logits = chunks.default_size(n_tokens, dtype.itemsize) * n_classes * dtype.itemsize
     return 2 * logits + (4 * n_classes * width if learns and dtype.itemsize == 2 else 0)
+
+
+def _prefer_tiles(hidden: Tensor, weight: Tensor, learns: bool) -> bool:
+    n_tokens = hidden.numel() // hidden.shape[-1]
+    return chunks_take(n_tokens, weight.shape, hidden.dtype, learns) > CHUNKS_MAY_TAKE
+
+
+linear_cross_entropy = chunks.make(
+    "triton_",
+    define,
+    _OPS.triton_cross_entropy_fwd.default,
+    _OPS.triton_cross_entropy_bwd.default,
+    cpu=False,
+    tiles=(tiles.forward, tiles.backward),
+    prefer=_prefer_tiles,
+)

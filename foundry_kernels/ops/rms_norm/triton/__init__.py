@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton import define, refuse_second_derivative
+from foundry_kernels._triton import define, empty_like, refuse_second_derivative
 from foundry_kernels.ops.rms_norm.triton.launch import backward, empty_backward, empty_forward, forward
 from foundry_kernels.ops.rms_norm.triton.layer_norm import add_layer_norm, layer_norm
 
@@ -22,6 +22,8 @@ def _empty_fwd(
     weight_offset: float,
     round_before_weight: bool,
     save_rstd: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     promotes = round_before_weight and weight is not None
     y_dtype = torch.promote_types(x.dtype, weight.dtype) if promotes and weight is not None else x.dtype
@@ -37,10 +39,12 @@ def _fwd(
     weight_offset: float,
     round_before_weight: bool,
     save_rstd: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     y, h, rstd = _empty_fwd(x, residual, weight, eps, weight_offset, round_before_weight, save_rstd)
     results = y, h, None, rstd
-    forward(x, residual, weight, None, results, eps, weight_offset, round_before_weight)
+    forward(x, residual, weight, None, results, eps, weight_offset, round_before_weight, dropout_p, dropout_seed)
     return y, h, rstd
 
 
@@ -74,9 +78,46 @@ def _bwd(
     return dx, dw
 
 
+def _empty_dropout_bwd(
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    weight_offset: float,
+    round_before_weight: bool,
+    need_dx: bool,
+    need_dw: bool,
+    dropout_p: float,
+    dropout_seed: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx, dw, _ = empty_backward(x, weight, None, need_dx, need_dw, False)
+    return dx, empty_like(x) if need_dx else None, dw
+
+
+def _dropout_bwd(
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    weight_offset: float,
+    round_before_weight: bool,
+    need_dx: bool,
+    need_dw: bool,
+    dropout_p: float,
+    dropout_seed: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    options = weight_offset, round_before_weight
+    dx, dres, dw = _empty_dropout_bwd(dy, dh, x, weight, rstd, *options, need_dx, need_dw, dropout_p, dropout_seed)
+    backward(dy, dh, x, weight, None, rstd, (dx, dw, None), *options, dropout_p, dropout_seed, dres)
+    return dx, dres, dw
+
+
 _rms_norm_fwd = define(
     "triton_rms_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, "
-    "bool round_before_weight, bool save_rstd) -> (Tensor y, Tensor h, Tensor rstd)",
+    "bool round_before_weight, bool save_rstd, float dropout_p=0.0, Tensor? dropout_seed=None) "
+    "-> (Tensor y, Tensor h, Tensor rstd)",
     _fwd,
     _empty_fwd,
 )
@@ -86,13 +127,20 @@ _rms_norm_bwd = define(
     _bwd,
     _empty_bwd,
 )
+_rms_norm_dropout_bwd = define(
+    "triton_rms_norm_dropout_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
+    "bool round_before_weight, bool need_dx, bool need_dw, float dropout_p, Tensor dropout_seed) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dw)",
+    _dropout_bwd,
+    _empty_dropout_bwd,
+)
 
 
 def _gradients(
     x: Tensor | None, residual: Tensor | None, weight: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]:
     """In the order of `_RMSNorm.forward`; eps and what follows it have none."""
-    return x, residual, weight, None, None, None
+    return x, residual, weight, None, None, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -105,11 +153,16 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         weight_offset: float,
         round_before_weight: bool,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
     ) -> Any:
         ctx.set_materialize_grads(False)  # zeros would cost a pass, and would not be DTensors where the outputs are
-        y, h, rstd = _rms_norm_fwd(x, residual, weight, eps, weight_offset, round_before_weight, True)
-        ctx.save_for_backward(x if residual is None else h, weight, rstd)
+        y, h, rstd = _rms_norm_fwd(
+            x, residual, weight, eps, weight_offset, round_before_weight, True, dropout_p, dropout_seed
+        )
+        ctx.save_for_backward(x if residual is None else h, weight, rstd, dropout_seed)
         ctx.weight_offset, ctx.round_before_weight = weight_offset, round_before_weight
+        ctx.dropout_p, ctx.y_dtype = dropout_p, y.dtype
         if residual is not None and not (x.requires_grad or residual.requires_grad):
             ctx.mark_non_differentiable(h)
         return y if residual is None else (y, h)
@@ -117,29 +170,41 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> Any:
         refuse_second_derivative("rms_norm")
-        x, weight, rstd = ctx.saved_tensors
+        x, weight, rstd, seed = ctx.saved_tensors
         need_x, need_residual, need_dw, *_ = ctx.needs_input_grad
+        options = ctx.weight_offset, ctx.round_before_weight, need_x or need_residual
+        if seed is not None:
+            need_dw = need_dw and dy is not None
+            dy = torch.zeros_like(x, dtype=ctx.y_dtype) if dy is None else dy
+            dx, dres, dw = _rms_norm_dropout_bwd(dy, dh, x, weight, rstd, *options, need_dw, ctx.dropout_p, seed)
+            return _gradients(dx if need_x else None, dres if need_residual else None, dw if need_dw else None)
         if dy is None:  # the gradient of h passes through the sum, and the weight gets none
             return _gradients(dh if need_x else None, dh if need_residual else None)
-        dx, dw = _rms_norm_bwd(
-            dy, dh, x, weight, rstd, ctx.weight_offset, ctx.round_before_weight, need_x or need_residual, need_dw
-        )
+        dx, dw = _rms_norm_bwd(dy, dh, x, weight, rstd, *options, need_dw)
         # The sum passes one gradient to both of its terms.
         return _gradients(dx if need_x else None, dx if need_residual else None, dw if need_dw else None)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        return _RMSNorm.apply(x, None, weight, eps, weight_offset, round_before_weight)
-    return _rms_norm_fwd(x, None, weight, eps, weight_offset, round_before_weight, False)[0]
+        return _RMSNorm.apply(x, None, weight, eps, weight_offset, round_before_weight, 0.0, None)
+    return _rms_norm_fwd(x, None, weight, eps, weight_offset, round_before_weight, False, 0.0, None)[0]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    options = eps, weight_offset, round_before_weight
     if torch.is_grad_enabled() and (
         x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
     ):
-        return _RMSNorm.apply(x, residual, weight, eps, weight_offset, round_before_weight)
-    y, h, _ = _rms_norm_fwd(x, residual, weight, eps, weight_offset, round_before_weight, False)
+        return _RMSNorm.apply(x, residual, weight, *options, dropout_p, dropout_seed)
+    y, h, _ = _rms_norm_fwd(x, residual, weight, *options, False, dropout_p, dropout_seed)
     return y, h

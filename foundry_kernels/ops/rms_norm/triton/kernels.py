@@ -8,6 +8,9 @@ the partials and rounds. There are no atomics, so gradients are bitwise determin
 LayerNorm's variance is that around the mean as it is rounded, corrected by the mean of what this leaves (`rest`): no
 digits are lost where the mean is large.
 
+With DROPOUT, x is dropped out before the residual is added to it (`_dropout`); dx is then the gradient of x, dres that
+of the residual.
+
 Names: n1, n2 and stride_x0, stride_x1, stride_x2 are what `row_offset` needs to find a row of x; b_ is a block of
 values, m_ a mask, o_ offsets.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import normalized, reciprocal_rms, round_to, row_offset
+from foundry_kernels._triton import dropout_factors, normalized, reciprocal_rms, round_to, row_offset
 
 
 @triton.jit
@@ -46,11 +49,12 @@ def _sum_around_mean(sum_of_squares, rest, n_cols):
 
 @triton.jit
 def rms_norm_fwd_kernel(
-    x_ptr, r_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr,
+    x_ptr, r_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr, seed_ptr,
     n_rows, n_cols, n1, n2, stride_x0, stride_x1, stride_x2, stride_r0, stride_r1, stride_r2, eps, offset,
+    threshold, scale,
     RANK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr, SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr, SAVE_STATS: tl.constexpr, DROPOUT: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit in registers: BLOCK_ROWS of them per program, BLOCK_COLS >= n_cols."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [R]
@@ -64,6 +68,8 @@ def rms_norm_fwd_kernel(
     if HAS_RESIDUAL:
         o_r = row_offset(rows, n1, n2, stride_r0, stride_r1, stride_r2, RANK)[:, None] + cols
         b_r = tl.load(r_ptr + o_r, mask=mask, other=0.0).to(COMPUTE)
+        if DROPOUT:
+            b_h *= dropout_factors(seed_ptr, rows[:, None], 0, threshold, scale, [BLOCK_ROWS, BLOCK_COLS], BLOCK_COLS)
         b_h = _residual_sum(b_h, b_r, x_ptr.dtype.element_ty, COMPUTE)
         tl.store(h_ptr + o_y, round_to(b_h, h_ptr.dtype.element_ty), mask=mask)
     if CENTERED:
@@ -85,22 +91,27 @@ def rms_norm_fwd_kernel(
 
 
 @triton.jit
-def _block_of_h(x_ptr, o_x, r_ptr, o_r, cols, mask, HAS_RESIDUAL: tl.constexpr, COMPUTE: tl.constexpr):
-    """What is normalised, x or x + residual, of the row at these offsets."""
+def _block_of_h(x_ptr, o_x, r_ptr, o_r, seed_ptr, row, start, cols, mask, threshold, scale,
+                HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
+                BLOCK_COLS: tl.constexpr):  # fmt: skip
+    """What is normalised, x or x + residual, of the row at these offsets, from column `start` on."""
     b_h = tl.load(x_ptr + o_x + cols, mask=mask, other=0.0).to(COMPUTE)
     if HAS_RESIDUAL:
         b_r = tl.load(r_ptr + o_r + cols, mask=mask, other=0.0).to(COMPUTE)
+        if DROPOUT:
+            b_h *= dropout_factors(seed_ptr, row, start, threshold, scale, [1, BLOCK_COLS], BLOCK_COLS)
         b_h = _residual_sum(b_h, b_r, x_ptr.dtype.element_ty, COMPUTE)
     return b_h
 
 
 @triton.jit
 def rms_norm_fwd_wide_kernel(
-    x_ptr, r_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr,
+    x_ptr, r_ptr, w_ptr, bias_ptr, y_ptr, h_ptr, mean_ptr, rstd_ptr, seed_ptr,
     n_rows, n_cols, n1, n2, stride_x0, stride_x1, stride_x2, stride_r0, stride_r1, stride_r2, eps, offset,
+    threshold, scale,
     RANK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr, SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CENTERED: tl.constexpr, ROUND_FIRST: tl.constexpr, SAVE_STATS: tl.constexpr, DROPOUT: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """One program per row, which it reads twice (centered: three times). It also forms x + residual as often: reading h
     back would need the writes of other threads."""
@@ -110,7 +121,8 @@ def rms_norm_fwd_wide_kernel(
     b_sum = tl.zeros([1, BLOCK_COLS], COMPUTE)
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)[None, :]
-        b_h = _block_of_h(x_ptr, o_x, r_ptr, o_r, cols, cols < n_cols, HAS_RESIDUAL, COMPUTE)
+        b_h = _block_of_h(x_ptr, o_x, r_ptr, o_r, seed_ptr, row, start, cols, cols < n_cols, threshold, scale,
+                          HAS_RESIDUAL, DROPOUT, COMPUTE, BLOCK_COLS)  # fmt: skip
         b_sum += b_h if CENTERED else b_h * b_h
     total = tl.sum(b_sum, 1)  # [1]
     if CENTERED:
@@ -120,7 +132,8 @@ def rms_norm_fwd_wide_kernel(
         for start in range(0, n_cols, BLOCK_COLS):
             cols = start + tl.arange(0, BLOCK_COLS)[None, :]
             mask = cols < n_cols
-            b_h = _block_of_h(x_ptr, o_x, r_ptr, o_r, cols, mask, HAS_RESIDUAL, COMPUTE)
+            b_h = _block_of_h(x_ptr, o_x, r_ptr, o_r, seed_ptr, row, start, cols, mask, threshold, scale,
+                              HAS_RESIDUAL, DROPOUT, COMPUTE, BLOCK_COLS)  # fmt: skip
             b_h = tl.where(mask, b_h - mean[:, None], 0.0)
             b_sum += b_h
             b_squares += b_h * b_h
@@ -134,7 +147,8 @@ def rms_norm_fwd_wide_kernel(
     for start in range(0, n_cols, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)[None, :]
         mask = cols < n_cols
-        b_h = _block_of_h(x_ptr, o_x, r_ptr, o_r, cols, mask, HAS_RESIDUAL, COMPUTE)
+        b_h = _block_of_h(x_ptr, o_x, r_ptr, o_r, seed_ptr, row, start, cols, mask, threshold, scale,
+                          HAS_RESIDUAL, DROPOUT, COMPUTE, BLOCK_COLS)  # fmt: skip
         if HAS_RESIDUAL:
             tl.store(h_ptr + row * n_cols + cols, round_to(b_h, h_ptr.dtype.element_ty), mask=mask)
         if CENTERED:
@@ -146,12 +160,12 @@ def rms_norm_fwd_wide_kernel(
 
 @triton.jit
 def rms_norm_bwd_kernel(
-    dy_ptr, dh_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    dy_ptr, dh_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, dres_ptr, seed_ptr,
     n_rows, n_cols, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_dh0, stride_dh1, stride_dh2,
-    stride_x0, stride_x1, stride_x2, offset,
+    stride_x0, stride_x1, stride_x2, offset, threshold, scale,
     RANK: tl.constexpr, HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit in registers. Program p takes tiles p, p + programs, ...; dw_ptr and db_ptr are [programs, n_cols].
@@ -187,7 +201,12 @@ def rms_norm_bwd_kernel(
             if HAS_DH:
                 o_dh = row_offset(rows, n1, n2, stride_dh0, stride_dh1, stride_dh2, RANK)[:, None] + cols
                 b_dx += tl.load(dh_ptr + o_dh, mask=mask, other=0.0).to(COMPUTE)
-            tl.store(dx_ptr + (rows * n_cols)[:, None] + cols, round_to(b_dx, dx_ptr.dtype.element_ty), mask=mask)
+            o_dx = (rows * n_cols)[:, None] + cols
+            if DROPOUT:
+                tl.store(dres_ptr + o_dx, round_to(b_dx, dres_ptr.dtype.element_ty), mask=mask)
+                shape: tl.constexpr = [BLOCK_ROWS, BLOCK_COLS]
+                b_dx *= dropout_factors(seed_ptr, rows[:, None], 0, threshold, scale, shape, BLOCK_COLS)
+            tl.store(dx_ptr + o_dx, round_to(b_dx, dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:
         o_dw = program * n_cols + cols
         tl.store(dw_ptr + o_dw, tl.sum(b_dw, 0)[None, :], mask=m_cols)
@@ -197,12 +216,12 @@ def rms_norm_bwd_kernel(
 
 @triton.jit
 def rms_norm_bwd_wide_kernel(
-    dy_ptr, dh_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr,
+    dy_ptr, dh_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, dres_ptr, seed_ptr,
     n_rows, n_cols, n1, n2, stride_dy0, stride_dy1, stride_dy2, stride_dh0, stride_dh1, stride_dh2,
-    stride_x0, stride_x1, stride_x2, offset,
+    stride_x0, stride_x1, stride_x2, offset, threshold, scale,
     RANK: tl.constexpr, HAS_DH: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTERED: tl.constexpr,
     ROUND_FIRST: tl.constexpr, NEED_DX: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    DROPOUT: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Rows read in blocks of columns. dw_ptr and db_ptr [programs, n_cols] start at zero; a program adds to its own row
@@ -253,4 +272,7 @@ def rms_norm_bwd_wide_kernel(
                 b_dx = rstd * (b_dy - b_x * rstd * mean)
                 if HAS_DH:
                     b_dx += tl.load(dh_ptr + o_dh + cols, mask=mask, other=0.0).to(COMPUTE)
+                if DROPOUT:
+                    tl.store(dres_ptr + row * n_cols + cols, round_to(b_dx, dres_ptr.dtype.element_ty), mask=mask)
+                    b_dx *= dropout_factors(seed_ptr, row, start, threshold, scale, [BLOCK_COLS], BLOCK_COLS)
                 tl.store(dx_ptr + row * n_cols + cols, round_to(b_dx, dx_ptr.dtype.element_ty), mask=mask)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from foundry_kernels import _dropout
 from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import (
     capability,
@@ -33,7 +34,13 @@ _WIDE_BLOCK = 4096
 
 
 def config(
-    n_cols: int, *, backward: bool, needs_few_registers: bool = False, centered: bool = False, capability: int = 0
+    n_cols: int,
+    *,
+    backward: bool,
+    needs_few_registers: bool = False,
+    centered: bool = False,
+    dropout: bool = False,
+    capability: int = 0,
 ) -> dict[str, Any]:
     """Tile, warps and kernel for rows of `n_cols`: 16 values a thread forward and 8 backward, 4 to 32 warps.
 
@@ -42,7 +49,9 @@ def config(
     capabilities 8.0 to 12.0: rows whose width is no multiple of 8 need more address arithmetic. `maxnreg` says how many
     registers there are; without it ptxas spills some to reach an occupancy that it guesses.
     """
-    limit = (8192 if n_cols % 8 == 0 else 4096) if backward else (32768 if needs_few_registers else 16384)
+    limit = 32768 if needs_few_registers else 16384
+    if backward:  # the state of the random numbers would be spilled in the longest
+        limit = 8192 if n_cols % 8 == 0 and not dropout else 4096
     if n_cols > limit:
         cols = _WIDE_BLOCK // 2 if backward and centered else _WIDE_BLOCK
         registers = {"maxnreg": 128} if centered else {}
@@ -74,6 +83,7 @@ def rows(
     backward: bool,
     needs_few_registers: bool = False,
     centered: bool = False,
+    dropout: bool = False,
     row_bytes: int | None = None,
     capability: int = 0,
 ) -> list[dict[str, Any]]:
@@ -83,7 +93,7 @@ def rows(
     row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
     None where it is not, and nothing is loaded ahead. A backward pass `needs_few_registers` where there is no dh.
     """
-    needs = {"needs_few_registers": needs_few_registers, "centered": centered}
+    needs = {"needs_few_registers": needs_few_registers, "centered": centered, "dropout": dropout}
     own = config(n_cols, backward=backward, **needs, capability=capability)
     if own["wide"]:
         return [own]
@@ -98,8 +108,10 @@ def rows(
         masked = n_cols < own["BLOCK_COLS"]
         if capability // 10 == 10 and masked and own["BLOCK_COLS"] > 4096:  # compiled for 10.0 it spills 8 bytes
             return found | {"STAGES": 1}
+        if dropout and row_bytes > 6 * own["BLOCK_COLS"]:  # of float32: 8 or 16 bytes
+            return found | {"STAGES": 1}
         staged = _stages(found, row_bytes, capability)
-        if capability // 10 == 10 and centered and not needs_few_registers:  # it too, with half as many
+        if centered and (dropout or (capability // 10 == 10 and not needs_few_registers)):  # it too, with half as many
             return staged | {"maxnreg": registers}
         return staged
 
@@ -113,12 +125,27 @@ def rows(
     return found
 
 
+def _dropout_numbers(p: float | None) -> tuple[int | None, float | None]:
+    """The threshold, as 32 bits, and the scale of what is kept."""
+    if p is None:
+        return None, None
+    least = _dropout.threshold(p)
+    return least - (least >> 31 << 32), 1.0 / (1.0 - p)
+
+
 def _choose(
-    kernel: str, dtype: torch.dtype, centered: bool, device: torch.device, found: list[dict[str, Any]]
+    kernel: str,
+    dtype: torch.dtype,
+    centered: bool,
+    device: torch.device,
+    found: list[dict[str, Any]],
+    dropout: bool,
 ) -> dict[str, Any]:
     """The row for a launch. "wide" says which kernel it is for, and is not an option of the kernel's."""
     if found[0]["wide"]:
         return found[0]
+    if dropout:  # nothing of it is measured; a counter of the generator has four columns
+        return found[0] | {"BLOCK_COLS": max(4, found[0]["BLOCK_COLS"])}
     plain = [{name: value for name, value in row.items() if name != "wide"} for row in found]
     tags = f"{8 * dtype.itemsize}-bit{' centered' if centered else ''}"
     return choose(kernel, tags, plain, device) | {"wide": False}
@@ -155,6 +182,7 @@ def _plan_forward(
     weight_offset: float,
     round_before_weight: bool,
     save_stats: bool,
+    dropout_p: float | None,
 ) -> tuple[bool, Plan] | None:
     """Whether rows are wide, and the launch; None where x and residual must be copied first."""
     layout = row_strides(shape, x_strides, residual_strides)
@@ -166,14 +194,16 @@ def _plan_forward(
     n_rows = math.prod(shape[:-1])
     few = dtype.itemsize == 2 and not has_residual and not centered
     found = rows(n_cols, backward=False, needs_few_registers=few, centered=centered, capability=capability(device))
-    options = _choose("rms_norm_fwd_kernel", dtype, centered, device, found)
+    options = _choose("rms_norm_fwd_kernel", dtype, centered, device, found, dropout_p is not None)
     wide = options.pop("wide")
     constants = dict(
         RANK=rank, HAS_RESIDUAL=has_residual, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, CENTERED=centered,
-        ROUND_FIRST=round_before_weight, SAVE_STATS=save_stats, COMPUTE=compute_dtype(dtype), **options,
+        ROUND_FIRST=round_before_weight, SAVE_STATS=save_stats, DROPOUT=dropout_p is not None,
+        COMPUTE=compute_dtype(dtype), **options,
     )  # fmt: skip
     grid = (triton.cdiv(n_rows, options["BLOCK_ROWS"]),)
-    return wide, Plan(grid, (n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, weight_offset), constants)
+    numbers = n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, weight_offset, *_dropout_numbers(dropout_p)
+    return wide, Plan(grid, numbers, constants)
 
 
 def forward(
@@ -185,6 +215,8 @@ def forward(
     eps: float,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     *,
     centered: bool = False,
 ) -> None:
@@ -193,7 +225,8 @@ def forward(
     if y.numel() == 0:
         return
     affine = weight is not None, bias is not None
-    options = x.dtype, x.device, *affine, centered, eps, weight_offset, round_before_weight, rstd is not None
+    p = None if dropout_seed is None else dropout_p
+    options = x.dtype, x.device, *affine, centered, eps, weight_offset, round_before_weight, rstd is not None, p
     found = _plan_forward(x.shape, x.stride(), strides_of(residual), *options)
     if found is None:
         x, residual = x.contiguous(), contiguous(residual)
@@ -201,7 +234,7 @@ def forward(
         assert found is not None
     wide, plan = found
     kernel = rms_norm_fwd_wide_kernel if wide else rms_norm_fwd_kernel
-    launch(kernel, plan, x, residual, contiguous(weight), contiguous(bias), y, h, mean, rstd)
+    launch(kernel, plan, x, residual, contiguous(weight), contiguous(bias), y, h, mean, rstd, dropout_seed)
 
 
 def empty_backward(
@@ -226,6 +259,7 @@ def _plan_backward(
     need_dx: bool,
     need_dw: bool,
     need_db: bool,
+    dropout_p: float | None,
 ) -> tuple[bool, Plan] | None:
     """Whether rows are wide, and the launch; None where dy, dh and x must be copied first."""
     layout = row_strides(shape, dy_strides, dh_strides, x_strides)
@@ -236,17 +270,18 @@ def _plan_backward(
     n_rows = math.prod(shape[:-1])
     regular = rank == 1 and all(stride % 16 == 0 for *_, stride in (dy_rows, dh_rows, x_rows))
     row_bytes = (2 + (dh_strides is not None)) * triton.next_power_of_2(n_cols) * dtype.itemsize if regular else None
-    needs = {"needs_few_registers": dh_strides is None, "centered": centered}
+    needs = {"needs_few_registers": dh_strides is None, "centered": centered, "dropout": dropout_p is not None}
     found = rows(n_cols, backward=True, **needs, row_bytes=row_bytes, capability=capability(device))
-    options = _choose("rms_norm_bwd_kernel", dtype, centered, device, found)
+    options = _choose("rms_norm_bwd_kernel", dtype, centered, device, found, dropout_p is not None)
     wide = options.pop("wide")
     constants = dict(
         RANK=rank, HAS_DH=dh_strides is not None, HAS_WEIGHT=has_weight, CENTERED=centered,
         ROUND_FIRST=round_before_weight, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db,
-        COMPUTE=compute_dtype(dtype), **options,
+        DROPOUT=dropout_p is not None, COMPUTE=compute_dtype(dtype), **options,
     )  # fmt: skip
     grid = (min(triton.cdiv(n_rows, options["BLOCK_ROWS"]), programs(device)),)
-    return wide, Plan(grid, (n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, weight_offset), constants)
+    numbers = n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, weight_offset, *_dropout_numbers(dropout_p)
+    return wide, Plan(grid, numbers, constants)
 
 
 def backward(
@@ -259,10 +294,13 @@ def backward(
     results: Backward,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dresidual: Tensor | None = None,
     *,
     centered: bool = False,
 ) -> None:
-    """Fill `results` (of `empty_backward`)."""
+    """Fill `results` (of `empty_backward`); with a seed and a dx, `dresidual` too."""
     dx, dw, db = results
     if x.numel() == 0:
         for sums in (dw, db):
@@ -272,7 +310,8 @@ def backward(
     needed = dx is not None, dw is not None, db is not None
     if not any(needed):
         return
-    options = x.dtype, weight is not None, x.device, centered, weight_offset, round_before_weight, *needed
+    p = None if dropout_seed is None or dx is None else dropout_p
+    options = x.dtype, weight is not None, x.device, centered, weight_offset, round_before_weight, *needed, p
     found = _plan_backward(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
     if found is None:
         dy, dh, x = dy.contiguous(), contiguous(dh), x.contiguous()
@@ -282,7 +321,8 @@ def backward(
     make = rstd.new_zeros if wide else rstd.new_empty
     of_w, of_b = (None if sums is None else make((plan.grid[0], x.shape[-1])) for sums in (dw, db))
     kernel = rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel
-    launch(kernel, plan, dy, dh, x, contiguous(weight), mean, rstd, dx, of_w, of_b)
+    seed = None if p is None else dropout_seed
+    launch(kernel, plan, dy, dh, x, contiguous(weight), mean, rstd, dx, of_w, of_b, dresidual, seed)
     for partial, sums in ((of_w, dw), (of_b, db)):
         if partial is not None and sums is not None:
             sum_partials(partial, sums)

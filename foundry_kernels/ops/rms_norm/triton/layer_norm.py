@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton import define, refuse_second_derivative
+from foundry_kernels._triton import define, empty_like, refuse_second_derivative
 from foundry_kernels.ops.rms_norm.triton.launch import (
     Backward,
     Forward,
@@ -19,16 +19,31 @@ from foundry_kernels.ops.rms_norm.triton.launch import (
 
 
 def _empty_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    save_stats: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Forward:
     return empty_forward(x, residual, x.dtype, save_mean=save_stats, save_rstd=save_stats)
 
 
 def _fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    save_stats: bool,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Forward:
     results = _empty_fwd(x, residual, weight, bias, eps, save_stats)
-    forward(x, residual, weight, bias, results, eps, centered=True)
+    drop = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    forward(x, residual, weight, bias, results, eps, **drop, centered=True)  # type: ignore[arg-type]
     return results
 
 
@@ -64,9 +79,52 @@ def _bwd(
     return results
 
 
+#: (dx, dresidual, dw, db), of which what is not wanted is None.
+_DropoutBackward = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _empty_dropout_bwd(
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+    dropout_p: float,
+    dropout_seed: Tensor,
+) -> _DropoutBackward:
+    dx, dw, db = empty_backward(x, weight, bias, need_dx, need_dw, need_db)
+    return dx, empty_like(x) if need_dx else None, dw, db
+
+
+def _dropout_bwd(
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+    dropout_p: float,
+    dropout_seed: Tensor,
+) -> _DropoutBackward:
+    needs = need_dx, need_dw, need_db
+    dx, dres, dw, db = _empty_dropout_bwd(dy, dh, x, weight, bias, mean, rstd, *needs, dropout_p, dropout_seed)
+    results = dx, dw, db
+    backward(dy, dh, x, weight, mean, rstd, results, 0.0, False, dropout_p, dropout_seed, dres, centered=True)
+    return dx, dres, dw, db
+
+
 _layer_norm_fwd = define(
-    "triton_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats) "
-    "-> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
+    "triton_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats, "
+    "float dropout_p=0.0, Tensor? dropout_seed=None) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
     _fwd,
     _empty_fwd,
 )
@@ -76,16 +134,31 @@ _layer_norm_bwd = define(
     _bwd,
     _empty_bwd,
 )
+_layer_norm_dropout_bwd = define(
+    "triton_layer_norm_dropout_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "
+    "Tensor rstd, bool need_dx, bool need_dw, bool need_db, float dropout_p, Tensor dropout_seed) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dw, Tensor db)",
+    _dropout_bwd,
+    _empty_dropout_bwd,
+)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
     ) -> Any:
         ctx.set_materialize_grads(False)  # as in _RMSNorm
-        y, h, mean, rstd = _layer_norm_fwd(x, residual, weight, bias, eps, True)
-        ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd)
+        y, h, mean, rstd = _layer_norm_fwd(x, residual, weight, bias, eps, True, dropout_p, dropout_seed)
+        ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd, dropout_seed)
+        ctx.dropout_p = dropout_p
         if residual is not None and not (x.requires_grad or residual.requires_grad):
             ctx.mark_non_differentiable(h)
         return y if residual is None else (y, h)
@@ -93,32 +166,46 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None = None) -> Any:
         refuse_second_derivative("layer_norm")
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        need_x, need_residual, need_dw, need_db, _ = ctx.needs_input_grad
-        dx, dw, db = dh, None, None  # the gradient of h alone passes through the sum
-        if dy is not None:
-            need_dx = need_x or need_residual
+        x, weight, bias, mean, rstd, seed = ctx.saved_tensors
+        need_x, need_residual, need_dw, need_db, *_ = ctx.needs_input_grad
+        need_dx = need_x or need_residual
+        dx, dres, dw, db = dh, dh, None, None  # the gradient of h alone passes through the sum
+        if seed is not None:
+            need_dw, need_db = need_dw and dy is not None, need_db and dy is not None
+            dy = torch.zeros_like(x) if dy is None else dy
+            saved = x, weight, bias, mean, rstd
+            needs = need_dx, need_dw, need_db
+            dx, dres, dw, db = _layer_norm_dropout_bwd(dy, dh, *saved, *needs, ctx.dropout_p, seed)
+        elif dy is not None:
             dx, dw, db = _layer_norm_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db)
-        # The sum passes one gradient to both of its terms.
+            dres = dx  # the sum passes one gradient to both of its terms
         return (
             dx if need_x else None,
-            dx if need_residual else None,
+            dres if need_residual else None,
             dw if need_dw else None,
             db if need_db else None,
+            None,
+            None,
             None,
         )
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        return _LayerNorm.apply(x, None, weight, bias, eps)
-    return _layer_norm_fwd(x, None, weight, bias, eps, False)[0]
+        return _LayerNorm.apply(x, None, weight, bias, eps, 0.0, None)
+    return _layer_norm_fwd(x, None, weight, bias, eps, False, 0.0, None)[0]
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight, bias)):
-        return _LayerNorm.apply(x, residual, weight, bias, eps)
-    y, h, _, _ = _layer_norm_fwd(x, residual, weight, bias, eps, False)
+        return _LayerNorm.apply(x, residual, weight, bias, eps, dropout_p, dropout_seed)
+    y, h, _, _ = _layer_norm_fwd(x, residual, weight, bias, eps, False, dropout_p, dropout_seed)
     return y, h

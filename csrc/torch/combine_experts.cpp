@@ -1,0 +1,76 @@
+// The operator foundry_kernels::combine_experts: schema, shapes and autograd. combine_experts_cpu.cpp launches the
+// kernels.
+//
+// It is composed of combine_experts_fwd and combine_experts_bwd, which are what a compiled graph, a checkpointing
+// policy or a profiler sees. combine_experts_bwd returns (dx, dweights), each empty unless it was asked for.
+#include "combine_experts.h"
+
+#include <torch/library.h>
+
+#include "autograd.h"
+
+namespace foundry {
+namespace {
+
+Tensor fwd_meta(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
+  return empty_combine_experts_fwd(x, weights, slots);
+}
+
+std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const Tensor& x, const OptionalTensor& weights, const Tensor& slots,
+                                    bool need_dx, bool need_dweights) {
+  return empty_combine_experts_bwd(x, weights, slots, need_dx, need_dweights);
+}
+
+// The dispatcher finds the kernel of the tensors' device.
+Tensor call_fwd(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow(FK_LIBRARY_NAME "::combine_experts_fwd", "")
+                             .typed<decltype(fwd_meta)>();
+  return op.call(x, weights, slots);
+}
+
+class CombineExpertsFunction : public torch::autograd::Function<CombineExpertsFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({x, unwrap(weights), slots});
+    return call_fwd(x, weights, slots);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("combine_experts");
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(FK_LIBRARY_NAME "::combine_experts_bwd", "")
+                               .typed<decltype(bwd_meta)>();
+    const auto [x, weights, slots] = saved_tensors<3>(ctx);
+    NeedsGrad needs(ctx);
+    const bool need_dx = needs.next(), need_dweights = needs.next_if(weights.defined());
+    auto [dx, dweights] = op.call(grads.front(), x, wrap(weights), slots, need_dx, need_dweights);
+    return {need_dx ? dx : Tensor(), need_dweights ? dweights : Tensor(), /*slots*/ {}};
+  }
+};
+
+Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
+  if (any_requires_grad(x, weights)) return CombineExpertsFunction::apply(x, weights, slots);
+  return call_fwd(x, weights, slots);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("combine_experts(Tensor x, Tensor? weights, Tensor slots) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("combine_experts_fwd(Tensor x, Tensor? weights, Tensor slots) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def(
+      "combine_experts_bwd(Tensor dy, Tensor x, Tensor? weights, Tensor slots, bool need_dx, bool need_dweights) "
+      "-> (Tensor dx, Tensor dweights)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("combine_experts", &combine_experts); }
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
+  m.impl("combine_experts_fwd", &fwd_meta);
+  m.impl("combine_experts_bwd", &bwd_meta);
+}
+
+}  // namespace foundry

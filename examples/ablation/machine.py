@@ -1,0 +1,44 @@
+"""What figures were measured on."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import isa
+
+
+def machine() -> dict[str, Any]:
+    used = isa.found()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _processor(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "isa": used.ours or "none: the extension is not built",
+        "torch_isa": used.torch,
+        "torch": torch.__version__,
+    }
+
+
+def sentence(found: dict[str, Any]) -> str:
+    return (
+        f"{found['date']}, {found['cpu']}, {found['cores']} cores, {found['threads']} "
+        f"{'thread' if found['threads'] == 1 else 'threads'}, instruction set {found['isa']} (PyTorch's own: "
+        f"{found['torch_isa']}), torch {found['torch']}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()

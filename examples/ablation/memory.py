@@ -1,0 +1,33 @@
+"""Peak memory of a piece of work: in a fresh process, so that nothing that ran before counts or is reused."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import torch
+
+from examples.train_memory import PeakMemory
+
+Prepare = Callable[[], Callable[[], object]]
+
+
+def peak_bytes(prepare: Prepare, *, whole: bool = False) -> int:
+    """Peak resident bytes of ``prepare()()`` above what was held before: what the call adds to what was prepared, or
+    with `whole` both. `prepare` must be picklable."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(partial(_measure, prepare, whole, torch.get_num_threads())).result()
+
+
+def _measure(prepare: Prepare, whole: bool, threads: int) -> int:
+    torch.set_num_threads(threads)
+    prepare()()  # libraries load, and compile for these shapes, at first use
+    memory = PeakMemory(torch.device("cpu"))
+    run = prepare()
+    if not whole:
+        memory = PeakMemory(torch.device("cpu"))
+    run()
+    return memory.bytes()

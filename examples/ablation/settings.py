@@ -1,0 +1,130 @@
+"""What determines a comparison, kept in its folder: phases that are run later, or again, agree with the first."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.ablation.variants import Shape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class UsageError(Exception):
+    """Options that cannot be run, or a folder that does not fit them; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of all variants alike. `dtype` bfloat16 is autocast, with parameters in float32."""
+
+    dim: int = Shape.dim
+    layers: int = Shape.layers
+    heads: int = Shape.heads
+    kv_heads: int = Shape.kv_heads
+    seq_len: int = Shape.seq_len
+    batch: int = 8
+    steps: int = 600
+    lr: float = 1e-3
+    dtype: str = "bfloat16"
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.dim, self.layers, self.heads, self.kv_heads, self.seq_len)
+
+
+FIELDS = {field.name: field.default for field in dataclasses.fields(Settings)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the programs over a folder of runs have in common. Settings that are not given are None, see `settle`."""
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="any file, read as bytes; its last tenth is held out")
+    add("--out", type=Path, default=Path("runs/ablation"), metavar="DIR", help="default: runs/ablation")
+    add("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="default: 0 1")
+    add("--threads", type=int, metavar="N", help="default: PyTorch's")
+    add("--page", type=Path, metavar="FILE", help="a Markdown page whose marked parts the report fills")
+    about = {
+        "seq_len": "bytes of a window",
+        "batch": "windows of a step",
+        "kv_heads": "of grouped-query attention",
+        "lr": "peak learning rate of AdamW",
+        "dtype": "of training; bfloat16 is autocast",
+    }
+    for name, default in FIELDS.items():
+        text = f"{about.get(name, '')} (default: {default})".strip()
+        add(f"--{_option(name)}", type=type(default), choices=DTYPES if name == "dtype" else None, help=text)
+
+
+def use_threads(count: int | None) -> None:
+    if count is None:
+        return
+    if count < 1:
+        raise UsageError(f"--threads must be at least 1; got {count}")
+    torch.set_num_threads(count)
+
+
+def settle(folder: Path, given: Mapping[str, Any]) -> Settings:
+    """What the folder was begun with, else what is `given`, else the defaults; None is not given.
+
+    Raises:
+        UsageError: the folder was begun with something else, or a value is out of range.
+    """
+    stored = load(folder / "settings.json") or {}
+    values = {}
+    for name, default in FIELDS.items():
+        value = given.get(name)
+        if value is None:
+            value = stored.get(name, default)
+        elif name in stored and stored[name] != value:
+            raise UsageError(
+                f"{folder} was begun with --{_option(name)} {stored[name]}; got {value}: choose another --out"
+            )
+        if isinstance(default, int) and value < 1:
+            raise UsageError(f"--{_option(name)} must be at least 1; got {value}")
+        values[name] = value
+    if not (values["lr"] > 0.0 and math.isfinite(values["lr"])):
+        raise UsageError(f"--lr must be finite and above 0; got {values['lr']}")
+    return Settings(**values)
+
+
+def keep(folder: Path, settings: Settings) -> None:
+    save(folder / "settings.json", dataclasses.asdict(settings))
+
+
+def load(path: Path) -> Any:
+    """The content of a JSON file, or None where there is no such file.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}; remove it to have it made again") from None
+
+
+def save(path: Path, content: Any) -> None:
+    """Write the file whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")

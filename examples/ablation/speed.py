@@ -1,0 +1,134 @@
+"""How fast the variants are, all by turns, and what memory they take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Prepare, interleaved, median_ratio, release
+from examples.ablation.machine import machine
+from examples.ablation.memory import peak_bytes
+from examples.ablation.settings import DTYPES, Settings, load, save
+from examples.train_optimizer import make_optimizer
+from foundry_kernels.models import ModelConfig, Transformer
+
+#: By name, what prepares a run, and how many units the run makes.
+Contenders = Mapping[str, tuple[Prepare, int]]
+
+SECONDS = 60.0  # for the steps of all variants; generation gets a third of it
+NEW_TOKENS = 32  # in a timed run of generation
+
+
+def measure(folder: Path, settings: Settings, configs: dict[str, ModelConfig]) -> None:
+    """Fill `speed.json`: of each part (a step, generated tokens, memory) what is not there yet."""
+    path = folder / "speed.json"
+    kept: dict[str, Any] = load(path) or {}
+    kept = begin(kept, {"settings": asdict(settings), "machine": machine()})
+    parts = {"step": (steps, SECONDS), "token": (tokens, SECONDS / 3.0)}
+    for part, (prepare_all, limit) in parts.items():
+        if not kept.get(part, {}).keys() >= configs.keys():  # by turns: a new variant needs the others beside it
+            kept[part] = timed(prepare_all(settings, configs), limit)
+            save(path, kept)
+            release()
+        print(f"{part}: " + ", ".join(f"{n} {r['ms']:.2f} ms" for n, r in kept[part].items()), flush=True)
+    memory = kept.setdefault("memory", {})
+    for name, config in configs.items():
+        if name not in memory:
+            cache = Transformer(config).make_cache(1)
+            stored = sum(t.numel() * t.element_size() for t in (*cache.k, *cache.v))
+            peak = peak_bytes(OneStep(config, settings), whole=True)
+            memory[name] = {"peak_bytes": peak, "cache_bytes_a_token": stored // cache.max_len}
+            save(path, kept)
+    print("memory: " + ", ".join(f"{n} {r['peak_bytes'] / 2**20:.0f} MiB" for n, r in memory.items()), flush=True)
+
+
+def begin(kept: dict[str, Any], context: dict[str, Any]) -> dict[str, Any]:
+    """What was measured before, if it was measured in the same `context` but for the day."""
+    same = all(_dateless(kept.get(key)) == _dateless(value) for key, value in context.items())
+    if kept and not same:
+        print("measured before with other settings or another machine; measured again", flush=True)
+    return (kept if same else {}) | context
+
+
+def _dateless(context: Any) -> Any:
+    return {k: v for k, v in context.items() if k != "date"} if isinstance(context, dict) else context
+
+
+def timed(contenders: Contenders, seconds: float, rounds: int = 15) -> dict[str, Any]:
+    """Of each contender the median of milliseconds a unit, and the median over rounds of its time over the first
+    one's."""
+    times = interleaved({name: prepare for name, (prepare, _) in contenders.items()}, seconds, rounds)
+    base = times[next(iter(times))]
+    return {
+        name: {"ms": 1e3 * statistics.median(taken) / contenders[name][1], "ratio": median_ratio(taken, base),
+               "rounds": len(taken)}
+        for name, taken in times.items()
+    }  # fmt: skip
+
+
+def steps(settings: Settings, configs: dict[str, ModelConfig]) -> Contenders:
+    return {name: (ready(OneStep(config, settings)()), 1) for name, config in configs.items()}
+
+
+def ready(run: Callable[[], object]) -> Prepare:
+    """Of a run that needs no preparation."""
+    return lambda: run
+
+
+def tokens(settings: Settings, configs: dict[str, ModelConfig]) -> Contenders:
+    """One token at a time behind half a context, in float32."""
+    prompt = _tokens(1, settings.seq_len // 2)
+    new = max(1, min(NEW_TOKENS, settings.seq_len // 2))
+    return {name: (Decoding(Transformer(config), prompt, new), new) for name, config in configs.items()}
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """A model, its optimizer, and a step of training."""
+
+    config: ModelConfig
+    settings: Settings
+
+    def __call__(self) -> Callable[[], object]:
+        model, dtype = Transformer(self.config), DTYPES[self.settings.dtype]
+        optimizer = make_optimizer(model, self.settings.lr)
+        batch = _tokens(self.settings.batch, self.settings.seq_len)
+
+        def step() -> None:
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                loss = model(batch, batch)[1]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+
+class Decoding:
+    """`new` tokens, one by one, behind a prompt whose keys and values are in the cache."""
+
+    def __init__(self, model: Transformer, prompt: torch.Tensor, new: int) -> None:
+        self.model, self.length, self.new = model.eval(), prompt.shape[1], new
+        self.cache = model.make_cache(1, self.length + new)
+        with torch.no_grad():
+            model(prompt, cache=self.cache, last_only=True)
+        self.token = prompt[:, :1]
+
+    def __call__(self) -> Callable[[], object]:
+        self.cache.length = self.length
+        return self.run
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for _ in range(self.new):
+            self.model(self.token, cache=self.cache, last_only=True)
+
+
+def _tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,214 @@
+"""By themselves: heads that share keys and values, attention without its matrix, and RMSNorm against LayerNorm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import foundry_kernels as fk
+from benchmarks.measure import Prepare, release, reused_memory
+from examples.ablation.machine import machine
+from examples.ablation.memory import peak_bytes
+from examples.ablation.settings import DTYPES, load, save
+from examples.ablation.speed import Contenders, Decoding, begin, ready, timed
+from foundry_kernels.models import ModelConfig, Transformer
+
+DIRECTIONS = ("forward", "forward+backward")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: attention of `tokens` in `heads` of `head_dim`, norms of `rows` of `width`."""
+
+    tokens: int = 2048
+    heads: int = 8
+    head_dim: int = 64
+    layers: int = 4
+    new_tokens: int = 16
+    rows: int = 2048
+    width: int = 4096
+    seconds: float = 8.0  # for a comparison
+
+    @property
+    def shared_heads(self) -> dict[str, int]:
+        return {"MHA": self.heads, "GQA": max(1, self.heads // 4), "MQA": 1}
+
+
+SIZES = Sizes()
+
+
+def measure(folder: Path) -> None:
+    """Fill `tables.json`: what is not there yet."""
+    path, sizes = folder / "tables.json", SIZES
+    kept = begin(load(path) or {}, {"machine": machine(), "sizes": vars(sizes)})
+    parts: dict[str, Callable[[Sizes], Any]] = {"heads": heads, "attention": attention, "norms": norms}
+    for part, measured in parts.items():
+        if part not in kept:
+            kept[part] = measured(sizes)
+            save(path, kept)
+            release()
+        print(f"{part}: measured", flush=True)
+
+
+# --- MHA, GQA, MQA ----------------------------------------------------------------------------------------------------
+
+
+def heads(sizes: Sizes) -> dict[str, Any]:
+    """Of a model with so many key-value heads, in float32: bytes of the cache, generation behind `tokens` positions,
+    and reading as many at once; and both of attention alone."""
+    dim, tokens = sizes.heads * sizes.head_dim, sizes.tokens
+    config = ModelConfig(
+        dim, sizes.layers, sizes.heads, vocab_size=256, max_seq_len=tokens + sizes.new_tokens, rope_interleaved=False
+    )
+    prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
+    models = {n: Transformer(replace(config, n_kv_heads=k)).eval() for n, k in sizes.shared_heads.items()}
+    decode = {n: (Decoding(model, prompt, sizes.new_tokens), sizes.new_tokens) for n, model in models.items()}
+    prefill = {n: (_prefill(model, prompt), 1) for n, model in models.items()}
+    alone, whole = {}, {}
+    for n, count in sizes.shared_heads.items():
+        q, k, v = _qkv(sizes, torch.float32, count)
+        alone[n] = (_repeated(20, q[:, :, -1:], k, v), 20)
+        whole[n] = (_repeated(1, q, k, v), 1)
+    parts: dict[str, Contenders] = {
+        "decode": decode,
+        "prefill": prefill,
+        "decode_attention": alone,
+        "prefill_attention": whole,
+    }
+    found = {name: timed(contenders, sizes.seconds) for name, contenders in parts.items()}
+    return {
+        n: {
+            "kv_heads": count,
+            "parameters": models[n].config.n_parameters,
+            "cache_bytes": 2 * 4 * sizes.layers * count * sizes.head_dim * tokens,
+            **{name: times[n] for name, times in found.items()},
+        }
+        for n, count in sizes.shared_heads.items()
+    }
+
+
+def _prefill(model: Transformer, prompt: Tensor) -> Prepare:
+    def prepare() -> Callable[[], object]:
+        cache = model.make_cache(1, prompt.shape[1])
+
+        @torch.no_grad()
+        def run() -> None:
+            model(prompt, cache=cache, last_only=True)
+
+        return run
+
+    return prepare
+
+
+def _repeated(times: int, q: Tensor, k: Tensor, v: Tensor) -> Prepare:
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(times):
+            fk.flash_attention(q, k, v, causal=True)
+
+    return ready(run)
+
+
+# --- attention with and without its matrix ----------------------------------------------------------------------------
+
+
+def materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As it is written down: T x T scores, masked, their softmax, its product with the values."""
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+#: Causal attention, the matrix itself first: the others are held against it.
+ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "explicit matrices": materialized,
+    "PyTorch's SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "fk.flash_attention": lambda q, k, v: fk.flash_attention(q, k, v, causal=True),
+}
+
+
+@dataclass(frozen=True)
+class Attend:
+    """A run of one of `ATTENTION` on inputs of its own."""
+
+    name: str
+    sizes: Sizes
+    dtype: torch.dtype
+    backward: bool
+
+    def __call__(self) -> Callable[[], object]:
+        inputs = [t.requires_grad_(self.backward) for t in _qkv(self.sizes, self.dtype)]
+        dout = torch.ones_like(inputs[0])
+        attend = ATTENTION[self.name]
+        return lambda: attend(*inputs).backward(dout) if self.backward else attend(*inputs)
+
+
+def attention(sizes: Sizes) -> dict[str, Any]:
+    """Time, and peak memory beside the inputs, in each dtype and direction."""
+    found: dict[str, Any] = {}
+    for dtype_name, dtype in DTYPES.items():
+        for direction in DIRECTIONS:
+            runs = {n: Attend(n, sizes, dtype, direction != "forward") for n in ATTENTION}
+            with reused_memory():
+                rows = timed({n: (run, 1) for n, run in runs.items()}, sizes.seconds)
+            for name, run in runs.items():
+                rows[name]["peak_bytes"] = peak_bytes(run)
+            found[f"{direction} {dtype_name}"] = rows
+    return found
+
+
+def _qkv(sizes: Sizes, dtype: torch.dtype, kv_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    counts = (sizes.heads, kv_heads or sizes.heads, kv_heads or sizes.heads)
+    q, k, v = (torch.randn(1, count, sizes.tokens, sizes.head_dim, generator=generator).to(dtype) for count in counts)
+    return q, k, v
+
+
+# --- RMSNorm and LayerNorm --------------------------------------------------------------------------------------------
+
+#: LayerNorm first: RMSNorm is held against it.
+NORMS: dict[str, dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "fk": {
+        "LayerNorm": lambda x, weight, bias: fk.layer_norm(x, weight, bias),
+        "RMSNorm": lambda x, weight, bias: fk.rms_norm(x, weight),
+    },
+    "PyTorch": {
+        "LayerNorm": lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),
+        "RMSNorm": lambda x, weight, bias: F.rms_norm(x, x.shape[-1:], weight, 1e-6),
+    },
+}
+
+
+def norms(sizes: Sizes) -> dict[str, Any]:
+    """Time of each in each dtype and direction; all four take turns, and ours's LayerNorm is the first."""
+    found: dict[str, Any] = {}
+    flat = {f"{whose} {what}": norm for whose, both in NORMS.items() for what, norm in both.items()}
+    for dtype_name, dtype in DTYPES.items():
+        x = torch.randn(sizes.rows, sizes.width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for direction in DIRECTIONS:
+            backward = direction != "forward"
+            inputs = [x.clone().requires_grad_(backward)]
+            inputs += [t.to(dtype).requires_grad_(backward) for t in (torch.ones(x.shape[1]), torch.zeros(x.shape[1]))]
+            dy = torch.ones_like(x)
+            contenders = {name: (_normalize(norm, inputs, dy, backward), 1) for name, norm in flat.items()}
+            with reused_memory():
+                found[f"{direction} {dtype_name}"] = timed(contenders, sizes.seconds, rounds=25)
+    return found
+
+
+def _normalize(
+    norm: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], dy: Tensor, backward: bool
+) -> Prepare:
+    def prepare() -> Callable[[], object]:
+        for t in inputs:
+            t.grad = None
+        return lambda: norm(*inputs).backward(dy) if backward else norm(*inputs)
+
+    return prepare

@@ -1,0 +1,129 @@
+"""The models that are compared: GPT-2, each single change toward LLaMA, LLaMA, and each of its changes taken back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from foundry_kernels.models import ModelConfig
+
+VOCABULARY = 256  # a token is a byte
+#: How far a variant's parameters may be from GPT-2's, of GPT-2's.
+TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all variants share. `kv_heads` are those of grouped-query attention."""
+
+    dim: int = 192
+    layers: int = 4
+    heads: int = 6
+    kv_heads: int = 2
+    seq_len: int = 256
+
+
+@dataclass(frozen=True)
+class Change:
+    """One choice of LLaMA's: what it is called with it and, in a LLaMA, without it, and the fields it changes."""
+
+    with_it: str
+    without_it: str
+    fields: dict[str, Any]
+
+
+def changes(shape: Shape) -> dict[str, Change]:
+    """From GPT-2 to LLaMA, by name."""
+    return {
+        "rope": Change("RoPE", "learned positions", {"positions": "rope"}),
+        "rms_norm": Change("RMSNorm", "LayerNorm", {"norm": "rms_norm"}),
+        "swiglu": Change("SwiGLU", "GELU", {"activation": "swiglu"}),
+        "gqa": Change("GQA", "MHA", {"n_kv_heads": shape.kv_heads}),
+        "no_bias": Change("no biases", "biases", {"attention_bias": False, "mlp_bias": False, "norm_bias": False}),
+        "untied": Change("a head of its own", "a tied head", {"tie_embeddings": False}),
+    }
+
+
+#: Other positions in a GPT-2, for `examples.extrapolation`.
+POSITIONS = ("sinusoidal", "alibi", "none")
+
+
+def names(shape: Shape, back: bool = False) -> list[str]:
+    """The variants of the ablation; with `back` also LLaMA with each change taken back."""
+    single = list(changes(shape))
+    return ["gpt2", *(f"gpt2+{n}" for n in single), "llama", *(f"llama-{n}" for n in single if back)]
+
+
+def config_of(name: str, shape: Shape) -> ModelConfig:
+    """The model of a variant.
+
+    Raises:
+        ValueError: there is no such variant, or the shape cannot be.
+    """
+    fields: dict[str, Any] = {}
+    known = changes(shape)
+    base, sign, change = name.partition("+") if "+" in name else name.partition("-")
+    if name in POSITIONS:
+        fields = {"positions": name}
+    elif base == "llama" and (not sign or (sign == "-" and change in known)):
+        fields = {k: v for n, c in known.items() if n != change for k, v in c.fields.items()}
+        # The norm's bias belongs to LayerNorm: a LLaMA with LayerNorm has none, one with biases has RMSNorm's none.
+    elif base == "gpt2" and sign == "+" and change in known:
+        fields = known[change].fields
+    elif name != "gpt2":
+        raise ValueError(f"variant must be one of {', '.join((*names(shape, back=True), *POSITIONS))}; got {name!r}")
+    config = ModelConfig.gpt2(
+        dim=shape.dim,
+        n_layers=shape.layers,
+        n_heads=shape.heads,
+        vocab_size=VOCABULARY,
+        max_seq_len=shape.seq_len,
+        **fields,
+    )
+    return _with_parameters_of_mha(config)
+
+
+def _with_parameters_of_mha(config: ModelConfig) -> ModelConfig:
+    """Fewer key-value heads leave parameters over; the feed-forward part gets them, as in Llama 2's own comparison of
+    MHA, GQA and MQA (Touvron et al., 2023, arXiv:2307.09288, appendix A.2.1)."""
+    if config.kv_heads == config.n_heads:
+        return config
+    saved = 2 * (config.n_heads - config.kv_heads) * config.head_width  # columns of [dim, ...] matrices
+    width = config.ffn_width + saved / (3 if config.gated else 2)
+    return dataclasses.replace(config, hidden_dim=round(width / config.multiple_of) * config.multiple_of)
+
+
+def check_parameters(configs: dict[str, ModelConfig]) -> None:
+    """That all are as large as the first but for `TOLERANCE`.
+
+    Raises:
+        ValueError: one is not; the message names it.
+    """
+    first, expected = next((n, c.n_parameters) for n, c in configs.items())
+    for name, config in configs.items():
+        off = config.n_parameters / expected - 1.0
+        if abs(off) > TOLERANCE:
+            raise ValueError(
+                f"{name} has {config.n_parameters:,} parameters, {off:+.1%} of {first}'s {expected:,}; at most "
+                f"{TOLERANCE:.0%} make a comparison: choose a larger --dim or a shorter --seq-len"
+            )
+
+
+def title(name: str, shape: Shape) -> str:
+    """As the tables call it."""
+    known = changes(shape)
+    if name == "gpt2":
+        return "GPT-2 style"
+    if name == "llama":
+        return "LLaMA style"
+    if name.startswith("gpt2+"):
+        return "GPT-2 + " + known[name.removeprefix("gpt2+")].with_it
+    if name.startswith("llama-"):
+        return "LLaMA + " + known[name.removeprefix("llama-")].without_it
+    return {"sinusoidal": "sinusoidal", "alibi": "ALiBi", "none": "none"}[name]
+
+
+def notable(name: str, shape: Shape) -> str:
+    """A `title` for messages, with the name that options know it by."""
+    return f"{title(name, shape)} ({name})"

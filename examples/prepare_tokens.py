@@ -1,0 +1,50 @@
+"""Make a token file for `train.py --tokens`, which maps it into memory: large texts, and other tokens than bytes.
+
+    python examples/prepare_tokens.py --text shakespeare.txt --out shakespeare.bin --vocab 2000
+    python examples/train.py --tokens shakespeare.bin
+
+With --vocab, tokens are byte pairs, by an encoding that is trained on the text; without it, bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file; what is installed goes before what lies beside this folder
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from examples.train_text import BYTES, TextError
+from examples.train_tokens import train_byte_pairs, write_tokens
+
+
+def run(options: argparse.Namespace) -> None:
+    text, out = options.text, options.out
+    if out.suffix != ".bin":
+        raise TextError(f"--out must end in .bin; got {out}")
+    if options.vocab is not None and options.vocab <= BYTES.size:
+        raise TextError(f"--vocab must be above {BYTES.size}, that of the bytes; got {options.vocab}")
+    for file in (out, out.with_suffix(".json")):
+        if file.exists():
+            raise TextError(f"{file} exists; name another with --out")
+    vocabulary = BYTES if options.vocab is None else train_byte_pairs(text, options.vocab)
+    count = write_tokens(text, out, vocabulary)
+    print(f"{out}: {count:,} tokens of {text.stat().st_size / count:.2f} bytes, a vocabulary of {vocabulary.size:,}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.bin")
+    parser.add_argument("--vocab", type=int, metavar="N", help="train an encoding of N tokens on the text")
+    try:
+        run(parser.parse_args(argv))
+    except TextError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The log of a run: a line of JSON for each event, which a resumed run continues.
+
+`start` has the settings; `step` loss, lr, grad_norm, tokens_per_second and peak_bytes (of memory, so far); `evaluation`
+loss, perplexity and bits_per_byte on held-out text; `summary` how the run ended. What is not finite is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+
+class LogError(Exception):
+    """A log cannot be read or written; the message is for the user."""
+
+
+class Log:
+    """Appends to `path` after `step`: what a killed run wrote beyond its checkpoint is dropped. None: no log."""
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        kept = [] if step == 0 or not path.exists() else [e for e in read(path) if _precedes(e, step)]
+        try:
+            new = path.with_name(path.name + ".new")
+            new.write_text("".join(map(_line, kept)))
+            os.replace(new, path)
+            self._file = path.open("a")
+        except OSError as error:
+            raise LogError(f"cannot write the log {path}: {error.strerror or error}") from None
+
+    def write(self, event: str, **values: Any) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(_line({"event": event, **values}))
+            self._file.flush()  # so that a killed run leaves all its steps
+        except OSError as error:
+            raise LogError(f"cannot write the log {self._path}: {error.strerror or error}") from None
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events of a log, without a last line that was cut off as it was written.
+
+    Raises:
+        LogError: the file cannot be read, or is no log.
+    """
+    try:
+        lines = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogError(f"cannot read the log {path}: {error}") from None
+    events = []
+    for number, line in enumerate(lines[:-1], 1):  # a whole line ends with a newline
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict) or "event" not in event or not isinstance(event.get("step"), int):
+            raise LogError(f"{path} is damaged or no log of this program: line {number}; move it away to go on")
+        events.append(event)
+    return events
+
+
+def _precedes(event: dict[str, Any], step: int) -> bool:
+    return event["step"] <= step and event["event"] != "summary"
+
+
+def _line(event: dict[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"

@@ -1,0 +1,251 @@
+"""Adapters of the families before Llama: a LayerNorm, biases, an MLP without a gate, and dropout.
+
+Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout stays where the model has it: that of
+residuals and embeddings is done by the model, and a call whose attention drops weights out runs as it would have
+without `patch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foundry_kernels.integrations.adapters import Adapter, Attention, activation, words
+from foundry_kernels.integrations.causal_lm import CausalLM, trained_without_logits
+from foundry_kernels.nn._head import count_hooks
+from foundry_kernels.ops.bias_gelu import bias_gelu
+from foundry_kernels.ops.rope import rope
+
+
+@dataclass(frozen=True)
+class OlderAttention(Attention):
+    """An attention that calls the function of the model's config. dropout: its probability, of a module."""
+
+    dropout: Callable[[Any], float] = lambda module: float(module.attention_dropout)
+    #: Whether calls with dropout come to the attention function at all.
+    leaves_dropout: ClassVar[bool] = True
+
+    def known(self) -> frozenset[str]:
+        return self.names
+
+    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
+        p = self.dropout(module)
+        if not p or "flash_attention" not in ops:
+            return None
+        return f"calls in training mode drop weights out (p={p}), and run on SDPA"
+
+
+@dataclass(frozen=True)
+class GPT2Attention(OlderAttention):
+    """Without positions of its own, so that nothing is left to do but the attention function; its forward stays."""
+
+    names = words(
+        "isinstance EncoderDecoderCache is_updated get layer_idx cross_attention_cache self_attention_cache hasattr "
+        "ValueError q_attn layers keys values c_attn split split_size shape head_dim view transpose update config "
+        "_attn_implementation ALL_ATTENTION_FUNCTIONS get_interface eager_attention_forward reorder_and_upcast_attn "
+        "_upcast_and_reordered_attn attn_dropout p training scaling reshape contiguous c_proj resid_dropout"
+    )
+
+    def why_not(self, module: nn.Module) -> str | None:
+        if module.is_cross_attention:
+            return "it attends to an encoder, whose masks are not causal"
+        return super().why_not(module)
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("flash_attention",)
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class NeoXAttention(OlderAttention):
+    """One projection for q, k and v, head by head; the first of a head's dimensions are rotated."""
+
+    names = words(
+        "shape head_size query_key_value view transpose chunk apply_rotary_pos_emb update layer_idx "
+        "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward scaling training "
+        "attention_dropout reshape contiguous dense"
+    )
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _neox_attention}
+
+
+def _neox_attention(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Any,
+    layer_past: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    home, backend = self._foundry_home, self._foundry.backends.get("rope")
+    tokens = hidden_states.shape[:-1]
+    q, k, v = self.query_key_value(hidden_states).view(*tokens, -1, 3 * self.head_size).transpose(1, 2).chunk(3, dim=-1)
+    assert position_embeddings is not None
+    cos, sin = position_embeddings
+    if backend is None:
+        q, k = home.apply_rotary_pos_emb(q, k, cos, sin)
+    else:
+        half = cos.shape[-1] // 2
+        q, k = rope(q, k, cos[..., :half], sin[..., :half], backend=backend)
+    if layer_past is not None:
+        k, v = layer_past.update(k, v, self.layer_idx)
+    attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, home.eager_attention_forward)
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+    return self.dense(out.reshape(*tokens, -1)), weights
+
+
+#: Activations that are GELU but that no gated kernel is asked for: the approximation.
+MORE_GELUS = {
+    ("transformers.activations", "NewGELUActivation"): "tanh",
+    ("transformers.models.bloom.modeling_bloom", "BloomGelu"): "tanh",
+}
+
+
+def gelu_of(act: object) -> str | None:
+    """The approximation of an activation module that is GELU, else None."""
+    found = activation(act)
+    if found is not None and found[0] == "geglu":
+        return found[1]
+    return MORE_GELUS.get((type(act).__module__, type(act).__qualname__))
+
+
+@dataclass(frozen=True)
+class PlainMLP(Adapter):
+    """``second(gelu(first(x)))``: the bias of the first product is added in the activation's pass.
+
+    first, second, act: the names of the layers. dropout: that of one after the second, or "".
+    """
+
+    first: str = ""
+    second: str = ""
+    act: str = "act"
+    dropout: str = ""
+
+    def known(self) -> frozenset[str]:
+        return frozenset({self.first, self.second, self.act, self.dropout or self.act})
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("bias_gelu",)
+
+    def why_not(self, module: nn.Module) -> str | None:
+        act = getattr(module, self.act, None)
+        return None if gelu_of(act) else f"its activation is {type(act).__name__}, which is not GELU"
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _plain_mlp}
+
+
+def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
+    row: PlainMLP = self._foundry_row
+    x: Tensor = getattr(self, row.second)(activated(self, hidden_states))
+    return getattr(self, row.dropout)(x) if row.dropout else x
+
+
+def activated(self: Any, x: Tensor) -> Tensor:
+    """``gelu(first(x))``."""
+    row: PlainMLP = self._foundry_row
+    approximate = gelu_of(getattr(self, row.act))
+    assert approximate is not None  # or the module is not served
+    product, bias = _product(getattr(self, row.first), x)
+    return bias_gelu(product, bias, approximate=approximate, backend=self._foundry.backends["bias_gelu"])
+
+
+def _product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a layer multiplies, and the bias that is still to be added; None where the layer had to be called: it is of
+    another class (LoRA's, a quantised one), or has hooks."""
+    kind = type(layer)
+    name = kind.__module__, kind.__qualname__
+    if "forward" not in vars(layer) and not count_hooks(layer):
+        if kind is nn.Linear or name == ("transformers.models.falcon.modeling_falcon", "FalconLinear"):
+            return nn.functional.linear(x, layer.weight), layer.bias
+        if name == ("transformers.pytorch_utils", "Conv1D"):
+            return torch.matmul(x, layer.weight), layer.bias
+    return layer(x), None
+
+
+@dataclass(frozen=True)
+class GPT2Model(CausalLM):
+    """The model with its head; its forward takes arguments in an order of its own."""
+
+    names = words(
+        "transformer last_hidden_state slice_logits_to_keep lm_head loss_function config vocab_size "
+        "CausalLMOutputWithCrossAttentions past_key_values hidden_states attentions cross_attentions"
+    )
+
+    def members(self, original: Any) -> dict[str, Any]:
+        return super().members(original) | {"forward": self.returns(_gpt2_model)}
+
+
+def _gpt2_model(
+    self: Any,
+    input_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    given = {
+        "input_ids": input_ids,
+        "past_key_values": past_key_values,
+        "attention_mask": attention_mask,
+        "token_type_ids": token_type_ids,
+        "position_ids": position_ids,
+        "inputs_embeds": inputs_embeds,
+        "encoder_hidden_states": encoder_hidden_states,
+        "encoder_attention_mask": encoder_attention_mask,
+        "use_cache": use_cache,
+        **kwargs,
+    }
+    return trained_without_logits(self, self.transformer, given, labels, logits_to_keep, kwargs)
+
+
+@dataclass(frozen=True)
+class NeoXModel(CausalLM):
+    """As `GPT2Model`."""
+
+    names = words(
+        "gpt_neox last_hidden_state slice_logits_to_keep lm_head loss_function config vocab_size "
+        "CausalLMOutputWithPast past_key_values hidden_states attentions"
+    )
+
+    def members(self, original: Any) -> dict[str, Any]:
+        return super().members(original) | {"forward": self.returns(_neox_model)}
+
+
+def _neox_model(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    past_key_values: Any = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    given = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "inputs_embeds": inputs_embeds,
+        "past_key_values": past_key_values,
+        "use_cache": use_cache,
+        **kwargs,
+    }
+    return trained_without_logits(self, self.gpt_neox, given, labels, logits_to_keep, kwargs)

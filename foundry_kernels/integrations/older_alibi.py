@@ -1,0 +1,273 @@
+"""Adapters of BLOOM and Falcon, whose attention calls no attention function of transformers.
+
+Their forward is replaced as a whole, or is the model's own: for dense masks, and where weights are dropped out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foundry_kernels.integrations.adapters import words
+from foundry_kernels.integrations.causal_lm import CausalLM, trained_without_logits
+from foundry_kernels.integrations.older import OlderAttention, PlainMLP, activated
+from foundry_kernels.ops.rope import rope
+
+
+@dataclass(frozen=True)
+class WholeAttention(OlderAttention):
+    """Products, rotation, cache and attention in one forward."""
+
+    leaves_dropout: ClassVar[bool] = False
+    whole: ClassVar[bool] = True
+
+    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
+        p = self.dropout(module)
+        return f"calls in training mode drop weights out (p={p}), and run as before" if p else None
+
+    def members(self, original: type) -> dict[str, Any]:
+        found = importlib.import_module("foundry_kernels.integrations.transformers")
+        return {"_foundry_attend": staticmethod(found.attention), "_foundry_dense": staticmethod(found.as_dense)}
+
+
+def _is_dense(mask: Tensor | None) -> bool:
+    return mask is not None and mask.dtype != torch.int32
+
+
+def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Tensor:
+    """A mask of "foundry" as the model's own attention adds it."""
+    batch, queries = x.shape[:2]
+    keys = queries + (0 if layer_past is None else layer_past.get_seq_length(self.layer_idx))
+    seen: Tensor = self._foundry_dense(mask, batch, queries, keys, x.device)
+    if seen.is_floating_point():
+        return seen
+    return torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
+
+
+@dataclass(frozen=True)
+class BloomAttention(WholeAttention):
+    """ALiBi, and the residual added after the last product."""
+
+    names = words(
+        "shape query_key_value _reshape update layer_idx reshape num_heads head_dim transpose baddbmm beta "
+        "inv_norm_factor view F softmax torch float32 to dtype attention_dropout bmm _merge_heads pretraining_tp "
+        "slow_but_exact hidden_size zeros_like range linear int dense weight dropout_add hidden_dropout training"
+    )
+
+    def why_not(self, module: nn.Module) -> str | None:
+        return _why_not_sliced(module)
+
+    def why_not_attend(self, module: nn.Module) -> str | None:
+        return None  # it has no other attention than "eager"
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("flash_attention",)
+
+    def serves_dense_masks(self, module: nn.Module) -> str:
+        return "the model's own eager attention"
+
+    def members(self, original: type) -> dict[str, Any]:
+        return super().members(original) | {"forward": _bloom_attention}
+
+
+def _why_not_sliced(module: Any) -> str | None:
+    if module.pretraining_tp > 1 and module.slow_but_exact:
+        return "its config has slow_but_exact=True, by which products are summed in slices"
+    return None
+
+
+def _bloom_attention(
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Tensor | None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> Any:
+    if output_attentions or _is_dense(attention_mask) or (self.training and self.attention_dropout.p):
+        mask = _additive(self, hidden_states, attention_mask, layer_past)
+        original = self._foundry_original.forward
+        return original(self, hidden_states, residual, alibi, mask, layer_past, use_cache, output_attentions, **kwargs)
+    q, k, v = self._reshape(self.query_key_value(hidden_states))
+    if layer_past is not None:
+        k, v = layer_past.update(k, v, self.layer_idx)
+    slopes = self._foundry_home._get_alibi_slopes(self.num_heads, q.device)
+    out, _ = self._foundry_attend(
+        self, q, k, v, attention_mask, scaling=self.inv_norm_factor, is_causal=True, alibi_slopes=slopes
+    )
+    out = self.dense(out.reshape(*hidden_states.shape[:2], -1))
+    return self._foundry_home.dropout_add(out, residual, self.hidden_dropout, self.training), None
+
+
+@dataclass(frozen=True)
+class BloomMLP(PlainMLP):
+    """The residual is added after the second product."""
+
+    names = words(
+        "gelu_impl dense_h_to_4h pretraining_tp slow_but_exact torch zeros_like dense_4h_to_h weight shape range F "
+        "linear int dropout_add hidden_dropout training"
+    )
+
+    def known(self) -> frozenset[str]:
+        return self.names
+
+    def why_not(self, module: nn.Module) -> str | None:
+        return _why_not_sliced(module) or super().why_not(module)
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"forward": _bloom_mlp}
+
+
+def _bloom_mlp(self: Any, hidden_states: Tensor, residual: Tensor) -> Tensor:
+    out = self.dense_4h_to_h(activated(self, hidden_states))
+    added: Tensor = self._foundry_home.dropout_add(out, residual, self.hidden_dropout, self.training)
+    return added
+
+
+def _has_alibi(module: Any) -> bool:
+    return bool(module.config.alibi)
+
+
+@dataclass(frozen=True)
+class FalconAttention(WholeAttention):
+    """Rotation or ALiBi; heads of keys and values that are shared are not repeated where there is no cache."""
+
+    names = words(
+        "query_key_value new_decoder_architecture num_heads num_kv_heads _split_heads shape transpose reshape "
+        "head_dim apply_rotary_pos_emb update layer_idx config _attn_implementation is_causal torch nn functional "
+        "scaled_dot_product_attention math sqrt F softmax dtype view permute dense attention_dropout p training "
+        "float16 bfloat16 to float32 inv_norm_factor flatten _merge_heads"
+    )
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("flash_attention",) if _has_alibi(module) else ("rope", "flash_attention")
+
+    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
+        return super().note(module, ops) if _has_alibi(module) else None  # with rotations nothing is dropped out
+
+    def members(self, original: type) -> dict[str, Any]:
+        return super().members(original) | {"forward": _falcon_attention}
+
+
+def _falcon_attention(
+    self: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> Any:
+    drops = alibi is not None and self.training and self.attention_dropout.p
+    ours = str(self.config._attn_implementation).startswith("foundry")
+    if output_attentions or drops or not ours or _is_dense(attention_mask):
+        mask = _additive(self, hidden_states, attention_mask, layer_past) if ours else attention_mask
+        more = layer_past, use_cache, output_attentions, position_embeddings
+        return self._foundry_original.forward(self, hidden_states, alibi, mask, position_ids, *more, **kwargs)
+    q, k, v = (x.transpose(1, 2) for x in _falcon_heads(self, hidden_states, layer_past is not None))
+    if alibi is None:
+        assert position_embeddings is not None
+        half = position_embeddings[0].shape[-1] // 2
+        cos, sin = (table[..., :half] for table in position_embeddings)
+        backend = self._foundry.backends.get("rope", "auto")
+        q, k = rope(q, k, cos, sin, backend=backend)
+    if layer_past is not None:
+        k, v = layer_past.update(k, v, self.layer_idx)
+    slopes = None if alibi is None else _falcon_slopes(self, q.device)
+    out, _ = self._foundry_attend(
+        self, q, k, v, attention_mask, scaling=self.inv_norm_factor, is_causal=True, alibi_slopes=slopes
+    )
+    return self.dense(out.reshape(*hidden_states.shape[:2], -1)), None
+
+
+def _falcon_heads(self: Any, x: Tensor, repeated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, T, heads, D]; `repeated`: as the model's own forward has them in its cache."""
+    qkv = self.query_key_value(x)
+    if repeated or not self.new_decoder_architecture:
+        q, k, v = self._split_heads(qkv)
+        return q, k, v
+    qkv = qkv.view(*x.shape[:2], self.num_kv_heads, -1, self.head_dim)
+    return qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1]
+
+
+def _falcon_slopes(self: Any, device: torch.device) -> Tensor:
+    """ALiBi is scaled as the scores are, and its slopes are rounded to bfloat16."""
+    ones = torch.ones(1, 2, device=device, dtype=torch.long)
+    slopes: Tensor = self._foundry_home.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
+    return slopes * self.inv_norm_factor
+
+
+@dataclass(frozen=True)
+class TransformerModel(CausalLM):
+    """A model whose decoder takes no more than it names: what else there is goes to the loss."""
+
+    names = words(
+        "config return_dict transformer slice_logits_to_keep lm_head loss_function vocab_size "
+        "CausalLMOutputWithCrossAttentions past_key_values hidden_states attentions"
+    )
+
+    def members(self, original: Any) -> dict[str, Any]:
+        forward = _falcon_model if "position_ids" in self.uses else _bloom_model
+        return super().members(original) | {"forward": self.returns(forward)}
+
+
+def _bloom_model(
+    self: Any,
+    input_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    attention_mask: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    output_attentions: bool | None = None,
+    output_hidden_states: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    given = {
+        "input_ids": input_ids,
+        "past_key_values": past_key_values,
+        "attention_mask": attention_mask,
+        "inputs_embeds": inputs_embeds,
+        "use_cache": use_cache,
+        "output_attentions": output_attentions,
+        "output_hidden_states": output_hidden_states,
+    }
+    return trained_without_logits(self, self.transformer, given, labels, logits_to_keep, kwargs, apart=True)
+
+
+def _falcon_model(
+    self: Any,
+    input_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    output_attentions: bool | None = None,
+    output_hidden_states: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    given = {
+        "input_ids": input_ids,
+        "past_key_values": past_key_values,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "inputs_embeds": inputs_embeds,
+        "use_cache": use_cache,
+        "output_attentions": output_attentions,
+        "output_hidden_states": output_hidden_states,
+    }
+    return trained_without_logits(self, self.transformer, given, labels, logits_to_keep, kwargs, apart=True)

@@ -1,0 +1,296 @@
+"""A mixture of experts: many feed-forward blocks, of which each token goes through a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn.mlp import GATES, GatedMLP
+from foundry_kernels.nn.router import Router, RouterStats, Routing
+from foundry_kernels.ops.combine_experts import combine_experts
+from foundry_kernels.ops.grouped_mm import grouped_mm
+from foundry_kernels.registry import _transformed
+
+
+class Dispatch(NamedTuple):
+    """Where the M = T k choices of T tokens lie once they are sorted by expert.
+
+    Attributes:
+        order: ``[M]``, the choice (token t's j-th is t k + j) that each sorted row holds.
+        slots: ``[T, k]``, the sorted row of each choice, -1 where the expert is none of ours.
+        offs: ``[E]`` int32, the end of each expert's rows.
+    """
+
+    order: Tensor
+    slots: Tensor
+    offs: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """``[E]`` int32, the rows of each expert."""
+        return self.offs.diff(prepend=self.offs.new_zeros(1))
+
+
+def dispatch(experts: Tensor, n_experts: int, *, partial: bool = False) -> Dispatch:
+    """Sort the choices ``[T, k]`` by expert, those of one expert by token: without atomics, and without waiting for a
+    GPU. `partial`: experts from `n_experts` on live elsewhere, and their rows come last."""
+    ids, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(n_experts, device=ids.device, dtype=ids.dtype)
+    offs = torch.searchsorted(ids, numbers, right=True, out_int32=True)
+    rows = torch.arange(order.shape[0], device=order.device)
+    slots = torch.empty_like(rows).scatter(0, order, rows).view(experts.shape)
+    return Dispatch(order, slots.masked_fill(experts >= n_experts, -1) if partial else slots, offs)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x by expert. Its gradient is a combination with weights of 1: a gather too, summed in float32, where that
+    of indexing adds to memory."""
+
+    @staticmethod
+    def forward(x: Tensor, tokens: Tensor, slots: Tensor, backend: str) -> Tensor:
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, slots, ctx.backend = inputs
+        ctx.save_for_backward(slots)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return combine_experts(dys[0], None, slots, backend=ctx.backend), None, None, None
+
+
+def run_experts(
+    x: Tensor,
+    weights: Tensor,
+    where: Dispatch,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Callable[[Tensor], Tensor],
+    backends: Mapping[str, str],
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    weight_inputs: bool = False,
+) -> Tensor:
+    """x ``[T, D]`` through the experts of each token, weighted by `weights` ``[T, k]``, to ``[T, D]`` of x's dtype.
+
+    gate_up ``[E, D, 2N]``, down ``[E, N, D]``; gate takes ``[M, 2N]`` to ``[M, N]``; `backends` has those of grouped_mm
+    and combine_experts.
+    """
+    product, combine = backends["grouped_mm"], backends["combine_experts"]
+    tokens = where.order // where.slots.shape[1]
+    rows = x[tokens] if _transformed() else _Gather.apply(x, tokens, where.slots, combine)
+    if weight_inputs:
+        rows = (rows * weights.flatten()[where.order].unsqueeze(1)).to(rows.dtype)
+    has_bias = gate_up_bias is not None or down_bias is not None
+    of_expert = _one_hot(where.offs, rows) if has_bias else None
+    h = _biased(grouped_mm(rows, gate_up, where.offs, backend=product), of_expert, gate_up_bias)
+    y = _biased(grouped_mm(gate(h), down, where.offs, backend=product), of_expert, down_bias)
+    if weights.dtype != y.dtype:
+        weights = weights.float()
+    return combine_experts(y, None if weight_inputs else weights, where.slots, backend=combine).to(x.dtype)
+
+
+def _one_hot(offs: Tensor, rows: Tensor) -> Tensor:
+    """``[M, E]`` bool: whether a sorted row is an expert's."""
+    row = torch.arange(rows.shape[0], device=rows.device, dtype=offs.dtype).unsqueeze(1)
+    return (row >= (offs - offs.diff(prepend=offs.new_zeros(1)))) & (row < offs)
+
+
+def _biased(y: Tensor, of_expert: Tensor | None, bias: Tensor | None) -> Tensor:
+    if bias is None or of_expert is None:
+        return y
+    # By a product, whose gradient is one too, where that of indexing would add to memory in y's precision.
+    return y + of_expert.to(y.dtype) @ bias.to(y.dtype)
+
+
+class Experts(nn.Module):
+    """E gated feed-forward blocks, ``down_e (activation(gate_e x) * up_e x)``; parameters are called and laid out as in
+    transformers: `gate_up_proj` ``[E, 2N, D]``, the gate first, `down_proj` ``[E, D, N]``, and with `bias`
+    `gate_up_proj_bias` and `down_proj_bias`. The arguments are those of :class:`MoE`."""
+
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        n_experts: int,
+        *,
+        activation: str = "swiglu",
+        gate_options: Mapping[str, Any] | None = None,
+        bias: bool = False,
+        weight_inputs: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("width", width), ("n_experts", n_experts)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if activation not in GATES:
+            raise ValueError(f"activation must be one of {', '.join(GATES)}; got {activation!r}")
+        if gate_options and activation != "swiglu":
+            raise ValueError(
+                f"gate_options are those of swiglu; got {dict(gate_options)} with activation={activation!r}"
+            )
+        self.dim, self.width, self.n_experts = dim, width, n_experts
+        self.activation, self.weight_inputs = activation, weight_inputs
+        self.gate_options = dict(gate_options or {})
+        self.op, self._gate = GATES[activation]
+        self.backends = plan(backend, (self.op, "grouped_mm", "combine_experts"))
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(n_experts, *shape, device=device, dtype=dtype))
+
+        self.gate_up_proj, self.down_proj = parameter(2 * width, dim), parameter(dim, width)
+        self.gate_up_proj_bias = parameter(2 * width) if bias else None
+        self.down_proj_bias = parameter(dim) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float | None = None, generator: torch.Generator | None = None) -> None:
+        """Weights from N(0, std), or as `nn.Linear` has them; biases 0."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            bound = weight.shape[-1] ** -0.5
+            if std is None:
+                nn.init.uniform_(weight, -bound, bound, generator=generator)
+            else:
+                nn.init.normal_(weight, 0.0, std, generator=generator)
+        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor, weights: Tensor, where: Dispatch) -> Tensor:
+        """x ``[T, D]``, weights ``[T, k]`` to ``[T, D]``."""
+        return run_experts(
+            x,
+            weights,
+            where,
+            self.gate_up_proj.mT,
+            self.down_proj.mT,
+            self._activate,
+            self.backends,
+            gate_up_bias=self.gate_up_proj_bias,
+            down_bias=self.down_proj_bias,
+            weight_inputs=self.weight_inputs,
+        )
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        return self._gate(gate_up, backend=self.backends[self.op], **self.gate_options)
+
+    def extra_repr(self) -> str:
+        text = f"dim={self.dim}, width={self.width}, n_experts={self.n_experts}, activation={self.activation!r}"
+        text += f", gate_options={self.gate_options}" if self.gate_options else ""
+        text += "" if self.down_proj_bias is None else ", bias=True"
+        text += ", weight_inputs=True" if self.weight_inputs else ""
+        return f"{text}, backend={describe(self.backends)}"
+
+
+class MoE(nn.Module):
+    r"""A mixture of experts: each token goes through `top_k` of `n_experts` gated feed-forward blocks.
+
+    .. math:: y = \sum_{e \in C(x)} w_e(x) \, D_e \bigl(a(G_e x) \odot U_e x\bigr) + \mathrm{shared}(x)
+
+    with the choice C and weights w of :class:`Router`. No expert has a capacity, so no token is dropped: the choices
+    are sorted by expert (a stable sort), go through :func:`foundry_kernels.grouped_mm`, the gated activation and
+    `grouped_mm` again, and :func:`foundry_kernels.combine_experts` weighs and adds them in one pass. Gradients are
+    exact: of x, of every expert (zeros for one that got no token), and of the router through the weights. Nothing waits
+    for a GPU but what the operations wait for by themselves: the reference of `grouped_mm`.
+
+    Args:
+        dim: width D of the input and the output.
+        width: width N of an expert.
+        n_experts, top_k: E, and the experts of a token.
+        activation: "swiglu", "geglu" or "geglu_tanh".
+        gate_options: of the experts' :func:`foundry_kernels.swiglu`: `alpha`, `limit`, `up_offset`, `interleaved`
+            (GPT-OSS has 1.702, 7.0, 1.0 and True).
+        scoring, renormalize, scale, selection_bias: of the :class:`Router`.
+        router_bias: whether its logits have a bias.
+        bias: whether the experts' projections (and those of the shared one) have one.
+        weight_inputs: multiply an expert's input by its weight in place of its output (Llama 4).
+        shared_width: width of one more block that every token goes through; None is none. Several shared experts are
+            one of their total width.
+        shared_gate: multiply its output by ``sigmoid(v x)``, a scalar a token (Qwen2-MoE).
+        backend: a backend's name, or a mapping of operations to names.
+
+    Raises:
+        ValueError: a size below 1, top_k > n_experts, `shared_gate` without `shared_width`, `gate_options` of another
+            activation than "swiglu", an unknown `activation`, `scoring` or backend.
+
+    Shazeer et al., 2017, arXiv:1701.06538; Gale et al., "MegaBlocks", 2022, arXiv:2211.15841; Dai et al.,
+    "DeepSeekMoE" (shared experts), 2024, arXiv:2401.06066.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        n_experts: int,
+        top_k: int,
+        *,
+        activation: str = "swiglu",
+        gate_options: Mapping[str, Any] | None = None,
+        scoring: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        router_bias: bool = False,
+        selection_bias: bool = False,
+        bias: bool = False,
+        weight_inputs: bool = False,
+        shared_width: int | None = None,
+        shared_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        if shared_gate and shared_width is None:
+            raise ValueError("shared_gate needs shared_width: there is no shared expert; got True")
+        factory = {"device": device, "dtype": dtype}
+        self.router = Router(
+            dim,
+            n_experts,
+            top_k,
+            scoring=scoring,
+            renormalize=renormalize,
+            scale=scale,
+            bias=router_bias,
+            selection_bias=selection_bias,
+            **factory,
+        )
+        block: dict[str, Any] = {"activation": activation, "bias": bias, "backend": backend, **factory}
+        own: dict[str, Any] = {"gate_options": gate_options, "weight_inputs": weight_inputs}
+        self.experts = Experts(dim, width, n_experts, **own, **block)
+        self.shared = None if shared_width is None else GatedMLP(dim, shared_width, **block)
+        self.shared_gate = nn.Linear(dim, 1, bias=False, **factory) if shared_gate else None
+
+    @overload
+    def forward(self, x: Tensor, return_stats: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_stats: Literal[True]) -> tuple[Tensor, RouterStats]: ...
+    def forward(self, x: Tensor, return_stats: bool = False) -> Tensor | tuple[Tensor, RouterStats]:
+        """x ``[..., dim]`` to ``[..., dim]``, and with `return_stats` what :func:`load_balancing_loss` and
+        :func:`router_z_loss` are made of.
+
+        They are returned and not kept: an attribute would hold the graph of a step until the next one, and activation
+        checkpointing, which runs the forward pass without a graph first, would leave it without a gradient.
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        routing: Routing = self.router(tokens)
+        where = dispatch(routing.experts, self.router.n_experts)
+        if self.training and self.router.selection_bias is not None:
+            self.router.count(where.counts)
+        y: Tensor = self.experts(tokens, routing.weights, where)
+        if self.shared is not None:
+            shared = self.shared(tokens)
+            if self.shared_gate is not None:
+                shared = self.shared_gate(tokens).sigmoid() * shared
+            y = y + shared
+        y = y.view(x.shape)
+        return (y, self.router.stats(routing.logits, where.counts)) if return_stats else y

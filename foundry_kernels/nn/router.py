@@ -1,0 +1,250 @@
+"""Which experts a token goes to, with what weights; and the losses that keep a router healthy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry_kernels.registry import wide_dtype
+
+SCORINGS = ("softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """What a router decides about T tokens: `experts` ``[T, k]`` int64, the chosen ones, the highest score first;
+    `weights` ``[T, k]``, what their outputs are multiplied by; `logits` ``[T, E]``."""
+
+    experts: Tensor
+    weights: Tensor
+    logits: Tensor
+
+
+class RouterStats(NamedTuple):
+    """What the losses of a router are made of, summed over the tokens of one call.
+
+    Attributes:
+        shares: ``[E]``, the share of the tokens that chose each expert; they sum to k, and have no gradient.
+        probabilities: ``[E]``, the mean over tokens of the router's probability of each expert.
+        z: scalar, the mean over tokens of ``logsumexp(logits) ** 2``.
+    """
+
+    shares: Tensor
+    probabilities: Tensor
+    z: Tensor
+
+
+class Router(nn.Module):
+    r"""Chooses the experts of each token.
+
+    With the logits :math:`l = W x + b` and scores :math:`s = \mathrm{softmax}(l)` or :math:`\sigma(l)`, the chosen set
+    :math:`C` is that of the `top_k` largest :math:`s_e + \beta_e` (of equal ones the lowest numbers), and the weights
+    are
+
+    .. math:: w_e = c \, \frac{s_e}{\sum_{i \in C} s_i} \quad\text{renormalised, or}\quad w_e = c \, s_e, \qquad e \in C
+
+    :math:`\beta`, the selection bias, is no parameter: it decides who is chosen and is in no weight
+    (:meth:`update_selection_bias`). Logits, scores and weights are float32 (float64 for float64 inputs), under autocast
+    too.
+
+    Args:
+        dim: width D of the tokens.
+        n_experts: E.
+        top_k: experts of a token, at most E.
+        scoring: "softmax" (Mixtral, Qwen3-MoE) or "sigmoid" (DeepSeek-V3, Llama 4).
+        renormalize: whether the weights of a token are divided by their sum. With top_k=1 they are then 1, and no
+            gradient reaches the router but that of its losses.
+        scale: the factor c of the weights (`routed_scaling_factor` of DeepSeek-V3).
+        bias: whether the logits have one (GPT-OSS).
+        selection_bias: whether there is a selection bias, a buffer of float32, 0 at first.
+
+    Raises:
+        ValueError: a size below 1, top_k > n_experts, an unknown `scoring`, a `scale` that is not positive.
+
+    Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv:1701.06538; Jiang et al., "Mixtral of Experts",
+    2024, arXiv:2401.04088; Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
+    arXiv:2408.15664; DeepSeek-AI, "DeepSeek-V3", 2024, arXiv:2412.19437.
+    """
+
+    selection_bias: Tensor | None
+    chosen: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        n_experts: int,
+        top_k: int,
+        *,
+        scoring: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        selection_bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("n_experts", n_experts), ("top_k", top_k)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if top_k > n_experts:
+            raise ValueError(f"top_k must be at most n_experts={n_experts}; got {top_k}")
+        if scoring not in SCORINGS:
+            raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {scoring!r}")
+        if not (scale > 0.0 and math.isfinite(scale)):
+            raise ValueError(f"scale must be finite and > 0; got {scale}")
+        self.dim, self.n_experts, self.top_k = dim, n_experts, top_k
+        self.scoring, self.renormalize, self.scale = scoring, renormalize, scale
+        self.weight = nn.Parameter(torch.empty(n_experts, dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(n_experts, device=device, dtype=dtype)) if bias else None
+        per_expert = torch.zeros(n_experts, device=device, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("selection_bias", per_expert)
+        # Tokens that chose each expert since the last update. No part of a checkpoint, and never of a graph.
+        self.register_buffer("chosen", None if per_expert is None else per_expert.clone(), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float | None = None, generator: torch.Generator | None = None) -> None:
+        """Weights from N(0, std), or as `nn.Linear` has them; biases 0."""
+        bound = self.dim**-0.5
+        if std is None:
+            nn.init.uniform_(self.weight, -bound, bound, generator=generator)
+        else:
+            nn.init.normal_(self.weight, 0.0, std, generator=generator)
+        for zeroed in (self.bias, self.selection_bias, self.chosen):
+            if zeroed is not None:
+                zeroed.zero_()
+
+    def forward(self, x: Tensor) -> Routing:
+        """x ``[T, D]``."""
+        logits = self._logits(x)
+        experts = self._choose(logits)
+        if self.scoring == "softmax" and self.renormalize:  # that of the chosen logits alone is the same
+            weights = logits.gather(1, experts).softmax(-1)
+        elif self.scoring == "softmax":
+            weights = logits.softmax(-1).gather(1, experts)
+        else:
+            weights = logits.gather(1, experts).sigmoid()
+            if self.renormalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(experts, weights if self.scale == 1.0 else weights * self.scale, logits)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        wide, device = wide_dtype(x.dtype), x.device.type
+        bias = None if self.bias is None else self.bias.to(wide)
+        if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no "meta"
+            return F.linear(x.to(wide), self.weight.to(wide), bias)
+        with torch.autocast(device, enabled=False):
+            return F.linear(x.to(wide), self.weight.to(wide), bias)
+
+    @torch.no_grad()
+    def _choose(self, logits: Tensor) -> Tensor:
+        # By a stable sort: `topk` leaves open which of equal scores it takes.
+        key = logits
+        if self.selection_bias is not None:
+            key = (logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()) + self.selection_bias
+        return key.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
+
+    def stats(self, logits: Tensor, counts: Tensor) -> RouterStats:
+        """The statistics of tokens with these logits ``[T, E]``, of whom counts ``[E]`` chose each expert. Of "sigmoid"
+        the probabilities are the scores divided by their sum."""
+        tokens = max(logits.shape[0], 1)
+        if self.scoring == "softmax":
+            probabilities = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        z = logits.logsumexp(-1).square().sum() / tokens
+        return RouterStats(counts.to(logits.dtype) / tokens, probabilities.sum(0) / tokens, z)
+
+    @torch.no_grad()
+    def count(self, counts: Tensor) -> None:
+        """Add counts ``[E]`` to what the next :meth:`update_selection_bias` goes by."""
+        if self.chosen is not None:
+            self.chosen.add_(counts)
+
+    @torch.no_grad()
+    def update_selection_bias(self, rate: float = 1e-3) -> None:
+        """Raise the selection bias of experts that fewer tokens than the mean have chosen in training since the last
+        call by `rate`, and lower that of the others: ``bias += rate * sign(mean(counts) - counts)``.
+
+        Activation checkpointing counts a token twice, which changes no sign. With data on several devices, sum `chosen`
+        over them first.
+
+        Raises:
+            RuntimeError: there is no selection bias.
+        """
+        if self.selection_bias is None or self.chosen is None:
+            raise RuntimeError("update_selection_bias needs a router with selection_bias=True")
+        self.selection_bias.add_((self.chosen.mean() - self.chosen).sign(), alpha=rate)
+        self.chosen.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Every move or cast goes through here. A cast would round the selection bias to steps larger than its own.
+        before = {name: self._buffers[name] for name in ("selection_bias", "chosen")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is None or new is None:
+                continue
+            if old.is_meta and not new.is_meta:  # `to_empty`: without values
+                self._buffers[name] = torch.zeros_like(new, dtype=torch.float32)
+            elif new.dtype != torch.float32:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+    def extra_repr(self) -> str:
+        changed = {"renormalize": (self.renormalize, True), "scale": (self.scale, 1.0)}
+        text = f"dim={self.dim}, n_experts={self.n_experts}, top_k={self.top_k}, scoring={self.scoring!r}"
+        text += "".join(f", {name}={value}" for name, (value, usual) in changed.items() if value != usual)
+        present = {"bias": self.bias, "selection_bias": self.selection_bias}
+        return text + "".join(f", {name}=True" for name, tensor in present.items() if tensor is not None)
+
+
+def update_selection_biases(model: nn.Module, rate: float = 1e-3) -> None:
+    """:meth:`Router.update_selection_bias` of every router in `model` that has a selection bias: after each step of the
+    optimizer, ``optimizer.register_step_post_hook(lambda *_: update_selection_biases(model))``."""
+    for module in model.modules():
+        if isinstance(module, Router) and module.selection_bias is not None:
+            module.update_selection_bias(rate)
+
+
+def load_balancing_loss(stats: RouterStats | Sequence[RouterStats]) -> Tensor:
+    r"""The auxiliary loss that makes a router use its experts evenly.
+
+    .. math:: E \sum_e f_e \, P_e
+
+    with the share :math:`f_e` of tokens that chose expert e and its mean probability :math:`P_e`; of several layers,
+    f and P are their means, as transformers computes it. It is k where all experts are used alike. The gradient flows
+    through P alone.
+
+    Args:
+        stats: of one layer, or of each layer.
+
+    Returns:
+        A scalar, without the coefficient.
+
+    Lepikhin et al., "GShard", 2020, arXiv:2006.16668; Fedus et al., "Switch Transformers", 2021, arXiv:2101.03961.
+    """
+    layers = _layers(stats)
+    shares = torch.stack([layer.shares for layer in layers]).mean(0)
+    return shares.numel() * (shares * torch.stack([layer.probabilities for layer in layers]).mean(0)).sum()
+
+
+def router_z_loss(stats: RouterStats | Sequence[RouterStats]) -> Tensor:
+    """The mean over tokens, and layers, of ``logsumexp(logits) ** 2``: it keeps logits from growing.
+
+    Zoph et al., "ST-MoE: Designing Stable and Transferable Sparse Expert Models", 2022, arXiv:2202.08906.
+    """
+    return torch.stack([layer.z for layer in _layers(stats)]).mean()
+
+
+def _layers(stats: RouterStats | Sequence[RouterStats]) -> Sequence[RouterStats]:
+    layers = [stats] if isinstance(stats, RouterStats) else stats
+    if not layers:
+        raise ValueError("stats must be those of at least one layer; got none")
+    return layers

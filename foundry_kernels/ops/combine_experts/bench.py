@@ -1,0 +1,82 @@
+"""What is timed, against what, and what it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.combine_experts.cases import slots
+from foundry_kernels.testing import Arg, Case
+
+#: Shapes to time, by device: tokens, experts of each, width, name.
+_BENCH_SHAPES = {
+    "cpu": (
+        (256, 2, 512, "cached"),
+        (4096, 2, 2048, "large"),
+        (2048, 8, 2048, "qwen3-30b-a3b"),
+        (1, 8, 2048, "decode"),
+    ),
+    "cuda": (
+        (16384, 2, 4096, "mixtral-8x7b"),
+        (16384, 8, 2048, "qwen3-30b-a3b"),
+        (16384, 4, 2880, "gpt-oss-20b"),
+        (64, 8, 2048, "decode"),
+    ),
+}
+
+BENCH_QUICK = ("cached", "large", "mixtral-8x7b", "16384 k=8 D=2048-qwen3-30b-a3b", "decode")
+
+
+def _bench(tokens: int, k: int, width: int, name: str) -> Case:
+    args = {
+        "x": Arg((tokens * k, width)),
+        "weights": Arg((tokens, k), dtype=torch.float32),
+        "slots": slots(tokens, k, tokens * k),
+    }
+    return Case(f"T={tokens} k={k} D={width}-{name}", args)
+
+
+def bench_cases(op: str, device: str) -> tuple[Case, ...]:
+    return tuple(_bench(*shape) for shape in _BENCH_SHAPES[device])
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: T is the tokens."""
+    tokens = range(5, 13) if device == "cpu" else range(7, 16, 2)
+    return {"T": tuple((2**i, _bench(2**i, 4, 2048, "tokens")) for i in tokens)}
+
+
+def parity_case(case: Case) -> Case:
+    """`case`: sums of few terms need no smaller one."""
+    return case
+
+
+def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
+    """The least that must be read and written. Forward: the rows of x and y. Backward: dy, the rows of x and their
+    gradients. Weights and slots are small and left out."""
+    x, chosen = args["x"], args["slots"]
+    assert x is not None
+    assert chosen is not None
+    y = chosen.shape[0] * x.shape[1]
+    moved = {"forward": x.numel() + y, "backward": 2 * x.numel() + y, "both": 3 * x.numel() + 2 * y}
+    return moved[direction] * x.element_size()
+
+
+def _eager(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """As models in Hugging Face's transformers combine the outputs of experts, but for their loop over the experts."""
+    n_tokens, k = slots.shape
+    tokens = torch.arange(n_tokens, device=x.device).repeat_interleave(k)
+    rows = x[slots.flatten()] * weights.flatten().unsqueeze(-1)
+    return x.new_zeros(n_tokens, x.shape[1]).index_add_(0, tokens, rows.to(x.dtype))
+
+
+def _gather(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    return (x[slots] * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
+    """What else computes this, by name; "eager" is also what torch.compile is given."""
+    return {"eager": _eager, "gather and sum": _gather}

@@ -1,0 +1,14 @@
+"""The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
+
+Tokens and columns may be divided, the rows of x, which any token may name, not. Of divided tokens the gradient of x is
+a sum over devices, of divided columns that of the weights.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+OPERATORS = ("combine_experts_fwd", "combine_experts_bwd")
+
+
+def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    return {"x": "md", "weights": "tk", "slots": "tk", "y": "td"}, "td"

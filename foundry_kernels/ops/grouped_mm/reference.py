@@ -1,0 +1,123 @@
+"""Plain PyTorch, a loop of products: what every kernel of the operation must equal, and the way of the CPU, where
+nothing beats the products of its BLAS.
+
+The loop is one operator, `foundry_kernels::grouped_mm_fwd`, and that of the gradients another: how many rows a group
+has is in a tensor, which a graph that is traced cannot look into; and products write a gradient to where it shall be,
+which autograd's of a loop would be copied to. Transforms and second derivatives get the loop itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
+from foundry_kernels.registry import _transformed, is_subclass
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    if values_known(offs) and _transformed():
+        return _differentiable(x, weight, offs)
+    found: Tensor = torch.ops.foundry_kernels.grouped_mm_fwd(x, weight, offs)
+    return found
+
+
+def _differentiable(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    parts = x.split(_sizes(offs, x.shape[0]))
+    rest = x.new_zeros(parts[-1].shape[0], weight.shape[2])
+    # Of a transposed view the matrices as they lie in memory: their gradients are then stacked as they lie there too.
+    flipped = weight.stride(1) == 1 and weight.stride(2) != 1
+    matrices = [m.t() for m in weight.transpose(1, 2).unbind(0)] if flipped else weight.unbind(0)
+    return torch.cat([*(part @ matrix for part, matrix in zip(parts, matrices, strict=False)), rest])
+
+
+def values_known(offs: Tensor) -> bool:
+    """Whether the numbers can be looked at: not while a graph is traced, nor without memory."""
+    return not (torch.compiler.is_compiling() or offs.is_meta or is_subclass(offs))
+
+
+def check_ends(ends: list[int], rows: int) -> None:
+    """Raise ValueError unless the ends of the groups never decrease and lie in 0 .. rows."""
+    before = 0
+    for group, end in enumerate(ends):
+        if not before <= end <= rows:
+            raise ValueError(
+                f"offs must never decrease and lie in 0 .. {rows}, the rows of x; got {end} for group {group}, "
+                f"after {before}"
+            )
+        before = end
+
+
+def _sizes(offs: Tensor, rows: int) -> list[int]:
+    """The rows of each group, and of what follows them."""
+    ends = offs.tolist()
+    return [end - start for start, end in zip([0, *ends], [*ends, rows], strict=True)]
+
+
+def _fwd(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    sizes = _sizes(offs, x.shape[0])
+    for matrix, rows, out in zip(weight.unbind(0), x.split(sizes), y.split(sizes), strict=False):
+        torch.mm(rows, matrix, out=out)
+    y[x.shape[0] - sizes[-1] :].zero_()
+    return y
+
+
+def _bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    dx = _fwd(dy, weight.transpose(1, 2), offs) if need_dx else x.new_empty(0)
+    if not need_dweight:
+        return dx, x.new_empty(0)
+    dweight = empty_dweight(weight)
+    in_memory, a, b = (dweight.transpose(1, 2), dy, x) if transposed(weight) else (dweight, x, dy)
+    sizes = _sizes(offs, x.shape[0])
+    for rows, others, out in zip(a.split(sizes), b.split(sizes), in_memory.unbind(0), strict=False):
+        torch.mm(rows.t(), others, out=out)
+    return dx, dweight
+
+
+def _empty_fwd(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _empty_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if need_dx else (0,)), empty_dweight(weight) if need_dweight else x.new_empty(0)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    need_dx, need_dweight, _ = ctx.needs_input_grad
+    x, weight, offs = ctx.saved_tensors
+    if torch.is_grad_enabled() and values_known(offs):  # for a second derivative
+        sizes = _sizes(offs, x.shape[0])
+        *pairs, _ = zip(x.split(sizes), dy.split(sizes), strict=True)
+        dx = _differentiable(dy, weight.transpose(1, 2), offs) if need_dx else None
+        return dx, torch.stack([a.t() @ b for a, b in pairs]) if need_dweight else None, None
+    dx, dweight = torch.ops.foundry_kernels.grouped_mm_bwd(dy, x, weight, offs, need_dx, need_dweight)
+    return dx if need_dx else None, dweight if need_dweight else None, None
+
+
+_LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
+for _schema, _function, _fake in (
+    ("grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs) -> Tensor", _fwd, _empty_fwd),
+    (
+        "grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool need_dx, bool need_dweight) "
+        "-> (Tensor dx, Tensor dweight)",
+        _bwd,
+        _empty_bwd,
+    ),
+):
+    _name = _schema.split("(")[0]
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _function, _key)
+    torch.library.register_fake(f"foundry_kernels::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("foundry_kernels::grouped_mm_fwd", _backward, setup_context=_save, lib=_LIBRARY)

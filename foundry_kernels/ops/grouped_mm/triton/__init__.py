@@ -1,0 +1,153 @@
+"""grouped_mm in Triton: one launch for all groups, and none of the sizes known on the host.
+
+Forward and the gradient of x are one kernel, which is given the strides of the matrices: transposed they cost nothing.
+The gradient of the matrices is in their order in memory: transposed, it is that of the other side's product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._launch import Plan, launch, planned
+from foundry_kernels._triton import capability, compute_dtype, define, refuse_second_derivative
+from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
+from foundry_kernels.ops.grouped_mm.triton.config import dweight_tiles, tiles
+from foundry_kernels.ops.grouped_mm.triton.kernels import grouped_mm_dweight_kernel, grouped_mm_kernel
+from foundry_kernels.tuning import choose
+
+#: Rows of tiles that are computed at a time; see `kernels._swizzled`.
+_TOGETHER = 8
+
+
+def most_tiles(rows: int, groups: int, block: int) -> int:
+    """Of tiles of `block` rows, whatever the sizes of the groups, the rows that belong to none being one more."""
+    some = min(groups + 1, rows)  # those that have rows: of each but the last tile is full
+    return (rows + some * (block - 1)) // block
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy of it where the values of a row do not lie side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _aligned(*numbers: int) -> bool:
+    return all(number % 16 == 0 for number in numbers)
+
+
+@planned
+def _plan(
+    x_strides: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    weight_strides: tuple[int, ...],
+    n_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    n_groups, n_in, n_out = weight_shape
+    aligned = _aligned(n_in, n_out, x_strides[0], *(stride for stride in weight_strides if stride != 1))
+    rows = tiles(dtype, capability(device), triton.cdiv(n_rows, n_groups), aligned)
+    layout = "" if weight_strides[2] == 1 else " transposed"
+    block = choose("grouped_mm_kernel", f"{8 * dtype.itemsize}-bit{layout}", rows, device)
+    grid = most_tiles(n_rows, n_groups, block["BLOCK_M"]) * triton.cdiv(n_out, block["BLOCK_N"])
+    constants = dict(
+        WHOLE_K=n_in % block["BLOCK_K"] == 0, WHOLE_N=n_out % block["BLOCK_N"] == 0,
+        TRANSPOSED=weight_strides[2] != 1, COMPUTE=compute_dtype(dtype),
+        GROUPS=triton.next_power_of_2(n_groups + 1), TOGETHER=_TOGETHER, **block,
+    )  # fmt: skip
+    return Plan((grid,), (n_rows, n_groups, n_in, n_out, x_strides[0], *weight_strides), constants)
+
+
+def _product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    if y.numel() == 0:
+        return y
+    if x.shape[1] == 0:
+        return y.zero_()
+    x = _rows(x)
+    weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
+    plan = _plan(x.stride(), weight.shape, weight.stride(), x.shape[0], x.dtype, x.device)
+    launch(grouped_mm_kernel, plan, x, weight, offs, y)
+    return y
+
+
+@planned
+def _plan_dweight(
+    n_a: int, n_b: int, n_groups: int, n_rows: int, stride_a: int, stride_b: int, dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:  # fmt: skip
+    rows = dweight_tiles(dtype, capability(device), _aligned(n_a, n_b, stride_a, stride_b))
+    block = choose("grouped_mm_dweight_kernel", f"{8 * dtype.itemsize}-bit", rows, device)
+    n_tiles = triton.cdiv(n_a, block["BLOCK_A"]) * triton.cdiv(n_b, block["BLOCK_B"])
+    whole = n_a % block["BLOCK_A"] == 0 and n_b % block["BLOCK_B"] == 0
+    constants = dict(WHOLE=whole, COMPUTE=compute_dtype(dtype), TOGETHER=_TOGETHER, **block)
+    return Plan((n_groups * n_tiles,), (n_rows, n_groups, n_a, n_b, stride_a, stride_b), constants)
+
+
+def _dweight(dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    dweight = empty_dweight(weight)
+    if dweight.numel() == 0:
+        return dweight
+    if x.shape[0] == 0:
+        return dweight.zero_()
+    a, b = (dy, x) if transposed(weight) else (x, dy)
+    a, b = _rows(a), _rows(b)
+    plan = _plan_dweight(
+        a.shape[1], b.shape[1], weight.shape[0], a.shape[0], a.stride(0), b.stride(0), x.dtype, x.device
+    )
+    launch(grouped_mm_dweight_kernel, plan, a, b, offs, dweight)
+    return dweight
+
+
+def _empty_fwd(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _fwd(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    return _product(x, weight, offs.contiguous())
+
+
+def _empty_bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return x.new_empty(x.shape) if need_dx else None, empty_dweight(weight) if need_dweight else None
+
+
+def _bwd(
+    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, need_dx: bool, need_dweight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    offs = offs.contiguous()
+    dx = _product(dy, weight.transpose(1, 2), offs) if need_dx else None
+    return dx, _dweight(dy, x, weight, offs) if need_dweight else None
+
+
+_grouped_mm_fwd = define("triton_grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs) -> Tensor", _fwd, _empty_fwd)
+_grouped_mm_bwd = define(
+    "triton_grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool need_dx, bool need_dweight) "
+    "-> (Tensor dx, Tensor dweight)",
+    _bwd,
+    _empty_bwd,
+)
+
+
+class _GroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offs)
+        return _grouped_mm_fwd(x, weight, offs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        refuse_second_derivative("grouped_mm")
+        need_dx, need_dweight, _ = ctx.needs_input_grad
+        dx, dweight = _grouped_mm_bwd(dy, *ctx.saved_tensors, need_dx, need_dweight)
+        return dx if need_dx else None, dweight if need_dweight else None, None
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _GroupedMm.apply(x, weight, offs)
+    return _grouped_mm_fwd(x, weight, offs)

@@ -1,0 +1,109 @@
+"""Tiles, warps and pipeline stages: by kernel, class of device, dtype and the rows that a group has on average.
+
+The compiler's report (`python -m foundry_kernels inspect grouped_mm`) bounds each row: no spilled register and the
+class's shared memory. Where that left a choice, a row starts from the tiles that Triton's own matrix product is
+published with for such a device; none has been measured here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tile = tuple[int, int, int, int, int]  # the two sides of the result, the inner dimension, warps, stages
+
+#: The interpreter: small, so that small cases have several tiles.
+_INTERPRETED: Tile = (16, 32, 32, 4, 1)
+
+#: 16 bits, by class of device: of the product the tiles for groups of at most so many rows on average, then of the
+#: gradient of the matrices. The first of each list is taken, the others are what `tune` tries.
+_HALF: dict[str, tuple[dict[int, list[Tile]], list[Tile]]] = {
+    # 99 KB of shared memory (8.6, 8.9, 12.x)
+    "small": (
+        {
+            16: [(16, 128, 64, 4, 4), (16, 64, 128, 4, 4), (16, 256, 64, 8, 2)],
+            48: [(32, 128, 64, 4, 3), (64, 128, 64, 4, 3), (32, 64, 128, 4, 3)],
+            96: [(64, 128, 64, 4, 3), (32, 128, 64, 4, 3), (128, 128, 64, 8, 3)],
+            1 << 31: [(128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 128, 64, 4, 3), (128, 64, 64, 4, 3)],
+        },
+        [(128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 128, 64, 4, 3)],
+    ),
+    # 163 KB (8.0). 128 x 256 x 64 would spill.
+    "ampere": (
+        {
+            16: [(16, 128, 64, 4, 5), (16, 64, 128, 4, 5), (16, 256, 64, 8, 4)],
+            48: [(32, 128, 64, 4, 4), (64, 128, 64, 4, 4), (32, 256, 64, 8, 3)],
+            96: [(64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (32, 128, 64, 4, 4), (128, 128, 64, 8, 3)],
+            1 << 31: [(128, 256, 32, 8, 4), (128, 128, 64, 8, 4), (128, 128, 32, 4, 4), (64, 256, 64, 8, 3)],
+        },
+        [(128, 256, 32, 8, 4), (128, 128, 64, 8, 4), (128, 128, 32, 4, 4)],
+    ),
+    # 227 KB, wgmma of two groups of four warps, of 64 rows each
+    "hopper": (
+        {
+            16: [(16, 128, 64, 4, 5), (16, 64, 128, 4, 5), (16, 256, 64, 8, 4)],
+            48: [(64, 128, 64, 4, 4), (32, 128, 64, 4, 4), (64, 256, 64, 4, 4)],
+            96: [(64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (128, 128, 64, 8, 4)],
+            1 << 31: [(128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 256, 64, 8, 4), (128, 128, 64, 8, 4)],
+        },
+        [(128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4)],
+    ),
+}
+# tcgen05 (10.x), of tiles of 128 rows; the sums are in a memory of their own
+_HALF["blackwell"] = (
+    {
+        **_HALF["hopper"][0],
+        1 << 31: [(128, 256, 64, 8, 4), (128, 128, 64, 4, 4), (128, 256, 64, 4, 3), (128, 128, 128, 4, 3)],
+    },
+    [(128, 256, 64, 8, 4), (128, 128, 64, 4, 4), (128, 256, 64, 8, 3)],
+)
+# AMD's gfx942 and gfx950, for which kernels are compiled and nothing else: 64 KB
+_HALF["cdna"] = (
+    {
+        16: [(16, 128, 64, 4, 2), (16, 64, 128, 4, 2)],
+        48: [(32, 128, 64, 4, 2), (64, 128, 64, 4, 2)],
+        96: [(64, 128, 64, 4, 2), (32, 128, 64, 4, 2)],
+        1 << 31: [(128, 128, 64, 8, 2), (256, 128, 64, 8, 2), (128, 128, 32, 4, 2)],
+    },
+    [(128, 128, 64, 8, 2), (128, 128, 32, 4, 2)],
+)
+#: 16 bits where rows are not aligned, and are loaded a number at a time: larger tiles would spill addresses.
+_UNALIGNED: list[Tile] = [(64, 64, 32, 4, 2), (32, 64, 32, 4, 2), (64, 32, 32, 4, 2)]
+#: float32, multiplied exactly by fused multiply-adds: operands in registers.
+_SINGLE: list[Tile] = [(64, 64, 16, 4, 1), (32, 64, 16, 4, 1)]
+_SINGLE_FEW: list[Tile] = [(16, 64, 16, 4, 1), (16, 64, 32, 4, 1), (32, 64, 16, 4, 1)]
+#: As many as leave room for three programs of 4 warps; by itself ptxas takes fewer, for a fourth, and spills some.
+_SINGLE_REGISTERS = 168
+
+
+def _device_class(arch: int) -> str:
+    if arch >= 900:
+        return "cdna"
+    if arch in (86, 89) or arch // 10 >= 12:
+        return "small"
+    return {8: "ampere", 9: "hopper"}.get(arch // 10, "blackwell")
+
+
+def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> list[dict[str, int]]:
+    """Of the product, arch 0 being the interpreter: the first, then what `tune` tries beside it. `aligned`: all rows
+    begin at multiples of 16 numbers, which the compiler is told."""
+    if arch == 0:
+        found = [_INTERPRETED]
+    elif dtype.itemsize == 2 and not aligned:
+        found = _UNALIGNED
+    elif dtype.itemsize == 2:
+        found = next(t for most, t in _HALF[_device_class(arch)][0].items() if rows_a_group <= most)
+    else:
+        found = _SINGLE_FEW if rows_a_group <= 16 else _SINGLE
+    return _rows(("BLOCK_M", "BLOCK_N", "BLOCK_K"), found, dtype, arch)
+
+
+def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str, int]]:
+    """Of the gradient of the matrices, likewise."""
+    half = _HALF[_device_class(arch)][1] if aligned else _UNALIGNED
+    found = [_INTERPRETED] if arch == 0 else half if dtype.itemsize == 2 else _SINGLE
+    return _rows(("BLOCK_A", "BLOCK_B", "BLOCK_ROWS"), found, dtype, arch)
+
+
+def _rows(names: tuple[str, ...], found: list[Tile], dtype: torch.dtype, arch: int) -> list[dict[str, int]]:
+    limit = {"maxnreg": _SINGLE_REGISTERS} if dtype.itemsize == 4 and 0 < arch < 900 else {}  # AMD's backend knows none
+    return [dict(zip((*names, "num_warps", "num_stages"), tile, strict=True)) | limit for tile in found]

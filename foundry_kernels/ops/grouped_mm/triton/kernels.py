@@ -1,0 +1,134 @@
+"""The kernels; see the launchers beside.
+
+A tile of rows belongs to one group: programs are numbered over the groups' tiles, as many as there can be at most, and
+each finds its group from the ends, which are on the device alone. The rows after the last group count as one more,
+whose products are none.
+
+Names: b_ is a block of values, p_ one of pointers, m_ a mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foundry_kernels._triton import dot, round_to
+
+#: Numbers of no use to the compiler: it would make a kernel for each kind of them.
+_PLAIN = ("n_rows", "n_groups")
+
+
+@triton.jit
+def _bounds(offs_ptr, groups, n_rows, n_groups):
+    """First row of each group and the row after its last, of group n_groups the rest; within 0 .. n_rows whatever the
+    ends are."""
+    b_start = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups <= n_groups), other=0)
+    b_end = tl.load(offs_ptr + groups, mask=groups < n_groups, other=n_rows)
+    b_start = tl.where(groups > n_groups, n_rows, tl.minimum(tl.maximum(b_start, 0), n_rows))
+    return b_start, tl.maximum(b_start, tl.minimum(b_end, n_rows))
+
+
+@triton.jit
+def _swizzled(i, n_down, n_across, TOGETHER: tl.constexpr):
+    """Row and column of tile i: programs that run at a time take TOGETHER rows of tiles, column by column, so that
+    what they read of either side is in the L2 cache for several of them."""
+    in_band = TOGETHER * n_across
+    first = i // in_band * TOGETHER
+    down = tl.minimum(n_down - first, TOGETHER)
+    return first + i % in_band % down, i % in_band // down
+
+
+@triton.jit
+def _load(p, m_down, m_across, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """A block, masked in the dimensions that are not whole tiles."""
+    if DOWN and ACROSS:
+        return tl.load(p, mask=m_down & m_across, other=0.0)
+    elif DOWN:
+        return tl.load(p, mask=m_down, other=0.0)
+    elif ACROSS:
+        return tl.load(p, mask=m_across, other=0.0)
+    else:
+        return tl.load(p)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def grouped_mm_kernel(
+    x_ptr, weight_ptr, offs_ptr, y_ptr,
+    n_rows, n_groups, n_in, n_out, stride_xm, stride_we, stride_wk, stride_wn,
+    WHOLE_K: tl.constexpr, WHOLE_N: tl.constexpr, TRANSPOSED: tl.constexpr, COMPUTE: tl.constexpr,
+    GROUPS: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y [n_rows, n_out] = x times the matrix of each row's group. GROUPS is a power of two above n_groups; WHOLE_K and
+    WHOLE_N say that n_in and n_out are whole tiles, TRANSPOSED that stride_wn is not 1."""
+    program = tl.program_id(0)
+    n_across = tl.cdiv(n_out, BLOCK_N)
+    groups = tl.arange(0, GROUPS)
+    b_start, b_end = _bounds(offs_ptr, groups, n_rows, n_groups)
+    b_tiles = tl.cdiv(b_end - b_start, BLOCK_M) * n_across
+    b_last = tl.cumsum(b_tiles.to(tl.int64), 0)  # ends that decrease could count more tiles than 31 bits hold
+    group = tl.sum((b_last <= program).to(tl.int32), 0)
+    here = groups == group  # nowhere in a program that is one too many: its tile has no rows
+    start = tl.sum(tl.where(here, b_start, 0), 0)
+    end = tl.sum(tl.where(here, b_end, 0), 0)
+    n_tiles = tl.sum(tl.where(here, b_tiles, 0), 0)
+    within = (program - tl.sum(tl.where(here, b_last, 0), 0)).to(tl.int32) + n_tiles
+    tile_m, tile_n = _swizzled(within, tl.maximum(n_tiles // n_across, 1), n_across, TOGETHER)
+
+    rows = start + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_cols = (cols < n_out)[None, :]
+    dims = tl.arange(0, BLOCK_K)
+    # In place of a mask, which takes instructions in the loop: the last row of the group, and no row of another one;
+    # the last column, where columns are far apart and a load is not of several.
+    read = tl.minimum(rows, end - 1).to(tl.int64)
+    read_cols = tl.minimum(cols, n_out - 1) if TRANSPOSED and not WHOLE_N else cols
+    MASK_N: tl.constexpr = not (WHOLE_N or TRANSPOSED)
+    p_x = x_ptr + read[:, None] * stride_xm + dims[None, :]  # [M, K]
+    p_w = weight_ptr + group.to(tl.int64) * stride_we
+    p_w += dims.to(tl.int64)[:, None] * stride_wk + read_cols.to(tl.int64)[None, :] * stride_wn  # [K, N]
+    b_y = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    needed = tl.where(group < n_groups, n_in, 0)
+    for first in range(0, needed, BLOCK_K):
+        m_dims = dims < n_in - first
+        b_x = _load(p_x, m_dims[None, :], m_dims[None, :], not WHOLE_K, False)
+        b_w = _load(p_w, m_dims[:, None], m_cols, not WHOLE_K, MASK_N)
+        b_y = dot(b_x, b_w, b_y)
+        p_x += BLOCK_K
+        p_w += BLOCK_K * stride_wk
+    p_y = y_ptr + rows.to(tl.int64)[:, None] * n_out + cols[None, :]
+    tl.store(p_y, round_to(b_y, y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & m_cols)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def grouped_mm_dweight_kernel(
+    a_ptr, b_ptr, offs_ptr, out_ptr,
+    n_rows, n_groups, n_a, n_b, stride_a, stride_b,
+    WHOLE: tl.constexpr, COMPUTE: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """out [n_groups, n_a, n_b] = a^T b over the rows of each group, in their order. WHOLE says that n_a and n_b are
+    whole tiles."""
+    n_across = tl.cdiv(n_b, BLOCK_B)
+    n_down = tl.cdiv(n_a, BLOCK_A)
+    group = tl.program_id(0) // (n_down * n_across)
+    start, end = _bounds(offs_ptr, group, n_rows, n_groups)
+    tile_a, tile_b = _swizzled(tl.program_id(0) % (n_down * n_across), n_down, n_across, TOGETHER)
+
+    o_a = tile_a * BLOCK_A + tl.arange(0, BLOCK_A)
+    o_b = tile_b * BLOCK_B + tl.arange(0, BLOCK_B)
+    m_a, m_b = (o_a < n_a)[:, None], (o_b < n_b)[None, :]
+    rows = tl.arange(0, BLOCK_ROWS)
+    first = (start + rows).to(tl.int64)
+    p_a = a_ptr + first[None, :] * stride_a + o_a[:, None]  # [A, rows]
+    p_b = b_ptr + first[:, None] * stride_b + o_b[None, :]  # [rows, B]
+    b_out = tl.zeros([BLOCK_A, BLOCK_B], COMPUTE)
+    for done in range(0, end - start, BLOCK_ROWS):
+        m_rows = rows < end - start - done
+        b_a = _load(p_a, m_rows[None, :], m_a, True, not WHOLE)
+        b_b = _load(p_b, m_rows[:, None], m_b, True, not WHOLE)
+        b_out = dot(b_a, b_b, b_out)
+        p_a += BLOCK_ROWS * stride_a
+        p_b += BLOCK_ROWS * stride_b
+    o_out = group.to(tl.int64) * n_a * n_b + o_a.to(tl.int64)[:, None] * n_b + o_b[None, :]
+    tl.store(out_ptr + o_out, round_to(b_out, out_ptr.dtype.element_ty), mask=m_a & m_b)

@@ -1,0 +1,180 @@
+"""GPT-2, GPT-NeoX and their like: a patched model computes what the model computed before."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from patching import IDS, close, gradients, logits
+from torch import Tensor, nn
+
+import foundry_kernels as fk
+from foundry_kernels.integrations.table import OLDER
+from foundry_kernels.integrations.tiny import tiny_model
+
+every_family = pytest.mark.parametrize("family", OLDER)
+
+LEFT, RIGHT = torch.ones_like(IDS), torch.ones_like(IDS)
+LEFT[0, :4] = RIGHT[1, 7:] = 0
+
+#: What serves each family of two layers beside its norms: operation -> number of modules.
+SERVED = {"flash_attention": 2, "bias_gelu": 2, "linear_cross_entropy": 1, "cross_entropy": 1}
+ROTATED = ("gpt_neox", "falcon")
+ALIBI = {
+    "new_decoder_architecture": False,
+    "multi_query": False,
+    "num_kv_heads": 4,
+    "parallel_attn": False,
+    "alibi": True,
+}
+#: Options that make a family another one.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [{"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}],
+    "bloom": [{"apply_residual_connection_post_layernorm": True, "n_head": 6, "hidden_size": 96}],
+    "falcon": [
+        {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": True},
+        ALIBI,
+    ],
+    "gpt_neox": [{"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"}],
+}
+
+
+def step(model: Any, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of the tokens, loss, and all gradients in one vector."""
+    labels = IDS if mask is None else IDS.masked_fill(mask == 0, -100)
+    if mask is LEFT:
+        labels[0, 4] = -100  # what padding predicts is arbitrary
+    model.zero_grad()
+    out = model(IDS, attention_mask=mask, labels=labels)
+    out.loss.backward()
+    seen = out.logits if mask is None else out.logits[mask.bool()]
+    return seen.detach(), out.loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def generated(model: Any) -> Tensor:
+    result: Tensor = model.generate(IDS, attention_mask=LEFT, max_new_tokens=5, do_sample=False)
+    return result
+
+
+@every_family
+def test_logits_loss_gradients_and_generation(family: str) -> None:
+    for options in ({}, *VARIANTS[family]):
+        model = tiny_model(family, **options)
+        expected = [step(model, mask) for mask in (None, LEFT, RIGHT)]
+        tokens, before = generated(model), [type(m) for m in model.modules()]
+        handle = fk.patch(model)
+        counts: dict[str, int] = {}
+        for entry in handle.report().replaced:
+            for op in entry.ops:
+                counts[op] = counts.get(op, 0) + 1
+        rotated = family in ROTATED and not options.get("alibi")
+        norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
+        assert counts == SERVED | {"layer_norm": norms} | ({"rope": 2} if rotated else {})
+        assert not handle.report().left
+        for mask, wanted in zip((None, LEFT, RIGHT), expected, strict=True):
+            assert all(map(close, step(model, mask), wanted))
+        assert torch.equal(generated(model), tokens)
+        handle.undo()
+        assert [type(m) for m in model.modules()] == before
+        assert all(map(torch.equal, step(model, LEFT), expected[1]))
+
+
+@every_family
+def test_training_makes_no_logits(family: str) -> None:
+    model = tiny_model(family).train()
+    loss, expected = model(IDS, labels=IDS).loss, gradients(model)
+    with fk.patch(model):
+        out = model(IDS, labels=IDS)
+        assert out.logits is None
+        assert close(out.loss, loss)
+        assert close(gradients(model), expected)
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"attn_pdrop": 0.5},
+    "gpt_neox": {"attention_dropout": 0.5},
+    "bloom": {"attention_dropout": 0.5},
+    "falcon": {"attention_dropout": 0.5, **ALIBI},
+}
+
+
+@every_family
+def test_dropout_of_attention_is_left_to_the_model(family: str) -> None:
+    """The same random numbers drop the same weights out, with padding too; the report says so."""
+    model = tiny_model(family, **DROPOUT[family]).train()
+    usual = model.config._attn_implementation
+
+    def run(mask: Tensor | None) -> Tensor:
+        torch.manual_seed(0)
+        out: Tensor = model(IDS, attention_mask=mask).logits
+        return out if mask is None else out[mask.bool()]
+
+    if family == "falcon":
+        model.set_attn_implementation("eager")  # which is what its forward does where it does not call SDPA
+    expected = [run(mask) for mask in (None, LEFT)]
+    model.set_attn_implementation(usual)
+    with fk.patch(model) as handle:
+        notes = {str(e.reason) for e in handle.report().replaced if "flash_attention" in e.ops}
+        assert len(notes) == 1
+        assert notes.pop().startswith("calls in training mode drop weights out (p=0.5), and run ")
+        for mask, wanted in zip((None, LEFT), expected, strict=True):
+            assert close(run(mask), wanted)
+        model.eval()
+        ours = logits(model)
+    assert close(ours, logits(model))
+
+
+@every_family
+def test_a_layer_that_must_be_called_is_called(family: str) -> None:
+    """With a hook on it the product is the layer's own, and GELU follows without a bias."""
+    model = tiny_model(family)
+    expected, calls = logits(model), []
+    with fk.patch(model):
+        mlp = next(m for m in model.modules() if type(m).__name__.endswith("MLP"))
+        first = getattr(mlp, mlp._foundry_row.first)
+        handle = first.register_forward_hook(lambda *args: calls.append(args))
+        assert close(logits(model), expected)
+        handle.remove()
+    assert len(calls) == 1
+
+
+ALONE: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt2": ({"activation_function": "relu"}, "its activation is ReLU, which is not GELU"),
+    "gpt_neox": ({"hidden_act": "relu"}, "its activation is ReLU, which is not GELU"),
+    "bloom": ({"pretraining_tp": 2, "slow_but_exact": True}, "slow_but_exact=True"),
+    "falcon": ({"activation": "relu"}, "its activation is ReLU, which is not GELU"),
+}
+
+
+@every_family
+def test_what_is_left(family: str) -> None:
+    """What no kernel does; and of attention what is "eager" by choice, which only BLOOM's is not."""
+    options, reason = ALONE[family]
+    model = tiny_model(family, attn_implementation="eager", **options)
+    expected = logits(model)
+    with fk.patch(model) as handle:
+        report = handle.report()
+        left = {str(e.reason) for e in report.left if e.module_class.endswith("MLP")}
+        notes = [str(e.reason) for e in (*report.left, *report.replaced) if e.module_class.endswith("Attention")]
+        assert close(logits(model), expected)
+    assert len(left) == 1
+    assert reason in left.pop()
+    assert all((reason if family == "bloom" else "attn_implementation='eager'") in note for note in notes)
+
+
+def test_attention_to_an_encoder_is_left() -> None:
+    model = tiny_model("gpt2", add_cross_attention=True)
+    with fk.patch(model) as handle:
+        assert {e.reason for e in handle.report().left} == {"it attends to an encoder, whose masks are not causal"}
+
+
+@every_family
+def test_copies_and_compiles(family: str) -> None:
+    model = tiny_model(family)
+    expected = logits(model)
+    with fk.patch(model):
+        assert close(logits(copy.deepcopy(model)), expected)
+        compiled: nn.Module = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert close(logits(compiled), expected)

@@ -1,0 +1,137 @@
+"""grouped_mm beyond parity: what groups may do to each other, what is refused, and what waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import _triton
+from foundry_kernels.ops.grouped_mm.bench import _Uneven
+
+BACKENDS = fk.OPS["grouped_mm"].backends("cpu", torch.float32)
+
+
+def draw(rows: int = 10, k: int = 4, n: int = 3, groups: int = 2) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, k, generator=g), torch.randn(groups, k, n, generator=g)
+    return x.requires_grad_(), weight.requires_grad_()
+
+
+def ends(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_stays_in_its_group(backend: str) -> None:
+    """Also in the rows that a tile reads beyond the end of a group, and in those of none."""
+    (x, weight), offs = draw(40, 20, 17, 4), ends(3, 20, 20, 33)
+    with torch.no_grad():
+        x[3:20], x[33:], weight[2] = torch.nan, torch.inf, torch.nan
+    dy = torch.ones(40, 17)
+    dy[33:] = torch.nan
+    y = fk.grouped_mm(x, weight, offs, backend=backend)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    assert y.isnan().any(1).nonzero().flatten().tolist() == list(range(3, 20))
+    assert dx.isfinite().all()
+    assert [d.isfinite().all().item() for d in dweight] == [True, False, True, True]
+    assert torch.equal(y[33:], torch.zeros(7, 17))
+    assert torch.equal(dx[33:], torch.zeros(7, 20))
+    assert torch.equal(dweight[2], torch.zeros(20, 17))
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch has none yet")
+def test_what_pytorch_computes() -> None:
+    x, weight = (t.detach().bfloat16() for t in draw(24, 16, 8, 3))
+    offs = ends(8, 8, 24)
+    torch.testing.assert_close(fk.grouped_mm(x, weight, offs), torch.nn.functional.grouped_mm(x, weight, offs=offs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_lies_in_memory_as_the_matrices_do(backend: str) -> None:
+    """Triton's: what a layer keeps as [E, N, K] and gives transposed gets its gradient without a copy."""
+    x, weight = draw()
+    stored = weight.detach().transpose(1, 2).contiguous().requires_grad_()
+    y = fk.grouped_mm(x, stored.transpose(1, 2), ends(4, 10), backend=backend)
+    (dstored,) = torch.autograd.grad(y.sum(), stored)
+    (dweight,) = torch.autograd.grad(fk.grouped_mm(x, weight, ends(4, 10), backend=backend).sum(), weight)
+    torch.testing.assert_close(dstored, dweight.transpose(1, 2))
+    assert backend != "triton" or dstored.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": torch.ones(4)}, ValueError, r"x must be \[M, K\]; got shape \(4,\)"),
+        ({"x": torch.ones(4, 4).int()}, TypeError, "x must be float32"),
+        ({"weight": torch.ones(4, 3)}, ValueError, r"weight must be \[E, K, N\]; got shape \(4, 3\)"),
+        ({"weight": torch.ones(0, 4, 3)}, ValueError, "weight must hold at least one matrix"),
+        ({"weight": torch.ones(2, 5, 3)}, ValueError, r"weight must have shape \(2, 4, 3\)"),
+        ({"weight": torch.ones(2, 4, 3).double()}, ValueError, "weight must have x's dtype torch.float32"),
+        ({"offs": [4, 10]}, TypeError, "offs must be a torch.Tensor; got list"),
+        ({"offs": ends(4, 10, dtype=torch.int64)}, TypeError, "offs must be int32; got torch.int64"),
+        ({"offs": ends(10)}, ValueError, r"offs must have shape \(2,\)"),
+        ({"offs": ends(4, 11)}, ValueError, r"offs must never decrease and lie in 0 .. 10.* got 11 for group 1"),
+        ({"offs": ends(6, 4)}, ValueError, "got 4 for group 1, after 6"),
+        ({"offs": ends(-1, 4)}, ValueError, "got -1 for group 0"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+        ({"backend": "native"}, fk.BackendUnavailable, "grouped_mm has no native kernel"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    x, weight = draw()
+    with pytest.raises(error, match=message):
+        fk.grouped_mm(**({"x": x, "weight": weight, "offs": ends(4, 10)} | changes))
+
+
+def test_a_graph_that_is_traced_has_the_loop_as_an_operator() -> None:
+    x, weight = draw()
+    torch.library.opcheck(torch.ops.foundry_kernels.grouped_mm_fwd.default, (x, weight, ends(4, 9)))
+    tensors = torch.ones(10, 3), x.detach(), weight.detach(), ends(4, 9)
+    for needed in ((True, True), (False, True)):
+        backward = torch.ops.foundry_kernels.grouped_mm_bwd.default
+        torch.library.opcheck(backward, (*tensors, *needed), test_utils=("test_schema", "test_faketensor"))
+    assert fk.grouped_mm(x.to("meta"), weight.to("meta"), ends(4, 9).to("meta")).shape == (10, 3)
+
+
+def test_the_reference_has_second_derivatives_and_transforms() -> None:
+    x, weight = (t.detach().double().requires_grad_() for t in draw())
+    assert torch.autograd.gradgradcheck(lambda *t: fk.grouped_mm(*t, ends(4, 9)), (x, weight))
+    batch = torch.stack([x.detach(), 2 * x.detach()])
+    mapped = torch.func.vmap(lambda x: fk.grouped_mm(x, weight.detach(), ends(4, 9)))(batch)
+    torch.testing.assert_close(mapped[1], 2 * mapped[0])
+
+
+@pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+def test_there_is_a_program_for_every_tile() -> None:
+    """However rows are divided among groups, those after the last one being one more; and none too many by much."""
+    from foundry_kernels.ops.grouped_mm.triton import most_tiles
+
+    for rows, groups, block in ((1, 1, 16), (16, 1, 16), (17, 3, 16), (64, 128, 16), (100, 7, 32), (5, 9, 64)):
+        some = min(groups + 1, rows)
+        worst = (rows - some) // block + some  # one row each, and the rest in one group
+        assert worst <= most_tiles(rows, groups, block) <= -(-rows // block) + groups
+
+
+@pytest.mark.skipif(not _triton.INTERPRET, reason="needs Triton's interpreter")
+def test_malformed_ends_lead_nowhere_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the ends are not looked at: the interpreter would crash, or be caught below, if they led outside."""
+    monkeypatch.setattr("foundry_kernels.ops.grouped_mm.reference.check_ends", lambda *_: None)
+    x, weight = draw(20, 16, 16, 3)
+    for numbers in ((30, 10, 2**31 - 1), (-5, -(2**31), 4), (20, 0, 20)):
+        y = fk.grouped_mm(x, weight, ends(*numbers), backend="triton")
+        assert y.shape == (20, 16)
+        torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+
+
+def test_groups_of_the_benchmark() -> None:
+    """Cumulative ends of all rows, of uneven groups."""
+    made = _Uneven(4096)(torch.Generator().manual_seed(0), (32,)).int().tolist()
+    sizes = [b - a for a, b in zip([0, *made], made, strict=False)]
+    assert made[-1] == 4096
+    assert min(sizes) >= 0
+    assert max(sizes) > 2 * min(sizes)

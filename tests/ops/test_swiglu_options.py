@@ -1,0 +1,198 @@
+"""The options of swiglu (GPT-OSS's gate): the reference against plain PyTorch, what the parity cases do not cover of
+the kernels, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from table import rows
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import _native
+from foundry_kernels.ops.swiglu import SWIGLU, swiglu
+from foundry_kernels.testing import assert_parity
+
+KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
+kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
+needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+HARD = (-math.inf, -1e18, -7.5, -7.0, -1.0, -0.0, 0.0, 1.0, 7.0, 7.5, 1e18, math.inf, math.nan)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def gpt_oss(gate_up: Tensor) -> Tensor:
+    """As transformers' `GptOssExperts._apply_gate` has it."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate = gate.clamp(min=None, max=7.0)
+    up = up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def step(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    y = function(*inputs)
+    return y, *torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+
+def pairs(dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Every hard value of the gate beside every one of up, interleaved."""
+    hard = torch.tensor(HARD, dtype=dtype, device=device)
+    return torch.stack([hard.repeat_interleave(len(HARD)), hard.repeat(len(HARD))], -1).flatten()
+
+
+def test_equals_gpt_oss() -> None:
+    """At the limits, beyond them, at infinity and with NaN: output and gradient, which is that of torch.clamp."""
+    x = pairs(torch.float64)
+    ours = step(lambda x: swiglu(x, **OSS, interleaved=True), (x,))
+    for actual, expected in zip(ours, step(gpt_oss, (x,)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0, equal_nan=True)
+
+
+def test_gradcheck() -> None:
+    x = (4 * torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: swiglu(x, **OSS, interleaved=True), x)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [OSS, {"alpha": 1.702}, {"limit": 7.0}, {}], ids=lambda o: "-".join(o) or "plain")
+def test_extremes_are_those_of_the_reference(
+    backend: str, device: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    x = pairs(dtype, device)
+    if "limit" not in options:  # autograd sums infinities of both signs where up is infinite, and has NaN
+        x = x.view(-1, 2)[~x[1::2].isinf()].flatten()
+
+    def run(backend: str) -> tuple[Tensor, ...]:
+        separate = step(lambda g, u: swiglu(g, u, **options, backend=backend), (x[::2], x[1::2]))
+        return *separate, *step(lambda x: swiglu(x, **options, interleaved=True, backend=backend), (x,))
+
+    ulp = torch.finfo(dtype).eps
+    for actual, expected in zip(run(backend), run("reference"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=8 * ulp, atol=max(ulp, 1e-6), equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("options", [OSS, {}], ids=["oss", "plain"])
+def test_an_interleaved_tensor_is_its_columns(backend: str, device: str, options: dict[str, Any]) -> None:
+    """Bitwise, and its gradient is one contiguous tensor; on a view whose rows lie apart."""
+    generator = torch.Generator().manual_seed(0)
+    packed = 5 * torch.randn(5, 3, 70, generator=generator).bfloat16().to(device)[..., :66]
+    dy = torch.randn(5, 3, 33, generator=generator).bfloat16().to(device)
+    whole, gate, up = (x.detach().requires_grad_() for x in (packed, packed[..., ::2], packed[..., 1::2]))
+    y = swiglu(whole, **options, interleaved=True, backend=backend)
+    expected = swiglu(gate, up, **options, backend=backend)
+    (dpacked,) = torch.autograd.grad(y, whole, dy)
+    dgate, dup = torch.autograd.grad(expected, (gate, up), dy)
+    assert torch.equal(y, expected)
+    assert dpacked.is_contiguous()
+    assert torch.equal(dpacked, torch.stack([dgate, dup], -1).flatten(-2))
+
+
+@needs_native
+def test_calls_with_options_are_direct_too() -> None:
+    x = torch.ones(2, 4)
+    assert SWIGLU.direct("auto", x, None, 1.0, None, 0.0, False) is not None
+    assert SWIGLU.direct("auto", x, None, 1.702, 7.0, 1.0, True) is not None
+    for bad in ((math.nan, None, 0.0, False), (1.0, 0.0, 0.0, False), (1.0, 1e300, 0.0, False), (1.0, None, 0.0, 1)):
+        assert SWIGLU.direct("auto", x, None, *bad) is None
+    assert SWIGLU.direct("auto", x, x, 1.0, None, 0.0, True) is None
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_larger_than_the_caches(dtype: torch.dtype) -> None:
+    """Above 16 MB outputs are streamed: bitwise equal to small calls, whose outputs are not."""
+    width = 4096
+    n_rows = (17 << 20) // (width * dtype.itemsize)
+    x = (4 * torch.randn(n_rows, 2 * width, generator=torch.Generator().manual_seed(0))).to(dtype)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return step(lambda x: swiglu(x, **OSS, interleaved=True, backend="native"), (x,))
+
+    for whole, *parts in zip(run(x), *map(run, x.split(n_rows // 3)), strict=True):
+        assert torch.equal(whole, torch.cat(parts))
+
+
+def test_compiles_with_dynamic_shapes() -> None:
+    def function(x: Tensor) -> Tensor:
+        return swiglu(x, **OSS, interleaved=True)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (3, 5):
+        x = torch.linspace(-9, 9, 6 * n).view(n, 6)
+        for actual, expected in zip(step(compiled, (x,)), step(function, (x,)), strict=True):
+            assert torch.equal(actual, expected)
+
+
+@kernels
+def test_opcheck(backend: str, device: str) -> None:
+    prefix = "triton_" if backend == "triton" else ""
+    x = torch.linspace(-9, 9, 24, device=device).view(2, 12)
+    settings = (1.702, 7.0, 1.0, True)
+    forward = getattr(torch.ops.foundry_kernels, f"{prefix}glu_fwd").default
+    torch.library.opcheck(forward, (x, None, "silu", *settings))
+    backward = getattr(torch.ops.foundry_kernels, f"{prefix}glu_bwd").default
+    torch.library.opcheck(backward, (x[:, :6], x, None, "silu", True, False, *settings))
+    if not prefix:
+        operator = torch.ops.foundry_kernels.swiglu.default
+        torch.library.opcheck(operator, (x.clone().requires_grad_(), None, *settings))
+
+
+@needs_native
+@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+def test_every_instruction_set(name: str) -> None:
+    """The extremes; test_swiglu.py runs the parity cases."""
+    chosen = _native.build_info()["instruction_set"]
+    _native._C.force_instruction_set(name)
+    try:
+        for dtype in (*DTYPES, torch.float16):
+            test_extremes_are_those_of_the_reference("native", "cpu", dtype, OSS)
+            case = next(case for case in SWIGLU.cases.CASES["swiglu"] if "bounds-oss-interleaved" in case.id)
+            assert_parity(SWIGLU, case, backend="native", dtype=dtype)
+    finally:
+        _native._C.force_instruction_set(chosen)
+
+
+X = torch.zeros(2, 4)
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, "alpha must be finite in float32; got inf", {"alpha": math.inf}),
+    (ValueError, "alpha must be finite in float32; got nan", {"alpha": math.nan}),
+    (TypeError, "alpha must be a float; got str", {"alpha": "1"}),
+    (ValueError, "limit must be None or > 0; got 0", {"limit": 0}),
+    (ValueError, "limit must be None or > 0; got -7.0", {"limit": -7.0}),
+    (ValueError, "limit must be finite in float32; got inf", {"limit": math.inf}),
+    (ValueError, "limit must be finite in float32; got 1e[+]39", {"limit": 1e39}),
+    (TypeError, "limit must be a float; got bool", {"limit": True}),
+    (ValueError, "up_offset must be finite in float32; got nan", {"up_offset": math.nan}),
+    (TypeError, "interleaved must be a bool; got int", {"interleaved": 1}),
+    (ValueError, "interleaved is for a packed gate.*up must be None", {"interleaved": True, "up": X}),
+    (ValueError, "gate must be .*2N.*got shape .2, 5.", {"interleaved": True, "gate": torch.zeros(2, 5)}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), BAD, ids=range(len(BAD)))
+def test_bad_options_are_refused(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        fk.swiglu(**{"gate": X, **arguments})
+
+
+@needs_native
+def test_the_bare_operators_check_too() -> None:
+    ops = torch.ops.foundry_kernels
+    with pytest.raises(ValueError, match="limit must be None or > 0"):
+        ops.swiglu(X, None, 1.0, -1.0)
+    with pytest.raises(ValueError, match="alpha must be finite"):
+        ops.swiglu(X, None, math.nan)
+    with pytest.raises(ValueError, match="up must be None"):
+        ops.swiglu(X, X, interleaved=True)
+    with pytest.raises(ValueError, match="options of silu alone"):
+        ops.glu_fwd(X, X, "gelu", 1.702)
+
+
+def test_an_integer_is_a_float() -> None:
+    assert torch.equal(fk.swiglu(X + 2, limit=1, alpha=2), fk.swiglu(X + 2, limit=1.0, alpha=2.0))
