@@ -139,10 +139,11 @@ def run_rms_norm(text: str, shape: tuple[int, int]) -> tuple[str, dict[str, Tens
 def source_text() -> str:
     """The kernels with the shared headers in place, so that all of it can be broken."""
     text = "#include <stdexcept>\n#include <string>\n" + (ROOT / "csrc" / "cuda" / "rms_norm.cu").read_text()
-    for header in ("dispatch.cuh", "launch.cuh"):
-        include = f'#include "{header}"'
-        assert text.count(include) == 1
-        text = text.replace(include, (ROOT / "csrc" / "cuda" / header).read_text().replace("#pragma once", ""))
+    for header in ("dispatch.cuh", "dropout.cuh", "launch.cuh"):
+        include = f'#include "{header}"\n'
+        assert include in text
+        content = (ROOT / "csrc" / "cuda" / header).read_text().replace("#pragma once", "")
+        text = text.replace(include, content, 1).replace(include, "")  # once, as the pragma would have it
     return text
 
 

@@ -12,7 +12,7 @@ import torch
 Tile = tuple[int, int, int, int, int]  # the two sides of the result, the inner dimension, warps, stages
 
 #: The interpreter: small, so that small cases have several tiles.
-_INTERPRETED: Tile = (16, 32, 32, 4, 1)
+_INTERPRETED: list[Tile] = [(16, 32, 32, 4, 1), (32, 16, 16, 4, 1)]
 
 #: 16 bits, by class of device: of the product the tiles for groups of at most so many rows on average, then of the
 #: gradient of the matrices. The first of each list is taken, the others are what `tune` tries.
@@ -87,7 +87,7 @@ def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> li
     """Of the product, arch 0 being the interpreter: the first, then what `tune` tries beside it. `aligned`: all rows
     begin at multiples of 16 numbers, which the compiler is told."""
     if arch == 0:
-        found = [_INTERPRETED]
+        found = _INTERPRETED
     elif dtype.itemsize == 2 and not aligned:
         found = _UNALIGNED
     elif dtype.itemsize == 2:
@@ -100,7 +100,7 @@ def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> li
 def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str, int]]:
     """Of the gradient of the matrices, likewise."""
     half = _HALF[_device_class(arch)][1] if aligned else _UNALIGNED
-    found = [_INTERPRETED] if arch == 0 else half if dtype.itemsize == 2 else _SINGLE
+    found = _INTERPRETED if arch == 0 else half if dtype.itemsize == 2 else _SINGLE
     return _rows(("BLOCK_A", "BLOCK_B", "BLOCK_ROWS"), found, dtype, arch)
 
 
