@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import statistics
 from typing import Any
 
 import pytest
@@ -101,17 +102,31 @@ def test_labels_that_all_count_nothing() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 def test_mixed_precision(family: str) -> None:
-    """Under autocast, against float32: the loss alone, as the norms round elsewhere too."""
-    model = tiny_model(family, **CHANGES.get(family, {}))
-    exact = train(model)[1]
+    """Under autocast, against float32: the loss alone, as the norms round elsewhere too. Of one model either error may
+    be the larger by a tenth, as roundings fall; so the median over several."""
+    ratios = []
+    for seed in range(9):
+        model = _redrawn(tiny_model(family, **CHANGES.get(family, {})), seed)
+        exact = train(model)[1]
+        plain = _autocast_error(model, exact)
+        with fk.patch(model, ops=["linear_cross_entropy"]):
+            ratios.append(_autocast_error(model, exact) / plain)
+    assert 0 < statistics.median(ratios) <= 1.03
 
-    def error() -> float:
-        with torch.autocast("cpu", torch.bfloat16):
-            return float((train(model)[1] - exact).norm() / exact.norm())
 
-    plain = error()
-    with fk.patch(model, ops=["linear_cross_entropy"]):
-        assert 0 < error() <= 1.1 * plain
+def _redrawn(model: Any, seed: int) -> Any:
+    """With other weights, of the same deviation."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.copy_(torch.randn(p.shape, generator=generator) * p.std())
+    return model
+
+
+def _autocast_error(model: Any, exact: Tensor) -> float:
+    with torch.autocast("cpu", torch.bfloat16):
+        return float((train(model)[1] - exact).norm() / exact.norm())
 
 
 def test_no_tensor_is_as_large_as_the_logits() -> None:
