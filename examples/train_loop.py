@@ -207,7 +207,7 @@ def _step(
                 _, loss = model(tokens, targets)
             (loss / recipe.accumulate).backward()
         losses.append(loss.detach())
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=processes.foreach)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return torch.stack(losses).mean(), norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]

@@ -37,6 +37,9 @@ class Single:
 
     rank, size = 0, 1
     suffix = ".pt"
+    #: Of `clip_grad_norm_`: torch 2.11 in its foreach form does not clip partial sums, as gradients of norms are under
+    #: tensor parallelism.
+    foreach: bool | None = None
 
     @property
     def first(self) -> bool:
@@ -98,6 +101,7 @@ class Parallel(Single):
                 f"torchrun --nproc-per-node 2 examples/train.py --parallel {kind} ..."
             )
         self.kind = kind
+        self.foreach = False if kind == "tp" else None
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device == "cuda" else "gloo")

@@ -119,7 +119,9 @@ def test_every_python_block_runs(page: str, tmp_path: Path, capsys: pytest.Captu
     if "lse = " in TEXTS[page]:
         assert defined["lse"].shape == (1, 4, 9)
     if "loss" in defined:
-        assert torch.isfinite(defined["loss"])
+        # What the other process would have sent is whatever was in memory.
+        assert defined["loss"].shape == ()
+        assert page == "docs/distributed.md" or torch.isfinite(defined["loss"])
     if "flash_attn_with_kvcache(" in TEXTS[page]:
         for cache in (defined["k_cache"], defined["v_cache"]):
             assert cache.count_nonzero() == 2 * 2 * 128

@@ -253,7 +253,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, gpu: str, monkeypatch: pytest.
 
 
 def test_what_is_there_is_kept(tmp_path: Path) -> None:
-    path = written(tmp_path / "deep" / "er" / "a.json", entry("GPU A"), entry("GPU B"), entry("GPU A", triton="3.6.0"))
+    path = written(tmp_path / "deep" / "er" / "a.json", entry("GPU A"), entry("GPU B"), entry("GPU A", triton="3.5.1"))
     newer = entry("GPU A", kernel="b_kernel", measured="2026-11-22", auto={"rope": {"float32": ["native", "triton"]}})
     tuning.write(path, newer, {("b_kernel", KEY)})
     table = tuning.read(path)

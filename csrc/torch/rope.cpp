@@ -94,9 +94,15 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
     };
     if (!need_dq && !need_dk) return gradients({}, {});
     const auto q_order = ctx->saved_data["q_order"].toIntVector(), k_order = ctx->saved_data["k_order"].toIntVector();
-    auto [dq, dk] = call_apply(need_dq ? wrap(dq_out) : std::nullopt, need_dk ? wrap(dk_out) : std::nullopt, cos, sin,
-                               ctx->saved_data["interleaved"].toBool(), wrap(positions), true, q_order, k_order);
-    return gradients(need_dq ? dq : Tensor(), need_dk ? dk : Tensor());
+    const bool interleaved = ctx->saved_data["interleaved"].toBool();
+    if (!need_dq) {  // a side that takes part goes first: DTensor of torch 2.11 looks for its mesh there only
+      auto [dk, none] =
+          call_apply(wrap(dk_out), std::nullopt, cos, sin, interleaved, wrap(positions), true, k_order, q_order);
+      return gradients({}, dk);
+    }
+    auto [dq, dk] = call_apply(wrap(dq_out), need_dk ? wrap(dk_out) : std::nullopt, cos, sin, interleaved,
+                               wrap(positions), true, q_order, k_order);
+    return gradients(dq, need_dk ? dk : Tensor());
   }
 };
 
@@ -169,14 +175,24 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
               /*positions*/ {}};
     };
     if (!has_q && !has_k) return gradients({}, {}, {}, {});
-    const auto if_q = [&](const Tensor& t) { return has_q ? wrap(t) : std::nullopt; };
+    const double weight_offset = ctx->saved_data["weight_offset"].toDouble();
+    const bool round_before_weight = ctx->saved_data["round_before_weight"].toBool();
+    const bool interleaved = ctx->saved_data["interleaved"].toBool();
+    const auto wanted = [](bool need, const Tensor& t) { return need ? t : Tensor(); };
+    if (!has_q) {  // as in RopeFunction
+      const OptionalTensor none;
+      const auto [dk, no_dq, dk_weight, no_dq_weight] =
+          op.call(wrap(dk_out), none, wrap(k), none, wrap(k_weight), none, cos, sin, wrap(k_rstd), none, weight_offset,
+                  round_before_weight, interleaved, wrap(positions), need_dk, false, need_dk_weight, false);
+      return gradients({}, wanted(need_dk, dk), {}, wanted(need_dk_weight, dk_weight));
+    }
     const auto if_k = [&](const Tensor& t) { return has_k ? wrap(t) : std::nullopt; };
-    auto [dq, dk, dq_weight, dk_weight] = op.call(
-        if_q(dq_out), if_k(dk_out), if_q(q), if_k(k), if_q(q_weight), if_k(k_weight), cos, sin, if_q(q_rstd),
-        if_k(k_rstd), ctx->saved_data["weight_offset"].toDouble(), ctx->saved_data["round_before_weight"].toBool(),
-        ctx->saved_data["interleaved"].toBool(), wrap(positions), need_dq, need_dk, need_dq_weight, need_dk_weight);
-    return gradients(need_dq ? dq : Tensor(), need_dk ? dk : Tensor(), need_dq_weight ? dq_weight : Tensor(),
-                     need_dk_weight ? dk_weight : Tensor());
+    const auto [dq, dk, dq_weight, dk_weight] =
+        op.call(wrap(dq_out), if_k(dk_out), wrap(q), if_k(k), wrap(q_weight), if_k(k_weight), cos, sin, wrap(q_rstd),
+                if_k(k_rstd), weight_offset, round_before_weight, interleaved, wrap(positions), need_dq, need_dk,
+                need_dq_weight, need_dk_weight);
+    return gradients(wanted(need_dq, dq), wanted(need_dk, dk), wanted(need_dq_weight, dq_weight),
+                     wanted(need_dk_weight, dk_weight));
   }
 };
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,11 +31,50 @@ class SequenceParallelNorm(SequenceParallel):
         return tuple(prepare(sequence_sharding, mod, (x,), device_mesh) for x in inputs)
 
 
+def _contiguous(x: Any) -> Any:
+    """x, or a copy where the part that is here is not contiguous: what is gathered along a sequence that the devices
+    do not divide evenly. Each projection would copy it for itself, and torch 2.11's cannot take it."""
+    has_gaps = isinstance(x, DTensor) and not x._local_tensor.is_contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if has_gaps else x
+
+
+class _Gathered(PrepareModuleInput):
+    """torch's `PrepareModuleInput` for a block whose input is divided along the sequence: the whole of it."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Shard(1), desired_input_layouts=Replicate())
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        return tuple(_contiguous(x) for x in super()._prepare_input_fn(inputs, device_mesh))
+
+
+class _Scattering(RowwiseParallel):
+    """torch's `RowwiseParallel` whose result is divided along the sequence, and its gradient gathered."""
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Shard(1), use_local_output=False)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if outputs.requires_grad and outputs.shape[1] % device_mesh.size():
+            outputs.register_hook(_contiguous)
+        return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+
 class VocabularyParallel(ColwiseParallel):
     """torch's `ColwiseParallel` for the head, whose loss is computed from its weight as well, without a call.
 
     Patched models of transformers take it too: in a plan of your own, for `lm_head`.
     """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        prepare = ColwiseParallel._prepare_input_fn
+        return _contiguous(prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -96,12 +136,6 @@ def tensor_parallel_plan(
     if config.tie_embeddings:
         raise ValueError("tensor parallelism needs tie_embeddings=False: a shared matrix cannot be divided both ways")
 
-    def gathered() -> ParallelStyle:
-        return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-
-    def scattering() -> ParallelStyle:
-        return RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
@@ -124,16 +158,16 @@ def tensor_parallel_plan(
             f"layers.{index}.{name}": style
             for name, style in {
                 "attention_norm": SequenceParallelNorm(),
-                "attention": gathered(),
+                "attention": _Gathered(),
                 "attention.wq": ColwiseParallel(),
                 "attention.wk": ColwiseParallel(),
                 "attention.wv": ColwiseParallel(),
-                "attention.wo": scattering(),
+                "attention.wo": _Scattering(),
                 "ffn_norm": SequenceParallelNorm(),
-                "feed_forward": gathered(),
+                "feed_forward": _Gathered(),
                 "feed_forward.w1": ColwiseParallel(),
                 "feed_forward.w3": ColwiseParallel(),
-                "feed_forward.w2": scattering(),
+                "feed_forward.w2": _Scattering(),
             }.items()
         }
     # Without a gate, a norm of its own or one at the end there are fewer modules.

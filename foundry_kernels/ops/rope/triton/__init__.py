@@ -108,8 +108,11 @@ class _Rope(torch.autograd.Function):
         if dq_out is None and dk_out is None:
             return _rope_gradients(None, None)
         cos, sin, positions = ctx.saved_tensors
+        if dq_out is None:  # a side that takes part goes first: DTensor of torch 2.11 looks for its mesh there only
+            dk, _ = _rope_apply(dk_out, None, cos, sin, ctx.interleaved, positions, True, ctx.k_order, ctx.q_order)
+            return _rope_gradients(None, dk)
         dq, dk = _rope_apply(dq_out, dk_out, cos, sin, ctx.interleaved, positions, True, ctx.q_order, ctx.k_order)
-        return _rope_gradients(None if dq_out is None else dq, None if dk_out is None else dk)
+        return _rope_gradients(dq, None if dk_out is None else dk)
 
 
 # --- qk_norm_rope ---------------------------------------------------------------------------------------------------
@@ -324,9 +327,16 @@ class _QKNormRope(torch.autograd.Function):
             need_dk = need_dk_weight = False
         if q is None and k is None:
             return _qk_norm_rope_gradients()
+        options = ctx.weight_offset, ctx.round_before_weight, ctx.interleaved, positions
+        if q is None:  # as in `_Rope`
+            dk, _, dk_weight, _ = _qk_norm_rope_bwd(
+                dk_out, None, k, None, k_weight, None, cos, sin, k_rstd, None, *options,
+                need_dk, False, need_dk_weight, False,
+            )  # fmt: skip
+            return _qk_norm_rope_gradients(k=dk if need_dk else None, k_weight=dk_weight if need_dk_weight else None)
         dq, dk, dq_weight, dk_weight = _qk_norm_rope_bwd(
-            dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, ctx.weight_offset,
-            ctx.round_before_weight, ctx.interleaved, positions, need_dq, need_dk, need_dq_weight, need_dk_weight,
+            dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, *options,
+            need_dq, need_dk, need_dq_weight, need_dk_weight,
         )  # fmt: skip
         return _qk_norm_rope_gradients(
             dq if need_dq else None,
