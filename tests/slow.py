@@ -15,6 +15,8 @@ import torch
 ARCHITECTURES = (90, "90a")
 #: Cases of more elements, all arguments together, repeat on several tiles or chunks what smaller ones show on a few.
 MOST_ELEMENTS = 100_000
+#: Likewise where kernels are interpreted.
+MOST_INTERPRETED = 20_000
 #: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long, and
 #: one code path serves all dtypes: in float32 the cases are tried one and all, in the others those that are small.
 #: Tests that try several cases at once do so in these dtypes.
@@ -31,11 +33,14 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"
     row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))
-    emulated = isinstance(row, Row) and (row.cuda_on_cpu or (row.backend == "triton" and row.device == "cpu"))
+    interpreted = isinstance(row, Row) and row.backend == "triton" and row.device == "cpu"
+    emulated = interpreted or (isinstance(row, Row) and row.cuda_on_cpu)
     if emulated and parameters.get("part") == "others":
         return "all but the small cases, emulated"
     if isinstance(row, Row) and case is not None and numel(case) > MOST_ELEMENTS:
         return f"more than {MOST_ELEMENTS} elements"
+    if interpreted and case is not None and numel(case) > MOST_INTERPRETED:
+        return f"interpreted, more than {MOST_INTERPRETED} elements"
     if emulated and dtype is not None:
         several = case is None
         if dtype not in EMULATED_DTYPES if several else dtype != torch.float32 and numel(case) > FEW_ELEMENTS:
