@@ -118,6 +118,7 @@ def test_options_that_make_no_sense_are_refused_by_name(arguments: tuple[str, ..
     assert message in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--isa is the CPU's")
 def test_a_forced_run_and_one_without_time(tmp_path: Path) -> None:
     """It announces a plan, says its verdict before the tables, and what it was held to; in no time, all is left out."""

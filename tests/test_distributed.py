@@ -322,6 +322,7 @@ def test_run_is_resumed_by_another_number_of_processes(name, results, script):
         near(key, result["weights"][key], weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "tp"])
 def test_torchrun(kind, tmp_path):
     pytest.importorskip("tqdm", reason="the example needs tqdm")

@@ -124,6 +124,7 @@ def test_rules_of_other_operations_load_beside_one_without_a_rule(
     assert any(op._schema.name.endswith("rms_norm_fwd") for op in before)
 
 
+@pytest.mark.slow
 def test_the_suites_take_what_there_is_of_an_operation(toy_folder: Path) -> None:
     """Its cases are in the table of parity and pass; it is neither fuzzed nor timed, and nothing else is lost."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(toy_folder), str(ROOT)]), "TRITON_INTERPRET": "1"}

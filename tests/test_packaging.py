@@ -73,6 +73,7 @@ def build(what: list[str], folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.mark.slow
 @needs_build
 def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
     """It holds all that the extension is compiled from; where that cannot be, the reference serves, and it says so."""

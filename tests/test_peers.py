@@ -28,6 +28,7 @@ def inspect(*args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_triton
 def test_flex_attention_is_compiled_from_the_installed_template() -> None:
     """128 wide, to which 408 TFLOP/s of it were published; instructions of its tiles without a mask."""
