@@ -24,8 +24,8 @@ COMMIT ?= HEAD
 # What the extension and the demo need; and besides these, what the tests, the checks of the source and the benchmarks do.
 DEMO_PACKAGES := torch setuptools wheel numpy matplotlib tqdm $(if $(filter Linux,$(shell uname -s)),triton)
 TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis transformers tokenizers build ruff mypy clang-format
-# Without --no-compile pip translates every module of torch, most of which nothing here imports.
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# An environment with these packages; says how far it is, and in one line what this machine lacks.
+INSTALL := $(PYTHON) bootstrap.py $(VENV)
 # Where no GPU could run them the CUDA kernels are left to `make cuda-build`: they take minutes.
 WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
@@ -35,15 +35,17 @@ PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --ma
 .DELETE_ON_ERROR:
 
 demo: setup
-	$(PY) examples/train.py $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+	$(PY) examples/train.py --steps 160 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
 
-# Every operation, backend and proof.
+# Every operation, backend, direction, dtype and kind of proof, by its telling cases.
 test: setup-test
+	@echo "The tests: about 6 minutes on 2 cores, the first time a few more. make test-all: the long sweeps too, hours."
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The long sweeps that `make test` leaves out: what tests/slow.py calls slow.
+# The long sweeps that `make test` leaves out: what tests/slow.py calls slow. THIRD=0, 1 or 2: a third of them; CI runs
+# the one that follows that of the commit before.
 test-slow: setup-test
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow $(if $(THIRD),--third=$(THIRD)) $(ARGS)
 
 test-all: test test-slow
 
@@ -92,22 +94,34 @@ bench-compare: setup-test
 	$(PY) -m benchmarks compare $(COMMIT) $(if $(ISA),--isa=$(ISA)) $(ARGS)
 
 setup: $(VENV)/.built
-setup-test: $(VENV)/.test-packages $(VENV)/.built
+setup-test: $(VENV)/.test-packages $(VENV)/.built-all
 
-$(VENV)/.demo-packages: Makefile constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "foundry_kernels needs Python 3.11 or newer; set PYTHON=...")'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
-	$(INSTALL) $(DEMO_PACKAGES)
+$(VENV)/.demo-packages: Makefile constraints.txt bootstrap.py
+	@$(INSTALL) $(DEMO_PACKAGES)
 	@touch $@
 
 $(VENV)/.test-packages: $(VENV)/.demo-packages
-	$(INSTALL) $(TEST_PACKAGES)
+	@$(INSTALL) $(TEST_PACKAGES)
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.demo-packages setup.py pyproject.toml $(shell find csrc -type f)
-	$(WITHOUT_GPU) $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
-	$(PY) -m foundry_kernels
+# Compiles the extension, for this machine's processor or all (setup.py), and installs it. pip hides what it does, so that
+# it finds all compiled.
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+define build
+	@$(WITHOUT_GPU) $(PY) setup.py --quiet build_ext --inplace --instruction-sets=$(1)
+	@$(WITHOUT_GPU) FOUNDRY_KERNELS_INSTRUCTION_SETS=$(1) \
+		$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@$(PY) -m foundry_kernels
+endef
+
+$(VENV)/.built: $(VENV)/.demo-packages $(SOURCES)
+	$(call build,native)
 	@touch $@
+
+# Tests and measurements are about every instruction set.
+$(VENV)/.built-all: $(VENV)/.test-packages $(SOURCES)
+	$(call build,all)
+	@touch $@ $(VENV)/.built
 
 # Triton's kernels compiled here for `make gpu-check` on another machine, whose Triton and Python these must be:
 # make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12. It leaves build/gpu-cache.tar.xz.

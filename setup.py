@@ -1,10 +1,12 @@
 """Builds the extension `foundry_kernels._C` where a compiler is found; the package works without it, and says so.
 
-csrc/cpu is compiled once per instruction set, csrc/torch and the Python module (what knows torch) once, csrc/cuda by
-nvcc where torch is a CUDA build and CUDA_HOME has one. All files are compiled side by side, MAX_JOBS at a time
-(default: as many as there are processors), and only those again that something changed for. `build_ext --sanitize`
-builds an extension that reports invalid memory accesses and undefined behaviour, in a folder of its own (see
-tests/sanitize.py).
+csrc/cpu is compiled once per instruction set: all of them for a wheel, and where the extension stays on this machine
+(`pip install -e .`, `build_ext --inplace`) the best that its processor has, which takes half the time.
+`--instruction-sets` or FOUNDRY_KERNELS_INSTRUCTION_SETS say otherwise: `all`, `native`, or names with commas between
+them. csrc/torch and the Python module (what knows torch) are compiled once, several files as one, csrc/cuda by nvcc
+where torch is a CUDA build and CUDA_HOME has one. MAX_JOBS at a time (default: as many as there are processors), and
+only those again that something changed for. `build_ext --sanitize` builds an extension that reports invalid memory
+accesses and undefined behaviour, in a folder of its own (see tests/sanitize.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,12 +62,14 @@ elif platform.machine().lower() in ("aarch64", "arm64"):
 else:
     ISA_FLAGS["baseline"] = []
 LOWEST = next(iter(ISA_FLAGS))
+#: AMX's kernels are attention's; for all else it runs those of this set.
+NEEDS = {"amx_bf16": "avx512_bf16"}
 #: Instruction sets that only some of csrc/cpu is compiled for, by the beginning of their names (see isa.h).
 ISA_SOURCES = {"amx_bf16": "flash_attention"}
 #: No -ffast-math: NaN and infinity are handled, sums keep their order. Contraction to fma is wanted.
 FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-ffp-contract=fast", "-fno-math-errno"]
-#: Without it, torch's headers for autograd read the declarations of all its operators.
-TORCH_FLAGS = ["-DAT_PER_OPERATOR_HEADERS"]
+#: Without the first, torch's headers for autograd read the declarations of all its operators; the second is about them.
+TORCH_FLAGS = ["-DAT_PER_OPERATOR_HEADERS", "-Wno-array-bounds"]
 #: AddressSanitizer and UndefinedBehaviorSanitizer, as a library that must be loaded before all others. Without vptr,
 #: which wants type information that torch hides, and without null and pointer-overflow, which take most of the time to
 #: compile: AddressSanitizer sees an access through such a pointer. The first finding ends the process. Not optimised,
@@ -111,7 +116,7 @@ class Build(BuildExtension):
     user_options: ClassVar = [
         *BuildExtension.user_options,
         ("sanitize", None, "build/sanitized, with sanitizers"),
-        ("instruction-sets=", None, f"comma-separated, {LOWEST} among them (default: {','.join(ISA_FLAGS)})"),
+        ("instruction-sets=", None, f"all, native (what this processor has), or of {','.join(ISA_FLAGS)}"),
     ]
     boolean_options: ClassVar = [*BuildExtension.boolean_options, "sanitize"]
 
@@ -124,13 +129,12 @@ class Build(BuildExtension):
         self.instruction_sets: str | None = None
 
     def finalize_options(self) -> None:
-        wanted = set(ISA_FLAGS) if self.instruction_sets is None else set(self.instruction_sets.split(","))
-        if not {LOWEST} <= wanted <= set(ISA_FLAGS):
-            raise ValueError(f"--instruction-sets must be {LOWEST} and any of {', '.join(ISA_FLAGS)}; got {wanted}")
-        if "amx_bf16" in wanted:
-            wanted.add("avx512_bf16")  # whose kernels it runs where it has none
-        self.isas = [isa for isa in ISA_FLAGS if isa in wanted]
-        self.defines = [f"-DFK_HAVE_{isa.upper()}" for isa in self.isas if isa != LOWEST]
+        asked = self.instruction_sets or os.environ.get("FOUNDRY_KERNELS_INSTRUCTION_SETS")
+        self.isas = instruction_sets(asked or ("native" if self.inplace or self.editable_mode else "all"))
+        self.lowest = self.isas[0]
+        self.defines = [f"-DFK_HAVE_{isa.upper()}" for isa in self.isas[1:]]
+        if self.lowest != LOWEST:
+            self.defines.append(f"-DFK_LOWEST={self.lowest}")
         if self.sanitize:
             if self.inplace:
                 raise ValueError("--sanitize does not go with --inplace: it would replace the extension in use")
@@ -152,6 +156,7 @@ class Build(BuildExtension):
             self.say_that_it_was_not_built(error)
 
     def build_extension(self, ext: Any) -> None:
+        ext.sources = units(ext.sources)
         given = ext.extra_compile_args
         flags = given["cxx"] if isinstance(given, dict) else given
         flags += self.defines
@@ -193,21 +198,38 @@ class Build(BuildExtension):
         commands = []
         for source in sorted(sources("cpu"), key=lambda path: -Path(path).stat().st_size):
             shared = Path(source).name == "isa.cpp"
-            for isa in [LOWEST] if shared else self.isas:
+            for isa in [self.lowest] if shared else self.isas:
                 if not Path(source).name.startswith(ISA_SOURCES.get(isa, "")):
                     continue
                 target = folder / f"{Path(source).stem}.{isa}.o"
-                flags = [*FLAGS, *ISA_FLAGS[isa], *(SANITIZE if self.sanitize else []), *self.defines]
+                # A kernel is declared for its own set alone, so that others do not have it compiled again.
+                own = [f"-DFK_HAVE_{each.upper()}" for each in (isa, NEEDS.get(isa)) if each and each != LOWEST]
+                flags = [*FLAGS, *ISA_FLAGS[isa], *own, *(SANITIZE if self.sanitize else [])]
+                if shared:
+                    flags = [*FLAGS, *self.defines]
                 command = [*COMPILER.split(), "-std=c++17", "-fPIC", *flags, f"-DFK_ISA={isa}"]
                 commands.append([*command, "-c", source, "-o", str(target)])
         return commands
 
     def compile(self, commands: list[list[str]]) -> None:
-        """All that are not up to date, side by side. The first that fails stops those that have not begun."""
+        """Compiles all that are not up to date, side by side, and says how far it is every few seconds. The first that
+        fails stops those that have not begun."""
         wanted = [command for command in commands if not up_to_date(command)]
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        began, shown = time.monotonic(), 0.0
+        if wanted:
+            print(f"compiling {len(wanted)} files for {', '.join(self.isas)}, {jobs} at a time", flush=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            waiting = {pool.submit(self.compile_one, command) for command in wanted}
             try:
-                list(pool.map(self.compile_one, wanted))
+                while waiting:
+                    done, waiting = wait(waiting, timeout=5, return_when=FIRST_COMPLETED)
+                    for each in done:
+                        each.result()
+                    elapsed = time.monotonic() - began
+                    if not waiting or elapsed - shown >= 5:
+                        print(f"compiled {len(wanted) - len(waiting)} of {len(wanted)}, {elapsed:.0f} s", flush=True)
+                        shown = elapsed
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -221,6 +243,64 @@ class Build(BuildExtension):
         self.spawn([*command, "-MMD", "-MF", f"{target}.d"])
         done.write_text(str(command))
         os.utime(done, (began, began))  # a file that changed meanwhile is newer
+
+
+def instruction_sets(asked: str) -> list[str]:
+    """The instruction sets to compile, from the lowest; the extension needs a processor that has at least that."""
+    if asked == "native":
+        asked = processor_isa() or "all"
+    if asked == "all":
+        return list(ISA_FLAGS)
+    wanted = set(asked.split(","))
+    if not wanted <= set(ISA_FLAGS):
+        raise SystemExit(f"error: instruction sets must be all, native, or of {', '.join(ISA_FLAGS)}; got {asked}")
+    wanted |= {NEEDS[isa] for isa in wanted if isa in NEEDS}
+    return [isa for isa in ISA_FLAGS if isa in wanted]
+
+
+def processor_isa() -> str | None:
+    """The best set that this processor has and the compiler knows, as csrc/cpu/isa.cpp finds it at run time; None where
+    that cannot be run."""
+    program = Path("build", f"processor_isa-{os.getpid()}")
+    program.parent.mkdir(exist_ok=True)
+    try:
+        command = [*COMPILER.split(), "-DFK_PRINT_PROCESSOR_ISA", "csrc/cpu/isa.cpp", "-o", str(program)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        found = subprocess.run([str(program.resolve())], check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    finally:
+        program.unlink(missing_ok=True)
+    if found == "amx_bf16" and found not in ISA_FLAGS:
+        found = "avx512_bf16"
+    if found == "avx512_bf16" and found not in ISA_FLAGS:
+        found = "avx512"
+    return found if found in ISA_FLAGS else LOWEST
+
+
+def units(files: Iterable[str]) -> list[str]:
+    """Sources that include `files`, all of a kind in one: most of the time to compile them goes into torch's headers.
+
+    Kinds are schemas, launches on the CPU, launches on CUDA, and the module itself; .cu files stay as they are.
+    """
+    kinds: dict[str, list[str]] = {}
+    alone = []
+    for file in sorted(files):
+        stem, suffix = Path(file).stem, Path(file).suffix
+        if suffix != ".cpp":
+            alone.append(file)
+            continue
+        in_torch = Path(file).parent.name == "torch"
+        ending = next((e for e in ("_cpu", "_cuda") if stem.endswith(e)), "_schemas")
+        kinds.setdefault(f"torch{ending}" if in_torch else "module", []).append(file)
+    folder = Path("build", "units")
+    (ROOT / folder).mkdir(parents=True, exist_ok=True)
+    for kind, members in kinds.items():
+        text = "".join(f'#include "../../{member}"\n' for member in members)
+        target = ROOT / folder / f"{kind}.cpp"
+        if not target.exists() or target.read_text() != text:
+            target.write_text(text)
+    return [*(str(folder / f"{kind}.cpp") for kind in kinds), *alone]
 
 
 def target_of(command: list[str]) -> str:

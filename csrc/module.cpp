@@ -47,6 +47,7 @@ pybind11::dict build_info() {
     if (foundry::isa_usable(isa)) usable.push_back(foundry::isa_name(isa));
   info["usable_instruction_sets"] = usable;
   info["instruction_set"] = foundry::isa_name(foundry::chosen_isa());
+  info["processor"] = foundry::processor_isa();
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
   return info;
 }
@@ -95,6 +96,10 @@ pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  if (!foundry::isa_usable(Isa::lowest)) {
+    const std::string needed = foundry::isa_name(Isa::lowest), has = foundry::processor_isa();
+    throw pybind11::import_error("it was compiled for processors with " + needed + ", and this one has " + has);
+  }
   m.def("build_info", &build_info, "How the extension was built and which instruction set it chose.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");

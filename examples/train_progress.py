@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line every tenth of the steps in a log."""
+"""How far a run is: a bar on a terminal, in a log a line every few seconds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+#: Between two lines of a log.
+SECONDS = 8.0
+
 
 class Progress:
     """Shows the steps of a run on stderr, from `done` to `total`; nothing where it is not `shown`."""
 
     def __init__(self, name: str, total: int, done: int, shown: bool) -> None:
         self._name, self._total, self._step = name, total, done
-        self._start = time.perf_counter()
+        self._first, self._start = done, time.perf_counter()
+        self._shown = self._start
         terminal = sys.stderr.isatty()
         self._lines = shown and not terminal
         self._bar = tqdm(
@@ -30,13 +34,15 @@ class Progress:
 
     def step(self, loss: float) -> None:
         """One more step is done."""
-        before, self._step = self._step, self._step + 1
+        self._step += 1
         self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._bar.update()
-        if self._lines and 10 * self._step // self._total > 10 * before // self._total:
-            seconds = time.perf_counter() - self._start
+        now = time.perf_counter()
+        if self._lines and (self._step == self._total or now - self._shown >= SECONDS):
+            self._shown, seconds = now, now - self._start
+            left = seconds / (self._step - self._first) * (self._total - self._step)
             line = f"{self._name}: step {self._step} of {self._total}, loss {loss:.3f}, {seconds:.0f} s"
-            print(line, file=sys.stderr, flush=True)
+            print(f"{line}, {left:.0f} s left" if left else line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self

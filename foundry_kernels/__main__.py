@@ -63,11 +63,19 @@ def versions() -> list[str]:
     else:
         lines += [
             ("extension", f"compiled by {info['compiler']} for torch {info['torch']}"),
-            ("  cpu", f"compiled for {', '.join(info['instruction_sets'])}; uses {info['instruction_set']}"),
+            ("  cpu", instruction_sets(info)),
             ("  threads", str(torch.get_num_threads())),
             ("  cuda", info["cuda_architectures"] or "not compiled in"),
         ]
     return [f"{name:<11} {text}" for name, text in lines]
+
+
+def instruction_sets(info: dict[str, Any]) -> str:
+    """What the CPU kernels are compiled for, and whether this processor has more."""
+    text = f"compiled for {', '.join(info['instruction_sets'])}; uses {info['instruction_set']}"
+    if info["processor"] not in info["instruction_sets"]:
+        text += f"; this processor has {info['processor']}, for which it must be compiled again: {_native.REBUILD}"
+    return text
 
 
 def table(devices: tuple[str, ...]) -> list[str]:

@@ -12,16 +12,20 @@ import torch
 
 from foundry_kernels.registry import Impl, no_direct_call
 
-_REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"
+#: What gets an extension that fits torch and this machine.
+REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"
 
 
 def _load() -> tuple[Any, str | None]:
     try:
         module = importlib.import_module("foundry_kernels._C")
     except ModuleNotFoundError:
-        return None, f"the C++ extension is not built; {_REBUILD}"
-    except ImportError as error:  # built for another torch, or a library is missing
-        return None, f"the C++ extension does not load ({error}); rebuild it against torch {torch.__version__}"
+        return None, f"the C++ extension is not built; {REBUILD}"
+    except ImportError as error:  # built for another torch or processor, or a library is missing
+        return (
+            None,
+            f"the C++ extension does not load ({error}); for torch {torch.__version__} and this machine {REBUILD}",
+        )
     return module, None
 
 
@@ -60,7 +64,7 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
     try:
         module = importlib.import_module(package + ".native")
     except AttributeError as error:  # sources newer than the extension: it has no such operator yet
-        stale = f"the C++ extension is older than this package ({error}); {_REBUILD}"
+        stale = f"the C++ extension is older than this package ({error}); {REBUILD}"
         return Impl("native", _absent, dtypes=dtypes, missing=stale, sources=devices)
     compiled = devices if build_info()["cuda_architectures"] else ("cpu",)
     hint = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""

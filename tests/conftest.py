@@ -11,6 +11,7 @@ else:  # deterministic cuBLAS, which the NaN-poisoning mode asks for
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-seconds", type=float, help="let tests/test_fuzz.py try random cases for so long (make fuzz)"
     )
+    parser.addoption("--third", type=int, choices=range(3), help="of the slow tests this third (tests/slow.py)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import slow
 
     slow.mark(items)
+    if (third := config.getoption("--third")) is not None:
+        left_out = [item for item in items if slow.is_slow(item) and slow.third_of(item.nodeid) != third]
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+_counted: list[int] = []
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Says how many tests there are, which takes the workers seconds to find out."""
+    if not _counted:
+        _counted.append(len(ids))
+        processes = node.config.getoption("tx")
+        node.config.get_terminal_writer().line(f"\n{len(ids)} tests in {len(processes)} processes")
 
 
 @pytest.fixture

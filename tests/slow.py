@@ -1,11 +1,13 @@
 """Which tests `make test` leaves to `make test-slow`: the further points of long sweeps, chosen by what they are about.
 
 Every operation, backend, dtype and kind of test stays in `make test`. A test of its own that is long says so with
-`@pytest.mark.slow`.
+`@pytest.mark.slow`. Each commit's CI runs a third of the slow tests, any three commits in a row all of them; `make
+test-all` runs all at once.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
@@ -19,9 +21,10 @@ MOST_ELEMENTS = 100_000
 MOST_INTERPRETED = 20_000
 #: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long, and
 #: one code path serves all dtypes: in float32 the cases are tried one and all, in the others those that are small.
-#: Tests that try several cases at once do so in these dtypes.
-EMULATED_DTYPES = (torch.float32, torch.bfloat16)
 FEW_ELEMENTS = 2_000
+#: Tests that try several cases at once, or an instruction set, do so in these dtypes; where kernels are emulated, in
+#: the first.
+SWEPT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | None:
@@ -41,14 +44,27 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
         return f"more than {MOST_ELEMENTS} elements"
     if interpreted and case is not None and numel(case) > MOST_INTERPRETED:
         return f"interpreted, more than {MOST_INTERPRETED} elements"
-    if emulated and dtype is not None:
-        several = case is None
-        if dtype not in EMULATED_DTYPES if several else dtype != torch.float32 and numel(case) > FEW_ELEMENTS:
-            return f"emulated in {dtype}"
+    if dtype is not None and case is None and isinstance(row, Row):
+        if dtype not in SWEPT_DTYPES[: 1 if emulated else None]:
+            return f"several cases in {dtype}"
+    elif emulated and dtype not in (None, torch.float32) and numel(case) > FEW_ELEMENTS:
+        return f"emulated in {dtype}"
     name = parameters.get("name", parameters.get("instruction_set"))
-    if name in instruction_sets and name not in {instruction_sets[0], "avx2", instruction_sets[-1]}:
-        return f"instruction set {name}"
+    if name in instruction_sets:
+        if name not in {instruction_sets[0], "avx2", instruction_sets[-1]}:
+            return f"instruction set {name}"
+        if dtype not in (None, *SWEPT_DTYPES):
+            return f"instruction sets in {dtype}"
     return None
+
+
+def third_of(nodeid: str) -> int:
+    """The third that a test belongs to, 0 to 2: by its name, so that a new test moves no other."""
+    return zlib.crc32(nodeid.encode()) % 3
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -56,7 +72,7 @@ def mark(items: list[pytest.Item]) -> None:
     from foundry_kernels import _native
 
     usable = _native.build_info().get("usable_instruction_sets", [])
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: not is_slow(item))
     for item in items:
         call = getattr(item, "callspec", None)
         if call is not None and reason(call.params, usable) is not None:

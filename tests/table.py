@@ -88,8 +88,11 @@ def checked_rows() -> tuple[Row, ...]:
     return rows() + tuple(replace(r, cuda_on_cpu=True) for r in rows("native") if r.device == "cpu" and r.has_cuda)
 
 
-def over_rows(*backends: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in rows(*backends)])
+def over_rows(*backends: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Those of the backends in `slow` are left to `make test-slow`."""
+    marks = dict.fromkeys(slow, pytest.mark.slow)
+    params = [pytest.param(r, id=r.id, marks=marks.get(r.backend, ())) for r in rows(*backends)]
+    return pytest.mark.parametrize("row", params)
 
 
 def over_dtypes(*backends: str) -> pytest.MarkDecorator:

@@ -1,30 +1,36 @@
 #include "isa.h"
 
 #include <atomic>
+#include <cstdio>
+#include <cstring>
 
-#if defined(FK_HAVE_AMX_BF16) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if defined(FK_HAVE_NEON_BF16)
+#if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
-
-#define FK_CPU_HAS_AVX512                                                                                           \
-  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && \
-   __builtin_cpu_supports("avx512dq"))
 
 #define FK_STRING(name) FK_STRING_OF(name)
 #define FK_STRING_OF(name) #name
 
 namespace foundry {
+namespace {
 
-#if defined(FK_HAVE_AMX_BF16)
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
 // Whether the processor has tiles of bfloat16, and Linux lets this process use them: it must be asked, once, for the
 // tiles' 8 KB are more than a signal's stack may have room for.
-static bool amx_usable() {
+bool has_amx() {
 #if defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
   unsigned eax, ebx, ecx, edx;
@@ -37,26 +43,61 @@ static bool amx_usable() {
 }
 #endif
 
-// clang-format off: labels inside of macros
-bool isa_usable(Isa isa) {
+// Whether this processor has it, compiled in or not. `lowest` stands for what all of the architecture have.
+bool processor_has(Isa isa) {
   switch (isa) {
     case Isa::lowest: return true;
-    FK_IF_AVX2(case Isa::avx2
-               : return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("f16c");)
-    FK_IF_AVX512(case Isa::avx512 : return FK_CPU_HAS_AVX512;)
-    FK_IF_AVX512_BF16(case Isa::avx512_bf16 : return FK_CPU_HAS_AVX512 && __builtin_cpu_supports("avx512bf16");)
-    FK_IF_AMX_BF16(case Isa::amx_bf16 : {
-      static const bool usable = isa_usable(Isa::avx512_bf16) && amx_usable();
+#if defined(__x86_64__)
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case Isa::avx512: return has_avx512();
+    case Isa::avx512_bf16: return has_avx512() && __builtin_cpu_supports("avx512bf16");
+    case Isa::amx_bf16: {
+      static const bool usable = processor_has(Isa::avx512_bf16) && has_amx();
       return usable;
-    })
-    FK_IF_NEON_BF16(case Isa::neon_bf16 : return getauxval(AT_HWCAP2) & HWCAP2_BF16;)
+    }
+#elif defined(__aarch64__) && defined(HWCAP2_BF16)
+    case Isa::neon_bf16: return getauxval(AT_HWCAP2) & HWCAP2_BF16;
+#endif
     default: return false;
   }
 }
-// clang-format on
 
-static std::atomic<Isa>& choice() {
+bool compiled(Isa isa) {
+  switch (isa) {
+    case Isa::lowest:
+      FK_IF_AVX2(case Isa::avx2:)
+      FK_IF_AVX512(case Isa::avx512:)
+      FK_IF_AVX512_BF16(case Isa::avx512_bf16:)
+      FK_IF_AMX_BF16(case Isa::amx_bf16:)
+      FK_IF_NEON_BF16(case Isa::neon_bf16:)
+      return true;
+    default: return false;
+  }
+}
+
+const char* name_of(Isa isa) {
+  switch (isa) {
+    case Isa::amx_bf16: return "amx_bf16";
+    case Isa::avx512_bf16: return "avx512_bf16";
+    case Isa::avx512: return "avx512";
+    case Isa::avx2: return "avx2";
+    case Isa::neon_bf16: return "neon_bf16";
+#if defined(__aarch64__)
+    default: return "neon";
+#else
+    default: return "baseline";
+#endif
+  }
+}
+
+bool processor_has_lowest() {
+  for (const Isa isa : kIsas)
+    if (std::strcmp(name_of(isa), FK_STRING(FK_LOWEST)) == 0) return processor_has(isa);
+  return false;
+}
+
+std::atomic<Isa>& choice() {
   static std::atomic<Isa> isa{[] {
     Isa best = Isa::lowest;
     for (const Isa candidate : kIsas)
@@ -66,19 +107,25 @@ static std::atomic<Isa>& choice() {
   return isa;
 }
 
+}  // namespace
+
+bool isa_usable(Isa isa) { return compiled(isa) && (isa == Isa::lowest ? processor_has_lowest() : processor_has(isa)); }
+
 Isa chosen_isa() { return choice().load(std::memory_order_relaxed); }
 
 void force_isa(Isa isa) { choice().store(isa); }
 
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::amx_bf16: return "amx_bf16";
-    case Isa::avx512_bf16: return "avx512_bf16";
-    case Isa::avx512: return "avx512";
-    case Isa::avx2: return "avx2";
-    case Isa::neon_bf16: return "neon_bf16";
-    default: return FK_STRING(FK_LOWEST);
-  }
+const char* isa_name(Isa isa) { return isa == Isa::lowest ? FK_STRING(FK_LOWEST) : name_of(isa); }
+
+const char* processor_isa() {
+  const char* best = "";
+  for (const Isa isa : kIsas)
+    if (processor_has(isa)) best = name_of(isa);
+  return best;
 }
 
 }  // namespace foundry
+
+#if defined(FK_PRINT_PROCESSOR_ISA)  // setup.py asks so for what to compile
+int main() { return std::puts(foundry::processor_isa()) < 0; }
+#endif

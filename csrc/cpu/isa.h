@@ -1,12 +1,13 @@
 // A kernel in csrc/cpu is one source, compiled once per instruction set, each time into a namespace of its own. One of
 // them is picked at run time. The build sets FK_ISA for each compilation: on x86-64 to baseline, avx2, avx512,
 // avx512_bf16 or, for attention alone, amx_bf16 (elsewhere that runs what avx512_bf16 does), on 64-bit ARM to neon or
-// neon_bf16, elsewhere to baseline.
+// neon_bf16, elsewhere to baseline. A build for one machine compiles no more than its best set, and sets FK_LOWEST to
+// it.
 #pragma once
 
 namespace foundry {
 
-// In each architecture `lowest` is what all its processors have.
+// `lowest` is FK_LOWEST: what all processors of the architecture have, or what the build says that they must have.
 enum class Isa { lowest, avx2, avx512, avx512_bf16, amx_bf16, neon_bf16 };
 constexpr Isa kIsas[] = {Isa::lowest, Isa::avx2, Isa::avx512, Isa::avx512_bf16, Isa::amx_bf16, Isa::neon_bf16};
 
@@ -15,13 +16,16 @@ Isa chosen_isa();
 bool isa_usable(Isa isa);  // compiled in, and this processor has it
 void force_isa(Isa isa);   // for tests; the caller has checked isa_usable
 const char* isa_name(Isa isa);
+const char* processor_isa();  // the best that this processor has, compiled in or not
 
 }  // namespace foundry
 
+#if !defined(FK_LOWEST)
 #if defined(__aarch64__)
 #define FK_LOWEST neon
 #else
 #define FK_LOWEST baseline
+#endif
 #endif
 
 // Declares a kernel in the namespace of every instruction set that the build compiles (FK_HAVE_*); the second is for

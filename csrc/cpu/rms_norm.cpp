@@ -49,14 +49,18 @@ struct Input {
   }
 };
 
+// Whether x / rms is rounded before it is multiplied; float32 is what it is.
+template <class X>
+constexpr bool kRounds = !std::is_same_v<X, float>;
+
 // How a row is scaled: RMSNorm's y is x * rstd * weight, LayerNorm's ((x - about) * rstd + shift) * weight + bias.
 struct Scale {
   Vec rstd, about, shift;
 };
 
 template <class X, class Y, Sum kSum, bool kCentered>
-FK_INLINE Scale
-scale_of(const RmsNormForward& a, const Input<X, kSum>& in, int64_t row, float total) {
+inline FK_INLINE Scale scale_of(const RmsNormForward& a, const Input<X, kSum>& in, int64_t row,
+                                                    float total) {
   const float n = static_cast<float>(a.n_cols);
   if constexpr (!kCentered) {
     const float rstd = 1.0f / std::sqrt(total / n + a.eps);
@@ -201,7 +205,7 @@ void forward_typed(const RmsNormForward& a, int64_t begin, int64_t end) {
       if (a.centered) return with_bools(centered, streamed);
     }
     const auto run = [&](auto weight, auto round_first, auto stream) {
-      forward_rows<X, Y, sum.value, weight.value, round_first.value, false, stream.value>(a, begin, end);
+      forward_rows<X, Y, sum.value, weight.value, round_first.value && kRounds<X>, false, stream.value>(a, begin, end);
     };
     with_bools(run, a.weight != nullptr, a.round_before_weight, streamed);
   });
@@ -216,7 +220,7 @@ void backward_typed(const RmsNormBackward& a, int64_t begin, int64_t end) {
   const auto run = [&](auto round_first, auto stream, auto drops) {
     if constexpr (std::is_same_v<X, Y>)
       if (a.centered) return backward_chunks<X, X, false, true, stream.value, drops.value>(a, begin, end);
-    backward_chunks<X, Y, round_first.value, false, stream.value, drops.value>(a, begin, end);
+    backward_chunks<X, Y, round_first.value && kRounds<X>, false, stream.value, drops.value>(a, begin, end);
   };
   with_bools(run, a.round_before_weight, streamed, dropout);
   if (streamed) stream_fence();

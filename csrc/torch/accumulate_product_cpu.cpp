@@ -11,7 +11,7 @@
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32  // else the caller widens its operands
 
 namespace foundry {
-namespace {
+namespace accumulate_product_cpu {
 
 // Rows of a at a time: where it lies transposed, a copy of them stays in the cache.
 constexpr int64_t kColumns = 64;
@@ -85,13 +85,13 @@ void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) 
   of_rows(a.const_data_ptr<at::BFloat16>(), a.stride(0), a.size(0), b, into);
 }
 
-}  // namespace
+}  // namespace accumulate_product_cpu
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("accumulate_product_(Tensor(a!) sum, Tensor a, Tensor b) -> ()", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("accumulate_product_", &accumulate_product_); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("accumulate_product_", &accumulate_product_cpu::accumulate_product_); }
 
 }  // namespace foundry
 

@@ -11,7 +11,7 @@
 #include "operators.h"
 
 namespace foundry {
-namespace {
+namespace bias_gelu_schema {
 
 Tensor fwd_meta(const Tensor& x, const OptionalTensor& bias, c10::string_view) { return empty_bias_gelu_fwd(x, bias); }
 
@@ -51,12 +51,12 @@ class BiasGeluFunction : public torch::autograd::Function<BiasGeluFunction> {
   }
 };
 
-}  // namespace
+}  // namespace bias_gelu_schema
 
 Tensor bias_gelu(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
   gelu_of(approximate);
-  if (any_requires_grad(x, bias)) return BiasGeluFunction::apply(x, bias, approximate);
-  return call_fwd(x, bias, approximate);
+  if (any_requires_grad(x, bias)) return bias_gelu_schema::BiasGeluFunction::apply(x, bias, approximate);
+  return bias_gelu_schema::call_fwd(x, bias, approximate);
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
@@ -71,8 +71,8 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("bias_gelu", &bias_gelu); }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("bias_gelu_fwd", &fwd_meta);
-  m.impl("bias_gelu_bwd", &bwd_meta);
+  m.impl("bias_gelu_fwd", &bias_gelu_schema::fwd_meta);
+  m.impl("bias_gelu_bwd", &bias_gelu_schema::bwd_meta);
 }
 
 }  // namespace foundry

@@ -9,7 +9,7 @@
 #include "cpu_common.h"
 
 namespace foundry {
-namespace {
+namespace bias_gelu_cpu {
 
 Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& bias, c10::string_view approximate) {
   const Activation kind = gelu_of(approximate);
@@ -55,11 +55,11 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const Op
   return {dx, dbias};
 }
 
-}  // namespace
+}  // namespace bias_gelu_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("bias_gelu_fwd", &fwd_cpu);
-  m.impl("bias_gelu_bwd", &bwd_cpu);
+  m.impl("bias_gelu_fwd", &bias_gelu_cpu::fwd_cpu);
+  m.impl("bias_gelu_bwd", &bias_gelu_cpu::bwd_cpu);
 }
 
 }  // namespace foundry

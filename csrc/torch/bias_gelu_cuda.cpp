@@ -8,7 +8,7 @@
 #include "cuda_common.h"
 
 namespace foundry {
-namespace {
+namespace bias_gelu_cuda {
 
 // The bias in a dtype that kernels are compiled for, that of x or float, and in `args`.
 template <class Args>
@@ -58,11 +58,11 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const Tensor& x_, const O
   return {dx, dbias};
 }
 
-}  // namespace
+}  // namespace bias_gelu_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("bias_gelu_fwd", &fwd_cuda);
-  m.impl("bias_gelu_bwd", &bwd_cuda);
+  m.impl("bias_gelu_fwd", &bias_gelu_cuda::fwd_cuda);
+  m.impl("bias_gelu_bwd", &bias_gelu_cuda::bwd_cuda);
 }
 
 }  // namespace foundry

@@ -10,7 +10,7 @@
 #include "autograd.h"
 
 namespace foundry {
-namespace {
+namespace combine_experts_schema {
 
 Tensor fwd_meta(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
   return empty_combine_experts_fwd(x, weights, slots);
@@ -55,7 +55,7 @@ Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Ten
   return call_fwd(x, weights, slots);
 }
 
-}  // namespace
+}  // namespace combine_experts_schema
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("combine_experts(Tensor x, Tensor? weights, Tensor slots) -> Tensor", {at::Tag::pt2_compliant_tag});
@@ -66,11 +66,13 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("combine_experts", &combine_experts); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
+  m.impl("combine_experts", &combine_experts_schema::combine_experts);
+}
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("combine_experts_fwd", &fwd_meta);
-  m.impl("combine_experts_bwd", &bwd_meta);
+  m.impl("combine_experts_fwd", &combine_experts_schema::fwd_meta);
+  m.impl("combine_experts_bwd", &combine_experts_schema::bwd_meta);
 }
 
 }  // namespace foundry

@@ -12,7 +12,7 @@
 #include "cpu_common.h"
 
 namespace foundry {
-namespace {
+namespace combine_experts_cpu {
 
 // Rows whose values lie side by side: x, or a copy of it.
 Tensor with_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
@@ -94,11 +94,11 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const Op
   return {dx, dweights};
 }
 
-}  // namespace
+}  // namespace combine_experts_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("combine_experts_fwd", &fwd_cpu);
-  m.impl("combine_experts_bwd", &bwd_cpu);
+  m.impl("combine_experts_fwd", &combine_experts_cpu::fwd_cpu);
+  m.impl("combine_experts_bwd", &combine_experts_cpu::bwd_cpu);
 }
 
 }  // namespace foundry

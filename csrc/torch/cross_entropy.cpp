@@ -11,7 +11,7 @@
 #include "autograd.h"
 
 namespace foundry {
-namespace {
+namespace cross_entropy_schema {
 
 CrossEntropyOutputs fwd_meta(const Tensor& logits, const Tensor& target, const OptionalTensor& weight, int64_t,
                              c10::string_view reduction, double, double, std::optional<double>, bool save_lse,
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Ten
   return {loss, lse, z};
 }
 
-}  // namespace
+}  // namespace cross_entropy_schema
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def(
@@ -108,11 +108,13 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("cross_entropy", &cross_entropy); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
+  m.impl("cross_entropy", &cross_entropy_schema::cross_entropy);
+}
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("cross_entropy_fwd", &fwd_meta);
-  m.impl("cross_entropy_bwd", &bwd_meta);
+  m.impl("cross_entropy_fwd", &cross_entropy_schema::fwd_meta);
+  m.impl("cross_entropy_bwd", &cross_entropy_schema::bwd_meta);
 }
 
 }  // namespace foundry

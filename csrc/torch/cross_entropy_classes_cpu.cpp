@@ -8,7 +8,7 @@
 #include "cross_entropy.h"
 
 namespace foundry {
-namespace {
+namespace cross_entropy_classes_cpu {
 
 // logits [rows, columns] are those of the classes `first` .. first + columns - 1, of n_classes. What is a value for
 // each class (weight) or for each row (the rest) is that of all. Targets have been checked, by the forward pass.
@@ -30,7 +30,7 @@ void bwd_classes_(const Tensor& logits, const Tensor& dloss, const Tensor& targe
                    [&](int64_t begin, int64_t end) { FK_CHOOSE_ISA(cross_entropy_backward)(args, begin, end); });
 }
 
-}  // namespace
+}  // namespace cross_entropy_classes_cpu
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def(
@@ -40,6 +40,8 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("cross_entropy_bwd_classes_", &bwd_classes_); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("cross_entropy_bwd_classes_", &cross_entropy_classes_cpu::bwd_classes_);
+}
 
 }  // namespace foundry

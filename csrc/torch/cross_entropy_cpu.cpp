@@ -11,7 +11,7 @@
 #include "cross_entropy.h"
 
 namespace foundry {
-namespace {
+namespace cross_entropy_cpu {
 
 template <class Args>
 void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
@@ -85,11 +85,11 @@ Tensor bwd_cpu(const Tensor& dloss, const Tensor& logits, const Tensor& target, 
   return dlogits;
 }
 
-}  // namespace
+}  // namespace cross_entropy_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("cross_entropy_fwd", &fwd_cpu);
-  m.impl("cross_entropy_bwd", &bwd_cpu);
+  m.impl("cross_entropy_fwd", &cross_entropy_cpu::fwd_cpu);
+  m.impl("cross_entropy_bwd", &cross_entropy_cpu::bwd_cpu);
 }
 
 }  // namespace foundry

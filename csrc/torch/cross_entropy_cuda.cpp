@@ -8,7 +8,7 @@
 #include "cuda_common.h"
 
 namespace foundry {
-namespace {
+namespace cross_entropy_cuda {
 
 CrossEntropyOutputs fwd_cuda(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                              int64_t ignore_index, c10::string_view reduction, double label_smoothing, double z_loss,
@@ -58,11 +58,11 @@ Tensor bwd_cuda(const Tensor& dloss, const Tensor& logits, const Tensor& target,
   return dlogits;
 }
 
-}  // namespace
+}  // namespace cross_entropy_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("cross_entropy_fwd", &fwd_cuda);
-  m.impl("cross_entropy_bwd", &bwd_cuda);
+  m.impl("cross_entropy_fwd", &cross_entropy_cuda::fwd_cuda);
+  m.impl("cross_entropy_bwd", &cross_entropy_cuda::bwd_cuda);
 }
 
 }  // namespace foundry

@@ -8,7 +8,7 @@
 #include "cpu_common.h"
 
 namespace foundry {
-namespace {
+namespace decode_linear_cpu {
 
 // Multiplications that are worth waking a thread for, at the rate at which a thread reads weights from memory.
 constexpr int64_t kReadGrain = 1 << 17;
@@ -65,15 +65,15 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
   return y;
 }
 
-}  // namespace
+}  // namespace decode_linear_cpu
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("decode_linear(Tensor x, Tensor[] weights) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("decode_linear", &decode_linear_cpu); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("decode_linear", &decode_linear_cpu::decode_linear_cpu); }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("decode_linear", &check_and_make); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("decode_linear", &decode_linear_cpu::check_and_make); }
 
 // Without this, autograd looks through the arguments at each call, to say that there is no gradient.
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) { m.impl("decode_linear", torch::CppFunction::makeFallthrough()); }

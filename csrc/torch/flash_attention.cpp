@@ -13,7 +13,7 @@
 #include "operators.h"
 
 namespace foundry {
-namespace {
+namespace flash_attention_schema {
 
 FourTensors fwd_meta(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
                      bool save_stats) {
@@ -83,17 +83,16 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   }
 };
 
-}  // namespace
+}  // namespace flash_attention_schema
 
 FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options,
                             bool return_lse, bool return_stats) {
+  using F = flash_attention_schema::AttentionFunction;
   if (!any_requires_grad(q, k, v, options.sinks)) {
-    auto results = call_fwd(q, k, v, options, return_lse, return_stats);
-    if (return_lse)
-      std::get<AttentionFunction::kLse>(results) = std::get<AttentionFunction::kLse>(results).to(at::kFloat);
+    auto results = flash_attention_schema::call_fwd(q, k, v, options, return_lse, return_stats);
+    if (return_lse) std::get<F::kLse>(results) = std::get<F::kLse>(results).to(at::kFloat);
     return results;
   }
-  using F = AttentionFunction;
   const auto results = F::apply(q, k, v, options.sinks, options, return_lse, return_stats);
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};
 }
@@ -118,8 +117,8 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("flash_attention_fwd", flat_kernel<&fwd_meta>);
-  m.impl("flash_attention_bwd", flat_kernel<&bwd_meta>);
+  m.impl("flash_attention_fwd", flat_kernel<&flash_attention_schema::fwd_meta>);
+  m.impl("flash_attention_bwd", flat_kernel<&flash_attention_schema::bwd_meta>);
 }
 
 }  // namespace foundry

@@ -13,7 +13,7 @@
 #include "task_queue.h"
 
 namespace foundry {
-namespace {
+namespace flash_attention_cpu {
 
 constexpr int64_t kTaskGrain = 1 << 18;  // multiplications that are worth waking a thread for: some 10 us of them
 
@@ -239,11 +239,11 @@ FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
   return {dq, dk, dv, dsinks};
 }
 
-}  // namespace
+}  // namespace flash_attention_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("flash_attention_fwd", flat_kernel<&fwd_cpu>);
-  m.impl("flash_attention_bwd", flat_kernel<&bwd_cpu>);
+  m.impl("flash_attention_fwd", flat_kernel<&flash_attention_cpu::fwd_cpu>);
+  m.impl("flash_attention_bwd", flat_kernel<&flash_attention_cpu::bwd_cpu>);
 }
 
 }  // namespace foundry

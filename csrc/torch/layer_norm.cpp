@@ -11,7 +11,7 @@
 #include "rms_norm.h"
 
 namespace foundry {
-namespace {
+namespace layer_norm_schema {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
                                                     const OptionalTensor& weight, const OptionalTensor& bias, double,
@@ -103,22 +103,24 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
   }
 };
 
-}  // namespace
+}  // namespace layer_norm_schema
 
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   if (any_requires_grad(x, weight, bias))
-    return LayerNormFunction::apply(x, OptionalTensor(), weight, bias, eps, 0.0, OptionalTensor())[0];
-  return std::get<0>(call_fwd(x, std::nullopt, weight, bias, eps, false));
+    return layer_norm_schema::LayerNormFunction::apply(x, OptionalTensor(), weight, bias, eps, 0.0,
+                                                       OptionalTensor())[0];
+  return std::get<0>(layer_norm_schema::call_fwd(x, std::nullopt, weight, bias, eps, false));
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                           const OptionalTensor& bias, double eps, double dropout_p,
                                           const OptionalTensor& dropout_seed) {
   if (any_requires_grad(x, residual, weight, bias)) {
-    auto out = LayerNormFunction::apply(x, OptionalTensor(residual), weight, bias, eps, dropout_p, dropout_seed);
+    auto out = layer_norm_schema::LayerNormFunction::apply(x, OptionalTensor(residual), weight, bias, eps, dropout_p,
+                                                           dropout_seed);
     return {out[0], out[1]};
   }
-  auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, false, dropout_p, dropout_seed);
+  auto [y, h, mean, rstd] = layer_norm_schema::call_fwd(x, residual, weight, bias, eps, false, dropout_p, dropout_seed);
   return {y, h};
 }
 
@@ -149,9 +151,9 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("layer_norm_fwd", &fwd_meta);
-  m.impl("layer_norm_bwd", &bwd_meta);
-  m.impl("layer_norm_dropout_bwd", &dropout_bwd_meta);
+  m.impl("layer_norm_fwd", &layer_norm_schema::fwd_meta);
+  m.impl("layer_norm_bwd", &layer_norm_schema::bwd_meta);
+  m.impl("layer_norm_dropout_bwd", &layer_norm_schema::dropout_bwd_meta);
 }
 
 }  // namespace foundry

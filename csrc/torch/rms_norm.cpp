@@ -14,7 +14,7 @@
 #include "operators.h"
 
 namespace foundry {
-namespace {
+namespace rms_norm_schema {
 
 std::tuple<Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
                                             const OptionalTensor& weight, double, double, bool round_before_weight,
@@ -110,26 +110,27 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
   }
 };
 
-}  // namespace
+}  // namespace rms_norm_schema
 
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
                 bool round_before_weight) {
   if (any_requires_grad(x, weight))
-    return RmsNormFunction::apply(x, OptionalTensor(), weight, eps, weight_offset, round_before_weight, 0.0,
-                                  OptionalTensor())[0];
-  return std::get<0>(call_fwd(x, std::nullopt, weight, eps, weight_offset, round_before_weight, false));
+    return rms_norm_schema::RmsNormFunction::apply(x, OptionalTensor(), weight, eps, weight_offset, round_before_weight,
+                                                   0.0, OptionalTensor())[0];
+  return std::get<0>(
+      rms_norm_schema::call_fwd(x, std::nullopt, weight, eps, weight_offset, round_before_weight, false));
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                         double eps, double weight_offset, bool round_before_weight, double dropout_p,
                                         const OptionalTensor& dropout_seed) {
   if (any_requires_grad(x, residual, weight)) {
-    auto out = RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, weight_offset, round_before_weight,
-                                      dropout_p, dropout_seed);
+    auto out = rms_norm_schema::RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, weight_offset,
+                                                       round_before_weight, dropout_p, dropout_seed);
     return {out[0], out[1]};
   }
-  auto [y, h, rstd] =
-      call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, false, dropout_p, dropout_seed);
+  auto [y, h, rstd] = rms_norm_schema::call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, false,
+                                                dropout_p, dropout_seed);
   return {y, h};
 }
 
@@ -162,9 +163,9 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("rms_norm_fwd", &fwd_meta);
-  m.impl("rms_norm_bwd", &bwd_meta);
-  m.impl("rms_norm_dropout_bwd", &dropout_bwd_meta);
+  m.impl("rms_norm_fwd", &rms_norm_schema::fwd_meta);
+  m.impl("rms_norm_bwd", &rms_norm_schema::bwd_meta);
+  m.impl("rms_norm_dropout_bwd", &rms_norm_schema::dropout_bwd_meta);
 }
 
 }  // namespace foundry

@@ -10,7 +10,7 @@
 #include "cpu_common.h"
 
 namespace foundry {
-namespace {
+namespace rms_norm_cpu {
 
 void run_forward(const RmsNormForward& args) {
   const auto kernel = FK_CHOOSE_ISA(rms_norm_forward);
@@ -184,15 +184,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cpu(const Tensor& d
                        make_dropout(dropout_p, dropout_seed));
 }
 
-}  // namespace
+}  // namespace rms_norm_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("rms_norm_fwd", &fwd_cpu);
-  m.impl("rms_norm_bwd", &bwd_cpu);
-  m.impl("rms_norm_dropout_bwd", &dropout_bwd_cpu);
-  m.impl("layer_norm_fwd", &layer_fwd_cpu);
-  m.impl("layer_norm_bwd", &layer_bwd_cpu);
-  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd_cpu);
+  m.impl("rms_norm_fwd", &rms_norm_cpu::fwd_cpu);
+  m.impl("rms_norm_bwd", &rms_norm_cpu::bwd_cpu);
+  m.impl("rms_norm_dropout_bwd", &rms_norm_cpu::dropout_bwd_cpu);
+  m.impl("layer_norm_fwd", &rms_norm_cpu::layer_fwd_cpu);
+  m.impl("layer_norm_bwd", &rms_norm_cpu::layer_bwd_cpu);
+  m.impl("layer_norm_dropout_bwd", &rms_norm_cpu::layer_dropout_bwd_cpu);
 }
 
 }  // namespace foundry

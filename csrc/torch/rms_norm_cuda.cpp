@@ -8,7 +8,7 @@
 #include "rms_norm.h"
 
 namespace foundry {
-namespace {
+namespace rms_norm_cuda {
 
 // The weight in a dtype that kernels are compiled for: that of x, or float.
 Tensor weight_of_compiled_dtype(const Tensor& weight, const Tensor& x) {
@@ -190,15 +190,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cuda(const Tensor& 
                        make_dropout(dropout_p, dropout_seed));
 }
 
-}  // namespace
+}  // namespace rms_norm_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("rms_norm_fwd", &fwd_cuda);
-  m.impl("rms_norm_bwd", &bwd_cuda);
-  m.impl("rms_norm_dropout_bwd", &dropout_bwd_cuda);
-  m.impl("layer_norm_fwd", &layer_fwd_cuda);
-  m.impl("layer_norm_bwd", &layer_bwd_cuda);
-  m.impl("layer_norm_dropout_bwd", &layer_dropout_bwd_cuda);
+  m.impl("rms_norm_fwd", &rms_norm_cuda::fwd_cuda);
+  m.impl("rms_norm_bwd", &rms_norm_cuda::bwd_cuda);
+  m.impl("rms_norm_dropout_bwd", &rms_norm_cuda::dropout_bwd_cuda);
+  m.impl("layer_norm_fwd", &rms_norm_cuda::layer_fwd_cuda);
+  m.impl("layer_norm_bwd", &rms_norm_cuda::layer_bwd_cuda);
+  m.impl("layer_norm_dropout_bwd", &rms_norm_cuda::layer_dropout_bwd_cuda);
 }
 
 }  // namespace foundry

@@ -13,7 +13,7 @@
 #include "operators.h"
 
 namespace foundry {
-namespace {
+namespace rope_schema {
 
 std::tuple<Tensor, Tensor> apply_meta(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
                                       const Tensor& sin, bool, const OptionalTensor& positions, bool,
@@ -106,18 +106,18 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
   }
 };
 
-}  // namespace
+}  // namespace rope_schema
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 bool interleaved, const OptionalTensor& positions) {
   if (any_requires_grad(q, k)) {
-    const variable_list out = RopeFunction::apply(q, k, cos, sin, interleaved, positions);
+    const variable_list out = rope_schema::RopeFunction::apply(q, k, cos, sin, interleaved, positions);
     return {out.front(), out.back()};
   }
-  return call_apply(q, k, cos, sin, interleaved, positions, false, std::nullopt, std::nullopt);
+  return rope_schema::call_apply(q, k, cos, sin, interleaved, positions, false, std::nullopt, std::nullopt);
 }
 
-namespace {
+namespace rope_schema {
 
 class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> {
  public:
@@ -196,19 +196,20 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
   }
 };
 
-}  // namespace
+}  // namespace rope_schema
 
 std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                         const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin,
                                         double eps, double weight_offset, bool round_before_weight, bool interleaved,
                                         const OptionalTensor& positions) {
   if (any_requires_grad(q, k, q_weight, k_weight)) {
-    const variable_list out = QkNormRopeFunction::apply(q, k, q_weight, k_weight, cos, sin, eps, weight_offset,
-                                                        round_before_weight, interleaved, positions);
+    const variable_list out = rope_schema::QkNormRopeFunction::apply(
+        q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions);
     return {out.front(), out.back()};
   }
-  auto [q_out, k_out, q_rstd, k_rstd] = call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_offset,
-                                                 round_before_weight, interleaved, positions, false, false);
+  auto [q_out, k_out, q_rstd, k_rstd] =
+      rope_schema::call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved,
+                            positions, false, false);
   return {q_out, k_out};
 }
 
@@ -245,9 +246,9 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("rope_apply", &apply_meta);
-  m.impl("qk_norm_rope_fwd", &fwd_meta);
-  m.impl("qk_norm_rope_bwd", &bwd_meta);
+  m.impl("rope_apply", &rope_schema::apply_meta);
+  m.impl("qk_norm_rope_fwd", &rope_schema::fwd_meta);
+  m.impl("qk_norm_rope_bwd", &rope_schema::bwd_meta);
 }
 
 }  // namespace foundry

@@ -11,7 +11,7 @@
 #include "rope.h"
 
 namespace foundry {
-namespace {
+namespace rope_append_cpu {
 
 // qkv [B, T, (H + 2 Hk) D], cos and sin [P, R/2], caches [B, Hk, S, D]. Returns the queries, [B, H, T, D] of
 // [B, T, H, D] memory; it serves as the fake of the meta device too.
@@ -91,7 +91,7 @@ Tensor append_cpu(const Tensor& qkv_, const Tensor& cos_, const Tensor& sin_, bo
   return q;
 }
 
-}  // namespace
+}  // namespace rope_append_cpu
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def(
@@ -100,9 +100,9 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("rope_append", &append_cpu); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("rope_append", &rope_append_cpu::append_cpu); }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("rope_append", &append_meta); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("rope_append", &rope_append_cpu::append_meta); }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) { m.impl("rope_append", torch::CppFunction::makeFallthrough()); }
 

@@ -9,7 +9,7 @@
 #include "rope.h"
 
 namespace foundry {
-namespace {
+namespace rope_cpu {
 
 // Every position must have a row; checked before anything is written.
 void check_positions(const RopeTables& tables, const OptionalTensor& positions) {
@@ -98,12 +98,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(const OptionalTensor& dq_out,
   return {call.dx[0], call.dx[1], call.dw[0], call.dw[1]};
 }
 
-}  // namespace
+}  // namespace rope_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("rope_apply", &apply_cpu);
-  m.impl("qk_norm_rope_fwd", &fwd_cpu);
-  m.impl("qk_norm_rope_bwd", &bwd_cpu);
+  m.impl("rope_apply", &rope_cpu::apply_cpu);
+  m.impl("qk_norm_rope_fwd", &rope_cpu::fwd_cpu);
+  m.impl("qk_norm_rope_bwd", &rope_cpu::bwd_cpu);
 }
 
 }  // namespace foundry

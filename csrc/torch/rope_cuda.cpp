@@ -7,7 +7,7 @@
 #include "rope.h"
 
 namespace foundry {
-namespace {
+namespace rope_cuda {
 
 // Keeps the weights of q and k alive that kernels read: contiguous, in their own dtype.
 struct Weights {
@@ -81,12 +81,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cuda(const OptionalTensor& dq_out
   return {call.dx[0], call.dx[1], call.dw[0], call.dw[1]};
 }
 
-}  // namespace
+}  // namespace rope_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("rope_apply", &apply_cuda);
-  m.impl("qk_norm_rope_fwd", &fwd_cuda);
-  m.impl("qk_norm_rope_bwd", &bwd_cuda);
+  m.impl("rope_apply", &rope_cuda::apply_cuda);
+  m.impl("qk_norm_rope_fwd", &rope_cuda::fwd_cuda);
+  m.impl("qk_norm_rope_bwd", &rope_cuda::bwd_cuda);
 }
 
 }  // namespace foundry

@@ -12,7 +12,7 @@
 #include "operators.h"
 
 namespace foundry {
-namespace {
+namespace swiglu_schema {
 
 Tensor fwd_meta(const Tensor& gate, const OptionalTensor& up, c10::string_view, double, std::optional<double>, double,
                 bool) {
@@ -80,17 +80,17 @@ Tensor glu(const Tensor& gate, const OptionalTensor& up, c10::string_view activa
   return call_fwd(gate, up, activation, settings);
 }
 
-}  // namespace
+}  // namespace swiglu_schema
 
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up, double alpha, std::optional<double> limit, double up_offset,
               bool interleaved) {
-  return glu(gate, up, "silu", {alpha, limit, up_offset, interleaved});
+  return swiglu_schema::glu(gate, up, "silu", {alpha, limit, up_offset, interleaved});
 }
 
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate) {
   TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", "approximate must be one of none, tanh; got ",
                     approximate);
-  return glu(gate, up, approximate == "tanh" ? "gelu_tanh" : "gelu", {});
+  return swiglu_schema::glu(gate, up, approximate == "tanh" ? "gelu_tanh" : "gelu", {});
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
@@ -110,8 +110,8 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("glu_fwd", &fwd_meta);
-  m.impl("glu_bwd", &bwd_meta);
+  m.impl("glu_fwd", &swiglu_schema::fwd_meta);
+  m.impl("glu_bwd", &swiglu_schema::bwd_meta);
 }
 
 }  // namespace foundry

@@ -9,7 +9,7 @@
 #include "swiglu.h"
 
 namespace foundry {
-namespace {
+namespace swiglu_cpu {
 
 template <class Args>
 void run(void (*kernel)(const Args&, const GluOptions&, int64_t, int64_t), const Args& args,
@@ -49,11 +49,11 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& gate_, const
   return {dgate, dup};
 }
 
-}  // namespace
+}  // namespace swiglu_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("glu_fwd", &fwd_cpu);
-  m.impl("glu_bwd", &bwd_cpu);
+  m.impl("glu_fwd", &swiglu_cpu::fwd_cpu);
+  m.impl("glu_bwd", &swiglu_cpu::bwd_cpu);
 }
 
 }  // namespace foundry

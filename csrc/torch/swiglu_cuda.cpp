@@ -7,7 +7,7 @@
 #include "swiglu.h"
 
 namespace foundry {
-namespace {
+namespace swiglu_cuda {
 
 Tensor fwd_cuda(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation, double alpha,
                 std::optional<double> limit, double up_offset, bool interleaved) {
@@ -39,11 +39,11 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const Tensor& gate_, cons
   return {dgate, dup};
 }
 
-}  // namespace
+}  // namespace swiglu_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("glu_fwd", &fwd_cuda);
-  m.impl("glu_bwd", &bwd_cuda);
+  m.impl("glu_fwd", &swiglu_cuda::fwd_cuda);
+  m.impl("glu_bwd", &swiglu_cuda::bwd_cuda);
 }
 
 }  // namespace foundry

@@ -70,7 +70,9 @@ def load_operators() -> None:
         *(f"-isystem{p}" for p in include_paths()),
     ]
     torch_flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
-    jobs = [(p, torch_flags, with_launches(p)) for p in bindings] + [(HERE / "guarded_memory.cpp", torch_flags, None)]
+    launches = sorted((ROOT / "csrc" / "torch").glob("*_cuda.cpp"))
+    jobs = [(unit[0], torch_flags, as_one(unit)) for unit in (bindings, launches)]
+    jobs.append((HERE / "guarded_memory.cpp", torch_flags, None))
     jobs += [(p, ["-std=c++17", *CHECKS], None) for p in kernels]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda job: compile_object(*job), jobs))
@@ -78,11 +80,9 @@ def load_operators() -> None:
     torch.ops.load_library(str(link(LIBRARY, objects, [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"])))
 
 
-def with_launches(schemas: Path) -> str:
-    """The schemas of an operation and its launches on CUDA as one unit: most of the time goes into torch's headers."""
-    launches = schemas.with_stem(schemas.stem + "_cuda")
-    parts = [p for p in (schemas, launches) if p.exists()]
-    return "\n".join(f'#line 1 "{p.name}"\n{p.read_text()}' for p in parts)
+def as_one(sources: list[Path]) -> str:
+    """Sources as one, as in setup.py: most of the time goes into torch's headers."""
+    return "\n".join(f'#line 1 "{source.name}"\n{source.read_text()}' for source in sources)
 
 
 def load_plain(source: Path, text: str) -> ctypes.CDLL:

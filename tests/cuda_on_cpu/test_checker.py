@@ -144,7 +144,9 @@ def source_text() -> str:
         assert include in text
         content = (ROOT / "csrc" / "cuda" / header).read_text().replace("#pragma once", "")
         text = text.replace(include, content, 1).replace(include, "")  # once, as the pragma would have it
-    return text
+    types = "return type == Dtype::bf16 ? f(Tag<__nv_bfloat16>{}) : f(Tag<__half>{});"
+    assert types in text
+    return text.replace(types, "return cudaErrorInvalidValue;")  # float32 alone: a third of the time to compile
 
 
 def test_the_intact_copy_is_right() -> None:

@@ -72,6 +72,7 @@ def test_packed_sequences_must_be_given_by_their_lengths() -> None:
         run(ids, position_ids=positions, use_cache=False)
 
 
+@pytest.mark.slow
 def test_what_inductor_compiles() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     fk.patch(model)
@@ -128,7 +129,11 @@ def test_export_for_any_length() -> None:
         assert close(exported.module()(ids), model(ids).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+#: Of the first kinds of norm, MLP and attention; the others are left to `make test-slow`.
+FIRST = ("llama", "gemma2", "gpt_oss")
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES])
 def test_every_family_in_one_graph(family: str) -> None:
     """Tracing only: what differs between families is Python."""
     model = tiny_model(family)

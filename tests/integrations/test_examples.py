@@ -12,7 +12,14 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.parametrize("script", ["patch_hugging_face.py", "nanogpt_style.py", "plain_loop.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "patch_hugging_face.py",
+        pytest.param("nanogpt_style.py", marks=pytest.mark.slow),
+        pytest.param("plain_loop.py", marks=pytest.mark.slow),
+    ],
+)
 def test_example(script: str) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script)],

@@ -70,10 +70,11 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", [*ISAS[:-1], *(pytest.param(n, marks=pytest.mark.slow) for n in ISAS[-1:])])
 @pytest.mark.usefixtures("poisoned")
 def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
-    """All cases in float32. The dtypes differ in how memory is read and written: a case of each width and layout."""
+    """All cases in float32. The dtypes differ in how memory is read and written: a case of each width and layout. The
+    last set is the one that all other tests run."""
     instruction_set(name)
     for op in (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN):
         for case in op.cases.CASES[op.name]:

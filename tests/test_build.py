@@ -1,0 +1,126 @@
+"""What setup.py compiles, and what bootstrap.py says of a machine that lacks something."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import sanitize
+
+from foundry_kernels import _native
+
+ROOT = Path(__file__).parents[1]
+BOOTSTRAP = ROOT / "bootstrap.py"
+
+
+@pytest.fixture(scope="module")
+def setup() -> types.ModuleType:
+    return sanitize.setup_script()
+
+
+def test_a_build_for_this_machine_has_the_best_set_of_its_processor(setup: types.ModuleType) -> None:
+    info = _native.build_info()
+    if not info:
+        pytest.skip(str(_native.MISSING))
+    native = setup.instruction_sets("native")
+    assert native[-1] == info["processor"]
+    assert len(native) <= 2
+    assert info["usable_instruction_sets"][-1] == info["processor"], "make test compiles every instruction set"
+
+
+def test_instruction_sets_by_name(setup: types.ModuleType) -> None:
+    known = list(setup.ISA_FLAGS)
+    assert setup.instruction_sets("all") == known
+    assert setup.instruction_sets(",".join(reversed(known))) == known
+    if "amx_bf16" in known:
+        assert setup.instruction_sets("amx_bf16") == ["avx512_bf16", "amx_bf16"]
+    with pytest.raises(SystemExit, match=r"must be all, native, or of .*; got avx3"):
+        setup.instruction_sets("avx3")
+
+
+def test_where_the_processor_cannot_be_asked_all_are_compiled(
+    setup: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "COMPILER", "no-such-compiler")
+    assert setup.instruction_sets("native") == list(setup.ISA_FLAGS)
+
+
+def test_every_source_is_in_one_unit(setup: types.ModuleType) -> None:
+    sources = [*setup.sources("."), *setup.sources("torch")]
+    units = setup.units([*sources, "csrc/cuda/rms_norm.cu"])
+    assert units[-1] == "csrc/cuda/rms_norm.cu"
+    held = [line.split('"../../')[1][:-1] for unit in units[:-1] for line in (ROOT / unit).read_text().splitlines()]
+    assert sorted(held) == sorted(sources)
+    assert len(units) <= 5
+
+
+@pytest.mark.parametrize(("lowest", "runs"), [("baseline", "1"), ("neon_bf16", "0")])
+def test_an_extension_for_other_processors_says_so(
+    setup: types.ModuleType, tmp_path: Path, lowest: str, runs: str
+) -> None:
+    """The module refuses to load where `isa_usable(Isa::lowest)` is false."""
+    if "baseline" not in setup.ISA_FLAGS:
+        pytest.skip("x86-64 only")
+    main = '#include <cstdio>\nint main() { std::printf("%d", foundry::isa_usable(foundry::Isa::lowest)); }\n'
+    source, program = tmp_path / "main.cpp", tmp_path / "main"
+    source.write_text(f'#include "{ROOT / "csrc" / "cpu" / "isa.cpp"}"\n{main}')
+    subprocess.run([*setup.COMPILER.split(), f"-DFK_LOWEST={lowest}", str(source), "-o", str(program)], check=True)
+    assert subprocess.run([str(program)], capture_output=True, text=True).stdout == runs
+
+
+def bootstrap(tmp_path: Path, code: str = "", *packages: str, **variables: str) -> str:
+    """The one line that it ends with, after `code` has changed the machine that it sees."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"import sys, runpy\n{code}\nsys.argv = ['bootstrap.py', {str(tmp_path / 'venv')!r}, *{packages!r}]\n"
+        f"runpy.run_path({str(BOOTSTRAP)!r}, run_name='__main__')\n"
+    )
+    env = {**os.environ, "PIP_NO_INPUT": "1", **variables}
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("code", "variables", "says"),
+    [
+        ("sys.version_info = (3, 10, 4)", {}, "needs Python 3.11 or newer; {python} is 3.10.4: make PYTHON=python3.11"),
+        ("sys.modules['ensurepip'] = None", {}, "cannot make virtual environments: apt-get install python3-venv"),
+        ("", {"CXX": "no-such-c++"}, "there is no C++ compiler, no-such-c++: apt-get install g++, or set CXX"),
+        ("import sysconfig\nsysconfig.get_paths = lambda: {'include': '/none'}", {}, "apt-get install python3-dev"),
+    ],
+    ids=["python", "venv", "compiler", "headers"],
+)  # fmt: skip
+def test_what_a_machine_lacks_is_said_in_one_line(
+    tmp_path: Path, code: str, variables: dict[str, str], says: str
+) -> None:
+    assert says.format(python=sys.executable) in bootstrap(tmp_path, code, **variables)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_without_a_network(tmp_path: Path) -> None:
+    """Packages from an address at which nobody listens."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(shutil.which(sys.executable) or sys.executable)
+    nowhere = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_RETRIES": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    said = bootstrap(tmp_path, "", "a-package-that-is-not-there", **nowhere)
+    assert "packages cannot be downloaded; is there a network? pip: ERROR" in said
+
+
+def test_the_script_can_be_read_by_an_old_python() -> None:
+    """What would be a syntax error there could not say that Python is too old."""
+    import ast
+
+    ast.parse(BOOTSTRAP.read_text(), feature_version=(3, 8))
