@@ -86,5 +86,5 @@ def as_one(sources: list[Path]) -> str:
 
 
 def load_plain(source: Path, text: str) -> ctypes.CDLL:
-    """`text` compiled in the place of `source`, without torch."""
-    return ctypes.CDLL(str(link(source.stem, [compile_object(source, ["-std=c++17", *CHECKS], text)])))
+    """`text` compiled in the place of `source`, without torch and, as little of it runs, without optimisation."""
+    return ctypes.CDLL(str(link(source.stem, [compile_object(source, ["-std=c++17", "-O0", *CHECKS], text)])))
