@@ -14,6 +14,7 @@
 #include "cpu/flash_attention_tasks.h"
 #include "cpu/isa.h"
 #include "direct.h"
+#include "torch/products.h"
 
 namespace {
 
@@ -47,6 +48,10 @@ pybind11::dict build_info() {
     if (foundry::isa_usable(isa)) usable.push_back(foundry::isa_name(isa));
   info["usable_instruction_sets"] = usable;
   info["instruction_set"] = foundry::isa_name(foundry::chosen_isa());
+  std::vector<std::string> products;
+  if (foundry::fast_bfloat16_products()) products.push_back("bfloat16");
+  if (foundry::fast_float16_products()) products.push_back("float16");
+  info["fast_products"] = products;
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
   return info;
 }
@@ -95,7 +100,7 @@ pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.def("build_info", &build_info, "How the extension was built and which instruction set it chose.");
+  m.def("build_info", &build_info, "How the extension was built, and what it and oneDNN use of the processor.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
   auto direct = m.def_submodule("direct", "Calls of the operators on plain CPU tensors, without torch's binding.");
