@@ -30,7 +30,7 @@ INSTALL := $(PYTHON) bootstrap.py $(VENV)
 WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-all test-arm lint setup setup-test test-stack resources cuda-build fuzz sanitize \
+.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test test-stack resources cuda-build fuzz sanitize \
 	bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
@@ -48,6 +48,10 @@ test-slow: setup-test
 	$(PYTEST) -m slow $(if $(THIRD),--third=$(THIRD)) $(ARGS)
 
 test-all: test test-slow
+
+# What depends on instruction sets as on older processors: our kernels, torch, oneDNN and MKL held to AVX2, then to AVX-512.
+test-isa: setup-test
+	$(PY) tests/forced_isa.py $(ARGS)
 
 # The wheel for 64-bit ARM (ARGS=--wheel: no more than that), and parity on it under emulation (--fuzz: random cases).
 test-arm: setup-test

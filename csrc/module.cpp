@@ -14,6 +14,7 @@
 #include "cpu/flash_attention_tasks.h"
 #include "cpu/isa.h"
 #include "direct.h"
+#include "torch/products.h"
 
 namespace {
 
@@ -48,6 +49,10 @@ pybind11::dict build_info() {
   info["usable_instruction_sets"] = usable;
   info["instruction_set"] = foundry::isa_name(foundry::chosen_isa());
   info["processor"] = foundry::processor_isa();
+  std::vector<std::string> products;
+  if (foundry::fast_bfloat16_products()) products.push_back("bfloat16");
+  if (foundry::fast_float16_products()) products.push_back("float16");
+  info["fast_products"] = products;
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
   return info;
 }
@@ -100,7 +105,7 @@ PYBIND11_MODULE(_C, m) {
     const std::string needed = foundry::isa_name(Isa::lowest), has = foundry::processor_isa();
     throw pybind11::import_error("it was compiled for processors with " + needed + ", and this one has " + has);
   }
-  m.def("build_info", &build_info, "How the extension was built and which instruction set it chose.");
+  m.def("build_info", &build_info, "How the extension was built, and what it and oneDNN use of the processor.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
   auto direct = m.def_submodule("direct", "Calls of the operators on plain CPU tensors, without torch's binding.");

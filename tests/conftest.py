@@ -21,6 +21,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-seconds", type=float, help="let tests/test_fuzz.py try random cases for so long (make fuzz)"
     )
     parser.addoption("--third", type=int, choices=range(3), help="of the slow tests this third (tests/slow.py)")
+    parser.addoption(
+        "--held-to", metavar="ISA", help="for tests/forced_isa.py, which sets the environment (make test-isa)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (name := config.getoption("--held-to")) is None:
+        return
+    from benchmarks import isa
+
+    try:
+        obeyed = isa.force(name).obeyed
+    except ValueError as error:
+        raise pytest.UsageError(f"--held-to {name}: {error}") from None
+    if not obeyed:  # torch was imported before its switches were set
+        raise pytest.UsageError(f"--held-to {name}: torch uses another instruction set; run tests/forced_isa.py {name}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

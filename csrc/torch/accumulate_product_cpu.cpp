@@ -1,16 +1,38 @@
 // The operator foundry_kernels::accumulate_product_: sum += a b of bfloat16 a and b, with sum in float32. torch's own
 // product on a CPU rounds its result to bfloat16, which a sum over many calls must not. For inside other operators: it
 // has no gradient and no fake.
+#include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "cpu_common.h"
-
-#ifdef CPUBLAS_BRGEMM_BF16BF16F32  // else the caller widens its operands
+#include "products.h"
 
 namespace foundry {
+
+bool fast_bfloat16_products() {
+  // Tried, because there is nothing to ask: torch offers the kernel from AVX-512 on, and oneDNN, to which torch passes
+  // the call, has none without instructions for bfloat16.
+  const auto tried = [] {
+    const at::BFloat16 a[2] = {}, b[2] = {};
+    float sum = 0.0f;
+    try {
+      at::native::cpublas::brgemm(1, 1, 2, 2, 1, 1, true, a, b, &sum);
+      at::native::cpublas::brgemm_release();
+    } catch (const std::exception&) {
+      return false;
+    }
+    return true;
+  };
+  if (!at::globalContext().userEnabledMkldnn()) return false;  // torch.backends.mkldnn.flags(enabled=False)
+  static const bool found = tried();
+  return found;
+}
+
+bool fast_float16_products() { return at::native::cpublas::could_pack(at::kHalf); }  // AMX's
+
 namespace accumulate_product_cpu {
 
 // Rows of a at a time: where it lies transposed, a copy of them stays in the cache.
@@ -63,6 +85,16 @@ void of_rows(const at::BFloat16* a, int64_t ld_a, int64_t n_rows, const Tensor& 
   });
 }
 
+// sum += a b in float32, some rows of a at a time: the copies stay small.
+void widened(const Tensor& sum, const Tensor& a, const Tensor& b) {
+  constexpr int64_t kRows = 4096;
+  const Tensor right = b.to(at::kFloat);
+  for (int64_t first = 0; first < a.size(0); first += kRows) {
+    const int64_t count = std::min(kRows, a.size(0) - first);
+    sum.narrow(0, first, count).addmm_(a.narrow(0, first, count).to(at::kFloat), right);
+  }
+}
+
 void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) {
   TORCH_CHECK_VALUE(sum.dim() == 2 && a_.dim() == 2 && b_.dim() == 2 && a_.size(1) == b_.size(0) &&
                         sum.size(0) == a_.size(0) && sum.size(1) == b_.size(1),
@@ -73,6 +105,7 @@ void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) 
       "sum must be float32, a and b bfloat16");
   TORCH_CHECK_VALUE(sum.is_contiguous(), "sum must be contiguous");
   if (a_.size(1) == 0 || sum.numel() == 0) return;
+  if (!fast_bfloat16_products()) return widened(sum, a_, b_);
   const Tensor b = in_pairs(b_.contiguous());
   float* into = sum.mutable_data_ptr<float>();
   if (a_.stride(0) == 1 && a_.stride(1) != 1) {
@@ -94,5 +127,3 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("accumulate_product_", &accumulate_product_cpu::accumulate_product_); }
 
 }  // namespace foundry
-
-#endif

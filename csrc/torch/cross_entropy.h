@@ -32,6 +32,14 @@ inline void check_cross_entropy(const Tensor& logits, const Tensor& target, cons
                     "weight must have shape [", logits.sym_size(-1), "], a value for each class");
 }
 
+// Of the CPU, before any row is read at its target: in backward passes too, as the memory may have been written to.
+inline void check_targets(const Tensor& target, int64_t n_classes, int64_t ignore_index) {
+  const int64_t* t = target.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < target.numel(); ++i)
+    TORCH_CHECK_INDEX((t[i] >= 0 && t[i] < n_classes) || t[i] == ignore_index, "target must be in 0 .. ", n_classes - 1,
+                      " or ignore_index ", ignore_index, "; got ", t[i]);
+}
+
 // Outputs (loss, lse, lse_low, z_loss, total_weight), on logits' device; they also serve as the fakes of the meta
 // device. What was not asked for has shape [0].
 using CrossEntropyOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;

@@ -11,7 +11,7 @@ namespace foundry {
 namespace cross_entropy_classes_cpu {
 
 // logits [rows, columns] are those of the classes `first` .. first + columns - 1, of n_classes. What is a value for
-// each class (weight) or for each row (the rest) is that of all. Targets have been checked, by the forward pass.
+// each class (weight) or for each row (the rest) is that of all.
 void bwd_classes_(const Tensor& logits, const Tensor& dloss, const Tensor& target, const OptionalTensor& weight,
                   const Tensor& lse, const Tensor& lse_low, int64_t first, int64_t n_classes, int64_t ignore_index,
                   double label_smoothing, double z_loss, std::optional<double> softcap) {
@@ -21,6 +21,7 @@ void bwd_classes_(const Tensor& logits, const Tensor& dloss, const Tensor& targe
                     "classes ", first, " .. ", first + logits.size(1) - 1, " must be among the ", n_classes);
   if (logits.numel() == 0) return;
   CrossEntropyInputs in(logits, target, weight, label_smoothing);
+  check_targets(in.target, n_classes, ignore_index);
   const auto options = cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap);
   const Tensor of_loss = dloss.contiguous(), of_rows = lse.contiguous(), low_of_rows = lse_low.contiguous();
   auto args = cross_entropy_backward_args(in, options, of_loss, of_rows, low_of_rows, {}, Reduction::none, logits);

@@ -19,14 +19,6 @@ void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args) {
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-// Before any row is read at its target.
-void check_targets(const Tensor& target, int64_t n_classes, int64_t ignore_index) {
-  const int64_t* t = target.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < target.numel(); ++i)
-    TORCH_CHECK_INDEX((t[i] >= 0 && t[i] < n_classes) || t[i] == ignore_index, "target must be in 0 .. ", n_classes - 1,
-                      " or ignore_index ", ignore_index, "; got ", t[i]);
-}
-
 // In the order of the rows, whatever the number of threads.
 float sum_of(const Tensor& rows) {
   double total = 0.0;

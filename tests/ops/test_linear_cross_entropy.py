@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -222,21 +224,49 @@ def test_bad_input_is_refused(error: type[Exception], message: str, changes: dic
         linear_cross_entropy(**arguments)
 
 
+@contextmanager
+def onednn(enabled: bool) -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def test_without_onednn_no_products_of_16_bits_are_fast() -> None:
+    if _native.MISSING is not None:
+        pytest.skip(_native.MISSING)
+    with onednn(False):
+        assert _native.build_info()["fast_products"] == []
+
+
+def test_fast_products_are_those_that_onednn_is_held_to(request: pytest.FixtureRequest) -> None:
+    """`make test-isa`: the processor has more."""
+    held_to = request.config.getoption("--held-to")
+    if held_to is None:
+        pytest.skip("oneDNN is held to no instruction set")
+    assert chunks.fast_products(torch.bfloat16) == (held_to in ("avx512_bf16", "amx_bf16"))
+    assert not chunks.fast_products(torch.float16)
+
+
 def accumulate_product() -> Any:
     operator = _native.operator("accumulate_product_")
     if operator is None:
-        pytest.skip("the C++ extension is not built, or torch has no such product")
+        pytest.skip("the C++ extension is not built")
     return operator
 
 
+@pytest.mark.parametrize("enabled", [True, False], ids=["onednn", "widened"])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize(
-    ("depth", "n_rows", "width"), [(1, 1, 1), (2, 64, 32), (7, 65, 33), (33, 130, 48), (100, 200, 17)]
+    ("depth", "n_rows", "width"), [(1, 1, 1), (2, 64, 32), (7, 65, 33), (33, 130, 48), (100, 200, 17), (3, 5000, 2)]
 )
-def test_products_of_bfloat16_are_summed_in_float32(depth: int, n_rows: int, width: int, transposed: bool) -> None:
+def test_products_of_bfloat16_are_summed_in_float32(
+    depth: int, n_rows: int, width: int, transposed: bool, enabled: bool
+) -> None:
+    """By oneDNN where it has them, and else in float32: what it can do is asked at each call."""
     operator = accumulate_product()
-    if not chunks.fast_products(torch.bfloat16):
-        pytest.skip("this processor has no products of bfloat16")
     generator = torch.Generator().manual_seed(0)
     total = torch.randn(n_rows, width, generator=generator)
     b = torch.randn(depth, width, generator=generator).bfloat16()
@@ -251,8 +281,12 @@ def test_products_of_bfloat16_are_summed_in_float32(depth: int, n_rows: int, wid
             operator(into, a[:, begin : begin + 8], b[begin : begin + 8])
         return into
 
-    found = add(total.clone())
+    with onednn(enabled):
+        found = add(total.clone())
+        fast = "bfloat16" in _native.build_info()["fast_products"]
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max()) * depth**0.5)
+    if not fast:
+        return  # bits of PyTorch's products may depend on the number of threads
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -51,8 +51,9 @@ def check_ends(ends: list[int], rows: int) -> None:
 
 
 def _sizes(offs: Tensor, rows: int) -> list[int]:
-    """The rows of each group, and of what follows them."""
+    """The rows of each group, and of what follows them. Checked in backward passes too: memory may have changed."""
     ends = offs.tolist()
+    check_ends(ends, rows)
     return [end - start for start, end in zip([0, *ends], [*ends, rows], strict=True)]
 
 

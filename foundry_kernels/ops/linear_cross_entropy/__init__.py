@@ -129,12 +129,12 @@ def linear_cross_entropy(
     by itself where chunks would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16,
     that is 192 MiB where chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8. On
     the CPU: forward the logits of one chunk; backward at a time two million logits, or those of 256 classes, and
-    hidden's gradient in float32. The CPU takes this way by itself for a bfloat16 weight that gets a gradient, where it
-    has instructions for such products.
+    hidden's gradient in float32. The CPU takes this way by itself for a bfloat16 weight that gets a gradient, where
+    oneDNN has instructions for such products.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
     float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small
-    products, and all where it has no instructions for bfloat16 or float16, get float32 copies of hidden and weight,
+    products, and all where oneDNN has no instructions for bfloat16 or float16, get float32 copies of hidden and weight,
     whose logits are exact to float32.
 
     DTensors: tokens may be divided over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foundry_kernels import _native
 from foundry_kernels._triton import refuse_second_derivative
-from foundry_kernels.registry import wide_dtype
+from foundry_kernels.registry import short_dtype, wide_dtype
 
 #: Tokens of a chunk, if not given: at least so many (on a CPU each chunk reads and writes the whole sum of the weight's
 #: gradient, in the time of a product over about a hundred tokens), and at most this share of all where logits are of 4
@@ -45,13 +45,8 @@ BWD = (
 
 @functools.cache
 def fast_products(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of `dtype` faster than the same in float32: it has instructions for them,
-    and oneDNN is not held to older ones (ONEDNN_MAX_CPU_ISA)."""
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
-    if dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported()
-    return dtype == torch.float16 and torch.cpu._is_amx_fp16_supported()
+    """Whether oneDNN multiplies matrices of `dtype` faster than the same in float32 (`csrc/torch/products.h`)."""
+    return short_dtype(dtype) in _native.build_info().get("fast_products", ())
 
 
 def rows_of(x: Tensor, part: slice) -> Tensor:

@@ -1,0 +1,84 @@
+"""`make test-isa`: what depends on instruction sets, tested as on processors that have fewer of them than this one.
+
+Our kernels, torch, oneDNN and MKL are held to one set after another, in a fresh process each: they read their switches
+when they are first used (`benchmarks/isa.py`). `python tests/forced_isa.py avx2 -x` takes that set alone, and
+options that it does not know are pytest's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import isa  # noqa: E402
+from foundry_kernels import _native  # noqa: E402
+
+#: Tests of results in which such instructions have a part: of kernels here, of torch's products, or of both.
+FILES = (
+    "tests/test_parity.py::test_parity",
+    "tests/test_decode.py",
+    "tests/test_generate.py",
+    "tests/test_model.py",
+    "tests/test_model_loss.py",
+    "tests/test_moe.py",
+    "tests/test_precision.py",
+    "tests/ops/test_linear_cross_entropy.py",
+    "tests/ops/test_linear_cross_entropy_classes.py",
+    "tests/ops/test_flash_attention_native.py",
+    "tests/ops/test_cross_entropy_native.py",
+    "tests/ops/test_rope_native.py",
+    "tests/ops/test_grouped_mm.py",
+)
+#: Of these what runs on the CPU itself in float32 or bfloat16, and does not try all instruction sets of ours by itself.
+CHOICE = "not (triton or cuda_on_cpu or compile or every_instruction_set) and (bfloat16 or not float16)"
+
+
+def to_run(names: Sequence[str], usable: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of these instruction sets those to hold the tests to, and why not the others; `usable` are the processor's, the
+    best one last."""
+    chosen, skipped = [], []
+    for name in names:
+        if name not in usable:
+            skipped.append(f"{name}: skipped, as this processor or this build of the extension lacks it")
+        elif name == usable[-1]:
+            skipped.append(f"{name}: skipped, as it is the best that there is here, which `make test` uses")
+        else:
+            chosen.append(name)
+    return chosen, skipped
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """pytest's exit code."""
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
+    isa.switch(name, environment)
+    command = [sys.executable, "-m", "pytest", f"--held-to={name}", "--numprocesses=2", "--dist=worksteal"]
+    command += ["-m", "not slow", "-k", CHOICE, *FILES, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="ISA", help="default: all of avx2, avx512, avx512_bf16, amx_bf16")
+    given, arguments = parser.parse_known_args(argv)  # the rest is for pytest
+    names = given.names or [name for name in isa.SWITCHES if name != "baseline"]
+    chosen, skipped = to_run(names, _native.build_info().get("usable_instruction_sets", []))
+    print(*skipped, sep="\n", flush=True)
+    failed = False
+    for name in chosen:
+        began = time.monotonic()
+        code = run(name, arguments)
+        print(f"held to {name}: {'failed' if code else 'passed'} in {time.monotonic() - began:.0f} s", flush=True)
+        failed |= code != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
