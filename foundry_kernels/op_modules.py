@@ -46,6 +46,13 @@ class Cases(Protocol):
     #: many roundings as there are rows, whatever its own dtype and size.
     FROM_OUTPUT: tuple[str, ...] = ()
 
+    def of_output(
+        self, options: Options, cotangents: tuple[Tensor, ...], error: Tensor
+    ) -> tuple[Options, tuple[Tensor, ...]]:
+        """Options and cotangents with which the reference's gradients of `FROM_OUTPUT` are those that a kernel makes of
+        an output 0 that is off by `error`. Needed where `FROM_OUTPUT` names any."""
+        raise NotImplementedError
+
     def compiled_cases(self, op: str) -> tuple[tuple[Case, torch.dtype], ...] | None:
         """What `python -m foundry_kernels inspect` compiles without --all; None for all benchmark and parity cases."""
         return None

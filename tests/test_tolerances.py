@@ -40,6 +40,17 @@ def test_worse_than_the_reference_fails(dtype: torch.dtype, how: str) -> None:
         compare("x", BROKEN[how](reference), reference, oracle, 1.0)
 
 
+def test_a_second_oracle_is_held_to_the_same_policy() -> None:
+    """What differs from the oracle by more than is allowed passes where it is the second oracle, as exact as ever."""
+    oracle = torch.randn(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    reference, second = oracle.bfloat16(), oracle + 0.1
+    for actual in (reference, second.bfloat16()):
+        compare("x", actual, reference, oracle, 1.0, of_its_output=second)
+    for wrong in (_one_ulp_up(reference), _one_ulp_up(second.bfloat16()), (oracle + 0.05).bfloat16()):
+        with pytest.raises(AssertionError, match="exceeds"):
+            compare("x", wrong, reference, oracle, 1.0, of_its_output=second)
+
+
 def test_infinities_must_agree() -> None:
     oracle = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
     compare("lse", oracle.float(), oracle.float(), oracle, 1.0)

@@ -271,6 +271,21 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
 #: they are allowed one rounding for each row.
 FROM_OUTPUT = ("q", "k", "sinks")
 
+
+def of_output(
+    options: Mapping[str, Any], cotangents: tuple[Tensor, ...], error: Tensor
+) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """``delta = dout . out - dlse`` is all that a kernel makes of the output: it is off by as much as if lse's gradient
+    were."""
+    dlse = -(cotangents[0] * error).sum(-1)
+    if error.dim() == 3:
+        dlse = dlse.t()  # packed: out is [total, H, Dv], lse [H, total]
+    rest = cotangents[1:]
+    if options.get("return_lse"):
+        dlse, rest = dlse + rest[0], rest[1:]
+    return {**options, "return_lse": True}, (cotangents[0], dlse, *rest)
+
+
 #: Two float32 roundings, as a part of what tiny() forgives a sum.
 _ROUNDING = 1 / 16
 

@@ -9,12 +9,23 @@ from hypothesis import strategies as st
 
 from foundry_kernels.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 from foundry_kernels.ops.flash_attention.cases import CuSeqlens, alibi_slopes_of
-from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing import Arg, Case, Values, alike, normal, uniform
 
 #: At most so many scores in a case: batch * n_heads * seqlen_q * seqlen_k.
 _SCORES = 100_000
 #: Layouts of cu_seqlens: those that keep their values.
 _CU_SEQLENS_LAYOUTS = st.sampled_from(["contiguous", "sliced", "offset", "strided"])
+
+#: With q and k of these a row has one dominant key, or nearly.
+_SHARP = st.sampled_from([uniform(1.0), uniform(3.0), uniform(9.0)])
+_QUERIES = spreads(1e-2, 5.0, 60.0) | _SHARP
+#: Where keys are alike, the gradients of what is far from 0 cancel.
+_VALUES = st.sampled_from([normal(), normal(), normal(1.0, 4.0), uniform(3.0)])
+
+
+def _keys(tokens: int) -> st.SearchStrategy[Values]:
+    """tokens: their dimension."""
+    return spreads(1e-2, 5.0) | _SHARP | st.just(alike(tokens))
 
 
 @st.composite
@@ -71,9 +82,9 @@ def _dense(
         most = max(min(_SCORES // (rows * max(seqlen_q, 1)), draw(ELEMENTS) // (rows * head_dim)), 3)
         seqlen_k = draw(sizes(most, least))
     args: dict[str, Arg | None] = {
-        "q": draw(tensors((batch, n_heads, seqlen_q, head_dim), spreads(1e-2, 5.0, 60.0))),
-        "k": draw(tensors((batch, n_kv_heads, seqlen_k, head_dim), spreads(1e-2, 5.0))),
-        "v": draw(tensors((batch, n_kv_heads, seqlen_k, head_dim_v))),
+        "q": draw(tensors((batch, n_heads, seqlen_q, head_dim), _QUERIES)),
+        "k": draw(tensors((batch, n_kv_heads, seqlen_k, head_dim), _keys(2))),
+        "v": draw(tensors((batch, n_kv_heads, seqlen_k, head_dim_v), _VALUES)),
     }
     return batch, args, {}
 
@@ -89,9 +100,9 @@ def _packed(
     seqlen_q, seqlen_k = (tuple(n[i] for n in lengths) for i in (0, 1))
     shape = (len(lengths) + 1,)
     args: dict[str, Arg | None] = {
-        "q": draw(tensors((sum(seqlen_q), n_heads, head_dim), spreads(1e-2, 5.0, 60.0))),
-        "k": draw(tensors((sum(seqlen_k), n_kv_heads, head_dim), spreads(1e-2, 5.0))),
-        "v": draw(tensors((sum(seqlen_k), n_kv_heads, head_dim_v))),
+        "q": draw(tensors((sum(seqlen_q), n_heads, head_dim), _QUERIES)),
+        "k": draw(tensors((sum(seqlen_k), n_kv_heads, head_dim), _keys(0))),
+        "v": draw(tensors((sum(seqlen_k), n_kv_heads, head_dim_v), _VALUES)),
         "cu_seqlens_q": Arg(shape, draw(_CU_SEQLENS_LAYOUTS), CuSeqlens(seqlen_q), index, grad=False),
         "cu_seqlens_k": Arg(shape, draw(_CU_SEQLENS_LAYOUTS), CuSeqlens(seqlen_k), index, grad=False),
     }
