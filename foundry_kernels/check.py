@@ -137,6 +137,7 @@ class Row:
     device: str
     checked: dict[str, int] = field(default_factory=dict)  # cases by dtype
     total: int = 0
+    took: float = 0.0  # the last case, in seconds; the next one is seldom smaller
     on_gpu: list[str] = field(default_factory=list)  # the checks that only a GPU can make
     failures: list[str] = field(default_factory=list)
 
@@ -168,8 +169,10 @@ class Row:
         name = short_dtype(call.dtype)
         self.checked[name] = self.checked.get(name, 0) + 1
         options = f"--backend {self.backend} --device {self.device} --dtype {name} --case {call.case.id}"
+        start = time.monotonic()
         with self.caught(f"{name} {call.case.id}", f"{COMMAND} {self.op.name} {options}"):
             assert_parity(self.op, call.case, backend=self.backend, dtype=call.dtype, device=self.device)
+        self.took = time.monotonic() - start
 
     def run_on_gpu(self) -> None:
         case = small_cases(self.op.cases.CASES[self.op.name])[0]
@@ -310,14 +313,14 @@ def main(argv: list[str], environment: list[str]) -> int:
 def steps(
     found: list[Row], calls: list[Call], seconds: float, gpu_too: bool
 ) -> Iterator[tuple[Row, str, Callable[[], None]]]:
-    """What is to be done next, for which row, and in words: all calls, or those that are begun within `seconds` and one
-    of each kernel and dtype. `gpu_too`: what only a GPU can show, before them."""
+    """What is to be done next, for which row, and in words: all calls, or those that should end within `seconds` and
+    one of each kernel and dtype. `gpu_too`: what only a GPU can show, before them."""
     end = time.monotonic() + seconds
     for row in found if gpu_too else ():
         yield row, "launches", row.run_on_gpu
     for each in calls:
         dtype = short_dtype(each.dtype)
-        if time.monotonic() <= end or dtype not in each.row.checked:
+        if time.monotonic() + each.row.took <= end or dtype not in each.row.checked:
             yield each.row, f"{dtype} {each.case.id}", partial(each.row.run, each)
 
 
