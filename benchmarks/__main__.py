@@ -1,23 +1,30 @@
-"""`python -m benchmarks`: pages and pictures from results, and this tree against another commit."""
+"""Keeps results of the benchmarks, makes pages of them, and compares this tree with another commit."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from benchmarks import compare, report
 
 
 def main(argv: list[str]) -> int:
-    match argv:
-        case ["report", *arguments] if len(arguments) <= 2:
-            report.report(arguments)
-        case ["readme", name]:
-            report.readme(report.kept_path(name))
-        case ["compare", *arguments]:
-            return compare.main(arguments)
-        case _:
-            print(report.__doc__, file=sys.stderr)
-            return 2
+    if argv[:1] == ["compare"]:  # which parses what follows
+        return compare.main(argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    text = "keep a run of --benchmark-json as benchmarks/results/NAME.json, and make NAME.md and its pictures"
+    keep = commands.add_parser("report", help=f"{text}; without a run, the pages of all kept results again")
+    keep.add_argument("run", nargs="?", metavar="RUN.json")
+    keep.add_argument("name", nargs="?", metavar="NAME", help="default: the device's")
+    table = commands.add_parser("readme", help="README.md's table and chart, from kept results")
+    table.add_argument("name", metavar="NAME")
+    commands.add_parser("compare", help="this tree against another commit", add_help=False)
+    options = parser.parse_args(argv)
+    if options.command == "report":
+        report.report([given for given in (options.run, options.name) if given is not None])
+    else:
+        report.readme(report.kept_path(options.name))
     return 0
 
 

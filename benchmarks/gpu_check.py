@@ -15,6 +15,7 @@ fills it on a machine without a GPU. Else they are compiled as they are met.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,11 @@ def file_name(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(argv)
     chosen = os.environ.get("GPU_CHECK", "")
     if chosen and not set(chosen.split(",")) <= set(PARTS) and chosen != "rest":
         print(f"GPU_CHECK must be rest or any of {', '.join(PARTS)}; got {chosen!r}", file=sys.stderr)
@@ -263,4 +268,4 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 import foundry_kernels as fk
@@ -24,4 +26,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m benchmarks.gpu_sanitize", description=__doc__).parse_args()
     main()

@@ -1,11 +1,4 @@
-"""Keeps results, and makes pages from them.
-
-python -m benchmarks report RUN.json [NAME]    # keeps a run of --benchmark-json as benchmarks/results/NAME.json and
-                                               # makes NAME.md and its pictures; NAME is the device's where left out
-python -m benchmarks report                    # makes the pages of all kept results again
-python -m benchmarks readme NAME               # README.md's table and chart, from kept results
-python -m benchmarks compare COMMIT [...]      # this tree against another commit; see --help
-"""
+"""Keeps results, and makes pages from them: `python -m benchmarks report` and `readme`."""
 
 from __future__ import annotations
 

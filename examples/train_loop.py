@@ -24,6 +24,7 @@ from examples.train_parallel import Single
 from examples.train_progress import Progress
 from examples.train_text import Text
 from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.nn import update_selection_biases
 from foundry_kernels.registry import is_dtensor
 
 HELD_OUT_WINDOWS = 32
@@ -140,6 +141,8 @@ def train(
     with recipe.device:
         model = processes.divide(Transformer(recipe.model, backend))
     optimizer = make_optimizer(model, recipe.lr)
+    if recipe.model.selection_bias:
+        optimizer.register_step_post_hook(lambda *_: update_selection_biases(model))
     schedule = make_schedule(optimizer, recipe.steps)
     order = torch.Generator().manual_seed(recipe.seed)  # on the CPU everywhere: the same batches on every device
     run = Run(backend, None)

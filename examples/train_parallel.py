@@ -124,6 +124,8 @@ class Parallel(Single):
         return answer[0]
 
     def check(self, model: ModelConfig, batch: int) -> None:
+        if model.selection_bias:
+            raise ParallelError("selection_bias: each of the processes would move it by its own tokens alone")
         if self.kind == "tp":
             from foundry_kernels.distributed import tensor_parallel_plan
 

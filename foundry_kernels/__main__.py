@@ -1,9 +1,9 @@
-"""`python -m foundry_kernels`: which backends of each operation work here, and why the others do not.
+"""Which backends of each operation work here, and why the others do not; or, with a command:
 
-`python -m foundry_kernels check`: whether every operation is right on the device at hand, in about a minute.
-`python -m foundry_kernels tune`: which launches and backends are the fastest on this GPU, measured and kept.
-`python -m foundry_kernels inspect rms_norm --arch 90`: what its Triton kernels cost on a GPU that is not present.
-`python -m foundry_kernels patch-report`: what `foundry_kernels.patch` replaces in each family of transformers.
+python -m foundry_kernels check                   # whether every operation is right on the device at hand, in a minute
+python -m foundry_kernels tune                    # the fastest launches and backends on this GPU, measured and kept
+python -m foundry_kernels inspect OP --arch 90    # what Triton kernels cost on a GPU that is not present
+python -m foundry_kernels patch-report            # what fk.patch replaces in each family of transformers
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from foundry_kernels.registry import BACKENDS, OpSpec
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["inspect"]:
-        return inspect(argv[1:])
-    if argv[:1] == ["patch-report"]:
-        return patch_report(argv[1:])
-    if argv[:1] == ["check"]:
-        return check(argv[1:])
-    if argv[:1] == ["tune"]:
-        return tune(argv[1:])
-    if argv:
-        commands = "check | inspect | patch-report | tune"
-        print(f"usage: python -m foundry_kernels [{commands}]; got {' '.join(argv)}", file=sys.stderr)
-        return 2
+    commands = {"check": check, "inspect": inspect, "patch-report": patch_report, "tune": tune}
+    if argv and argv[0] in commands:  # which parse what follows
+        return commands[argv[0]](argv[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m foundry_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs="?", choices=tuple(commands), help="each has a --help of its own")
+    parser.parse_args(argv)
     lines = ["foundry_kernels " + __version__, "", *versions(), ""]
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     print("\n".join([*lines, *table(devices)]))

@@ -43,6 +43,9 @@ if DIRECT:
 #: Settings that `JITFunction.run` looks at.
 _LOOKED_AT = frozenset({"launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook"})
 
+#: What a launch may name besides the kernel's arguments.
+_OPTIONS = frozenset({"num_warps", "num_stages", "maxnreg"})
+
 T = TypeVar("T")
 _PLANNERS: list[Any] = []
 
@@ -74,6 +77,9 @@ def forget_plans() -> None:
 def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
     """``kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)``; a tensor may be None."""
     if not (DIRECT and type(kernel) is JITFunction and _undisturbed(kernel)):
+        # The interpreter drops what a kernel does not have; a compiled one refuses it by itself.
+        if unknown := plan.constants.keys() - _OPTIONS - set(getattr(kernel, "arg_names", plan.constants)):
+            raise TypeError(f"{kernel.__name__} has no {', '.join(sorted(unknown))}")
         kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
         return
     driver = _drivers.active

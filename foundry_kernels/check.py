@@ -1,19 +1,25 @@
 """`python -m foundry_kernels check`: whether every operation is right on the device at hand, in about a minute.
 
 Needs no checkout: the cases and the tolerance policy are those of the test suite, and are installed with the package.
-Each kernel is held against the reference, forward and backward, for as many of its cases and dtypes as the time allows,
-in an order that is random but always the same. On a GPU it is also launched on a side stream, captured in a CUDA graph
-and, where there is a second GPU, called with tensors on the one that is not current.
+Each kernel is held against the reference, forward and backward, for as many of its cases and dtypes as the time allows:
+one case of each kind first (see `kind_of`), the largest last, and all kernels at the same pace (see `schedule`). On a
+GPU it is also launched on a side stream, captured in a CUDA graph and, where there is a second GPU, called with tensors
+on the one that is not current.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import math
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +31,18 @@ from foundry_kernels.testing import Case, assert_parity, call, make_cotangents
 COMMAND = "python -m foundry_kernels check"
 
 
+def kind_of(case: Case) -> object:
+    """Equal for cases with the same options and layouts, which differ in their shapes alone."""
+    layouts = tuple(None if a is None else (a.layout, a.dtype, a.grad) for a in case.args.values())
+    return tuple(sorted(map(str, case.options.items()))), layouts
+
+
 def small_cases(cases: Iterable[Case]) -> tuple[Case, ...]:
     """A few small cases, each with options or layouts that the others do not have."""
     kinds: dict[object, Case] = {}
     for case in cases:
         if 16 <= numel(case) <= 6000:
-            layouts = tuple(None if a is None else (a.layout, a.dtype, a.grad) for a in case.args.values())
-            kinds.setdefault((tuple(sorted(map(str, case.options.items()))), layouts), case)
+            kinds.setdefault(kind_of(case), case)
     return tuple(kinds.values())
 
 
@@ -109,6 +120,14 @@ def _assert_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
         assert torch.equal(a, e), f"result {i} differs"
 
 
+class Call(NamedTuple):
+    """One case in one dtype, of one kernel."""
+
+    row: Row
+    case: Case
+    dtype: torch.dtype
+
+
 @dataclass
 class Row:
     """One backend of one operation on one device, and what came of it."""
@@ -118,35 +137,44 @@ class Row:
     device: str
     checked: dict[str, int] = field(default_factory=dict)  # cases by dtype
     total: int = 0
+    took: float = 0.0  # the last case, in seconds; the next one is seldom smaller
+    on_gpu: list[str] = field(default_factory=list)  # the checks that only a GPU can make
     failures: list[str] = field(default_factory=list)
 
-    def calls(self, dtypes: tuple[torch.dtype, ...], case_id: str | None) -> list[tuple[Case, torch.dtype]]:
+    @property
+    def done(self) -> int:
+        return sum(self.checked.values())
+
+    def stages(self, dtypes: tuple[torch.dtype, ...], case_id: str | None) -> list[list[Call]]:
+        """What can be checked, in the order in which it is to be: a first case in every dtype, a case of each other
+        kind in one dtype or another, these in the other dtypes, all others. Of each stage and kind the smallest first.
+        """
         interpreted = self.backend == "triton" and self.device == "cpu"
         impl = self.op.impl(self.backend)
         assert impl is not None
         cases = [c for c in self.op.cases.CASES[self.op.name] if c.interpreted or not interpreted]
-        if case_id is not None:
-            cases = [c for c in cases if c.id == case_id]
-        found = [(c, d) for d in dtypes if d in impl.dtypes for c in cases]
-        random.Random(0).shuffle(found)
-        first = {dtype: (case, dtype) for case, dtype in reversed(found)}  # of each dtype, however short the time is
-        return [*first.values(), *(each for each in found if each != first[each[1]])]
+        chosen = [c for c in cases if case_id is None or c.id == case_id]
+        own = [d for d in dtypes if d in impl.dtypes]
+        # One element has no neighbours, and none at all proves little: the smallest that is more stands for its kind.
+        chosen.sort(key=lambda case: (numel(case) < 16, numel(case)))
+        kinds: dict[object, Case] = {}
+        others = sorted((case for case in chosen if kinds.setdefault(kind_of(case), case) is not case), key=numel)
+        stages: list[list[Call]] = [[], [], [], [Call(self, case, d) for case in others for d in own]]
+        for i, case in enumerate(kinds.values()):
+            for j, dtype in enumerate(own):
+                stages[0 if i == 0 else 1 if j == i % len(own) else 2].append(Call(self, case, dtype))
+        return stages
 
-    def run(self, calls: list[tuple[Case, torch.dtype]], seconds: float) -> None:
-        """All calls, or those that are begun within `seconds` and at least one of each dtype."""
-        self.total = len(calls)
-        end = time.monotonic() + seconds
-        for case, dtype in calls:
-            name = short_dtype(dtype)
-            if time.monotonic() > end and name in self.checked:
-                continue
-            self.checked[name] = self.checked.get(name, 0) + 1
-            options = f"--backend {self.backend} --device {self.device} --dtype {name} --case {case.id}"
-            with self.caught(f"{name} {case.id}", f"{COMMAND} {self.op.name} {options}"):
-                assert_parity(self.op, case, backend=self.backend, dtype=dtype, device=self.device)
+    def run(self, call: Call) -> None:
+        name = short_dtype(call.dtype)
+        self.checked[name] = self.checked.get(name, 0) + 1
+        options = f"--backend {self.backend} --device {self.device} --dtype {name} --case {call.case.id}"
+        start = time.monotonic()
+        with self.caught(f"{name} {call.case.id}", f"{COMMAND} {self.op.name} {options}"):
+            assert_parity(self.op, call.case, backend=self.backend, dtype=call.dtype, device=self.device)
+        self.took = time.monotonic() - start
 
-    def run_on_gpu(self) -> list[str]:
-        """The checks that only a GPU can make; their names."""
+    def run_on_gpu(self) -> None:
         case = small_cases(self.op.cases.CASES[self.op.name])[0]
         checks: list[tuple[str, Callable[[OpSpec, str, Case], None]]] = [("stream", side_stream), ("graph", cuda_graph)]
         if torch.cuda.device_count() > 1:
@@ -154,7 +182,7 @@ class Row:
         for name, check in checks:
             with self.caught(f"{name} {case.id}", f"{COMMAND} {self.op.name} --backend {self.backend}"):
                 check(self.op, self.backend, case)
-        return [name for name, _ in checks]
+            self.on_gpu.append(name)
 
     @contextmanager
     def caught(self, what: str, again: str) -> Iterator[None]:
@@ -171,8 +199,8 @@ class Row:
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {n}" for name, n in self.checked.items())
         verdict = "FAIL" if self.failures else "ok"
-        of = f"{sum(self.checked.values())} of {self.total} cases ({counts})"
-        return f"{verdict:<5} {self.op.name:<22} {self.backend:<8} {of}"
+        of = f"{self.done} of {self.total} cases ({counts})"
+        return ", ".join([f"{verdict:<5} {self.op.name:<22} {self.backend:<8} {of}", *self.on_gpu])
 
 
 def rows(ops: Iterable[str], backends: Iterable[str], device: str) -> Iterator[Row]:
@@ -181,6 +209,57 @@ def rows(ops: Iterable[str], backends: Iterable[str], device: str) -> Iterator[R
         for backend in backends:
             if OPS[name].why_not(backend, device) is None:
                 yield Row(OPS[name], backend, device)
+
+
+def schedule(rows: Iterable[list[list[Call]]]) -> list[Call]:
+    """The stages of all kernels, one after the other. Within a stage each kernel is always as far through its own calls
+    as the others are: whenever the time is up, those with more calls or slower ones have had more of it."""
+    paced = [
+        (stage, (i + 1) / len(calls), call)
+        for stages in rows
+        for stage, calls in enumerate(stages)
+        for i, call in enumerate(calls)
+    ]
+    return [call for _, _, call in sorted(paced, key=lambda each: each[:2])]
+
+
+class Progress:
+    """While its block runs, shows on stderr how far it is, also where one call takes long: in one line that is replaced
+    on a terminal, elsewhere in a new one every ten seconds."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.now = total, 0, ""
+        self._replaces, self._start, self._over = sys.stderr.isatty(), time.monotonic(), threading.Event()
+        self._writing, self._thread = threading.Lock(), threading.Thread(target=self._show, daemon=True)
+
+    def at(self, now: str, done: int) -> None:
+        self.now, self.done = now, done
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        with self._writing:
+            self._erase()
+            print(text, flush=True)
+
+    def _show(self) -> None:
+        while not self._over.wait(0.5 if self._replaces else 10.0):
+            with self._writing:
+                self._erase()
+                text = f"{time.monotonic() - self._start:.0f} s: {self.done} of {self.total} cases, at {self.now}"
+                print(text[:79], end="" if self._replaces else "\n", file=sys.stderr, flush=True)
+
+    def _erase(self) -> None:
+        if self._replaces:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+        self._erase()
 
 
 def device_is_lost(device: str) -> bool:
@@ -203,7 +282,9 @@ def main(argv: list[str], environment: list[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=dtypes, help="only this one")
     parser.add_argument("--case", help="only the case of this id")
-    parser.add_argument("--seconds", type=float, default=60.0, help="the time for all cases together (default: 60)")
+    times = parser.add_mutually_exclusive_group()
+    times.add_argument("--seconds", type=float, default=60.0, help="the time for all cases together (default: 60)")
+    times.add_argument("--all", action="store_true", help="every case, however long it takes")
     options = parser.parse_args(argv)
     unknown = [name for name in options.op if name not in OPS]
     if unknown:
@@ -220,23 +301,48 @@ def main(argv: list[str], environment: list[str]) -> int:
     if any(row.backend == "triton" for row in found) and _triton.INTERPRET:
         print("Triton's kernels are interpreted on the CPU: their arithmetic is checked, not what a GPU makes of it.\n")
     chosen = (dtypes[options.dtype],) if options.dtype else tuple(dtypes.values())
-    calls = {id(row): row.calls(chosen, options.case) for row in found}
-    if not any(calls.values()):
+    stages = [row.stages(chosen, options.case) for row in found]
+    if not any(map(any, stages)):
         parser.error(f"no case {options.case!r} for {', '.join(sorted({row.op.name for row in found}))}")
-    end = time.monotonic() + options.seconds
-    for i, row in enumerate(found):
-        row.run(calls[id(row)], (end - time.monotonic()) / (len(found) - i))
-        more = row.run_on_gpu() if options.device == "cuda" and options.case is None else []
-        print(f"{row}{''.join(', ' + name for name in more)}", flush=True)
-        for failure in row.failures:
-            print(f"    {failure}", flush=True)
-        if row.failures and device_is_lost(options.device):
-            rest = " ".join(dict.fromkeys(r.op.name for r in found[i + 1 :]))
-            print(f"the GPU cannot be used any more by this process; check the rest by: {COMMAND} {rest}")
-            break
+    for row, of_row in zip(found, stages, strict=True):
+        row.total = sum(map(len, of_row))
+    seconds = math.inf if options.all else options.seconds
+    return run(found, schedule(stages), seconds, options.device == "cuda" and options.case is None)
+
+
+def steps(
+    found: list[Row], calls: list[Call], seconds: float, gpu_too: bool
+) -> Iterator[tuple[Row, str, Callable[[], None]]]:
+    """What is to be done next, for which row, and in words: all calls, or those that should end within `seconds` and
+    one of each kernel and dtype. `gpu_too`: what only a GPU can show, before them."""
+    end = time.monotonic() + seconds
+    for row in found if gpu_too else ():
+        yield row, "launches", row.run_on_gpu
+    for each in calls:
+        dtype = short_dtype(each.dtype)
+        if time.monotonic() + each.row.took <= end or dtype not in each.row.checked:
+            yield each.row, f"{dtype} {each.case.id}", partial(each.row.run, each)
+
+
+def run(found: list[Row], calls: list[Call], seconds: float, gpu_too: bool) -> int:
+    """Take the `steps`, and print what came of them; the exit status."""
+    with Progress(len(calls)) as progress:
+        for row, what, step in steps(found, calls, seconds, gpu_too):
+            progress.at(f"{row.op.name} {row.backend} {what}", sum(each.done for each in found))
+            before = len(row.failures)
+            step()
+            for failure in row.failures[before:]:
+                progress.say(f"FAIL  {row.op.name} {row.backend} {failure}")
+            if len(row.failures) > before and device_is_lost(row.device):
+                rest = " ".join(dict.fromkeys(each.op.name for each in found if not each.failures))
+                progress.say(f"the GPU cannot be used any more by this process; check the others by: {COMMAND} {rest}")
+                break
+    print(*found, sep="\n")
+    if left := len(calls) - sum(row.done for row in found):
+        print(f"\n{left} of {len(calls)} cases were not reached (the smallest of each kind go first); --all takes all")
     failures = sum(len(row.failures) for row in found)
     if failures:
         print(f"\n{failures} failures. Please report all that is printed above: it names the versions and the device.")
         return 1
-    print(f"\nall right: {len(found)} kernels agree with the reference on {options.device}")
+    print(f"\nall right: {len(found)} kernels agree with the reference on {found[0].device}")
     return 0

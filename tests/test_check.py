@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,12 +16,25 @@ from table import Row, over_rows
 import foundry_kernels as fk
 from foundry_kernels import check
 from foundry_kernels.registry import override
+from foundry_kernels.testing import Case
 
 Captured = pytest.CaptureFixture[str]
 
 
 def options(row: Row) -> list[str]:
     return [row.op.name, "--backend", row.backend, "--device", row.device]
+
+
+@contextmanager
+def few_cases(row: Row, cases: list[Case]) -> Iterator[None]:
+    """While it lasts, the operation has no other cases."""
+    every = row.op.cases.CASES
+    before = every[row.op.name]
+    every[row.op.name] = tuple(cases)
+    try:
+        yield
+    finally:
+        every[row.op.name] = before
 
 
 @over_rows("triton", "native")
@@ -99,3 +115,85 @@ def test_what_the_checks_of_a_gpu_compare() -> None:
     y, dx, dw = check.forward_and_backward(op, "reference", args, case)
     assert (y.shape, dx.shape) == (args["x"].shape, args["x"].shape)  # type: ignore[union-attr]
     assert dw.shape == args["weight"].shape  # type: ignore[union-attr]
+
+
+def test_each_kind_of_case_goes_first() -> None:
+    """One of each in some dtype, then these in the others, then the rest by size; every dtype takes its turn."""
+    op = fk.OPS["flash_attention"]
+    row = check.Row(op, "native", "cpu")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    first, kinds, again, others = row.stages(dtypes, None)
+    found = {check.kind_of(case) for case in op.cases.CASES[op.name]}
+    assert len(found) > 40
+    assert [call.dtype for call in first] == list(dtypes)
+    assert len({call.case.id for call in first}) == 1
+    assert {check.kind_of(call.case) for call in (*first, *kinds)} == found
+    assert len(kinds) == len(found) - 1
+    assert {call.dtype for call in kinds[:3]} == set(dtypes)
+    assert len(again) == 2 * len(kinds)
+    assert sorted(check.numel(call.case) for call in others) == [check.numel(call.case) for call in others]
+    every = [(call.case.id, call.dtype) for call in (*first, *kinds, *again, *others)]
+    assert len(every) == len(set(every)) == 3 * len(op.cases.CASES[op.name])
+
+
+def test_all_kernels_are_at_the_same_pace() -> None:
+    """Wherever a stage is cut, each has had the same share of its own calls: the time goes by their number and cost."""
+    found = [check.Row(fk.OPS[name], "native", "cpu") for name in ("flash_attention", "layer_norm")]
+    stages = [row.stages((torch.float32, torch.bfloat16), None) for row in found]
+    calls = check.schedule(stages)
+    assert len(calls) == sum(len(stage) for of_row in stages for stage in of_row)
+    start = 0
+    for stage in zip(*stages, strict=True):
+        sizes = [len(of_row) for of_row in stage]
+        part = calls[start : start + sum(sizes)]
+        for cut in range(len(part)):
+            shares = [sum(c.row is row for c in part[:cut]) / n for row, n in zip(found, sizes, strict=True)]
+            assert abs(shares[0] - shares[1]) <= 1 / min(sizes) + 1e-9, (cut, shares)
+        start += sum(sizes)
+
+
+@over_rows("native")
+def test_what_is_left_out_is_counted(row: Row, capsys: Captured) -> None:
+    if row.op.name != "layer_norm":
+        pytest.skip("one operation stands for the pattern")
+    total = len(row.op.cases.CASES["layer_norm"])
+    assert check.main([*options(row), "--seconds", "0", "--dtype", "float32"], []) == 0
+    shown = capsys.readouterr().out
+    assert f"{total - 1} of {total} cases were not reached" in shown
+    assert "--all takes all" in shown
+    cases = [case for case in row.op.cases.CASES["layer_norm"] if check.numel(case) < 2000]
+    with few_cases(row, cases):
+        assert check.main([*options(row), "--all", "--dtype", "float32"], []) == 0
+    shown = capsys.readouterr().out
+    assert f"{len(cases)} of {len(cases)} cases" in shown
+    assert "not reached" not in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "file"])
+def test_progress_is_shown_while_a_call_is_under_way(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    waits: list[float] = []
+    shown = threading.Event()
+
+    def wait(event: threading.Event, seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) > 2:
+            shown.set()
+            return real_wait(event)
+        return False
+
+    real_wait = threading.Event.wait
+    progress = check.Progress(9)
+    monkeypatch.setattr(progress._over, "wait", lambda seconds: wait(progress._over, seconds))
+    progress.at("rms_norm native float32 5x17", 4)
+    with progress:
+        assert shown.wait(60)
+        progress.say("FAIL")
+    out, err = capsys.readouterr()
+    assert out == "FAIL\n"
+    assert waits == [0.5 if terminal else 10.0] * 3
+    assert err.count("0 s: 4 of 9 cases, at rms_norm native float32 5x17") == 2
+    assert ("\r\x1b[K" in err) == terminal
+    assert err.count("\n") == (0 if terminal else 2)

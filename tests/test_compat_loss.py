@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from foundry_kernels.compat import cross_entropy, linear_cross_entropy
+from foundry_kernels.compat import loss as compat_loss
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "one token": ((7,), ()),
@@ -142,3 +144,34 @@ def test_the_linear_form_is_torchs(tokens: tuple[int, ...], reduction: str) -> N
 def test_a_linear_weight_of_more_dimensions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"linear_weight must be \[C, in_features\]; got shape \(7, 2, 6\)"):
         linear_cross_entropy(torch.ones(5, 6), torch.ones(7, 2, 6), torch.zeros(5, dtype=torch.int64))
+
+
+@needs_torchs
+def test_torchs_options_are_taken_or_refused() -> None:
+    x, target = draw((5, 6), (5,))
+    weight = draw((7, 6), ())[0]
+    kind = nn.LinearCrossEntropyOptions
+
+    def loss(options: Any) -> Tensor:
+        return linear_cross_entropy(x, weight, target, options=options)
+
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patched:
+        own = compat_loss.fk_linear_cross_entropy
+        patched.setattr(
+            compat_loss,
+            "fk_linear_cross_entropy",
+            lambda *args, chunk_size, **rest: seen.append(chunk_size) or own(*args, chunk_size=chunk_size, **rest),
+        )
+        for options in (None, kind(), kind(acc_policy="accurate", allow_retain_graph=True, acc_dtype=torch.float32)):
+            torch.testing.assert_close(loss(options), loss(None))
+        loss(kind(batch_chunk_size=3, chunking_method=None))
+    assert seen == [None] * 6 + [3]
+    with pytest.raises(ValueError, match=r"options must have acc_dtype=None or torch\.float32; got torch\.bfloat16"):
+        loss(kind(acc_dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="options must be a LinearCrossEntropyOptions or None; got dict"):
+        loss({"batch_chunk_size": 3})
+    newer = dataclasses.make_dataclass("Newer", [("made_up", float, 1.0)], bases=(kind,), frozen=True)
+    loss(newer())
+    with pytest.raises(ValueError, match=r"options must have made_up=1\.0, the rest is not known; got 2\.0"):
+        loss(newer(made_up=2.0))

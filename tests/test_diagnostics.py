@@ -194,8 +194,8 @@ def test_clipping_sees_all_parts_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("changes", "limit", "message"),
     [
-        ({"qk_norm": True}, 100.0, "without QK-norm"),
-        ({"attention_dropout": 0.1}, 100.0, "without attention dropout"),
+        ({"qk_norm": True}, 100.0, "qk_norm=True has no logits to be clipped: it bounds"),
+        ({"attention_dropout": 0.1}, 100.0, "attention_dropout=0.1 has no logits to be clipped"),
         ({}, 0.0, "limit must be finite and above 0"),
     ],
 )

@@ -278,7 +278,7 @@ def mesh_of_three():
     [
         ({"dim": 16, "n_heads": 4}, "n_heads must be a multiple of the 3 devices that share the heads; got 4"),
         ({"dim": 24, "n_heads": 6, "n_kv_heads": 2}, "n_kv_heads must be a multiple of the 3 devices .* got 2"),
-        ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "needs tie_embeddings=False"),
+        ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "tie_embeddings=True is not divided .* both ways"),
         ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not divided by this plan: each device"),
         ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
         ({"dim": 24, "n_heads": 6, "qk_norm": True}, "qk_norm=True is not divided .* summed over the devices"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.models import Transformer
+from foundry_kernels.models.hf_config import SILENT, Asked
 from foundry_kernels.models.hf_families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -190,7 +191,7 @@ def test_learned_positions_may_be_fewer_and_dropouts_others():
         (
             "qwen2",
             {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
-            "layer_types must be one for all layers; got full_attention, sliding_attention",
+            "layer_types must be one for all layers, .*; got full_attention, sliding_attention",
         ),
         ("phi", {"qk_layernorm": True}, "qk_layernorm must be False"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim must be 32: .* got 16"),
@@ -234,3 +235,50 @@ def test_foreign_checkpoints_are_refused_by_key_and_shape():
         ValueError, match=r"weights of one dtype on one device; got torch\.bfloat16 on cpu, torch\.float32"
     ):
         Transformer.from_hf(model)
+
+
+def test_options_that_are_new_are_refused():
+    """What the class of a configuration has, and nothing here reads, must be as it is by default."""
+    kind = transformers.LlamaConfig
+
+    class Newer(kind):
+        def __init__(self, made_up=1.0, **options):
+            super().__init__(**options)
+            self.made_up = made_up
+
+    for given, refused in (({}, False), ({"made_up": 1.0}, False), ({"made_up": 2.0}, True)):
+        model = transformers.LlamaForCausalLM(Newer(**MODELS["llama"][1], **given))
+        if refused:
+            with pytest.raises(
+                ValueError, match=r"made_up must be 1\.0: Transformer does not know this option; got 2\.0"
+            ):
+                Transformer.from_hf(model)
+        else:
+            Transformer.from_hf(model)
+    model = build("llama")
+    model.config.quantization_config = {"bits": 4}
+    with pytest.raises(ValueError, match="quantization_config must be None"):
+        Transformer.from_hf(model)
+    model = build("qwen2")
+    model.config.layer_types = ["chunked_attention"] * 2
+    with pytest.raises(ValueError, match=r"layer_types must be one for all layers, .*; got chunked_attention"):
+        Transformer.from_hf(model)
+
+
+def test_a_class_of_the_same_name_elsewhere_is_refused():
+    own = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {"__module__": "somewhere.else"})
+    with pytest.raises(TypeError, match=r"of transformers; got LlamaForCausalLM of somewhere\.else"):
+        Transformer.from_hf(own(transformers.LlamaConfig(**MODELS["llama"][1])))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_option_is_declared(name):
+    """Read, or said to be silent: a new one of another version of transformers fails here."""
+    config = transformers.CONFIG_MAPPING[MODELS[name][0]](**MODELS[name][1])
+    family = FAMILIES[transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    asked = Asked(config)
+    family.fields(asked)
+    read = {config.attribute_map.get(option, option) for option in asked.names}
+    of_others = {"is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"}
+    undeclared = type(config)().to_dict().keys() - read - SILENT - family.silent - of_others
+    assert not undeclared

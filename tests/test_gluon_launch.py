@@ -226,6 +226,29 @@ def test_the_usual_kernel_serves_the_rest(name: str, launches: Launches, measure
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
 
 
+@pytest.mark.parametrize("place", ["problem", "flags"])
+def test_and_what_is_not_declared(
+    place: str, launches: Launches, measured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag that is new to the problem, or to the usual kernel's launch."""
+    served = gluon_launch.serves
+
+    def with_flag(p: Any, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
+        assert served(p, flags, out)
+        off = {"MADE_UP": False}
+        assert served(p, flags | off, out)
+        on = {"MADE_UP": True}
+        if place == "flags":
+            return served(p, flags | on, out)
+        monkeypatch.setattr(p, "constants", p.constants | on)
+        return served(p, flags, out)
+
+    monkeypatch.setattr(gluon_launch, "serves", with_flag)
+    launches.made.clear()
+    attend(*draw(t=201))
+    assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
+
+
 @pytest.mark.parametrize("arch", [80, 89, 100, 120])
 def test_and_other_devices(arch: int, launches: Launches, measured: Path) -> None:
     _triton.record_for(arch)

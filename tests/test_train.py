@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 pytest.importorskip("tqdm", reason="the demo needs tqdm")
 
 from examples import train, train_checkpoint, train_loop, train_memory, train_report, train_text  # noqa: E402
+from examples.train_parallel import Parallel, ParallelError  # noqa: E402
 from foundry_kernels.models import ModelConfig, Transformer  # noqa: E402
+from foundry_kernels.nn import Router  # noqa: E402
 
 SHAPE = ["--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--batch", "2", "--seq-len", "16"]
 TINY = [*SHAPE, "--device", "cpu", "--steps", "6", "--sample-tokens", "5"]
@@ -97,6 +100,15 @@ def test_bfloat16_trains_float32_parameters(text_file):
     full = train_loop.train(recipe(), "reference", train_text.read_text(text_file, 16), None, progress=False)
     assert done.losses != full.losses
     assert done.losses == pytest.approx(full.losses, abs=0.05)
+
+
+def test_a_selection_bias_is_moved_by_one_process_alone(text_file):
+    biased = recipe(arguments=["--set", "n_experts=4", "selection_bias=true"])
+    done = train_loop.train(biased, "reference", train_text.read_text(text_file, 16), None, progress=False)
+    routers = [m for m in done.model.modules() if isinstance(m, Router)]
+    assert all(router.selection_bias.abs().max() > 0.0 for router in routers)
+    with pytest.raises(ParallelError, match="selection_bias: each of the processes would move it by its own tokens"):
+        Parallel.check(SimpleNamespace(kind="ddp", size=2), biased.model, 4)
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------

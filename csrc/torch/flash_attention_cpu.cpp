@@ -71,6 +71,9 @@ struct KeepAlive {
 
 void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tensor& k, const Tensor& v,
                 const AttentionOptions& options) {
+  // One name each, so that an option that nothing is made of here does not compile.
+  const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
+               alibi_slopes, sinks, bottom_right, deterministic] = options;
   keep.q = unit_last_stride(q);
   keep.k = unit_last_stride(k);
   keep.v = unit_last_stride(v);
@@ -85,23 +88,23 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
   a.group = q.size(1) / k.size(1);
   a.head_dim = q.size(-1);
   a.head_dim_v = v.size(-1);
-  a.scale = static_cast<float>(options.scale);
-  a.softcap = static_cast<float>(options.softcap.value_or(0.0));
-  if (options.alibi_slopes.has_value()) {
-    keep.alibi_slopes = options.alibi_slopes->to(at::kFloat).contiguous();
+  a.scale = static_cast<float>(scale);
+  a.softcap = static_cast<float>(softcap.value_or(0.0));
+  if (alibi_slopes.has_value()) {
+    keep.alibi_slopes = alibi_slopes->to(at::kFloat).contiguous();
     a.alibi_slopes = keep.alibi_slopes.const_data_ptr<float>();
     a.alibi_slopes_batch_stride = keep.alibi_slopes.dim() == 2 ? q.size(1) : 0;
   }
-  if (options.sinks.has_value()) {
-    keep.sinks = options.sinks->to(at::kFloat).contiguous();
+  if (sinks.has_value()) {
+    keep.sinks = sinks->to(at::kFloat).contiguous();
     a.sinks = keep.sinks.const_data_ptr<float>();
   }
   const auto side = [](const OptionalInt& n) {
     return n.has_value() ? std::min(n->guard_int(__FILE__, __LINE__), kUnbounded) : kUnbounded;
   };
-  a.window_left = side(options.window_left);
-  a.window_right = side(options.window_right);
-  a.bottom_right = options.bottom_right;
+  a.window_left = side(window_left);
+  a.window_right = side(window_right);
+  a.bottom_right = bottom_right;
   a.type = dtype_of(q);
   a.lse_strides = row_strides(q);
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, SupportsFloat, SupportsIndex
 
+import torch
 from torch import Tensor
 from torch.nn import _reduction
 
@@ -11,6 +13,7 @@ from foundry_kernels._checks import check_float, check_tensor
 from foundry_kernels.compat.scalars import as_float, as_int
 from foundry_kernels.ops.cross_entropy import cross_entropy as fk_cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy as fk_linear_cross_entropy
+from foundry_kernels.registry import wide_dtype
 
 
 def cross_entropy(
@@ -68,6 +71,27 @@ def cross_entropy(
     ).to(input.dtype)
 
 
+#: Fields of PyTorch's options that are served.
+_OPTIONS = ("allow_retain_graph", "batch_chunk_size", "chunking_method", "acc_policy", "acc_dtype")
+
+
+def _chunk_size(options: Any, dtype: torch.dtype) -> int | None:
+    """What PyTorch's options ask for here."""
+    if options is None:
+        return None
+    if not dataclasses.is_dataclass(options) or isinstance(options, type):
+        raise TypeError(f"options must be a LinearCrossEntropyOptions or None; got {type(options).__name__}")
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _OPTIONS and value != field.default:
+            raise ValueError(f"options must have {field.name}={field.default!r}, the rest is not known; got {value!r}")
+    wide = wide_dtype(dtype)
+    if (sums := getattr(options, "acc_dtype", None)) not in (None, wide):
+        raise ValueError(f"options must have acc_dtype=None or {wide}; got {sums}")
+    size: int | None = getattr(options, "batch_chunk_size", None)
+    return size
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -92,7 +116,8 @@ def linear_cross_entropy(
         reduction: "none", "mean" or "sum".
         ignore_index: targets that count nothing; None is -100.
         label_smoothing: 0 .. 1.
-        options: PyTorch's `LinearCrossEntropyOptions`. Chunks are chosen here, so it is not looked at.
+        options: PyTorch's `LinearCrossEntropyOptions`, or None. Its `batch_chunk_size` is taken; sums are in float32
+            (float64 of float64 inputs) and `retain_graph` works whatever it says.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
@@ -104,6 +129,7 @@ def linear_cross_entropy(
     """
     check_float("input", input)
     check_float("linear_weight", linear_weight)
+    chunk_size = _chunk_size(options, input.dtype)
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight must be [C, in_features]; got shape {tuple(linear_weight.shape)}")
     return fk_linear_cross_entropy(
@@ -112,6 +138,7 @@ def linear_cross_entropy(
         target,
         bias=linear_bias,
         class_weight=weight,
+        chunk_size=chunk_size,
         ignore_index=-100 if ignore_index is None else as_int("ignore_index", ignore_index),
         reduction=reduction,
         label_smoothing=as_float("label_smoothing", label_smoothing),

@@ -9,7 +9,25 @@ from torch import Tensor, nn
 
 from foundry_kernels.diagnostics.recorder import attentions_of, check_model, taken, with_statistics
 from foundry_kernels.models import Transformer
+from foundry_kernels.models.config import EXPERT_FIELDS, refuse_choices
 from foundry_kernels.nn import Attention
+
+#: The fields of a model's configuration that may have other values than their default, any or these: with them a logit
+#: is a product of rows of `wq` and `wk`, before what is never positive.
+CLIPPED: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "init_std")),
+    **dict.fromkeys(("hidden_dim", "multiple_of", "ffn_dim_multiplier", "ffn_rule", "activation", "mlp_bias")),
+    **dict.fromkeys(("norm", "norm_eps", "norm_round_before_weight", "norm_bias", "norm_placement", "embedding_norm")),
+    **dict.fromkeys(("rope_base", "rope_scaling", "rope_interleaved", "rope_dim", "sliding_window")),
+    **dict.fromkeys(("attention_bias", "attention_out_bias", "output_bias", "tie_embeddings")),
+    **dict.fromkeys(("parallel_residual", "shared_attention_norm", "embedding_dropout", "residual_dropout")),
+    **dict.fromkeys(("n_experts", *EXPERT_FIELDS)),
+    "positions": ("rope", "alibi", "learned", "sinusoidal", "none"),
+}
+_REASONS = {
+    "qk_norm": "it bounds the logits by itself",
+    "attention_dropout": "no kernel has it, and a logit is a kernel's",
+}
 
 
 class QKClip:
@@ -27,22 +45,20 @@ class QKClip:
     accumulated batch, and stay on their device: nothing waits for them.
 
     Args:
-        model: a :class:`foundry_kernels.models.Transformer` without QK-norm, which bounds the logits by itself, and
-            without attention dropout, which no kernel has.
+        model: a :class:`foundry_kernels.models.Transformer` with the choices in `CLIPPED`: not with QK-norm, which
+            bounds the logits by itself, nor attention dropout, which no kernel has.
         limit: the largest logit that is left alone, above 0.
 
     Raises:
         TypeError: another model.
-        ValueError: a model with QK-norm or attention dropout, or a limit that is not above 0.
+        ValueError: a model with a choice that is not in `CLIPPED`, or a limit that is not above 0.
 
     Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv:2507.20534.
     """
 
     def __init__(self, model: Transformer, limit: float = 100.0) -> None:
         config = check_model(model).config
-        if config.qk_norm or config.attention_dropout:
-            what = "QK-norm" if config.qk_norm else "attention dropout"
-            raise ValueError(f"model must be without {what}, with which logits are not clipped")
+        refuse_choices(config, CLIPPED, "has no logits to be clipped", _REASONS)
         if not 0.0 < limit < float("inf"):
             raise ValueError(f"limit must be finite and above 0; got {limit}")
         self.limit = limit

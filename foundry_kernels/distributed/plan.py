@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from foundry_kernels.models import Transformer
+from foundry_kernels.models.config import refuse_choices
 from foundry_kernels.nn._head import PLANNED_HOOKS, PLANNED_INPUT, count_hooks
 
 
@@ -83,15 +84,27 @@ class VocabularyParallel(ColwiseParallel):
         return module
 
 
-#: Choices of a model that the plan does not divide, and why.
-UNDIVIDED = {
+#: The fields of a model's configuration that may have other values than their default: any, or these.
+DIVIDED: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "init_std")),
+    **dict.fromkeys(("hidden_dim", "multiple_of", "ffn_dim_multiplier", "ffn_rule")),
+    **dict.fromkeys(("norm_eps", "norm_round_before_weight", "norm_bias", "embedding_norm")),
+    **dict.fromkeys(("rope_base", "rope_scaling", "rope_interleaved", "rope_dim", "sliding_window")),
+    **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "output_bias")),
+    **dict.fromkeys(("parallel_residual", "shared_attention_norm")),
+    "positions": ("rope", "learned", "none"),
+    "norm": ("rms_norm", "layer_norm"),
+    "norm_placement": ("pre", "post"),
+    "activation": ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"),
+}
+#: Why others are not divided.
+_REASONS = {
     "positions=alibi": "each device would need the slopes of its own heads",
     "positions=sinusoidal": "the table is not divided along the sequence",
     "qk_norm": "the gradients of its weights would have to be summed over the devices",
-    "embedding_dropout": "random numbers are not divided",
-    "residual_dropout": "random numbers are not divided",
-    "attention_dropout": "random numbers are not divided",
+    **dict.fromkeys(("embedding_dropout", "residual_dropout", "attention_dropout"), "random numbers are not divided"),
     "n_experts": "experts are not divided",
+    "tie_embeddings": "a shared matrix cannot be divided both ways",
 }
 
 
@@ -116,25 +129,18 @@ def tensor_parallel_plan(
 
     Raises:
         TypeError: `model` is not a Transformer.
-        ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, the embeddings
-            are tied, or the model has a choice that is not divided: ALiBi, sinusoidal positions, QK-norm, dropout,
-            experts.
+        ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, the model has a
+            choice that is not in `DIVIDED` or a parameter of which the plan does not know how it is divided.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, that of tensor parallelism; got {mesh.ndim}: {mesh}")
     config, devices = model.config, mesh.size()
-    for choice, reason in UNDIVIDED.items():
-        name, _, value = choice.partition("=")
-        got = getattr(config, name)
-        if got == value if value else got:
-            raise ValueError(f"{name}={got!r} is not divided by this plan: {reason}")
+    refuse_choices(config, DIVIDED, "is not divided by this plan", _REASONS)
     for name, heads in (("n_heads", config.n_heads), ("n_kv_heads", config.kv_heads)):
         if heads % devices:
             raise ValueError(f"{name} must be a multiple of the {devices} devices that share the heads; got {heads}")
-    if config.tie_embeddings:
-        raise ValueError("tensor parallelism needs tie_embeddings=False: a shared matrix cannot be divided both ways")
 
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(
@@ -172,4 +178,8 @@ def tensor_parallel_plan(
         }
     # Without a gate, a norm of its own or one at the end there are fewer modules.
     modules = {name for name, _ in model.named_modules()}
+    for name, _ in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        if module not in plan or own not in ("weight", "bias"):
+            raise ValueError(f"{name} is not divided by this plan: it is no parameter of a Transformer")
     return {name: style for name, style in plan.items() if name in modules}

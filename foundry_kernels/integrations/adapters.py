@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -32,6 +33,12 @@ def nothing(module: Any) -> dict[str, Any]:
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
+
+
+def names_of(code: CodeType) -> set[str]:
+    """The globals and attributes that a function uses, those inside of it too."""
+    inner = (names_of(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 @dataclass
@@ -85,7 +92,7 @@ class Adapter:
     def why_changed(self, original: type) -> str | None:
         """The reason why `original` is not the class that the row describes, or None."""
         code = getattr(inspect.unwrap(getattr(original, self.method)), "__code__", None)
-        unknown = sorted(set(code.co_names) - self.known()) if code else ["something that is not Python"]
+        unknown = sorted(names_of(code) - self.known()) if code else ["something that is not Python"]
         if self.known() and unknown:
             return f"its {self.method} uses {', '.join(unknown)}: another version of it than this package knows"
         return None

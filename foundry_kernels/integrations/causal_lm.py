@@ -8,6 +8,7 @@ that must be called) is the class's own forward, whose `loss_function` is `cross
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,10 @@ from foundry_kernels.registry import is_dtensor
 
 #: What the report says of a model that is served.
 NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"
+
+
+#: The arguments of the loss of transformers, and of the function that it calls; of `kwargs` both read nothing.
+LOSS = words("logits labels source target vocab_size num_items_in_batch ignore_index shift_labels kwargs")
 
 
 def _one(module: Any) -> float:
@@ -62,6 +67,13 @@ class CausalLM(Adapter):
             "router_aux_loss_coef MoeCausalLMOutputWithPast"
         )
         return self.names | {*self.uses} | (mixture if self.mixture else set())
+
+    def why_changed(self, original: type) -> str | None:
+        losses = importlib.import_module("transformers.loss.loss_utils")
+        for loss in (losses.ForCausalLMLoss, losses.fixed_cross_entropy):
+            if unknown := sorted(inspect.signature(loss).parameters.keys() - LOSS):
+                return f"its loss takes {', '.join(unknown)}: another version of it than this package knows"
+        return super().why_changed(original)
 
     def why_not_without_logits(self, module: nn.Module) -> str | None:
         """The reason why the logits are made in any case, or None."""

@@ -34,6 +34,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
+from foundry_kernels.integrations.adapters import words
 from foundry_kernels.integrations.masks import (
     ADVICE,
     DenseMask,
@@ -45,8 +46,15 @@ from foundry_kernels.integrations.masks import (
 )
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 
-#: Arguments of other attention functions that change the result and that this one does not know.
-UNKNOWN = ("position_bias", "head_mask", "block_table", "cache")
+#: Arguments besides those in the signature of `attention`: how a batch is packed, and what is no concern of attention's
+#: but comes with the rest (positions that are in the mask or in the queries, what the model returns, its loss).
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+UNCONCERNED = words(
+    "position_ids cache_position seq_idx use_cache return_dict output_hidden_states output_router_logits "
+    "num_items_in_batch ignore_index shift_labels"
+)
+#: What transformers' "sdpa" knows of an argument that is set; the window is in its mask.
+SDPA = UNCONCERNED | {*PACKING, "scaling", "dropout", "is_causal", "sliding_window"}
 
 
 def attention(
@@ -79,7 +87,8 @@ def attention(
     Raises:
         ValueError: a dense mask, dropout, `output_attentions`, or an argument of another attention function.
     """
-    leaves_dropout = dropout and getattr(getattr(module, "_foundry_row", None), "leaves_dropout", False)
+    plain = sliding_window is None and softcap is None and s_aux is None and alibi_slopes is None
+    leaves_dropout = dropout and plain and getattr(getattr(module, "_foundry_row", None), "leaves_dropout", False)
     _refuse(0.0 if leaves_dropout else dropout, kwargs)
     if attention_mask is not None and attention_mask.dtype != torch.int32:
         raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
@@ -123,9 +132,9 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
             "output_attentions must be False, no weights are ever formed; use attn_implementation='eager', and patch "
             "with ops that do not name flash_attention"
         )
-    for name in UNKNOWN:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} must be None; {ADVICE}")
+    for name in kwargs.keys() - UNCONCERNED - {"output_attentions", *PACKING}:
+        if kwargs[name] is not None and kwargs[name] is not False:
+            raise ValueError(f"{name} must be None, attention here does not know it; {ADVICE}")
 
 
 def as_dense(mask: Tensor | None, batch: int, queries: int, keys: int, device: Any) -> Tensor:
@@ -161,16 +170,17 @@ def attention_or_sdpa(
 ) -> tuple[Tensor, None]:
     """The attention function "foundry_or_sdpa": as :func:`attention`, but a call with a dense mask runs on SDPA.
 
-    With a soft cap or sinks, which SDPA lacks, it runs on the eager attention of the model that `module` is part of.
+    With an argument that SDPA does not know, such as a soft cap or sinks, it runs on the eager attention of the model
+    that `module` is part of.
 
     Raises:
         ValueError: as :func:`attention`; a dense mask with a soft cap or sinks, and no eager attention to be found.
     """
     if attention_mask is None or attention_mask.dtype == torch.int32:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
     _refuse_weights_and_dropout(kwargs)
+    if any(value is not None and value is not False and name not in SDPA for name, value in kwargs.items()):
+        return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 

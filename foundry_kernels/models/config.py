@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,6 +324,22 @@ class ModelConfig:
         embeddings = self.vocab_size * dim * (1 if self.tie_embeddings else 2) + self.vocab_size * self.output_bias
         embeddings += self.max_seq_len * dim * (self.positions == "learned") + norm * self.embedding_norm
         return embeddings + self.n_layers * layer + norm * (self.norm_placement == "pre")
+
+
+def refuse_choices(
+    config: ModelConfig, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
+) -> None:
+    """Refuse what is not known: a field that has neither its default nor one of the values in `known` (None: any).
+
+    Raises:
+        ValueError: ``field=value`` and `what`, with the reason that `why` has of the field or of ``field=value``.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default or (field.name in known and value in (known[field.name] or (value,))):
+            continue
+        reason = why.get(f"{field.name}={value}", why.get(field.name, "it is not among the choices that it knows"))
+        raise ValueError(f"{field.name}={value!r} {what}: {reason}")
 
 
 def _contradictions(config: ModelConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.models.hf_config import Family
+from foundry_kernels.models.hf_config import Asked, Family, refuse_unread
 from foundry_kernels.models.hf_families import FAMILIES
 
 State = dict[str, Tensor]
@@ -21,11 +21,13 @@ State = dict[str, Tensor]
 
 def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]:
     """The configuration, with `changes`, and the weights of a model of transformers; see `Transformer.from_hf`."""
-    name = type(model).__name__
-    if name not in FAMILIES or not hasattr(model, "config"):
-        raise TypeError(f"model must be one of {', '.join(FAMILIES)} of transformers; got {name}")
+    name, home = type(model).__name__, type(model).__module__
+    if name not in FAMILIES or not hasattr(model, "config") or home.partition(".")[0] != "transformers":
+        raise TypeError(f"model must be one of {', '.join(FAMILIES)} of transformers; got {name} of {home}")
     family, theirs = FAMILIES[name], dict(model.named_parameters())
-    fields = family.fields(model.config)
+    asked = Asked(model.config)
+    fields = family.fields(asked)
+    refuse_unread(model.config, asked.names | family.silent)
     fields["tie_embeddings"] = "lm_head.weight" not in theirs  # a shared parameter has one name
     config = ModelConfig(**fields)
     rows = config.max_seq_len

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ class Family:
             key-value head its queries, the key and the value.
         transposed: matrices are ``[in, out]`` (`Conv1D`).
         skipped_positions: rows of the table of positions before that of position 0.
+        silent: options that say nothing of what this class computes, besides `SILENT`.
     """
 
     fields: Callable[[Any], dict[str, Any]]
@@ -36,6 +39,50 @@ class Family:
     qkv: str = "columns"
     transposed: bool = False
     skipped_positions: int = 0
+    silent: frozenset[str] = frozenset()
+
+
+#: Options of every configuration that say nothing of what a language model computes: names and numbers of tokens and
+#: labels, what a call returns and keeps, and where the configuration comes from. That a head is tied is seen by the
+#: parameters.
+SILENT = frozenset((
+    "_name_or_path", "name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
+    "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "use_cache", "prefix",
+    "id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "task_specific_params",
+    "finetuning_task", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "sep_token_id", "cls_token_id", "decoder_start_token_id", "tie_word_embeddings", "pretraining_tp",
+    "chunk_size_feed_forward",
+))  # fmt: skip
+
+
+class Asked:
+    """A configuration that keeps the names of the options which were read of it."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self._config, name)
+
+
+def refuse_unread(config: Any, read: AbstractSet[str]) -> None:
+    """Raise ValueError where an option that nobody has read is not as the class of the configuration has it by default:
+    it is not known here, and may change what is computed."""
+    aliases = getattr(config, "attribute_map", {})
+    known = SILENT | {aliases.get(name, name) for name in read}
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of what some classes have by default
+    try:
+        usual = type(config)().to_dict()
+    finally:
+        logging.disable(before)
+    for name, value in config.to_dict().items():
+        if name not in known and (name in usual or name == "quantization_config") and value != usual.get(name):
+            raise ValueError(
+                f"{name} must be {usual.get(name)!r}: Transformer does not know this option; got {value!r}"
+            )
 
 
 def without(config: Any, **values: Any) -> None:
@@ -78,8 +125,11 @@ def rope_fields(config: Any) -> dict[str, Any]:
 def window_fields(config: Any) -> dict[str, Any]:
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
-    if len(kinds) > 1:
-        raise ValueError(f"layer_types must be one for all layers; got {', '.join(sorted(kinds))}")
+    if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            "layer_types must be one for all layers, full_attention or sliding_attention; "
+            f"got {', '.join(sorted(kinds))}"
+        )
     return {"sliding_window": None if kinds == {"full_attention"} else window}
 
 

@@ -191,11 +191,11 @@ def _qwen3(config: Any) -> dict[str, Any]:
 
 def _experts(config: Any, n_experts: int) -> dict[str, Any]:
     """The routers' loss is a part of theirs where they are asked for their logits."""
-    balances = config.output_router_logits
+    coef = config.router_aux_loss_coef
     return {
         "n_experts": n_experts,
         "top_k": config.num_experts_per_tok,
-        "load_balancing_coef": config.router_aux_loss_coef if balances else 0.0,
+        "load_balancing_coef": coef if config.output_router_logits else 0.0,
     }
 
 
@@ -249,6 +249,13 @@ _EXPERTS |= {"feed_forward.router": "mlp.gate", **_ROUTED}
 _SHARED = {ours.replace(".", ".shared."): theirs.replace(".", ".shared_expert.") for ours, theirs in _GATE.items()}
 _SHARED |= {"feed_forward.shared_gate": "mlp.shared_expert_gate"}
 
+#: Of a summary of all tokens, which a language model does not make.
+_SUMMARY = frozenset(
+    f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+)
+#: What transformers makes `sliding_window` and `layer_types` of.
+_WINDOWS = frozenset({"use_sliding_window", "max_window_layers"})
+
 FAMILIES = {
     "GPT2LMHeadModel": Family(
         _gpt,
@@ -261,6 +268,7 @@ FAMILIES = {
             **_CONV,
         },
         transposed=True,
+        silent=_SUMMARY | {"reorder_and_upcast_attn"},
     ),
     "OpenAIGPTLMHeadModel": Family(
         lambda config: {**_gpt(config), "norm_placement": "post"},
@@ -272,19 +280,21 @@ FAMILIES = {
             **_CONV,
         },
         transposed=True,
+        silent=_SUMMARY,
     ),
     "LlamaForCausalLM": Family(llama, "model.layers", _LLAMA),
     "MistralForCausalLM": Family(llama, "model.layers", _LLAMA),
-    "Qwen2ForCausalLM": Family(_qwen2, "model.layers", _LLAMA),
-    "Qwen3ForCausalLM": Family(_qwen3, "model.layers", {**_LLAMA, **_QK_NORM}),
+    "Qwen2ForCausalLM": Family(_qwen2, "model.layers", _LLAMA, silent=_WINDOWS),
+    "Qwen3ForCausalLM": Family(_qwen3, "model.layers", {**_LLAMA, **_QK_NORM}, silent=_WINDOWS),
     "MixtralForCausalLM": Family(_mixtral, "model.layers", _EXPERTS),
-    "Qwen2MoeForCausalLM": Family(_qwen2_moe, "model.layers", {**_EXPERTS, **_SHARED}),
-    "Qwen3MoeForCausalLM": Family(_qwen3_moe, "model.layers", {**_EXPERTS, **_QK_NORM}),
+    "Qwen2MoeForCausalLM": Family(_qwen2_moe, "model.layers", {**_EXPERTS, **_SHARED}, silent=_WINDOWS),
+    "Qwen3MoeForCausalLM": Family(_qwen3_moe, "model.layers", {**_EXPERTS, **_QK_NORM}, silent=_WINDOWS),
     "BloomForCausalLM": Family(
         _bloom,
         "transformer.h",
         {**_FALCON, **_NORMS, "embedding_norm": "transformer.word_embeddings_layernorm"},
         qkv="groups",
+        silent=frozenset({"slow_but_exact"}),  # a matter of rounding
     ),
     "FalconForCausalLM": Family(
         _falcon,
@@ -295,6 +305,8 @@ FAMILIES = {
             "ffn_norm": ("post_attention_layernorm", "ln_mlp"),
         },
         qkv="groups",
+        # Each counts in one of the two architectures alone, and dropout of weights with ALiBi alone.
+        silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}),
     ),
     "GPTNeoXForCausalLM": Family(
         _gpt_neox,

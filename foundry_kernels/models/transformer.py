@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -82,6 +83,8 @@ class Transformer(nn.Module):
         super().__init__()
         if not isinstance(config, ModelConfig):
             raise TypeError(f"config must be a ModelConfig; got {type(config).__name__}")
+        if unknown := {f.name for f in fields(config)} - {f.name for f in fields(ModelConfig)}:
+            raise TypeError(f"config must have the fields of ModelConfig; got {', '.join(sorted(unknown))} too")
         self.config = config
         self.backends = plan(backend, operations(config))
         self._head_backend = self.backends.get("swiglu", self.backends["flash_attention"])

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_chunked_causal_mask
 
 import foundry_kernels as fk
+import foundry_kernels.integrations.transformers as ours
 from foundry_kernels.integrations.masks import DenseMask, padding_layout
 from foundry_kernels.integrations.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.transformers import attention, attention_or_sdpa
@@ -243,3 +244,27 @@ def test_a_dense_mask_with_what_sdpa_lacks() -> None:
     for name, value in (("softcap", 5.0), ("s_aux", torch.zeros(1))):
         with pytest.raises(ValueError, match=f"{name} must be None where attention_mask is dense"):
             attention_or_sdpa(torch.nn.Module(), q, k, v, TRIANGLE, **{name: value})
+
+
+def test_arguments_that_are_not_declared_are_refused_or_left_to_who_passed_them(monkeypatch):
+    """Not dropped: what an attention function of a newer transformers may be given."""
+    q = torch.randn(1, 2, 4, 8)
+    module = torch.nn.Linear(2, 2)
+    for function in (attention, attention_or_sdpa, ours.attention_or_eager):
+        function(module, q, q, q, None, made_up=None, position_ids=torch.arange(4)[None], use_cache=True)
+        for given in (torch.ones(2), 0.5, True):
+            with pytest.raises(ValueError, match="made_up must be None, attention here does not know it"):
+                function(module, q, q, q, None, made_up=given)
+    dense = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    seen = []
+
+    def eager(module, query, key, value, mask, **kwargs):
+        seen.append(kwargs)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(ours, "_own_eager", lambda module: eager)
+    attention_or_sdpa(module, q, q, q, dense, scaling=0.5, position_ids=torch.arange(4)[None])
+    assert seen == []
+    for options in ({"softcap": 5.0}, {"alibi_slopes": torch.ones(2)}, {"made_up": 1}):
+        attention_or_sdpa(module, q, q, q, dense, **options)
+        assert seen.pop() == options

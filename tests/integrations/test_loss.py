@@ -281,3 +281,17 @@ def test_another_version_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     assert "uses multiplied: another version" in entry(tiny_model("llama", num_hidden_layers=1)).reason
+
+
+def test_a_loss_that_takes_more_is_left(monkeypatch):
+    """As another version of transformers might have it."""
+    from transformers.loss import loss_utils
+
+    def newer(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, label_smoothing=0.0, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(loss_utils, "ForCausalLMLoss", newer)
+    handle = fk.patch(tiny_model("llama"))
+    (entry,) = [e for e in handle.report().left if e.module_class == "LlamaForCausalLM"]
+    assert entry.reason == "its loss takes label_smoothing: another version of it than this package knows"
+    handle.undo()

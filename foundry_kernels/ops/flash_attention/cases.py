@@ -121,6 +121,8 @@ _DENSE = (
     _case(2, (8, 1), (1, 129), 64, "decode", causal=True),
     _case(1, (2, 1), (3, 200), 64, "chunk", causal=True, return_lse=True),
     _case(1, (2, 1), (3, 200), 64, "chunk-top-left", causal=True, align="top_left", return_lse=True),
+    _case(1, (4, 2), (3, 90), 40, "chunk-all-options", alibi_slopes=(4,), sinks=normal(), **_ALL_OPTIONS),
+    _case(1, (4, 2), (3, 90), 40, "chunk-stats", sinks=normal(), causal=True, return_stats=True),
     _case(1, (2, 1), (50, 17), 32, "rows-without-keys", causal=True, return_lse=True),
     _case(1, (2, 1), (150, 17), 32, "tiles-without-keys", causal=True, return_lse=True),
     _case(1, (2, 1), (150, 17), 32, "tiles-without-keys-out-only", causal=True),

@@ -1,6 +1,7 @@
 """The options of one call of attention: made and checked in the public functions, read by every backend.
 
-A new option is a field here, its type in `SCHEMA_TYPES`, its check in `checks.py` and what the kernels do with it.
+A new option is a field here, its type in `SCHEMA_TYPES`, its check in `checks.py` and what the kernels do with it. A
+backend that does not name it in its `SERVED` refuses calls that set it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from foundry_kernels.registry import BackendUnavailable
 
 
 class AttentionOptions(NamedTuple):
@@ -54,6 +57,19 @@ class AttentionOptions(NamedTuple):
         if self.return_lse:
             return (out, lse, entropy, max_logit) if self.return_stats else (out, lse)
         return (out, entropy, max_logit) if self.return_stats else out
+
+
+def refuse_others(options: AttentionOptions, served: tuple[str, ...], backend: str) -> None:
+    """Refuse a call in which an option is set that is not among those that the backend serves.
+
+    Raises:
+        BackendUnavailable: the message names the option.
+    """
+    if options._fields == served:
+        return
+    for name, value in zip(options._fields, options, strict=True):
+        if name not in served and value is not None and value is not False:
+            raise BackendUnavailable(f"flash_attention: backend {backend!r} does not serve {name}; got {value!r}")
 
 
 #: The options that the forward and the backward operators take, in the order of the fields. What a call returns is

@@ -139,7 +139,8 @@ def linear_cross_entropy(
 
     DTensors: tokens may be divided over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
     every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small
-    all-reduces give the loss (`divided.py`). `target` may be a plain tensor there, the same on all devices.
+    all-reduces give the loss, in chunks of tokens (`divided.py`). `target` may be a plain tensor there, the same on all
+    devices.
     """
     check_float("hidden", hidden)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
@@ -156,8 +157,11 @@ def linear_cross_entropy(
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
                 raise ValueError(f"{name} must be a DTensor where weight's classes are divided; got a plain tensor")
-        tokens = None if chunk_size == "tiles" else chunk_size
-        options = divided.Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, tokens)
+        if chunk_size == "tiles":
+            raise ValueError(
+                "chunk_size must be a number of tokens or None where weight's classes are divided; got 'tiles'"
+            )
+        options = divided.Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, chunk_size)
         each, lse, zs, target = divided.linear_cross_entropy(hidden, weight, target, bias, class_weight, options)
         results = (each, lse, zs)
         if reduction != "none":

@@ -136,7 +136,10 @@ _RESIDUAL_FP32 = Case(
     "6x64-residual-fp32", {"x": Arg((6, 64)), "residual": Arg((6, 64), dtype=torch.float32), "weight": Arg((64,))}
 )
 
-_IN_BOTH = ("3x2", "9x1000", "2x20011", "1x16411", "300x2048-threads", "0x64-empty", "8x256-plain", "64x256-far-mean")
+_IN_BOTH = (
+    "3x2", "9x1000", "2x20011", "1x16411", "300x2048-threads", "0x64-empty", "8x256-plain", "8x256-small-eps0",
+    "64x256-far-mean",
+)  # fmt: skip
 
 
 CASES: dict[str, tuple[Case, ...]] = {

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from foundry_kernels._triton import define, refuse_second_derivative
-from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args
+from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args, refuse_others
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd
+
+#: The options that this backend serves, in the order of the fields.
+SERVED = (
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap",
+    "alibi_slopes", "sinks", "bottom_right", "deterministic", "return_lse", "return_stats",
+)  # fmt: skip
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -105,6 +111,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
+    refuse_others(options, SERVED, "triton")
     sinks = options.sinks
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)

@@ -25,6 +25,10 @@ except ImportError as error:  # a part of Triton that is called experimental, an
 
 Row = dict[str, Any]
 
+#: What may be on or given among the constants of the usual kernel: sizes, the mask's right edge, and lse, which is made
+#: in any case.
+_SERVED = frozenset({"COMPUTE", "D", "DV", "BLOCK_D", "BLOCK_DV", "BOTTOM_RIGHT", "HAS_RIGHT", "SAVE_LSE"})
+
 #: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. More keys, and products are no
 #: longer under way during the softmax: there are too few registers for two tiles of scores.
 _TILES = {64: (64, 64, 4), 128: (64, 64, 4)}
@@ -32,26 +36,28 @@ _TILES = {64: (64, 64, 4), 128: (64, 64, 4)}
 _FARTHEST = 1 << 40
 
 
-def rows(p: _Problem, out: tuple[int, ...]) -> list[Row]:
-    """Of a call, to be measured beside the rows of the usual kernel; none where this one does not serve it. `out` are
-    the strides of the result. GLUON: no GPU has run it (see `tuning.NEVER_RUN`)."""
-    if not serves(p, out):
+def rows(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
+    """Of a call, to be measured beside the rows of the usual kernel; none where this one does not serve it. `flags` are
+    those of the usual kernel besides the problem's, `out` the strides of the result. GLUON: no GPU has run it (see
+    `tuning.NEVER_RUN`)."""
+    if not serves(p, flags, out):
         return []
     m, n, stages = _TILES[p.head_dim]
     row = {"GLUON": True, "BLOCK_M": m, "BLOCK_N": n, "STAGES": stages, "num_warps": 4}
     return [row | {"TURNS": True}, row | {"TURNS": False}]
 
 
-def serves(p: _Problem, out: tuple[int, ...]) -> bool:
-    """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0."""
-    flags = ("VARLEN", "HAS_LEFT", "HAS_SOFTCAP", "HAS_ALIBI")
+def serves(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
+    """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0. A call with anything on besides
+    `_SERVED` is left to the usual kernel."""
+    on = {name for name, value in (p.constants | flags).items() if value is not False}
     return (
         MISSING is None
         and p.capability == 90
         and p.dtype in (torch.bfloat16, torch.float16)
         and p.head_dim in _TILES
         and p.head_dim_v == p.head_dim
-        and not any(p.constants[flag] for flag in flags)
+        and on <= _SERVED
         and p.scale > 0
         and p.tokens_k > 0
         and addressable(p, out)

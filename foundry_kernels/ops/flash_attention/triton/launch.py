@@ -250,10 +250,11 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Pro
 @planned
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
     others: list[dict[str, Any]] = []
-    if p.capability == 90 and not has_sinks and not save_stats:
+    flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
+    if p.capability == 90:
         from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
 
-        others = gluon_launch.rows(p, out)
+        others = gluon_launch.rows(p, flags, out)
     config = p.config("fwd", *others)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))
@@ -265,7 +266,6 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         *p.strides(out),
         p.stride_lseb, p.stride_alibi, p.scale, p.softcap, *p.window,
     )  # fmt: skip
-    flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
     return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.constants | flags | config)
 
 

@@ -1,0 +1,395 @@
+"""What a path does not know it refuses, or leaves to one that knows it: options of operations, choices of a model."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import foundry_kernels as fk
+from foundry_kernels import RopeScaling, _triton
+from foundry_kernels.diagnostics import QKClip
+from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.models.config import CHOICES, EXPERT_FIELDS
+from foundry_kernels.nn import _decode
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.registry import OPS, OpSpec, no_direct_call
+from foundry_kernels.testing import Case
+
+INTERPRETED = pytest.mark.skipif(not _triton.INTERPRET, reason="launches in Triton's interpreter")
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+#: Arguments that say where or how a call is computed, and not what.
+HOW = {"backend", "deterministic", "chunk_size"}
+
+
+def options_of(spec: OpSpec) -> dict[str, Any]:
+    """The public function's arguments that have a default, with it."""
+    parameters = inspect.signature(spec.public).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in HOW}
+
+
+def is_set(case: Case, name: str, default: Any) -> bool:
+    if name in case.args:
+        return case.args[name] is not None
+    return case.options.get(name, default) != default
+
+
+@pytest.mark.parametrize("spec", OPS.values(), ids=lambda spec: spec.name)
+def test_every_option_is_in_a_case(spec: OpSpec) -> None:
+    """So that each backend, which is held against the reference on all cases, cannot drop it."""
+    for name, default in options_of(spec).items():
+        assert any(is_set(case, name, default) for case in spec.cases.CASES[spec.name]), f"{name} is never set"
+
+
+def rows_a_head(case: Case) -> int:
+    """Of attention's cases: below 9 the CPU, below 17 Triton has a path of its own."""
+    q, k = case.args["q"], case.args["k"]
+    assert q is not None
+    assert k is not None
+    return q.shape[1] // max(k.shape[1], 1) * q.shape[2]
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
+def test_every_option_is_in_a_case_of_each_path(few: bool) -> None:
+    spec = OPS["flash_attention"]
+    cases = [c for c in spec.cases.CASES[spec.name] if c.interpreted and (0 < rows_a_head(c) <= 8) == few]
+    for name, default in options_of(spec).items():
+        assert any(is_set(case, name, default) for case in cases), f"{name} is never set"
+
+
+@pytest.mark.parametrize("spec", OPS.values(), ids=lambda spec: spec.name)
+def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
+    """All that the public function takes, or what it goes by before it asks: a C++ function that gets one argument more
+    than it knows serves no call."""
+    tree = ast.parse(inspect.getsource(spec.public).lstrip())
+    asked = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "direct"]
+    native = spec.impl("native")
+    assert bool(asked) == (native is not None and native.direct is not no_direct_call)
+    if not asked:
+        return
+    (call,) = asked
+    guard = next(n for n in ast.walk(tree) if isinstance(n, ast.If) and call in list(ast.walk(n)))
+    named = {n.id for part in (guard.test, call) for n in ast.walk(part) if isinstance(n, ast.Name)}
+    assert named >= set(inspect.signature(spec.public).parameters)
+    assert native is not None
+    assert native.direct(*[None] * (len(call.args) + 1)) is None
+    usual = ("auto", *(torch.ones(1, 1, 2, 2) if p.default is p.empty else p.default for p in parameters(spec, call)))
+    if spec.name not in ("rope", "qk_norm_rope"):  # whose tables have other shapes
+        assert native.direct(*usual) is not None
+        assert native.direct(*usual, False) is None
+
+
+def parameters(spec: OpSpec, call: ast.Call) -> list[inspect.Parameter]:
+    known = inspect.signature(spec.public).parameters
+    return [known[arg.id] for arg in call.args[1:] if isinstance(arg, ast.Name)]
+
+
+# --- attention's options ----------------------------------------------------------------------------------------------
+
+
+class Extended(namedtuple("Extended", (*AttentionOptions._fields, "made_up"))):
+    """The options with one more."""
+
+    packed = AttentionOptions.packed
+    select = AttentionOptions.select
+    operator_args = AttentionOptions.operator_args
+
+
+def attention_options(tokens: int) -> AttentionOptions:
+    return AttentionOptions(None, None, tokens, tokens, 0.5, None, 0, None, None, None, True, True, False, False)
+
+
+def backends_of_attention() -> list[Any]:
+    """Each function of a backend, as `resolve` gives it out."""
+    return [
+        pytest.param(impl.fn, id=f"{name}-{impl.backend}")
+        for name in ("flash_attention", "flash_attention_varlen")
+        for impl in OPS[name].impls
+        if impl.missing is None
+    ]
+
+
+@pytest.mark.parametrize("attend", backends_of_attention())
+def test_an_option_of_attention_that_is_not_declared_is_refused(attend: Callable[..., Any]) -> None:
+    q = torch.ones(1, 2, 4, 8)
+    options = attention_options(4)
+    if "varlen" in str(attend.__name__):
+        q = q[0].transpose(0, 1)
+        lengths = torch.tensor([0, 4], dtype=torch.int32)
+        options = options._replace(cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+    for value in (True, 2.0, torch.ones(2)):
+        with pytest.raises(fk.BackendUnavailable, match=r"backend '\w+' does not serve made_up; got "):
+            attend(q, q, q, Extended(*options, value))
+
+
+@pytest.mark.parametrize("backend", ["reference", "native", "triton"])
+def test_every_option_of_attention_is_declared(backend: str) -> None:
+    impl = OPS["flash_attention"].impl(backend)
+    assert impl is not None
+    if impl.missing is not None:
+        pytest.skip(impl.missing)
+    module = importlib.import_module(f"foundry_kernels.ops.flash_attention.{backend}")
+    assert AttentionOptions._fields == module.SERVED
+
+
+def triton_paths() -> dict[str, Callable[[], Any]]:
+    """Each way that attention is launched in Triton, on a small problem."""
+    from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
+
+    q = torch.ones(1, 1, 20, 16)
+    lse = torch.ones(1, 1, 20, dtype=torch.float64)
+
+    def backward(deterministic: bool) -> Any:
+        options = attention_options(20)._replace(deterministic=deterministic)
+        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, True, True, True, False)
+
+    few = q[:, :, :2]
+    return {
+        "forward": lambda: launch.launch_fwd(q, q, q, attention_options(20), True, False),
+        "few queries": lambda: launch.launch_fwd(few, q, q, attention_options(20), True, False),
+        "backward": lambda: backward(True),
+        "backward, one kernel": lambda: backward(False),
+    }
+
+
+@INTERPRETED
+@pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel"])
+def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon's kernel, which leaves such a call to another: tests/test_gluon_launch.py."""
+    from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
+
+    own, seen = launch._kept_problem, []
+
+    def problem(*args: Any) -> Any:
+        made = launch._Problem(*args)
+        made.constants = made.constants | {"MADE_UP": True}
+        seen.append(made)
+        return made
+
+    monkeypatch.setattr(backward_launch, "_adds_dq", lambda p: True)
+    run = triton_paths()[path]
+    run()
+    monkeypatch.setattr(launch, "_kept_problem", problem)
+    with pytest.raises(TypeError, match=r"flash_attention_(fwd|decode|dkdv)_kernel has no MADE_UP"):
+        run()
+    assert seen[0].few_queries == (path == "few queries")
+    monkeypatch.setattr(launch, "_kept_problem", own)
+    run()
+
+
+# --- linear_cross_entropy, compat -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiles", [True, False], ids=["tiles", "chunks"])
+def test_every_option_is_in_a_case_of_each_strategy(tiles: bool) -> None:
+    spec = OPS["linear_cross_entropy"]
+    cases = [c for c in spec.cases.CASES[spec.name] if (c.options.get("chunk_size") == "tiles") == tiles]
+    for name, default in options_of(spec).items():
+        assert any(is_set(case, name, default) for case in cases), f"{name} is never set"
+
+
+def test_a_divided_vocabulary_declares_every_option() -> None:
+    pytest.importorskip("torch.distributed.tensor")
+    from foundry_kernels.ops.linear_cross_entropy import Options, divided
+
+    # `reduction` and `backend` are done with before, the other two are arguments.
+    assert {*divided.Options._fields, "bias", "class_weight", "reduction", "backend"} == Options.__annotations__.keys()
+
+
+@pytest.mark.parametrize("name", [name for name in fk.compat.__all__ if callable(getattr(fk.compat, name))])
+def test_a_keyword_that_a_function_of_compat_lacks_is_refused(name: str) -> None:
+    function = getattr(fk.compat, name)
+    parameters = inspect.signature(function).parameters.values()
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = {p.name: None for p in parameters if p.default is p.empty}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'made_up'"):
+        function(**required, made_up=1)
+
+
+# --- a model's choices ------------------------------------------------------------------------------------------------
+
+EXPERTS: dict[str, Any] = {"n_experts": 4}
+#: For each field of ModelConfig another value than that of `SMALL`, with what it needs.
+SMALL: dict[str, Any] = {"dim": 16, "n_layers": 2, "n_heads": 4, "vocab_size": 16, "max_seq_len": 16}
+OTHER: dict[str, dict[str, Any]] = {
+    "dim": {"dim": 32},
+    "n_layers": {"n_layers": 1},
+    "n_heads": {"n_heads": 2},
+    "n_kv_heads": {"n_kv_heads": 2},
+    "vocab_size": {"vocab_size": 24},
+    "max_seq_len": {"max_seq_len": 24},
+    "multiple_of": {"multiple_of": 32},
+    "ffn_dim_multiplier": {"ffn_dim_multiplier": 1.5},
+    "hidden_dim": {"hidden_dim": 24},
+    "head_dim": {"head_dim": 8},
+    "norm_eps": {"norm_eps": 0.1},
+    "norm_round_before_weight": {"norm_round_before_weight": True},
+    "rope_base": {"rope_base": 10.0},
+    "rope_scaling": {"rope_scaling": RopeScaling("linear", 2.0)},
+    "rope_interleaved": {"rope_interleaved": False},
+    "tie_embeddings": {"tie_embeddings": True},
+    "init_std": {"init_std": 0.1},
+    "positions": {"positions": "alibi"},
+    "rope_dim": {"rope_dim": 2},
+    "norm": {"norm": "layer_norm"},
+    "norm_bias": {"norm": "layer_norm", "norm_bias": False},
+    "norm_placement": {"norm_placement": "post"},
+    "embedding_norm": {"embedding_norm": True},
+    "activation": {"activation": "gelu"},
+    "ffn_rule": {"ffn_rule": "4d"},
+    "attention_bias": {"attention_bias": True},
+    "attention_out_bias": {"attention_out_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "output_bias": {"output_bias": True},
+    "parallel_residual": {"parallel_residual": True},
+    "shared_attention_norm": {"parallel_residual": True, "shared_attention_norm": True},
+    "sliding_window": {"sliding_window": 3},
+    "qk_norm": {"qk_norm": True},
+    "embedding_dropout": {"embedding_dropout": 0.1},
+    "residual_dropout": {"residual_dropout": 0.1},
+    "attention_dropout": {"attention_dropout": 0.1},
+    "n_experts": EXPERTS,
+    "top_k": {**EXPERTS, "top_k": 3},
+    "router_scoring": {**EXPERTS, "router_scoring": "sigmoid"},
+    "router_renormalize": {**EXPERTS, "router_renormalize": False},
+    "router_scale": {**EXPERTS, "router_scale": 2.0},
+    "router_bias": {**EXPERTS, "router_bias": True},
+    "selection_bias": {**EXPERTS, "selection_bias": True},
+    "weight_expert_inputs": {**EXPERTS, "weight_expert_inputs": True},
+    "shared_expert_dim": {**EXPERTS, "shared_expert_dim": 8},
+    "shared_expert_gate": {**EXPERTS, "shared_expert_dim": 8, "shared_expert_gate": True},
+    "load_balancing_coef": {**EXPERTS, "load_balancing_coef": 0.1},
+    "router_z_coef": {**EXPERTS, "router_z_coef": 0.1},
+}
+FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
+#: Fields that matter in training alone, or whose effect float32 does not show.
+UNSEEN = {"multiple_of", "norm_round_before_weight", "embedding_dropout", "residual_dropout", "attention_dropout"}
+UNSEEN |= {"init_std", "max_seq_len", "load_balancing_coef", "router_z_coef"}
+
+#: The choices in `OTHER` that tensor parallelism and QK-clip refuse.
+NOT_DIVIDED = {"tie_embeddings", "positions", "qk_norm", "embedding_dropout", "residual_dropout", "attention_dropout"}
+NOT_DIVIDED |= {"n_experts", *EXPERT_FIELDS}
+NOT_CLIPPED = {"qk_norm", "attention_dropout"}
+
+
+@dataclass(frozen=True)
+class MadeUp(ModelConfig):
+    """A choice more than models have."""
+
+    made_up: bool = False
+
+
+class Mesh:
+    """What the plan looks at before it refuses."""
+
+    ndim = 1
+
+    def size(self) -> int:
+        return 2
+
+
+def model_of(fields: dict[str, Any]) -> Transformer:
+    """With weights that hide nothing: no bias is 0, no norm 1."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**SMALL, **fields}))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("selection_bias"))):
+            tensor.add_(0.3 * torch.randn(tensor.shape))
+    return model.eval()
+
+
+def test_every_field_has_another_value() -> None:
+    assert list(OTHER) == FIELDS
+    for name, fields in OTHER.items():
+        assert getattr(ModelConfig(**{**SMALL, **fields}), name) != getattr(ModelConfig(**SMALL), name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FIELDS)
+def test_decoding_knows_every_choice(name: str) -> None:
+    """Token by token, on paths of their own, as all tokens at once."""
+    model = model_of(OTHER[name])
+    tokens = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(1))
+    whole, cache = model(tokens), model.make_cache(2)
+    steps = torch.cat([model(token, cache=cache) for token in tokens.split(1, 1)], 1)
+    torch.testing.assert_close(steps, whole, rtol=1e-4, atol=1e-4)
+    if name not in UNSEEN:
+        changes = {k: v for k, v in OTHER[name].items() if k != name}
+        without = model_of(changes)(tokens)
+        assert without.shape != whole.shape or (without - whole).abs().max() > 1e-3, "a choice that shows nowhere"
+
+
+def refused(check: Callable[[Transformer], Any], model: Transformer) -> bool:
+    try:
+        check(model)
+    except ValueError as error:
+        return " is not divided by this plan" in str(error) or " has no logits to be clipped" in str(error)
+    return False
+
+
+def divide(model: Transformer) -> Any:
+    from foundry_kernels.distributed import tensor_parallel_plan
+
+    return tensor_parallel_plan(model, Mesh())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("check", "unserved", "values"),
+    [(divide, NOT_DIVIDED, {"alibi", "sinusoidal"}), (QKClip, NOT_CLIPPED, set())],
+    ids=["tensor parallelism", "QK-clip"],
+)
+def test_a_choice_that_is_not_declared_is_refused(
+    check: Callable[[Transformer], Any], unserved: set[str], values: set[str]
+) -> None:
+    """A field's value, each value of a choice, a value and a field that are new."""
+    assert {name for name, fields in OTHER.items() if refused(check, model_of(fields))} == unserved
+    for field, known in CHOICES.items():
+        if field not in EXPERT_FIELDS:
+            found = {value for value in known if refused(check, model_of({field: value}))}
+            assert found == (values if field == "positions" else set()), field
+    model = model_of({})
+    model.config = dataclasses.replace(model.config)
+    object.__setattr__(model.config, "positions", "made up")
+    assert refused(check, model)
+    model.config = MadeUp(**SMALL)
+    assert not refused(check, model)
+    model.config = MadeUp(**SMALL, made_up=True)
+    assert refused(check, model)
+
+
+def test_a_parameter_that_is_not_declared_is_not_divided() -> None:
+    model = model_of({})
+    model.layers[1].attention.scale = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match=r"layers\.1\.attention\.scale is not divided by this plan"):
+        divide(model)
+
+
+def test_a_model_has_no_fields_but_its_own() -> None:
+    with pytest.raises(TypeError, match="config must have the fields of ModelConfig; got made_up too"):
+        Transformer(MadeUp(**SMALL))
+
+
+def test_hooks_of_a_layer_are_all_known() -> None:
+    """A layer whose hooks nobody looks at would not be called in decoding."""
+    from foundry_kernels.integrations.adapters import names_of
+
+    plain = vars(torch.nn.Linear(4, 4, bias=False))
+    own = {name for name in names_of(torch.nn.Module._call_impl.__code__) if isinstance(plain.get(name), dict)}
+    # Which of the hooks are called in a way of their own.
+    own -= {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"}
+    assert own >= {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+    for name in own:
+        layer = torch.nn.Linear(4, 4, bias=False)
+        assert _decode.is_plain(layer)
+        getattr(layer, name)[0] = print
+        assert not _decode.is_plain(layer), name
