@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from benchmarks import compare, report
 
@@ -17,15 +18,34 @@ def main(argv: list[str]) -> int:
     keep = commands.add_parser("report", help=f"{text}; without a run, the pages of all kept results again")
     keep.add_argument("run", nargs="?", metavar="RUN.json")
     keep.add_argument("name", nargs="?", metavar="NAME", help="default: the device's")
-    table = commands.add_parser("readme", help="README.md's table and chart, from kept results")
-    table.add_argument("name", metavar="NAME")
+    text = "README.md's parts that are made from kept results, and all pages"
+    table = commands.add_parser("readme", help=f"{text}; table and chart are of the newest results, or of NAME's")
+    table.add_argument("name", nargs="?", metavar="NAME")
+    changes = commands.add_parser("changed", help="by results, the operations whose kernels have changed since")
+    changes.add_argument("name", nargs="?", metavar="NAME")
     commands.add_parser("compare", help="this tree against another commit", add_help=False)
     options = parser.parse_args(argv)
+    named = report.kept_path(options.name) if getattr(options, "name", None) else None
     if options.command == "report":
         report.report([given for given in (options.run, options.name) if given is not None])
+    elif options.command == "changed":
+        for source in [named] if named else report.all_kept():
+            changed(source)
     else:
-        report.readme(report.kept_path(options.name))
+        from benchmarks import readme
+
+        readme.write(named)
     return 0
+
+
+def changed(source: Path) -> None:
+    from benchmarks import sources, tables
+
+    kept = report.load(source)
+    on_gpu = any("device_us" in row for row in kept["rows"])
+    found = sources.changed(kept, sources.digests("cuda" if on_gpu else "cpu"))
+    print(f"{source.name}, {tables.of_commit(kept)}: {len(found)} operations have changed since, or are not known")
+    print("\n".join(f"  {name}" for name in found), end="\n" if found else "")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Arguments:
 
     def __init__(self, group: Group) -> None:
         first = group.case.make(group.dtype, DEVICE)
-        more = [{n: _copy(t) for n, t in first.items()} for _ in range(set_count(group) - 1)]
+        more = [{n: copied(t) for n, t in first.items()} for _ in range(set_count(group) - 1)]
         self.sets = [first, *more]
         #: Whether the first set has left the caches once all have been used.
         self.rotates = rotates(group, len(self.sets))
@@ -43,7 +43,8 @@ class Arguments:
         return next(self._turn)
 
 
-def _copy(t: Tensor | None) -> Tensor | None:
+def copied(t: Tensor | None) -> Tensor | None:
+    """With gradients of its own, where it takes any."""
     return None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
 
 
@@ -61,6 +62,8 @@ class Contenders:
             self.why_not = dict.fromkeys(group.names, reason)
             return
         shared = Arguments(group)
+        #: What is timed, to check the results of.
+        self.args = shared.sets[0]
         scrubs = group.memory != "warm" and not (group.direction != "backward" and shared.rotates)
         scrub = Scrub(DEVICE) if scrubs else None
         if scrub is not None:

@@ -20,6 +20,7 @@ _ROWS = pytest.StashKey[list[dict[str, Any]]]()
 _BUDGET = pytest.StashKey[Budget]()
 _TENTHS = pytest.StashKey[int]()
 _UNIT = pytest.StashKey[str]()
+_SOURCES = pytest.StashKey[dict[str, str]]()
 _FIGURES = "figures"
 _HERE = Path(__file__).parent
 _SIZE = re.compile(r"\b([A-Z][a-z]?)=(\d+)")
@@ -80,8 +81,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     items = [item for item in session.items if hasattr(getattr(item, "module", None), "unit")]
     if config.option.collectonly or not items or getattr(config.option, "benchmark_disable", False):
         return
-    from benchmarks import estimates
+    from benchmarks import estimates, sources
+    from benchmarks.suite import DEVICE
 
+    config.stash[_SOURCES] = sources.digests(DEVICE)  # as they are now, whatever is edited meanwhile
     machine = estimates.machine()
     units = []
     for item in items:
@@ -191,6 +194,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
     output_json["isa"] = (isa.current if isa.current.ours else isa.found()).kept()
     if _BUDGET in config.stash:
         output_json["budget"] = config.stash[_BUDGET].kept()
+        output_json["sources"] = config.stash[_SOURCES]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -13,14 +13,14 @@ from benchmarks.budget import Unit
 from benchmarks.measure import cache_bytes, timer
 from benchmarks.models import ModelGroup
 from benchmarks.rows import QUICK
-from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, memories, rotates, set_count
+from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, checked_bytes, memories, rotates, set_count
 from benchmarks.tables import shape_of
 from foundry_kernels.registry import OpSpec
 
 #: How much longer than at the machine's limit the contenders' calls take, on average; eager is among them.
 _OVER_LIMIT = 4
 #: Runs of each contender beside the rounds: the first, warm-up, check, and those that show the memory.
-_RUNS = 6
+_RUNS = 7
 #: Seconds: making and first touching a gigabyte; what each row takes anyhow; compiling a function forward, and a model
 #: of two layers; one row of host time. Processors differ by less than these vary.
 _TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _HOST = 1.5, 0.1, 2.0, 25.0, 0.3
@@ -81,7 +81,7 @@ def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[f
     rounds = a_round * min(effort[1], max(5, math.ceil(effort[0] / a_round)))
     used = sets if group.memory == "cold" and group.limit == "memcpy" else 0
     made = case_bytes(group.case, group.dtype) * sets + 2 * cache_bytes(DEVICE) * (group.memory != "warm")
-    checked = case_bytes(group.bench.parity_case(group.case), torch.float64)
+    checked = checked_bytes(group)
     fixed = len(names) * _ROW + count * call * (_RUNS + used) + (made + 4 * checked) / 1e9 * _TOUCH
     return fixed, rounds
 

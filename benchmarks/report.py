@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import tables, verdict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-START, END = "<!-- results -->", "<!-- end of results -->"
 
 #: What a row of a kind must hold; those with a reason why they have no figures need no more than the first five.
 _ROW = ("op", "row", "direction", "dtype", "case")
@@ -38,11 +37,20 @@ def keep(source: Path, target: Path) -> None:
         "full": run.get("full", False),
         "rows": [b["extra_info"] for b in run["benchmarks"]],
         "absent": run.get("absent", []),
-        **{key: run[key] for key in ("isa", "budget") if key in run},
+        **{key: run[key] for key in ("isa", "budget", "sources") if key in run},
+        **({"commit": found} if (found := commit(run)) else {}),
     }
     check(kept, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+def commit(run: dict[str, Any]) -> dict[str, Any] | None:
+    """What was measured, as pytest-benchmark asks git for it; None where it is no checkout."""
+    info = run.get("commit_info", {})
+    if not re.fullmatch("[0-9a-f]{40}", str(info.get("id"))):
+        return None
+    return {"id": info["id"], "dirty": bool(info.get("dirty"))}
 
 
 def device(run: dict[str, Any]) -> str:
@@ -87,14 +95,15 @@ def check(kept: Any, path: Path) -> None:
                 refuse(f"{place}[{index}] has no {missing[0]!r}")
 
 
-def page(source: Path) -> Path:
-    """Makes the page and the pictures of kept results, in the same folder."""
+def page(source: Path, draw: bool = True) -> Path:
+    """Makes the page of kept results, in the same folder, and draws its pictures or takes those that are there."""
     kept = load(source)
-    pictures = _pictures(kept, source)
+    pictures = _pictures(kept, source) if draw else named_pictures(kept, source)
     parts = [f"# {source.stem}", tables.header(kept, source.name)]
     parts += [text for text in (tables.held(kept), tables.cut(kept)) if text]
     parts += [f"![{title}]({path.name})" for title, path in pictures]
     for title, text in (
+        (verdict.TITLE, verdict.slower_table(kept)),
         ("Operations", tables.operations(kept)),
         ("Models", tables.models(kept)),
         ("Host time a call", tables.overhead(kept)),
@@ -108,29 +117,9 @@ def page(source: Path) -> Path:
     return target
 
 
-def readme(source: Path, path: Path = ROOT / "README.md") -> None:
-    """Replaces the text between the markers of README.md, and makes the page."""
-    text = path.read_text()
-    if START not in text or END not in text.split(START)[1]:
-        raise SystemExit(f"error: {path} has no {START} followed by {END}, between which results go")
-    target, kept = page(source), load(source)
-    folder = source.resolve().parent.relative_to(path.resolve().parent)
-    chart = next(((title, p) for title, p in _named(kept, source) if p.exists()), None)
-    found = [
-        tables.summary(kept),
-        f"![{chart[0]}]({folder}/{chart[1].name})" if chart else "",
-        f"Backward passes, other shapes, whole models, memory, host time and growth: [{folder}/{target.name}]"
-        f"({folder}/{target.name}).",
-    ]
-    between = "\n\n".join(part for part in found if part)
-    path.write_text(f"{text.split(START)[0]}{START}\n{between}\n{END}{text.split(END)[1]}")
-
-
 def report(arguments: list[str]) -> None:
     if not arguments:
-        sources = [path for path in sorted(RESULTS.glob("*.json")) if not _of_gpu_check(path)]
-        if not sources:
-            raise SystemExit(f"error: there are no results in {RESULTS}")
+        sources = [*all_kept()]
     else:
         run = Path(arguments[0])
         name = arguments[1] if len(arguments) > 1 else _slug(_read(run), run)
@@ -138,6 +127,14 @@ def report(arguments: list[str]) -> None:
         sources = [RESULTS / f"{name}.json"]
     for source in sources:
         print(page(source))
+
+
+def all_kept(folder: Path = RESULTS) -> dict[Path, dict[str, Any]]:
+    """The kept results of a folder, by path, the newest first."""
+    found = {path: load(path) for path in sorted(folder.glob("*.json")) if not _of_gpu_check(path)}
+    if not found:
+        raise SystemExit(f"error: there are no results in {folder}")
+    return dict(sorted(found.items(), key=lambda item: item[1]["date"], reverse=True))
 
 
 def kept_path(name: str) -> Path:
@@ -155,7 +152,7 @@ def _pictures(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
     return plots.draw(kept, source)
 
 
-def _named(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
+def named_pictures(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
     """The pictures that exist, without drawing them again."""
     try:
         from benchmarks import plots

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.calls import MATMUL, Contenders
+from benchmarks.checks import Check
 from benchmarks.measure import (
     device_times,
     graph_time,
@@ -19,7 +20,7 @@ from benchmarks.measure import (
     saved_bytes,
     settle,
 )
-from benchmarks.suite import DEVICE, LIMITS, Group, wrong
+from benchmarks.suite import DEVICE, LIMITS, Group
 from foundry_kernels.registry import short_dtype
 
 #: Seconds for the rounds of a group, and rounds at most.
@@ -56,10 +57,10 @@ class Measured:
                 settle(self.prepare, 8 if group.memory == "cold" and group.limit == "memcpy" else 1)
             self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0) if self.prepare else {}
         self.wrong: dict[str, str] = {}
-        for name in self.prepare if checked else ():
-            problem = wrong(group, name)
-            if problem is not None:
-                self.wrong[name] = problem
+        if checked and self.prepare:
+            check = Check(group, contenders.args)
+            found = {name: check.wrong(name) for name in self.prepare}
+            self.wrong = {name: problem for name, problem in found.items() if problem is not None}
         self.device_times = device_times(self.prepare) if DEVICE == "cuda" and self.prepare else {}
 
     def memory(self) -> contextlib.AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from benchmarks import liger
 from benchmarks.measure import cache_bytes, free_bytes
 from foundry_kernels.op_modules import Bench
 from foundry_kernels.registry import OpSpec, short_dtype
-from foundry_kernels.testing import Case, assert_parity, run
+from foundry_kernels.testing import Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
@@ -31,9 +31,6 @@ LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 _INTENSITY = 32
 #: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.
 MOST_SETS = 64
-#: Root mean square error, relative to the result, up to which a peer computes the same: it need not be exact, as ours.
-_SAME = {torch.float32: 1e-3}
-_SAME_LOW = 0.05
 
 
 @dataclass(frozen=True)
@@ -210,45 +207,7 @@ def _compiled(eager: Callable[..., Any], key: tuple[str, str, torch.dtype]) -> C
     return call
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
-
-
-_checked: dict[tuple[object, ...], str | None] = {}
-
-
-def _failed_parity(group: Group, backend: str) -> str | None:
-    """What parity says of the case; asked once for all directions and states of memory."""
-    key = (group.op.name, group.case.id, group.dtype, backend)
-    if key not in _checked:
-        case = group.bench.parity_case(group.case)
-        try:
-            assert_parity(group.op, case, backend=backend, dtype=group.dtype, device=DEVICE)
-            _checked[key] = None
-        except AssertionError as error:
-            _checked[key] = str(error)
-    return _checked[key]
-
-
-def wrong(group: Group, name: str) -> str | None:
-    """Why the row's result is not that of the reference, or None. Ours is held to the parity policy, in outputs and
-    gradients; a peer to computing the same, in outputs."""
-    if name in LIMITS or name == "reference":
-        return None
-    if name in OURS:
-        return _failed_parity(group, name)
-    case = group.bench.parity_case(group.case)
-    if case.id != group.case.id or case.args != group.case.args:
-        return None  # compiled for this shape alone; what it gives there is seen where the shape is small
-    with torch.no_grad():
-        args = case.make(group.dtype, DEVICE)
-        expected = run(group.op, args, case.options, backend="reference").outputs
-        got = group.function(name)(**case.make(group.dtype, DEVICE))  # it may write into its own
-    for index, (a, r) in enumerate(zip(got if isinstance(got, tuple) else (got,), expected, strict=True)):
-        error = float((a.double() - r.double()).square().mean().sqrt())
-        size = float(r.double().square().mean().sqrt())
-        if not error <= _SAME.get(group.dtype, _SAME_LOW) * size:
-            return f"output {index} is not the reference's: root mean square error {error:.2e} of {size:.2e}"
-    return None
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def too_large(group: Group) -> str | None:
@@ -273,8 +232,21 @@ def group_bytes(group: Group) -> int:
     needed += 4 * wide  # what eager makes in float32 on the way, or saves for its backward pass
     needed += max(group.bytes_moved, 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0)  # of memcpy
     needed += 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0  # scrubs
-    needed += 12 * min(case_bytes(group.bench.parity_case(case), torch.float64), 2**62)
+    needed += 12 * checked_bytes(group) + 3 * given  # and a contender's own inputs and gradients
     return needed + group.bench.workspace_bytes(case)
+
+
+def checked_bytes(group: Group) -> int:
+    """Size, in float64, of the arguments that the reference is given."""
+    size, sample = case_bytes(group.case, torch.float64), group.bench.sample(group.case)
+    if sample is None:
+        return size
+    for name, dim in sample.dims.items():
+        a = group.case.args[name]
+        assert a is not None
+        in_a_row = math.prod(a.shape) // a.shape[dim] * (a.dtype or torch.float64).itemsize
+        size -= in_a_row * (a.shape[dim] - len(sample.rows))
+    return size
 
 
 def set_count(group: Group) -> int:

@@ -15,13 +15,20 @@ Row = dict[str, Any]
 
 
 def header(kept: dict[str, Any], source: str) -> str:
-    return _paragraph(
-        f"Measured {kept['date']} on {kept['device']} ({_versions(kept)}), from [{source}]({source}). Times are "
+    return paragraph(
+        f"Measured {kept['date']} on {kept['device']} ({_versions(kept)}), {of_commit(kept)}, from "
+        f"[{source}]({source}). Times are "
         "medians over rounds in which all contenders took turns. `× peer` is the peer's time over ours: above 1, ours "
         "is faster. `% of memcpy` is our rate over that of a memcpy of as many bytes into memory that exists, "
         "`% of GEMM` over that of a square matrix product of the same dtype. `warm`: the inputs are in the caches; "
         "`cold`: they rotate, so that they are not; `fresh`: cold, and outputs are new memory, page faults included."
     )
+
+
+def of_commit(kept: dict[str, Any]) -> str:
+    if "commit" not in kept:
+        return "of a commit that was not recorded"
+    return f"of commit {kept['commit']['id'][:10]}" + (" with changes" if kept["commit"]["dirty"] else "")
 
 
 def held(kept: dict[str, Any]) -> str:
@@ -32,7 +39,7 @@ def held(kept: dict[str, Any]) -> str:
     name, torch = isa["forced"], isa["torch"]
     obeyed = f"it reports {torch}" if isa["obeyed"] else f"**it did not obey and reports {torch}**"
     switches = ", ".join(f"`{k}={v}`" for k, v in isa["switches"].items())
-    return _paragraph(
+    return paragraph(
         f"**Held to {name}** (`--isa {name}`) on a processor that may have more: our kernels, torch ({obeyed}), "
         f"oneDNN, MKL, and what `torch.compile` generates, by {switches}. A processor that has no more than "
         f"{name} has other ports, caches and clocks. Where oneDNN, so held, has no products of 16 bits, torch computes "
@@ -45,7 +52,7 @@ def cut(kept: dict[str, Any]) -> str:
     budget = kept.get("budget", {})
     if not (lines := cuts(budget)):
         return ""
-    return _paragraph(f"Budget: {budget['minutes']:g} min, {budget['spent']:g} spent. {' '.join(lines)}")
+    return paragraph(f"Budget: {budget['minutes']:g} min, {budget['spent']:g} spent. {' '.join(lines)}")
 
 
 def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
@@ -60,8 +67,13 @@ def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
     return found
 
 
-def _paragraph(text: str) -> str:
+def paragraph(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def wrapped(item: str) -> str:
+    """An item of a list."""
+    return textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _versions(kept: dict[str, Any]) -> str:
@@ -69,7 +81,7 @@ def _versions(kept: dict[str, Any]) -> str:
     return ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment)
 
 
-def _of(kept: dict[str, Any], kind: str) -> list[Row]:
+def of_kind(kept: dict[str, Any], kind: str) -> list[Row]:
     return [r for r in kept["rows"] if r.get("kind", "op") == kind]
 
 
@@ -80,7 +92,7 @@ def _ours(rows: list[Row]) -> tuple[list[Row], list[str]]:
     return ours, [n for n in dict.fromkeys(names) if n not in OURS]
 
 
-def _markdown(heads: list[str], rows: list[list[str]]) -> str:
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
     if not rows:
         return ""
     lines = [heads, ["---"] * len(heads), *rows]
@@ -89,7 +101,7 @@ def _markdown(heads: list[str], rows: list[list[str]]) -> str:
 
 def _halves(kept: dict[str, Any]) -> list[list[Row]]:
     """Rows of operations, those with matrix products apart: they have other peers and another unit."""
-    rows = _of(kept, "op")
+    rows = of_kind(kept, "op")
     products = {r["op"] for r in rows if "TFLOP/s" in r and r["row"] not in LIMITS}
     return [[r for r in rows if r["op"] not in products], [r for r in rows if r["op"] in products]]
 
@@ -159,7 +171,7 @@ def operations(kept: dict[str, Any]) -> str:
             cells += [_mega(r, "peak_bytes"), _mega(r, "saved_bytes")]
             cells += [str(r.get(key, "–")) for key in ("device_us", "graph_us")] if gpu else []
             lines.append(cells)
-        parts.append(_markdown(heads, lines))
+        parts.append(markdown(heads, lines))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -186,12 +198,12 @@ def summary(kept: dict[str, Any]) -> str:
     where = "not in the caches" if all(r["memory"] != "warm" for r in rows) else "in the caches where they fit"
     caption = (
         f"Forward passes on {kept['device']} (torch {kept['environment']['torch']}, {kept['date']}), {backends} "
-        f"kernels, inputs {where}. × eager and × compiled: how many times faster than plain PyTorch, as Hugging Face "
-        "models write it, and than `torch.compile` of that. % of memcpy: our rate over that of a memcpy of as many "
-        "bytes. For attention the peer is SDPA's flash kernel instead of `torch.compile`, and the limit a GEMM instead "
-        "of a memcpy."
+        f"kernels {of_commit(kept)}, inputs {where}. × eager and × compiled: how many times faster than plain PyTorch, "
+        "as Hugging Face models write it, and than `torch.compile` of that. % of memcpy: our rate over that of a "
+        "memcpy of as many bytes. For attention the peer is SDPA's flash kernel instead of `torch.compile`, and the "
+        "limit a GEMM instead of a memcpy."
     )
-    return _paragraph(caption) + "\n\n" + _markdown(heads, lines)
+    return paragraph(caption) + "\n\n" + markdown(heads, lines)
 
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -211,21 +223,37 @@ def _rival(row: Row) -> str:
     return "SDPA flash" if row["limit"] == "GEMM" else "torch.compile"
 
 
+#: Rows of models that are ours.
+OUR_MODELS = ("ours", "ours, compiled", "patched by ours")
+
+
+def steps(kept: dict[str, Any]) -> str:
+    """A training step of each model, how many times faster than those that are not ours, and its peak memory."""
+    rows = [r for r in of_kind(kept, "model") if r["direction"] == "step"]
+    others = [n for n in dict.fromkeys(r["row"] for r in rows) if n not in OUR_MODELS]
+    lines = []
+    for r in rows:
+        over = r.get("speedup_over", {}) | {r["row"]: 1.0}
+        ratios = ["wrong" if "wrong" in r else f"{over[n]:.2f}" if n in over else "–" for n in others]
+        lines.append([f"{r['op']} {r['case']}, {r['dtype']}", r["row"], *ratios, _mega(r, "peak_bytes")])
+    return markdown(["training step of", "", *(f"× {n}" for n in others), "peak MB"], lines)
+
+
 def models(kept: dict[str, Any]) -> str:
     """Whole models, each compared with the first of its family."""
     lines = []
-    for r in _of(kept, "model"):
+    for r in of_kind(kept, "model"):
         over = r.get("speedup_over", {})
         base = r.get("base", "")
         speed = "1" if r["row"] == base else f"{over[base]:.2f}" if base in over else "wrong" if "wrong" in r else "–"
         rate, peak = f"{r['tokens/s']:,.0f}", _mega(r, "peak_bytes")
         lines.append([f"{r['op']}, {r['case']}", r["direction"], r["dtype"], r["row"], rate, speed, peak])
-    return _markdown(["model", "task", "dtype", "", "tokens/s", "speed", "peak MB"], lines)
+    return markdown(["model", "task", "dtype", "", "tokens/s", "speed", "peak MB"], lines)
 
 
 def overhead(kept: dict[str, Any]) -> str:
     """Microseconds that the calling thread is busy with the smallest call."""
-    rows = _of(kept, "overhead")
+    rows = of_kind(kept, "overhead")
     names = list(dict.fromkeys(r["row"] for r in rows))
     by_op: dict[str, dict[str, Row]] = {}
     for r in rows:
@@ -234,14 +262,14 @@ def overhead(kept: dict[str, Any]) -> str:
         [f"`{op}`", *(f"{found[n]['host_us']:.1f}" if n in found else "–" for n in names)]
         for op, found in by_op.items()
     ]
-    return _markdown(["µs a call", *names], lines)
+    return markdown(["µs a call", *names], lines)
 
 
 def scaling(kept: dict[str, Any]) -> str:
     """Exponents of time and memory; ours in bold where they pass what the operation asks for: a line, and of attention
     over its tokens a square in time."""
     lines = []
-    for r in _of(kept, "scaling"):
+    for r in of_kind(kept, "scaling"):
         for name, line in r["lines"].items():
             if "time_exponent" not in line:
                 continue
@@ -254,7 +282,7 @@ def scaling(kept: dict[str, Any]) -> str:
                     cells.append(f"**{text}**" if name in OURS and line.get(key, 0) > allowed[kind] else text)
             lines.append(cells)
     heads = ["operation", "direction", "dtype", "over", "", "time", "last 3", "memory", "last 3"]
-    return _markdown(heads, lines)
+    return markdown(heads, lines)
 
 
 def _sizes(row: Row) -> str:

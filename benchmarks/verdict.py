@@ -1,12 +1,14 @@
-"""Where our kernels pay on this machine and where they do not, in a screen, from the rows of a run."""
+"""Where our kernels pay on this machine and where they do not, from the rows of a run: in a screen, and what is slower
+than a peer one and all."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.tables import OURS, shape_of
+from benchmarks.tables import LIMITS, OUR_MODELS, OURS, markdown, of_kind, shape_of
 
 Row = dict[str, Any]
 
@@ -67,9 +69,9 @@ def _ours(rows: Sequence[Row]) -> list[Row]:
     return [r for r in kernels if _over(r)]
 
 
-def _over(row: Row) -> dict[str, float]:
-    """How many times as fast as each peer; our other kernels are none."""
-    return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in OURS}
+def _over(row: Row, ours: Sequence[str] = OURS) -> dict[str, float]:
+    """How many times as fast as each peer; our other kernels or models are none."""
+    return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in ours}
 
 
 def _least(row: Row) -> tuple[str, float]:
@@ -94,3 +96,71 @@ def _behind(rows: Sequence[Row]) -> list[str]:
 def _wrong(rows: Sequence[Row]) -> list[str]:
     wrong = [f"{r['op']} {r['direction']} {r['row']}" for r in rows if "wrong" in r]
     return [f"Wrong results, so without ratios: {', '.join(dict.fromkeys(wrong))}."] if wrong else []
+
+
+# --- what is slower than a peer, one and all --------------------------------------------------------------------------
+
+TITLE = "Slower than a peer"
+
+
+@dataclass(frozen=True)
+class Slower:
+    """A row of ours that takes longer than a peer; `ratio`, below 1, is the peer's time over ours."""
+
+    ratio: float
+    peer: str
+    what: str
+    row: Row
+
+    @property
+    def where(self) -> str:
+        dtype, memory = self.row.get("dtype", ""), self.row.get("memory", "")
+        return f"{self.row['direction']}, {dtype}, {shape_of(self.row)}, {memory}"
+
+
+def slower(kept: dict[str, Any]) -> tuple[list[Slower], int]:
+    """Each row of ours and each peer that it is behind, by however little, the worst first; and how many rows of ours
+    were held against a peer at all. Calls of operations, models, and host times."""
+    rows = [(f"`{r['op']}`", r, _over(r)) for r in _ours(kept["rows"])]
+    models = (r for r in of_kind(kept, "model") if r["row"] in OUR_MODELS)
+    rows += [(f"{r['op']}, {r['row']}", r, _over(r, OUR_MODELS)) for r in models]
+    rows += [(f"host time of `{r['op']}`", r, over) for r, over in _host_times(kept)]
+    held = [(what, row, over) for what, row, over in rows if over]
+    found = [Slower(ratio, p, what, row) for what, row, over in held for p, ratio in over.items() if ratio < 1]
+    return sorted(found, key=lambda s: s.ratio), len(held)
+
+
+def _host_times(kept: dict[str, Any]) -> list[tuple[Row, dict[str, float]]]:
+    """Our kernels' rows, and by peer its time over ours. A row's name is a contender's, and how it was called."""
+    by: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in of_kind(kept, "overhead"):
+        name, _, how = row["row"].partition(", ")
+        by.setdefault((row["op"], row["case"], how), {})[name] = row
+    found = []
+    for alike in by.values():
+        peers = {n: r["host_us"] for n, r in alike.items() if n not in (*OURS, *LIMITS)}
+        mine = [r for n, r in alike.items() if n in ("native", "triton")]
+        found += [(r, {n: us / r["host_us"] for n, us in peers.items()}) for r in mine]
+    return found
+
+
+def slower_table(kept: dict[str, Any]) -> str:
+    found, held = slower(kept)
+    if not held:
+        return ""
+    lines = [[f"{s.ratio:.2f}", s.peer, s.what, *s.where.split(", ", 2)] for s in found]
+    table = markdown(["×", "peer", "", "direction", "dtype", "shape, memory"], lines)
+    return f"{counted(found, held)} Runs of the same code differ by up to 5 %.\n\n{table}".strip()
+
+
+def counted(found: Sequence[Slower], held: int) -> str:
+    behind = len({id(s.row) for s in found})
+    return f"{behind or 'None'} of {held} rows of ours {'are' if behind > 1 else 'is'} slower than a peer."
+
+
+def worst(found: Sequence[Slower]) -> str:
+    """Of each operation and model the row that is furthest behind."""
+    first: dict[str, Slower] = {}
+    for s in found:  # the worst first
+        first.setdefault(s.what, s)
+    return "; ".join(f"{s.what} {s.ratio:.2f}x {s.peer} ({s.where})" for s in first.values())

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +27,36 @@ Scales = Mapping[str, float]
 #: Arguments of a call by name. For `bench` they lie on the meta device: shapes and dtypes without memory.
 Tensors = Mapping[str, Tensor | None]
 Options = Mapping[str, Any]
+
+
+#: Rows of a benchmark's result that are checked, where it has more.
+SAMPLED = 256
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a call on which its result is checked, where all of them would take too long.
+
+    rows: their numbers, in order. dims: by argument, the dimension that counts the rows; outputs with as many
+    dimensions as the first of these arguments have it where that one has. ignored: by argument, the value by which the
+    other rows take no part in a sum over rows.
+    """
+
+    rows: Tensor
+    dims: Mapping[str, int]
+    ignored: Mapping[str, int] = field(default_factory=dict)
+
+
+def sample_rows(case: Case, dims: Mapping[str, int], ignored: Mapping[str, int] | None = None) -> Sample | None:
+    """The first, the last and `SAMPLED` - 2 random rows of a call, None where it has no more than `SAMPLED`."""
+    name, dim = next(iter(dims.items()))
+    first = case.args[name]
+    assert first is not None
+    count = first.shape[dim]
+    if count <= SAMPLED:
+        return None
+    drawn = 1 + torch.randperm(count - 2, generator=torch.Generator().manual_seed(0))[: SAMPLED - 2]
+    return Sample(torch.cat([torch.tensor([0, count - 1]), drawn]).sort().values, dims, ignored or {})
 
 
 class Cases(Protocol):
@@ -91,7 +121,7 @@ class Bench(Protocol):
         return {}
 
     def parity_case(self, case: Case) -> Case:
-        """`case`, or a smaller one where the check against the reference, in float64, would need too much: of matrices
+        """`case`, or a smaller one where the reference, in float64, would need too much of a whole one: of matrices
         that all have as many rows the first 2048."""
         matrices = [a for a in case.args.values() if a is not None and len(a.shape) > 1]
         if not all(len(a.shape) == 2 and a.shape[0] == matrices[0].shape[0] for a in matrices):
@@ -101,6 +131,14 @@ class Bench(Protocol):
             return a if a is None or len(a.shape) < 2 else replace(a, shape=(min(a.shape[0], 2048), a.shape[1]))
 
         return replace(case, args={n: cut(a) for n, a in case.args.items()})
+
+    def sample(self, case: Case) -> Sample | None:
+        """The rows on which a result of `case` is checked, None for all: random ones where the arguments are matrices
+        of as many rows, and vectors. What dropout leaves depends on a row's place, so there it is all of them."""
+        args = {n: a for n, a in case.args.items() if a is not None and len(a.shape) > 1}
+        if case.options.get("dropout_p") or {len(a.shape) for a in args.values()} != {2}:
+            return None
+        return sample_rows(case, dict.fromkeys(args, 0)) if len({a.shape[0] for a in args.values()}) == 1 else None
 
     def tokens_made(self, case: Case) -> int | None:
         """Tokens that a call makes, where that is the figure that matters (decoding)."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import types
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import foundry_kernels as fk
-from benchmarks import calls, liger, measure, models, rows, suite
+from benchmarks import calls, checks, liger, measure, models, rows, suite
 from benchmarks.test_scaling import fit
+from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +117,20 @@ def test_every_operation_is_in_the_quick_set_and_that_is_part_of_the_full_one() 
     assert {g.limit for g in decoding} == {"memcpy"}
 
 
+@pytest.mark.skipif(suite.DEVICE != "cpu", reason="the quick set of a CPU")
+def test_every_native_kernel_of_a_cpu_is_timed_forward_and_backward_in_the_quick_set() -> None:
+    """Where the forward pass makes the gradients, both in one; the sums with dropout inside too."""
+    timed = {(g.op.name, g.direction, bool(g.case.options.get("dropout_p")), g.dtype) for g in suite.groups(False)}
+    kernels = [op for op in fk.OPS.values() if (impl := op.impl("native")) is not None and "cpu" in impl.sources]
+    assert len(kernels) > 10
+    for op in kernels:
+        assert op.bench is not None, f"{op.name} is not timed"
+        for direction, dtype in product(op.bench.DIRECTIONS[:2], suite.DTYPES):
+            assert (op.name, direction, False, dtype) in timed
+            if "dropout_p" in inspect.signature(op.public).parameters:
+                assert (op.name, direction, True, dtype) in timed
+
+
 def small_group(**changes: object) -> suite.Group:
     case = Case("8x64", {"x": Arg((8, 64)), "weight": Arg((64,))}, {"round_before_weight": True})
     group = suite.Group(fk.OPS["rms_norm"], case, torch.float32, "forward", "warm")
@@ -156,12 +174,121 @@ def test_a_kernel_of_ours_that_fails_parity_gets_no_ratio() -> None:
         return fk.rms_norm(**args) * (1.001 if args["backend"] == backend else 1.0)
 
     group = dataclasses.replace(group, op=dataclasses.replace(group.op, public=broken, name="rms_norm"))
-    suite._checked.clear()
+    checks._latest.clear()
     row = rows.Measured(group, (0.01, 5), (backend, "memcpy")).row(backend)
-    suite._checked.clear()
     assert "exceeds" in row["wrong"]
     assert "speedup_over" not in row
     assert "of_limit" not in row
+
+
+class _Late(torch.autograd.Function):
+    """What it is given; its gradient is wrong from row `start` on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, start: int) -> torch.Tensor:
+        ctx.start = start
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dy = dy.clone()
+        dy[ctx.start :] *= 1.5
+        return dy, None
+
+
+def wrong_of(group: suite.Group, name: str) -> str | None:
+    checks._latest.clear()
+    return checks.Check(group, group.case.make(group.dtype, suite.DEVICE)).wrong(name)
+
+
+@pytest.mark.parametrize("name", ["ours", "eager"])
+@pytest.mark.parametrize("start", [2048, 3999, 4000])
+def test_a_result_that_is_wrong_in_late_rows_alone_is_found(
+    name: str, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last row on too: the first and the last are always among the rows that are checked."""
+    case = Case("4000x64", {"x": Arg((4000, 64)), "weight": Arg((64,))}, {"round_before_weight": True})
+    group = small_group(case=case)
+    name = group.ours[0] if name == "ours" else name
+
+    def late(args: dict[str, Any]) -> torch.Tensor:
+        return fk.rms_norm(**args, backend="reference", round_before_weight=True)
+
+    def wrong_output(**args: Any) -> torch.Tensor:
+        factor = torch.ones(4000, 1, device=suite.DEVICE)
+        factor[start:] = 1.5
+        return late(args) * factor
+
+    def wrong_gradient(**args: Any) -> torch.Tensor:
+        return _Late.apply(late(args | {"x": _Late.apply(args["x"], start)}), 4000)
+
+    for function, direction in ((wrong_output, "forward"), (wrong_gradient, "backward")):
+        timed = dataclasses.replace(group, direction=direction)
+        monkeypatch.setattr(suite.Group, "function", lambda self, name, function=function: function)
+        assert (wrong_of(timed, name) is None) == (start == 4000)
+    assert wrong_of(group, name) is None  # the gradient alone is wrong, which no forward row computes
+
+
+@pytest.mark.parametrize("name", ["ours", "eager"])
+def test_a_loss_that_is_wrong_in_late_tokens_alone_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks have 256 tokens; of more tokens than are checked the others are ignored ones."""
+    for op, first in (("cross_entropy", "logits"), ("linear_cross_entropy", "hidden")):
+        spec = fk.OPS[op]
+        assert spec.bench is not None
+        target = Arg((600,), values=targets(40), dtype=torch.int64, grad=False)
+        args = {first: Arg((600, 40)), **({"weight": Arg((40, 40))} if first == "hidden" else {}), "target": target}
+        group = suite.Group(spec, Case("600x40", args), torch.float32, "both", "warm")
+        chosen = group.ours[0] if name == "ours" else name
+        right = group.function(chosen)
+        assert wrong_of(group, chosen) is None
+
+        def late(**args: Any) -> torch.Tensor:
+            return right(**args | {first: torch.cat([args[first][:512], args[first][512:] * 1.5])})  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(suite.Group, "function", lambda self, name: late)
+            assert "output 0" in str(wrong_of(group, chosen))
+
+
+def test_rows_that_no_gradient_flows_into_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("600x8", {"x": Arg((600, 8)), "weight": Arg((8,))}, {"round_before_weight": True})
+    group = small_group(case=case, direction="backward")
+
+    def mixed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return fk.rms_norm(x, weight, backend="reference", round_before_weight=True) + 0 * x + (x - x.roll(1, 0)) * 1e-9
+
+    monkeypatch.setattr(suite.Group, "function", lambda self, name: mixed)
+    assert "rows that no gradient flows into" in str(wrong_of(group, "eager"))
+
+
+def test_what_dropout_leaves_is_checked_whole_and_of_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {"x": Arg((300, 16)), "residual": Arg((300, 16)), "weight": Arg((16,))}
+    case = Case("300x16-dropout", args, {"dropout_p": 0.1, "dropout_seed": 0})
+    group = suite.Group(fk.OPS["add_rms_norm"], case, torch.float32, "forward", "warm")
+    assert group.bench.sample(case) is None
+    assert wrong_of(group, group.ours[0]) is None
+    assert wrong_of(group, "eager") is None  # draws other elements
+    other = dataclasses.replace(case, options=dict(case.options) | {"dropout_seed": 1})
+    wrong_seed = dataclasses.replace(group, case=other).function(group.ours[0])
+    monkeypatch.setattr(suite.Group, "function", lambda self, name: wrong_seed)
+    assert "exceeds" in str(wrong_of(group, group.ours[0]))
+
+
+@pytest.mark.parametrize("op", [op.name for op in fk.OPS.values() if op.bench is not None])
+def test_rows_that_are_sampled_are_rows_of_the_arguments(op: str) -> None:
+    """It names rows that every argument has, the first and the last among them."""
+    spec = fk.OPS[op]
+    for case in suite.timed_cases(spec, "cpu"):
+        sample = spec.bench.sample(case)  # type: ignore[union-attr]
+        if sample is None:
+            continue
+        assert len(sample.rows) <= 256
+        assert sample.rows.unique().equal(sample.rows)
+        name, dim = next(iter(sample.dims.items()))
+        shape = case.args[name].shape  # type: ignore[union-attr]
+        assert sample.rows[-1] == shape[dim] - 1
+        assert sample.rows[0] == 0 or case.options.get("causal") is not None  # of attention the last queries
+        assert all(case.args[n].shape[d] == shape[dim] for n, d in sample.dims.items())  # type: ignore[union-attr]
 
 
 def test_too_little_memory_and_missing_peers_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.op_modules import Sample, sample_rows
 from foundry_kernels.ops.combine_experts.cases import slots
 from foundry_kernels.testing import Arg, Case
 
@@ -52,6 +53,11 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 def parity_case(case: Case) -> Case:
     """`case`: sums of few terms need no smaller one."""
     return case
+
+
+def sample(case: Case) -> Sample | None:
+    """Tokens; x has a row for each expert of one, and is taken whole."""
+    return sample_rows(case, {"weights": 0, "slots": 0})
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.op_modules import Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
@@ -38,6 +39,11 @@ def parity_case(case: Case) -> Case:
         return arg and replace(arg, shape=(min(arg.shape[0], 256), *arg.shape[1:]))
 
     return replace(case, args={name: cut(arg) for name, arg in case.args.items()})
+
+
+def sample(case: Case) -> Sample | None:
+    """Targets outside of it are ignored ones."""
+    return sample_rows(case, {"logits": 0, "target": 0}, {"target": -100})
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from foundry_kernels.op_modules import SAMPLED, Sample
 from foundry_kernels.testing import Arg, Case
 
 #: (B, H, Hk, T, D), by device. On a GPU 16384 tokens each, the heads of Llama-3-8B.
@@ -22,16 +24,27 @@ _SHAPES: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
 #: Keys that one new query sees, heads of Llama-3-8B; and sequences at a time, by device.
 _DECODE_KEYS = (512, 1024, 2048, 4096, 8192, 16384)
 _DECODE_BATCH = {"cpu": (1,), "cuda": (1, 16)}
+#: Tokens of the sequences that are packed, on a CPU, with the heads and the width of the others.
+_PACKED = (1024, 512, 384, 128)
 #: Beyond this many queries, implementations that materialize the matrix of scores are left out.
 _WHOLE_MATRIX = 4096
-#: Beyond this many tokens, a shorter sequence is compared with the reference, which materializes it in float64.
+#: Beyond this many tokens the reference, which materializes all scores, is given fewer.
 _CHECKED = 2048
 #: Endings of the cases that are timed without --full.
 BENCH_QUICK = (
     *("Hk=2 T=512 D=64-causal", "Hk=2 T=2048 D=64-causal", "Hk=2 T=1024 D=128-causal"),
     *("Hk=8 T=4096 D=128-causal", "Hk=8 T=16384 D=128-causal", "Hk=8 T=4096 D=64-causal"),
     *("S=512 D=128-decode", "S=4096 D=128-decode", "S=16384 D=128-decode"),
+    "D=64-packed",
 )
+
+
+@dataclass(frozen=True)
+class CuSeqlens:
+    lengths: tuple[int, ...]
+
+    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.float64)
 
 
 def bench_case(b: int, h: int, hk: int, t: int, d: int, causal: bool) -> Case:
@@ -49,9 +62,18 @@ def decode_case(b: int, keys: int) -> Case:
 _FULL = {"causal": False}
 
 
+def packed_case(lengths: tuple[int, ...], h: int, hk: int, d: int) -> Case:
+    q, kv = Arg((sum(lengths), h, d)), Arg((sum(lengths), hk, d))
+    ends = Arg((len(lengths) + 1,), values=CuSeqlens(lengths), dtype=torch.int32, grad=False)
+    args = {"q": q, "k": kv, "v": kv, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    longest = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    name = f"H={h} Hk={hk} T={'+'.join(map(str, lengths))} D={d}-packed"
+    return Case(name, args, {"causal": True, **longest})
+
+
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     if op != "flash_attention":
-        return ()
+        return (packed_case(_PACKED, 8, 2, 64),) if device == "cpu" else ()
     whole = (bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
     return (*whole, *(decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS))
 
@@ -73,26 +95,43 @@ def parity_case(case: Case) -> Case:
     q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None
-    if max(q.shape[2], k.shape[2]) <= _CHECKED or q.shape[2] == 1:
+    if _packed(q) or max(q.shape[2], k.shape[2]) <= _CHECKED or q.shape[2] == 1:
         return case
     args = {n: a and replace(a, shape=(1, a.shape[1], _CHECKED, a.shape[3])) for n, a in case.args.items()}
     return replace(case, id=f"B=1 H={q.shape[1]} Hk={k.shape[1]} T={_CHECKED} D={q.shape[3]}", args=args)
 
 
+def sample(case: Case) -> Sample | None:
+    """All queries, or the last ones of long sequences, which see all keys."""
+    q = case.args["q"]
+    assert q is not None
+    if _packed(q) or q.shape[2] <= _CHECKED:
+        return None
+    return Sample(torch.arange(q.shape[2] - SAMPLED, q.shape[2]), {"q": 2})
+
+
+def _packed(q: Arg | Tensor) -> bool:
+    """Whether sequences are packed, ``[T, H, D]``."""
+    return len(q.shape) == 3
+
+
 def tokens_made(case: Case) -> int | None:
     """Tokens that a call generates: one per sequence in decoding, None elsewhere."""
     q = case.args["q"]
-    return q.shape[0] if q is not None and q.shape[2] == 1 else None
+    return q.shape[0] if q is not None and not _packed(q) and q.shape[2] == 1 else None
 
 
 def workspace_bytes(case: Case) -> int:
     """What a materialized matrix of scores needs: some copies, and in the check against the reference float64."""
-    q, k = case.args["q"], parity_case(case).args["k"]
+    q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None
+    if _packed(q):
+        return 48 * q.shape[1] * int(case.options["max_seqlen_q"]) ** 2
     b, h, t, _ = q.shape
     timed = 16 * b * h * t * min(t, _WHOLE_MATRIX) if t <= _WHOLE_MATRIX else 0
-    return max(timed, 48 * k.shape[0] * h * min(t, _CHECKED) * k.shape[2])
+    chosen = sample(case)
+    return max(timed, 48 * b * h * (t if chosen is None else len(chosen.rows)) * k.shape[2])
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
@@ -110,8 +149,13 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
     """Of the matrix products over the pairs of query and key that see each other, two per multiply-add. Forward: q k
     and p v. Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
     q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
-    (b, h, t, d), dv = q.shape, v.shape[-1]
-    pairs = b * h * (t * (t + 1) // 2 if options["causal"] else t * k.shape[2])
+    d, dv = q.shape[-1], v.shape[-1]
+    if _packed(q):  # the lengths are in memory: of others than the benchmark's all are taken for the longest
+        lengths = _PACKED if q.shape[0] == sum(_PACKED) else (int(options["max_seqlen_q"]),)
+        pairs = q.shape[1] * sum(t * (t + 1) // 2 for t in lengths)
+    else:
+        b, h, t, _ = q.shape
+        pairs = b * h * (t * (t + 1) // 2 if options["causal"] else t * k.shape[2])
     done = {"forward": 2 * pairs * (d + dv), "backward": 2 * pairs * (3 * d + 2 * dv)}
     done["both"] = done["forward"] + done["backward"]
     return done[direction]
@@ -156,9 +200,25 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
 
 
+def _one_by_one(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`attend` for each of the packed sequences."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+        outs = []
+        for a, b in pairwise(cu_seqlens_q.tolist()):
+            one = (x[a:b].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            outs.append(attend(*one).squeeze(0).transpose(0, 1))
+        return torch.cat(outs)
+
+    return call
+
+
 def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
     """What else computes this, by name, or the reason why it cannot here. "eager" is also what torch.compile is
     given."""
+    if op != "flash_attention":
+        flash = partial(_sdpa, causal=True, kernel=SDPBackend.FLASH_ATTENTION)
+        return {"eager": _one_by_one(partial(_eager, causal=True)), "SDPA flash": _one_by_one(flash)}
     causal, q = case.options["causal"], case.args["q"]
     assert q is not None
     too_long = None

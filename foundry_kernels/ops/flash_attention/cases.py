@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.flash_attention.bench import bench_case
+from foundry_kernels.ops.flash_attention.bench import CuSeqlens, bench_case
 from foundry_kernels.ops.flash_attention.checks import window_sides
 from foundry_kernels.testing import Arg, Case, Values, normal
 
@@ -26,14 +25,6 @@ def _one_huge(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     x = torch.randn(shape, generator=g, dtype=torch.float64)
     x[:, :, shape[2] // 3] *= 100.0
     return x
-
-
-@dataclass(frozen=True)
-class CuSeqlens:
-    lengths: tuple[int, ...]
-
-    def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.float64)
 
 
 def _case(

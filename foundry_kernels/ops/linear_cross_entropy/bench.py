@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, linear
 
+from foundry_kernels.op_modules import Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case, normal
 
@@ -40,13 +41,18 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 
 def parity_case(case: Case) -> Case:
-    """Of the first tokens: the check against the reference makes all logits, in float64."""
+    """Of the first tokens: the reference makes all logits, in float64."""
     hidden, target = case.args["hidden"], case.args["target"]
     assert hidden is not None
     assert target is not None
     n = min(16, hidden.shape[0])
     shorter = {"hidden": replace(hidden, shape=(n, hidden.shape[1])), "target": replace(target, shape=(n,))}
     return replace(case, args=dict(case.args) | shorter)
+
+
+def sample(case: Case) -> Sample | None:
+    """Targets outside of it are ignored ones."""
+    return sample_rows(case, {"hidden": 0, "target": 0}, {"target": -100})
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

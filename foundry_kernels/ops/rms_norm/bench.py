@@ -36,18 +36,23 @@ _BENCH_SHAPES = {
 }
 
 
-def _with_dropout(case: Case) -> Case:
-    return replace(case, id=f"{case.id}-dropout", options={**case.options, "dropout_p": 0.1, "dropout_seed": 0})
+#: Of the sums with dropout.
+_DROPOUT_SHAPES = {
+    "cpu": ((512, 2048, "dropout-cached"), (4096, 4096, "dropout")),
+    "cuda": ((16384, 4096, "llama-8b-dropout"),),
+}
 
 
 #: Endings of the cases that are timed without --full.
-BENCH_QUICK = ("cached", "large", "llama-8b", "decode")
+BENCH_QUICK = ("cached", "large", "llama-8b", "llama-8b-dropout", "decode")
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    shapes = _BENCH_SHAPES[device]
-    with_dropout = (_with_dropout(_bench(op, *shapes[1])),) if op.startswith("add_") else ()
-    return (*(_bench(op, *shape) for shape in shapes), *with_dropout)
+    plain = tuple(_bench(op, *shape) for shape in _BENCH_SHAPES[device])
+    if not op.startswith("add_"):
+        return plain
+    dropped = (_bench(op, *shape) for shape in _DROPOUT_SHAPES[device])
+    return (*plain, *(replace(c, options={**c.options, "dropout_p": 0.1, "dropout_seed": 0}) for c in dropped))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.op_modules import Sample, sample_rows
 from foundry_kernels.ops.rope.cases import _case, _normed
 from foundry_kernels.testing import Case
 
@@ -50,6 +51,11 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
     """Growing shapes: T is the tokens."""
     tokens = range(6, 12) if device == "cpu" else range(9, 16)
     return {"T": tuple((2**i, _bench(op, 1, 32, 8, 2**i, 128, "tokens")) for i in tokens)}
+
+
+def sample(case: Case) -> Sample | None:
+    """Tokens, with their row of the tables."""
+    return sample_rows(case, {"q": 2, "k": 2, "cos": 0, "sin": 0})
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -1,0 +1,66 @@
+"""Which sources a row was measured of: a digest of what each operation's kernels are made from, without comments."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import foundry_kernels as fk
+from foundry_kernels._native import INTERNAL_OPERATORS
+from foundry_kernels.registry import OpSpec
+
+ROOT = Path(__file__).parents[1]
+#: What tests and benchmarks an operation, and decides nothing about how it runs.
+_BESIDE = ("cases.py", "bench.py", "fuzz.py", "sharding.py")
+#: By device, what belongs to the other one alone.
+_OTHER = {"cpu": ("triton", "cuda"), "cuda": ("cpu",)}
+_COMMENTS = {".py": r'""".*?"""|#[^\n]*'}
+_C_COMMENTS = r"//[^\n]*|/\*.*?\*/"
+
+
+def digests(device: str, root: Path = ROOT) -> dict[str, str]:
+    """By operation. Edits of comments, docstrings and blanks change none."""
+    return {op.name: digest(files(op, device, root), root) for op in fk.OPS.values()}
+
+
+def digest(paths: list[Path], root: Path = ROOT) -> str:
+    found = hashlib.sha256()
+    for path in paths:
+        comments = re.compile(_COMMENTS.get(path.suffix, _C_COMMENTS), re.DOTALL)
+        code = re.sub(r"\s+", " ", comments.sub(" ", path.read_text(encoding="utf-8"))).strip()
+        found.update(f"{path.relative_to(root).as_posix()}\n{code}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
+    """The operation's folder; of csrc the files that are called like it, like operations of a folder that it imports or
+    like internal operators that it names; and what these include."""
+    folder = root / Path(*op.package.split("."))
+    python = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
+    text = "\n".join(p.read_text(encoding="utf-8") for p in python)
+    imported = set(re.findall(r"foundry_kernels\.ops(?:\.| import )([a-z]\w*)", text)) | {folder.name}
+    names = imported | {other.name for other in fk.OPS.values() if other.package.rpartition(".")[2] in imported}
+    names |= {name.rstrip("_") for name in INTERNAL_OPERATORS if name in text}
+
+    def belongs(path: Path) -> bool:
+        parts = path.relative_to(root).with_suffix("").parts
+        return not any(part == other or part.endswith(f"_{other}") for part in parts for other in _OTHER[device])
+
+    found = {p for p in python if belongs(p)}
+    ahead = [p for p in (root / "csrc").rglob("*.*") if p.stem.startswith(tuple(names))]
+    while ahead:
+        path = ahead.pop()
+        if path not in found and belongs(path):
+            found.add(path)
+            included = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
+            ahead += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
+    return sorted(found)
+
+
+def changed(kept: dict[str, Any], now: dict[str, str]) -> list[str]:
+    """The measured operations whose kernels are others `now`, or whose kernels results do not tell."""
+    before = kept.get("sources", {})
+    measured = dict.fromkeys(r["op"] for r in kept["rows"] if r.get("kind", "op") == "op")
+    return [op for op in measured if op in now and before.get(op) != now[op]]

@@ -1,0 +1,246 @@
+"""README.md and the pages of results are what is made from the committed results; what is slower than a peer is listed
+whole; results know which kernels they are of. No time decides a test."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foundry_kernels as fk
+from benchmarks import __main__ as command
+from benchmarks import readme, report, sources, tables, verdict
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+KEPT = report.all_kept()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with README.md and the pages, made again."""
+    root = tmp_path_factory.mktemp("repository")
+    folder = root / "benchmarks" / "results"
+    shutil.copytree(report.RESULTS, folder)
+    (root / "README.md").write_text(README, encoding="utf-8")
+    readme.write(path=root / "README.md", folder=folder)
+    return root
+
+
+def test_the_readme_and_the_pages_are_what_is_made_of_the_kept_results(made: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert (made / "README.md").read_text(encoding="utf-8") == README, "run `python -m benchmarks readme`"
+    for path in KEPT:
+        page = path.with_suffix(".md")
+        again = made / "benchmarks" / "results" / page.name
+        assert again.read_text() == page.read_text(), f"run `python -m benchmarks report`: {page.name}"
+
+
+def test_the_table_and_the_chart_are_of_the_newest_results() -> None:
+    of = re.search(r"Backward passes.*\((\S+)\.md\)", README)
+    assert of is not None
+    dates = {path.stem: kept["date"] for path, kept in KEPT.items() if not kept.get("isa", {}).get("forced")}
+    assert dates[Path(of[1]).name] == max(dates.values())
+
+
+def test_what_the_readme_calls_measured_has_rows() -> None:
+    """Looked up in the files themselves, and each operation has a row in the table."""
+    rows = [r for kept in KEPT.values() for r in kept["rows"] if r.get("kind", "op") == "op" and r["row"] == "native"]
+    table = README.split("## What works where")[1].split("##")[0]
+    cells = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert {name for c in cells for name in re.findall(r"`(\w+)`", c[0])} >= fk.OPS.keys()
+    for first, _, cell, *_ in cells:
+        for name in (n for n in re.findall(r"`(\w+)`", first) if n in fk.OPS):
+            impl, bench = fk.OPS[name].impl("native"), fk.OPS[name].bench
+            state = re.search(rf"`{name}` ([^;]+)", cell)
+            text = state[1] if state else cell
+            if impl is None or "cpu" not in impl.sources:
+                assert "measured" not in text
+                continue
+            assert bench is not None
+            found = {r["direction"] for r in rows if r["op"] == name}
+            dropped = any("dropout" in r["case"] for r in rows if r["op"] == name)
+            dropout = "dropout_p" in inspect.signature(fk.OPS[name].public).parameters
+            assert text.startswith("measured" if found else "not measured")
+            if text in ("measured", "measured †"):
+                assert found >= set(bench.DIRECTIONS[:2])
+                assert dropped >= dropout
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_every_row_that_is_slower_than_a_peer_is_listed(path: Path) -> None:
+    """Looked up in the file itself."""
+    listed = path.with_suffix(".md").read_text().split(f"## {verdict.TITLE}\n")[1].split("\n## ")[0]
+    lines = [line for line in listed.splitlines() if re.match(r"\| \d", line)]
+    expected = 0
+    for row in KEPT[path]["rows"]:
+        if row["row"] in ("native", "triton", *tables.OUR_MODELS):
+            ours = (*tables.OURS, *tables.OUR_MODELS)
+            for peer, ratio in row.get("speedup_over", {}).items():
+                if ratio < 1 and (peer not in ours or (row["kind"] == "model" and peer == "reference")):
+                    expected += 1
+                    shown = f"| {ratio:.2f} | {peer} | "
+                    same = [line for line in lines if line.startswith(shown) and row["op"] in line]
+                    assert any(row["direction"] in line and row["dtype"] in line for line in same), row
+    assert sum("host time" not in line for line in lines) == expected
+    found, held = verdict.slower(KEPT[path])
+    count = verdict.counted(found, held)
+    assert count in listed
+    assert count[:-1] in README.replace("\n  ", " ")
+    for what in {s.what for s in found}:  # of each the worst
+        assert f"{what} {min(s.ratio for s in found if s.what == what):.2f}x" in README.replace("\n  ", " ")
+
+
+# --- made-up results --------------------------------------------------------------------------------------------------
+
+
+def row(op: str = "rms_norm", direction: str = "forward", case: str = "2x4-cached", **changes: Any) -> dict[str, Any]:
+    made_up = {"kind": "op", "op": op, "row": "native", "direction": direction, "dtype": "float32", "case": case}
+    return made_up | {"memory": "warm", "median_us": 3.0, "speedup_over": {"eager": 2.0}, "peak_bytes": 1} | changes
+
+
+def kept(*rows: dict[str, Any], date: str = "2026-01-02", **changes: Any) -> dict[str, Any]:
+    return {"date": date, "device": "A", "environment": {"torch": "2"}, "rows": list(rows), **changes}
+
+
+BOTH = (row(), row(direction="backward"))
+
+
+@pytest.mark.parametrize(
+    ("op", "results", "state"),
+    [
+        ("rms_norm", [kept()], "not measured"),
+        ("rms_norm", [kept(row(row="eager"))], "not measured"),
+        ("rms_norm", [kept(row(wrong="max error 1"))], "not measured"),
+        ("rms_norm", [kept(row(), sources={"rms_norm": "1"})], "measured, but for backward"),
+        ("rms_norm", [kept(*BOTH, sources={"rms_norm": "1"})], "measured"),
+        ("rms_norm", [kept(*BOTH)], "measured †"),
+        ("rms_norm", [kept(sources={"rms_norm": "2"}), kept(*BOTH, sources={"rms_norm": "1"})], "measured †"),
+        ("rms_norm", [kept(sources={"rms_norm": "1"}), kept(*BOTH, sources={"rms_norm": "1"})], "measured"),
+        ("rms_norm", [kept(*BOTH, sources={"rms_norm": "2"}), kept(*BOTH, sources={"rms_norm": "1"})], "measured"),
+        ("rms_norm", [kept(row()), kept(*BOTH)], "measured †"),
+        ("add_rms_norm", [kept(row("add_rms_norm"))], "measured, but for backward and dropout †"),
+        (
+            "add_rms_norm",
+            [kept(*(row("add_rms_norm", d, c) for d in ("forward", "backward") for c in ("1", "1-dropout")))],
+            "measured †",
+        ),
+        ("linear_cross_entropy", [kept(*(row("linear_cross_entropy", d) for d in ("forward", "both")))], "measured †"),
+        ("grouped_mm", [kept(row("grouped_mm"))], None),
+    ],
+)
+def test_what_measured_means(op: str, results: list[dict[str, Any]], state: str | None) -> None:
+    assert readme.measured(op, {Path(str(i)): of for i, of in enumerate(results)}) == state
+
+
+def test_cells_of_several_operations_and_of_none() -> None:
+    before = (
+        "| operation | `native`, CPU | other |\n|---|---|---|\n| `rms_norm`, `rope` (notes) | OLD | stays |\n"
+        "| `grouped_mm` | PyTorch's | stays |\n\n| `rms_norm` | in another table | x |"
+    )
+    after = readme._support(before, {Path("a"): kept(*BOTH, sources={"rms_norm": "1"})}, set())
+    assert after.splitlines()[2] == "| `rms_norm`, `rope` (notes) | `rms_norm` measured; `rope` not measured | stays |"
+    assert after.splitlines()[3:] == before.splitlines()[3:]
+
+
+def test_a_readme_without_markers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no <!-- measured --> followed by <!-- end of measured -->"):
+        readme.text("no markers", tmp_path, {tmp_path / "a.json": kept(*BOTH)})
+
+
+def test_what_is_slower_than_a_peer() -> None:
+    rows = [
+        row(speedup_over={"eager": 0.999, "torch.compile": 0.5, "reference": 0.1}),
+        row("rope", speedup_over={"eager": 1.0}),
+        row("swiglu", speedup_over={"reference": 0.5}),  # against no peer
+        row("transformer", kind="model", row="ours", speedup_over={"reference": 0.9, "ours, compiled": 0.8}),
+        row("geglu", kind="overhead", host_us=4.0),
+        row("geglu", kind="overhead", host_us=3.0, row="eager"),
+        row("geglu", kind="overhead", host_us=9.0, row="reference"),
+        row("rope", kind="overhead", host_us=4.0, row="triton, both, launch stubbed"),
+        row("rope", kind="overhead", host_us=1.0, row="Liger, both, launch stubbed"),
+    ]
+    found, held = verdict.slower(kept(*rows))
+    assert [(s.ratio, s.peer, s.what) for s in found] == [
+        (0.25, "Liger", "host time of `rope`"),
+        (0.5, "torch.compile", "`rms_norm`"),
+        (0.75, "eager", "host time of `geglu`"),
+        (0.9, "reference", "transformer, ours"),
+        (0.999, "eager", "`rms_norm`"),
+    ]
+    assert verdict.counted(found, held) == "4 of 5 rows of ours are slower than a peer."
+    assert verdict.worst(found).count("`rms_norm`") == 1
+    assert verdict.counted([], 3) == "None of 3 rows of ours is slower than a peer."
+
+
+def test_a_training_step_is_held_against_each_that_is_not_ours() -> None:
+    def model(name: str, **over: float) -> dict[str, Any]:
+        changes = {"direction": "step", "case": "small", "peak_bytes": 2_000_000, "speedup_over": over}
+        return row("transformer", kind="model", row=name, **changes)
+
+    rows = [model("reference"), model("reference, compiled", reference=1.2), model("ours", reference=1.5)]
+    rows[-1]["speedup_over"]["reference, compiled"] = 1.25
+    table = tables.steps(kept(*rows)).splitlines()
+    assert table[0] == "| training step of |  | × reference | × reference, compiled | peak MB |"
+    assert table[-1] == "| transformer small, float32 | ours | 1.50 | 1.25 | 2.0 |"
+
+
+# --- of which kernels -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("csrc", "foundry_kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def test_digests_are_of_the_code_that_makes_an_operation(tree: Path) -> None:
+    def edited(path: str, text: str) -> set[str]:
+        """The operations whose digest changes where `text` is added."""
+        file = tree / path
+        code = file.read_text()
+        file.write_text(code + text)
+        after = sources.digests("cpu", tree)
+        file.write_text(code)
+        return {op for op in before if before[op] != after[op]}
+
+    before = sources.digests("cpu", tree)
+    assert before == sources.digests("cpu")
+    assert edited("csrc/cpu/swiglu.cpp", "int more;") == {"swiglu", "geglu"}
+    assert edited("csrc/cpu/swiglu.cpp", "\n// more\n\n/* and\nmore */\n") == set()
+    assert edited("foundry_kernels/ops/swiglu/__init__.py", "\n# more\n") == set()
+    assert edited("foundry_kernels/ops/swiglu/__init__.py", "\nmore = 1\n") == {"swiglu", "geglu"}
+    for path in ("ops/swiglu/bench.py", "ops/swiglu/triton.py", "ops/rope/triton/__init__.py", "nn/__init__.py"):
+        assert edited(f"foundry_kernels/{path}", "\nmore = 1\n") == set()
+    assert edited("csrc/torch/swiglu_cuda.cpp", "int more;") == set()
+    assert edited("csrc/torch/accumulate_product_cpu.cpp", "int more;") == {"linear_cross_entropy"}
+    assert edited("csrc/cpu/cross_entropy.cpp", "int more;") == {"cross_entropy", "linear_cross_entropy"}
+    kernels = {op.name for op in fk.OPS.values() if op.impl("native") is not None}
+    assert edited("csrc/cpu/vec.h", "int more;") == kernels  # by what is included
+    assert "csrc/cuda/swiglu.cu" in {p.relative_to(ROOT).as_posix() for p in sources.files(fk.OPS["swiglu"], "cuda")}
+
+
+def test_the_command_names_the_operations_that_have_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = sources.digests("cpu")
+    of = kept(
+        *BOTH, row("rope"), row("geglu"), sources=now | {"rope": "another"}, commit={"id": "a" * 40, "dirty": True}
+    )
+    (tmp_path / "a.json").write_text(json.dumps(of))
+    assert command.main(["changed", str(tmp_path / "a.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a.json, of commit aaaaaaaaaa with changes: 1 operations have changed since, or are not known",
+        "  rope",
+    ]
+    assert sources.changed(kept(*BOTH), now) == ["rms_norm"]  # it is not known
+
+
+@pytest.mark.parametrize("info", [{}, {"commit_info": {"id": "unversioned", "dirty": False}}])
+def test_outside_of_a_checkout_results_have_no_commit(info: dict[str, Any]) -> None:
+    assert report.commit(info) is None
+    assert tables.of_commit({}) == "of a commit that was not recorded"
