@@ -23,7 +23,8 @@ Results = dict[Path, dict[str, Any]]
 
 
 def write(source: Path | None = None, path: Path = ROOT / "README.md", folder: Path = RESULTS) -> None:
-    """Makes the parts again, and the pages but for their pictures. The table and the chart are of `source`, or of the newest results."""
+    """Makes the parts again, and the pages but for their pictures. The table and the chart are of `source`, or of the
+    newest results."""
     found = all_kept(folder)
     for each in found:
         page(each, draw=False)
