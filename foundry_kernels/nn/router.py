@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry_kernels._autocast import no_autocast
 from foundry_kernels.registry import wide_dtype
 
 SCORINGS = ("softmax", "sigmoid")
@@ -134,11 +135,9 @@ class Router(nn.Module):
         return Routing(experts, weights if self.scale == 1.0 else weights * self.scale, logits)
 
     def _logits(self, x: Tensor) -> Tensor:
-        wide, device = wide_dtype(x.dtype), x.device.type
+        wide = wide_dtype(x.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
-        if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no "meta"
-            return F.linear(x.to(wide), self.weight.to(wide), bias)
-        with torch.autocast(device, enabled=False):
+        with no_autocast(x):
             return F.linear(x.to(wide), self.weight.to(wide), bias)
 
     @torch.no_grad()

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
+from foundry_kernels._autocast import autocast_dtype
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_int, check_shape
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._register import register_op
@@ -142,8 +142,7 @@ def linear_cross_entropy(
     all-reduces give the loss (`divided.py`). `target` may be a plain tensor there, the same on all devices.
     """
     check_float("hidden", hidden)
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
-        low = torch.get_autocast_dtype(hidden.device.type)
+    if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
         bias = bias.to(low) if isinstance(bias, Tensor) else bias
     _check(hidden, weight, bias, logit_scale, chunk_size)
