@@ -30,7 +30,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from foundry_kernels._autocast import autocast_dtype
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_int, check_shape
+from foundry_kernels._checks import check_device, check_dtype, check_float, check_int, check_number, check_shape
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.linear_cross_entropy import reference
@@ -192,8 +192,7 @@ def _check(
         check_shape("bias", bias, weight.shape[:1], "a value for each class")
         check_dtype("bias", bias, "hidden", hidden)
         check_device("bias", bias, "hidden", hidden)
-    if not -float("inf") < logit_scale < float("inf"):  # also false for NaN
-        raise ValueError(f"logit_scale must be finite; got {logit_scale}")
+    check_number("logit_scale", logit_scale)
     if chunk_size is not None and chunk_size != "tiles":
         check_int("chunk_size", chunk_size, minimum=1)
 
