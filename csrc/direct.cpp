@@ -15,8 +15,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cmath>
-#include <limits>
 
+#include "torch/numbers.h"
 #include "torch/operators.h"
 
 namespace foundry {
@@ -93,7 +93,7 @@ class Arguments {
   std::optional<double> optional_positive() {
     if (take_none()) return std::nullopt;
     const double value = real();
-    need(value > 0.0 && std::isfinite(value));
+    need(is_positive_number(value));
     return value;
   }
   // One of two words: whether it is the first.
@@ -157,10 +157,11 @@ PyObject* guarded(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   END_HANDLE_TH_ERRORS
 }
 
-bool is_eps(double eps) { return eps >= 0.0 && std::isfinite(eps); }
+bool is_eps(double eps) { return eps >= 0.0 && is_number(eps); }
 
 bool is_weight(const OptionalTensor& weight, const Tensor& x, double weight_offset) {
-  return weight ? weight->dim() == 1 && weight->size(0) == x.size(-1) : weight_offset == 0.0;
+  return weight ? weight->dim() == 1 && weight->size(0) == x.size(-1) && is_number(weight_offset)
+                : weight_offset == 0.0;
 }
 
 PyObject* call_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
@@ -224,9 +225,6 @@ bool is_gate(const Tensor& gate, const OptionalTensor& up) {
   return up ? up->sizes() == gate.sizes() && up->scalar_type() == gate.scalar_type() : gate.size(-1) % 2 == 0;
 }
 
-// Finite, and so as a float.
-bool is_float32(double value) { return std::abs(value) <= std::numeric_limits<float>::max(); }
-
 PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(arguments, given, 7);
   const Tensor& gate = in.tensor();
@@ -235,8 +233,7 @@ PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
   const std::optional<double> limit = in.optional_positive();
   const double up_offset = in.real();
   const bool interleaved = in.boolean();
-  in.need(in.ok() && is_gate(gate, up) && is_float32(alpha) && is_float32(up_offset) &&
-          is_float32(limit.value_or(1.0)));
+  in.need(in.ok() && is_gate(gate, up) && is_number(alpha) && is_number(up_offset));
   in.need(!(interleaved && up));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] { return swiglu(gate, up, alpha, limit, up_offset, interleaved); });
@@ -325,6 +322,7 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
   options.max_seqlen_q = q.size(2);
   options.max_seqlen_k = k.size(2);
   options.scale = scale ? *scale : std::pow(static_cast<double>(q.size(3)), -0.5);
+  if (softcap && !is_positive_number(options.scale / *softcap)) Py_RETURN_NONE;
   options.window_left = window_left;
   options.window_right = causal ? OptionalInt(0) : window_right;
   options.softcap = softcap;

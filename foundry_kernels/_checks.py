@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +58,37 @@ def check_int(name: str, value: object, minimum: int | None = None) -> None:
         raise ValueError(f"{name} must be >= {minimum}; got {value}")
 
 
-def check_eps(eps: float) -> None:
-    if not isinstance(eps, (float, int)) or isinstance(eps, bool):
-        raise TypeError(f"eps must be a float; got {type(eps).__name__}")
-    if not 0.0 <= eps < math.inf:  # also false for NaN
-        raise ValueError(f"eps must be finite and >= 0; got {eps}")
+#: Options are used in float32: within these bounds it holds a number to its full precision, and log2(e) times it too.
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+
+
+def check_positive(name: str, value: Any) -> None:
+    """A float above 0, within the bounds."""
+    _check_real(name, value)
+    if not SMALLEST <= value <= LARGEST:  # also false for NaN
+        raise ValueError(_outside(name, value, "finite and > 0", value > 0.0, "in"))
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """A float that is 0 or as for :func:`check_positive`."""
+    _check_real(name, value)
+    if value != 0.0 and not SMALLEST <= value <= LARGEST:
+        raise ValueError(_outside(name, value, "finite and >= 0", value > 0.0, "0 or in"))
+
+
+def check_number(name: str, value: Any) -> None:
+    """A float of any sign that is 0 or of a size within the bounds."""
+    _check_real(name, value)
+    if value != 0.0 and not SMALLEST <= abs(value) <= LARGEST:
+        raise ValueError(_outside(name, value, "finite", True, "0 or of a size in"))
+
+
+def _check_real(name: str, value: object) -> None:
+    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a float; got {type(value).__name__}")
+
+
+def _outside(name: str, value: Any, kind: str, is_of_kind: bool, bounds: str) -> str:
+    if not (is_of_kind and abs(value) < math.inf):
+        return f"{name} must be {kind}; got {value}"
+    return f"{name} must be {bounds} 2^-126 .. 2^127, where float32 has its full precision; got {value}"

@@ -126,29 +126,43 @@ def read(path: Path) -> Table:
         raise TuningFileError(f'{path} is no tuning file: its "format" must be {FORMAT!r}')
     if found.get("version") != VERSION:
         raise TuningFileError(f"{path} is of version {found.get('version')!r}; this package reads version {VERSION}")
-    try:
-        entries = [Entry(**entry) for entry in found["entries"]]
-        for entry in entries:
+    entries = found.get("entries")
+    if not isinstance(entries, list):
+        raise TuningFileError(f'{path} is damaged: its "entries" must be a list')
+    table: Table = {}
+    for number, fields in enumerate(entries):
+        try:
+            entry = Entry(**fields)
             _check(entry)
-    except (KeyError, TypeError, ValueError) as error:
-        raise TuningFileError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    return {entry.key: entry for entry in entries}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise TuningFileError(f"{path} is damaged: entry {number} ({type(error).__name__}: {error})") from error
+        table[entry.key] = entry
+    return table
 
 
 def _check(entry: Entry) -> None:
-    """Raise ValueError or TypeError unless everything is of the kind that look-ups rely on."""
-    for name, kind in (("gpu", str), ("triton", str), ("capability", int), ("rows", dict), ("auto", dict)):
-        if not isinstance(getattr(entry, name), kind):
-            raise ValueError(f"{name!r} must be a {kind.__name__}")
+    """Raise an error unless everything is of the kind that look-ups rely on."""
+    kinds = {"gpu": str, "triton": str, "torch": str, "measured": str, "capability": int, "rows": dict, "auto": dict}
+    for name, kind in kinds.items():
+        _of_kind(repr(name), getattr(entry, name), kind)
     for kernel, rows in entry.rows.items():
-        for key, found in rows.items():
-            row = found["row"]
+        for key, found in _of_kind(f"what replaces the rows of {kernel}", rows, dict).items():
+            of = f"of {kernel}, {key}"
+            row = _of_kind(f"the row {of}", _of_kind(f"what is said {of}", found, dict)["row"], dict)
             if not row or not all(isinstance(v, int) for v in row.values()):
-                raise ValueError(f"the row of {kernel}, {key} must be whole numbers or flags by name")
-    for op, orders in entry.auto.items():
-        for dtype, order in orders.items():
-            if not order or not set(order) <= set(registry.BACKENDS):
+                raise ValueError(f"the row {of} must be whole numbers or flags by name")
+            float(_of_kind(f"the speedup {of}", found.get("speedup", 0), (int, float)))
+    for op, by_dtype in entry.auto.items():
+        for dtype, order in _of_kind(f"the orders of {op}", by_dtype, dict).items():
+            if not _of_kind(f"the order of {op} in {dtype}", order, list) or not set(order) <= set(registry.BACKENDS):
                 raise ValueError(f"the order of {op} in {dtype} must be some of {', '.join(registry.BACKENDS)}")
+
+
+def _of_kind(what: str, value: Any, kind: type | tuple[type, ...]) -> Any:
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise ValueError(f"{what} must be a {' or '.join(k.__name__ for k in kinds)}; got {value!r:.60}")
+    return value
 
 
 def write(path: Path, newer: Entry, asked: set[tuple[str, str]]) -> None:

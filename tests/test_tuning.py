@@ -207,12 +207,63 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "no entries": (json.dumps({"format": tuning.FORMAT, "version": 1}).encode(), "damaged"),
     "fields of another version": (json.dumps(GOOD | {"entries": [{"gpu": "x", "cpu": "y"}]}).encode(), "damaged"),
     "numbers that are text": (json.dumps(GOOD).replace("128", '"128"').encode(), "whole numbers"),
+    "a speedup that is text": (
+        json.dumps(GOOD).replace("1.2", '"x"').encode(),
+        "entry 0 .*the speedup of a_kernel, .* must be a int or float; got 'x'",
+    ),
     "rows that are a list": (json.dumps(GOOD | {"entries": [vars(entry(rows=[]))]}).encode(), "must be a dict"),
     "a backend that is none": (
         json.dumps(GOOD | {"entries": [vars(entry(auto={"rope": {"float32": ["numpy"]}}))]}).encode(),
         "must be some of reference, triton, native",
     ),
 }
+
+
+#: What may stand in any place of a file.
+JSON = (None, True, 7, -1.5, 10**400, "x", [], ["x"], [[]], {}, {"x": 1}, {"row": "x"}, {"x": {"x": {"row": []}}})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inner:
+        yield from places(below, (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copied
+
+
+def test_any_value_in_any_place_is_slower_at_the_worst(
+    tmp_path: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is used, or named in one warning together with the entry; launches then are the code's own."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    good = GOOD | {"entries": [vars(entry("Other GPU")), vars(entry(auto={"rope": {"float32": ["native"]}}))]}
+    path = tmp_path / "a.json"
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    for at in places(good):
+        for value in JSON:
+            path.write_text(json.dumps(replaced(good, at, value)))
+            tuning.forget()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                with tuning.watched() as seen:
+                    assert chosen() in (ROWS[0], ROWS[2])
+                tuning._order_backends()
+                assert chosen() in (ROWS[0], ROWS[2])
+            assert seen["a_kernel", KEY].origin
+            assert len(told) <= 1, (at, value)
+            for warning in told:
+                assert str(path) in str(warning.message), (at, value)
+                if len(at) > 1:
+                    assert f"entry {at[1]}" in str(warning.message), (at, value)
+            if told:
+                assert chosen() == ROWS[0]
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -97,7 +97,10 @@ void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratc
       ds = Whole::load(gradients + j * kAttentionRows) - delta;
       if constexpr (kBias) {
         s = capped(a, s);
-        if (a.softcap > 0.0f) ds *= 1.0f - s * s * (1.0f / (a.softcap * a.softcap));
+        if (a.softcap > 0.0f) {
+          const Vec t = s * (1.0f / a.softcap);  // whose square is at most 1, where that of the cap may be 0
+          ds *= 1.0f - t * t;
+        }
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
       }
       p = exp((s * unit - lse) - lse_rest);

@@ -4,12 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <cmath>
-#include <limits>
 #include <tuple>
 
 #include "../common/swiglu.h"
 #include "common.h"
+#include "numbers.h"
 
 namespace foundry {
 
@@ -32,13 +31,12 @@ struct GluSettings {
 
 inline GluOptions glu_options(const GluSettings& s, const OptionalTensor& up, Activation activation) {
   if (!s.changed() && !s.interleaved) return {};
-  constexpr double kLargest = std::numeric_limits<float>::max();
   TORCH_CHECK_VALUE(activation == Activation::silu,
                     "alpha, limit, up_offset and interleaved are options of silu alone");
   TORCH_CHECK_VALUE(!s.interleaved || !up.has_value(), "interleaved is for a packed gate: up must be None");
-  TORCH_CHECK_VALUE(std::abs(s.alpha) <= kLargest, "alpha must be finite in float32; got ", s.alpha);
-  TORCH_CHECK_VALUE(std::abs(s.up_offset) <= kLargest, "up_offset must be finite in float32; got ", s.up_offset);
-  TORCH_CHECK_VALUE(!s.limit || (*s.limit > 0.0 && *s.limit <= kLargest), "limit must be None or > 0 and finite; got ",
+  TORCH_CHECK_VALUE(is_number(s.alpha), "alpha must be 0 or of a size in 2^-126 .. 2^127; got ", s.alpha);
+  TORCH_CHECK_VALUE(is_number(s.up_offset), "up_offset must be 0 or of a size in 2^-126 .. 2^127; got ", s.up_offset);
+  TORCH_CHECK_VALUE(!s.limit || is_positive_number(*s.limit), "limit must be None or in 2^-126 .. 2^127; got ",
                     s.limit.value_or(0.0));
   return {s.interleaved,
           s.changed(),

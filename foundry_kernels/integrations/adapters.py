@@ -256,15 +256,17 @@ class Attention(Adapter):
         Where it would not, nobody can tell.
         """
         config: Any = module.config
-        if config._attn_implementation != "eager":
-            return None
-        home = sys.modules[next(c for c in type(module).__mro__ if self.method in vars(c)).__module__]
-        own = (c for n, c in vars(home).items() if n.endswith("PreTrainedModel") and c.__module__ == home.__name__)
-        if not all(getattr(model, "_supports_sdpa", False) for model in own):
+        if config._attn_implementation != "eager" or not self.may_be_sdpa(module):
             return None
         return (
             "flash_attention left, its config has attn_implementation='eager'; name flash_attention in ops to have it"
         )
+
+    def may_be_sdpa(self, module: nn.Module) -> bool:
+        """Whether transformers lets the models of this module's family have an attention with "sdpa" in its name."""
+        home = sys.modules[next(c for c in type(module).__mro__ if self.method in vars(c)).__module__]
+        own = (c for n, c in vars(home).items() if n.endswith("PreTrainedModel") and c.__module__ == home.__name__)
+        return all(getattr(model, "_supports_sdpa", False) for model in own)
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         if self.optional_rope and not module.use_rope:
@@ -272,10 +274,10 @@ class Attention(Adapter):
         return ("qk_norm_rope" if self.norms == "heads" else "rope", "flash_attention")
 
     def serves_dense_masks(self, module: nn.Module) -> str:
-        """What ``dense_masks="sdpa"`` means for this module: SDPA has neither a soft cap nor sinks."""
-        passed = self.passes(module)
+        """What ``dense_masks="sdpa"`` means for this module."""
+        passed = self.passes(module)  # SDPA has neither a soft cap nor sinks
         own = passed.get("softcap") is not None or passed.get("s_aux") is not None
-        return "the model's own eager attention" if own else "SDPA"
+        return "SDPA" if self.may_be_sdpa(module) and not own else "the model's own eager attention"
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _attention_forward}

@@ -21,11 +21,15 @@ from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.rope import rope
 
 
+def _own_dropout(module: Any) -> float:
+    return float(module.attention_dropout)
+
+
 @dataclass(frozen=True)
 class OlderAttention(Attention):
     """An attention that calls the function of the model's config. dropout: its probability, of a module."""
 
-    dropout: Callable[[Any], float] = lambda module: float(module.attention_dropout)
+    dropout: Callable[[Any], float] = _own_dropout
     #: Whether calls with dropout come to the attention function at all.
     leaves_dropout: ClassVar[bool] = True
 

@@ -29,6 +29,9 @@ class WholeAttention(OlderAttention):
         p = self.dropout(module)
         return f"calls in training mode drop weights out (p={p}), and run as before" if p else None
 
+    def serves_dense_masks(self, module: nn.Module) -> str:
+        return "the model's own eager attention"
+
     def members(self, original: type) -> dict[str, Any]:
         found = importlib.import_module("foundry_kernels.integrations.transformers")
         return {"_foundry_attend": staticmethod(found.attention), "_foundry_dense": staticmethod(found.as_dense)}
@@ -66,9 +69,6 @@ class BloomAttention(WholeAttention):
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("flash_attention",)
-
-    def serves_dense_masks(self, module: nn.Module) -> str:
-        return "the model's own eager attention"
 
     def members(self, original: type) -> dict[str, Any]:
         return super().members(original) | {"forward": _bloom_attention}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from torch import nn
 from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
+from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.table import adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
@@ -25,10 +24,9 @@ from foundry_kernels.nn._backend import Backend, plan, serving
 from foundry_kernels.registry import short_dtype
 
 OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, OurExperts, OurAttention, Transformer)
-ATTENTION = "_attn_implementation"
 
-#: What `dense_masks` may be, and the attention of transformers that it means.
-DENSE_MASKS = {"refuse": "foundry", "sdpa": "foundry_or_sdpa"}
+#: What `dense_masks` may be, and the attention of transformers that it means where a model may have SDPA, and else.
+DENSE_MASKS = {"refuse": ("foundry", "foundry"), "sdpa": ("foundry_or_sdpa", "foundry_or_eager")}
 
 
 @dataclass(frozen=True)
@@ -217,10 +215,10 @@ def patch(
     dense = {adapter.serves_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
     report = _report(model, entries, backends, " and ".join(sorted(dense)))
     done: list[nn.Module] = []
-    configs = _Configs(model)
+    configs = Configs(model)
     try:
         if attending:
-            configs.switch([(module, state) for module, _, state in attending], DENSE_MASKS[dense_masks])
+            configs.switch(attending, DENSE_MASKS[dense_masks])
         for (module, adapter, _), state in zip(changes, states, strict=True):
             swap.apply(module, adapter, state)
             done.append(module)
@@ -332,34 +330,3 @@ def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
         if parameter.is_floating_point():
             return parameter.device.type, parameter.dtype
     return "cpu", torch.float32
-
-
-class _Configs:
-    """The configs in a model: copied, because another model may hold the same ones, and set to our attention."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._held: list[tuple[Any, Any]] = [
-            (m, m.config) for m in model.modules() if hasattr(vars(m).get("config"), ATTENTION)
-        ]
-
-    def switch(self, layers: list[tuple[Any, State]], attention: str) -> None:
-        importlib.import_module("foundry_kernels.integrations.transformers")  # registers the name
-        copies: dict[int, Any] = {}  # one for each object, however often it occurs
-        for module, config in self._held:
-            module.config = copy.deepcopy(config, copies)
-        for module, state in layers:
-            own: Any = getattr(module, "config", None)
-            if own is None:  # BLOOM's attention has none; that of the model around it decides how masks are made
-                around = [m for m, _ in self._held if any(part is module for part in m.modules())]
-                if not around:
-                    continue
-                own = around[-1].config
-                state.previous["config"] = own
-            state.previous["attention"] = own._attn_implementation
-        for module, state in layers:
-            if "attention" in state.previous:
-                (state.previous.get("config") or module.config)._attn_implementation = attention
-
-    def restore(self) -> None:
-        for module, config in self._held:
-            module.config = config

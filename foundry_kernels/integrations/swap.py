@@ -8,12 +8,14 @@ class).
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
 from torch import nn
 
-from foundry_kernels.integrations.adapters import Adapter, State
+from foundry_kernels.integrations.adapters import Adapter, Attention, State
+from foundry_kernels.integrations.configs import give_back
 
 _CLASSES: dict[tuple[type, Adapter], type] = {}
 
@@ -46,6 +48,8 @@ def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _restore(original: type, adapter: Adapter) -> nn.Module:
+    if isinstance(adapter, Attention):  # whose config names an attention that this process may not know yet
+        importlib.import_module("foundry_kernels.integrations.transformers")
     made: Any = patched_class(original, adapter)
     module: nn.Module = made.__new__(made)
     return module
@@ -73,9 +77,7 @@ def revert(module: Any) -> None:
     elif _is_last(module):
         module.__class__ = module._foundry_original
     if "attention" in previous:
-        config = previous.get("config") or module.config
-        if str(config._attn_implementation).startswith("foundry"):  # and not set since
-            config._attn_implementation = previous["attention"]
+        give_back(previous.get("config") or module.config, previous["attention"])
     del module._foundry
 
 

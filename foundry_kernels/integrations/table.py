@@ -109,10 +109,14 @@ def _dropout_module(module: Any) -> float:
     return float(module.attention_dropout.p)
 
 
+def _attn_dropout(module: Any) -> float:
+    return float(module.attn_dropout.p)
+
+
 #: Families before Llama: model type -> the adapter of each of its classes.
 OLDER: dict[str, dict[str, Adapter]] = {
     "gpt2": {
-        "GPT2Attention": GPT2Attention(dropout=lambda module: float(module.attn_dropout.p)),
+        "GPT2Attention": GPT2Attention(dropout=_attn_dropout),
         "GPT2MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
         "GPT2LMHeadModel": GPT2Model(),
     },

@@ -78,7 +78,8 @@ def attention(
         query: ``[B, H, T, D]``. key, value: ``[B, Hk, S, D]``, the cached ones included.
         attention_mask: None, where query T - 1 is aligned with key S - 1, or what :func:`mask` gave.
         scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
-        sliding_window: how many keys a token sees, itself included. s_aux: ``[H]``, the sinks.
+        sliding_window: how many keys a token sees, itself included; None for the module's own.
+        s_aux: ``[H]``, the sinks.
         alibi_slopes: ``[H]``, as of :func:`foundry_kernels.flash_attention`.
 
     Returns:
@@ -101,6 +102,8 @@ def attention(
     state = getattr(module, "_foundry", None)
     backends = {} if state is None else state.backends
     causal = _is_causal(module) if is_causal is None else is_causal
+    if sliding_window is None:  # Qwen2-MoE's own forward does not pass what its masks are made by
+        sliding_window = getattr(module, "sliding_window", None)
     options: dict[str, Any] = {
         "causal": causal,
         "scale": scaling,
@@ -248,8 +251,9 @@ def mask(
         begin, not counting the first, to be checked to be 0.
 
     Raises:
-        DenseMask: any other mask.
+        DenseMask: any other mask. ValueError: the model is a BLOOM that is not patched.
     """
+    _refuse_unnamed(config)
     traced = is_tracing(attention_mask) or is_tracing(q_offset)
     if use_vmap:
         if traced:
@@ -283,6 +287,17 @@ def mask(
     return _hidden(layout, config)
 
 
+def _refuse_unnamed(config: Any) -> None:
+    """BLOOM chooses no attention by name. Its own would take one of our masks, None for a causal one, for what it adds
+    to the scores."""
+    name = getattr(config, "_attn_implementation_internal", None)  # not what a patch shows to its layers
+    if getattr(config, "model_type", None) == "bloom" and str(name).startswith("foundry"):
+        raise ValueError(
+            f"attn_implementation={name!r} does not reach the attention of bloom; use the default, and "
+            "foundry_kernels.patch(model)"
+        )
+
+
 def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
     """Falcon adds ALiBi to what it takes for a mask, which has four dimensions: there a layout has five."""
     if layout is not None and getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
@@ -308,6 +323,7 @@ def _window_without_blocks(mask_function: Any, config: Any) -> int:
 def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask`, but where that raises, the dense
     mask of "sdpa"."""
+    _refuse_unnamed(kwargs.get("config"))
     unread = is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset"))
     if not (unread and (kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True))):
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from foundry_kernels._checks import check_not_negative, check_positive
 from foundry_kernels.models import presets
 from foundry_kernels.nn.mlp import GATES
 from foundry_kernels.nn.router import SCORINGS
@@ -177,8 +178,10 @@ class ModelConfig:
             ("router_scale", 0.0),
         ):
             value = getattr(self, name)
-            if value is not None and not (value > low and math.isfinite(value)):
+            if value is not None and not low < value < math.inf:
                 raise ValueError(f"{name} must be finite and > {low:g}; got {value}")
+            if value is not None:
+                check_positive(name, value)
         for name, values in CHOICES.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}; got {getattr(self, name)!r}")
@@ -190,8 +193,7 @@ class ModelConfig:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
         for name in ("load_balancing_coef", "router_z_coef"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0; got {getattr(self, name)}")
+            check_not_negative(name, getattr(self, name))
         if self.n_heads % self.kv_heads:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads={self.kv_heads}; got {self.n_heads}")
         if self.head_dim is None and self.dim % self.n_heads:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foundry_kernels._checks import check_int, check_not_negative, check_positive
+
 if TYPE_CHECKING:
     from foundry_kernels.models.cache import KVCache
     from foundry_kernels.models.transformer import Transformer
@@ -147,7 +149,8 @@ def _choose(
     if temperature == 0.0:
         return logits.argmax(-1)
     size = logits.shape[-1]
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest is 0, however low the temperature
     kept = None  # the tokens that the columns stand for; None: each for its own
     if top_k is not None and top_k < size:
         # By index and not by value: of tokens that tie at the threshold, no more than k may stay.
@@ -211,11 +214,12 @@ def _check_options(
         raise TypeError(f"max_new_tokens must be an int; got {type(max_new_tokens).__name__}")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}")
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and at least 0; got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be None or at least 1; got {top_k}")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p must be None or in (0, 1]; got {top_p}")
+    check_not_negative("temperature", temperature)
+    if top_k is not None:
+        check_int("top_k", top_k, minimum=1)
+    if top_p is not None:
+        check_positive("top_p", top_p)
+        if top_p > 1.0:
+            raise ValueError(f"top_p must be None or in (0, 1]; got {top_p}")
     if stop_token is not None and not 0 <= stop_token < vocab_size:
         raise ValueError(f"stop_token must be None or in 0 .. {vocab_size - 1}; got {stop_token}")

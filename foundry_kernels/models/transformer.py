@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry_kernels._autocast import autocast_dtype
 from foundry_kernels._checks import check_integer, check_rank
 from foundry_kernels.models import from_hf
 from foundry_kernels.models.blocks import add_branch, block_class, make_norm, operations
@@ -315,9 +316,7 @@ class Transformer(nn.Module):
 
     def _key_dtype(self) -> torch.dtype:
         weight = self.tok_embeddings.weight
-        if torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
-            return torch.get_autocast_dtype(weight.device.type)
-        return weight.dtype
+        return autocast_dtype(weight) or weight.dtype
 
     def _check(
         self, tokens: Tensor, targets: Tensor | None, cache: KVCache | None, last_only: bool, ignore_index: int

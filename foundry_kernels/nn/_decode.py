@@ -3,7 +3,7 @@
 The operator `decode_linear` reads each layer's own weight where it is. Nothing is packed, copied or kept between calls,
 so loading, moving, casting or replacing a weight needs no thought. A layer is called as it is wherever calling it could
 be more than a product with its weight: under autograd, autocast, a transform or a hook, in another class, with a bias,
-with a weight that is no plain tensor.
+with a weight that is no plain dense tensor.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def project(x: Tensor, *layers: nn.Module) -> Tensor | None:
 def multiply(x: Tensor, *weights: Tensor) -> Tensor | None:
     """The same with the layers' weights ``[N, dim]``."""
     for weight in weights:
-        if type(weight) not in _PLAIN or weight.dtype != x.dtype or not weight.is_cpu:
+        plain = type(weight) in _PLAIN and weight.layout is torch.strided
+        if not plain or weight.dtype != x.dtype or not weight.is_cpu:
             return None
     assert _linear is not None
     return _linear(x, weights)

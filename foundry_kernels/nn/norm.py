@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_eps, check_tensor
+from foundry_kernels._checks import check_not_negative, check_number, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -49,8 +49,9 @@ class RMSNorm(torch.nn.RMSNorm):
         backends = plan(backend, ("rms_norm", "add_rms_norm"))
         if weight_offset and not elementwise_affine:
             raise ValueError(f"weight_offset needs elementwise_affine=True; got weight_offset={weight_offset}")
-        if eps is not None and not eps >= 0.0:
-            raise ValueError(f"eps must be None or >= 0; got {eps}")
+        check_number("weight_offset", weight_offset)
+        if eps is not None:
+            check_not_negative("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         _check_normalized_shape(self.normalized_shape)
         self.weight_offset = weight_offset
@@ -165,7 +166,7 @@ class LayerNorm(torch.nn.LayerNorm):
         backend: Backend = "auto",
     ) -> None:
         backends = plan(backend, ("layer_norm", "add_layer_norm"))
-        check_eps(eps)
+        check_not_negative("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         _check_normalized_shape(self.normalized_shape)
         self.backends = backends

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_int
+from foundry_kernels._checks import check_int, check_positive
 from foundry_kernels.nn._tables import FixedTables
 
 
@@ -76,6 +76,7 @@ class SinusoidalEmbedding(FixedTables):
         super().__init__()
         check_int("dim", dim, minimum=1)
         check_int("max_positions", max_positions, minimum=1)
+        check_positive("base", base)
         self.dim, self.max_positions, self.base = dim, max_positions, base
         self._register(device)
 

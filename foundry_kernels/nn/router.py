@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -10,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry_kernels._autocast import no_autocast
+from foundry_kernels._checks import check_positive
 from foundry_kernels.registry import wide_dtype
 
 SCORINGS = ("softmax", "sigmoid")
@@ -95,8 +96,7 @@ class Router(nn.Module):
             raise ValueError(f"top_k must be at most n_experts={n_experts}; got {top_k}")
         if scoring not in SCORINGS:
             raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {scoring!r}")
-        if not (scale > 0.0 and math.isfinite(scale)):
-            raise ValueError(f"scale must be finite and > 0; got {scale}")
+        check_positive("scale", scale)
         self.dim, self.n_experts, self.top_k = dim, n_experts, top_k
         self.scoring, self.renormalize, self.scale = scoring, renormalize, scale
         self.weight = nn.Parameter(torch.empty(n_experts, dim, device=device, dtype=dtype))
@@ -134,11 +134,9 @@ class Router(nn.Module):
         return Routing(experts, weights if self.scale == 1.0 else weights * self.scale, logits)
 
     def _logits(self, x: Tensor) -> Tensor:
-        wide, device = wide_dtype(x.dtype), x.device.type
+        wide = wide_dtype(x.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
-        if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no "meta"
-            return F.linear(x.to(wide), self.weight.to(wide), bias)
-        with torch.autocast(device, enabled=False):
+        with no_autocast(x):
             return F.linear(x.to(wide), self.weight.to(wide), bias)
 
     @torch.no_grad()

@@ -333,7 +333,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "label_smoothing must be in 0 .. 1; got 1.5", {"label_smoothing": 1.5}),
     (ValueError, "label_smoothing must be in 0 .. 1; got nan", {"label_smoothing": math.nan}),
     (ValueError, "z_loss must be finite and >= 0; got -1", {"z_loss": -1}),
-    (ValueError, "softcap must be None, or finite and > 0; got 0.0", {"softcap": 0.0}),
+    (ValueError, "softcap must be finite and > 0; got 0.0", {"softcap": 0.0}),
     (ValueError, "backend must be one of auto, reference, triton, native; got 'eager'", {"backend": "eager"}),
 ]
 

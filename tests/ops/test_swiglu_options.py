@@ -160,15 +160,15 @@ def test_every_instruction_set(name: str) -> None:
 
 X = torch.zeros(2, 4)
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "alpha must be finite in float32; got inf", {"alpha": math.inf}),
-    (ValueError, "alpha must be finite in float32; got nan", {"alpha": math.nan}),
+    (ValueError, "alpha must be finite; got inf", {"alpha": math.inf}),
+    (ValueError, "alpha must be finite; got nan", {"alpha": math.nan}),
     (TypeError, "alpha must be a float; got str", {"alpha": "1"}),
-    (ValueError, "limit must be None or > 0; got 0", {"limit": 0}),
-    (ValueError, "limit must be None or > 0; got -7.0", {"limit": -7.0}),
-    (ValueError, "limit must be finite in float32; got inf", {"limit": math.inf}),
-    (ValueError, "limit must be finite in float32; got 1e[+]39", {"limit": 1e39}),
+    (ValueError, "limit must be finite and > 0; got 0", {"limit": 0}),
+    (ValueError, "limit must be finite and > 0; got -7.0", {"limit": -7.0}),
+    (ValueError, "limit must be finite and > 0; got inf", {"limit": math.inf}),
+    (ValueError, "limit must be in .*; got 1e[+]39", {"limit": 1e39}),
     (TypeError, "limit must be a float; got bool", {"limit": True}),
-    (ValueError, "up_offset must be finite in float32; got nan", {"up_offset": math.nan}),
+    (ValueError, "up_offset must be finite; got nan", {"up_offset": math.nan}),
     (TypeError, "interleaved must be a bool; got int", {"interleaved": 1}),
     (ValueError, "interleaved is for a packed gate.*up must be None", {"interleaved": True, "up": X}),
     (ValueError, "gate must be .*2N.*got shape .2, 5.", {"interleaved": True, "gate": torch.zeros(2, 5)}),

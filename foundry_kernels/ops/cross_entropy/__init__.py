@@ -20,13 +20,20 @@ Szegedy et al., "Rethinking the Inception Architecture", 2015, arXiv:1512.00567 
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_float, check_int, check_integer, check_shape
+from foundry_kernels._checks import (
+    check_device,
+    check_float,
+    check_int,
+    check_integer,
+    check_not_negative,
+    check_positive,
+    check_shape,
+)
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.cross_entropy import reference
 from foundry_kernels.registry import is_dtensor, resolve
@@ -192,10 +199,10 @@ def check(
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
         raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
-    if not 0.0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be finite and >= 0; got {z_loss}")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise ValueError(f"softcap must be None, or finite and > 0; got {softcap}")
+    check_not_negative("label_smoothing", label_smoothing)
+    check_not_negative("z_loss", z_loss)
+    if softcap is not None:
+        check_positive("softcap", softcap)
 
 
 CROSS_ENTROPY = register_op(cross_entropy, reference.cross_entropy)

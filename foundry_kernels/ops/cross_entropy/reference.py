@@ -30,7 +30,8 @@ def cross_entropy(
         y = softcap * torch.tanh(y / softcap)
     index = torch.where(known, target, 0).long()
     weights = y.new_ones(n_classes) if weight is None else weight.to(compute)
-    of_target = torch.where(counts, weights[index], 0.0)
+    of_each = weights[index.unsqueeze(-1)].squeeze(-1)  # a single index would be read, which the meta device cannot
+    of_target = torch.where(counts, of_each, 0.0)
     log_p = torch.log_softmax(y, -1)
     lse = torch.logsumexp(y, -1) if z_loss > 0.0 or return_lse else of_target
     nll = -log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from foundry_kernels._autocast import autocast_dtype
 from foundry_kernels._checks import check_tensor
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
@@ -280,11 +281,8 @@ def flash_attention_varlen(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in the dtype of an enabled ``torch.autocast``; float64 is left alone, as autocast itself does."""
-    device = "cpu" if q.is_cpu else q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # which knows no "meta"
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    dtype = autocast_dtype(q)
+    return (q, k, v) if dtype is None else (_cast(q, dtype), _cast(k, dtype), _cast(v, dtype))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import torch
@@ -14,6 +13,7 @@ from foundry_kernels._checks import (
     check_float,
     check_int,
     check_integer,
+    check_positive,
     check_rank,
     check_shape,
     check_tensor,
@@ -120,6 +120,7 @@ def check_options(q: Tensor, options: AttentionOptions) -> None:
     """The options that `scale_or_default`, `is_bottom_right` and `window_sides` have not checked while making them."""
     if options.softcap is not None:
         check_positive("softcap", options.softcap)
+        check_positive("scale / softcap", options.scale / options.softcap)  # which kernels multiply by
     if not isinstance(options.deterministic, bool):
         raise TypeError(f"deterministic must be a bool; got {type(options.deterministic).__name__}")
     if options.alibi_slopes is not None:
@@ -175,10 +176,3 @@ def window_sides(window: tuple[int | None, int | None] | None, causal: bool) -> 
     if right is not None:
         check_int("window's right side", right, minimum=0)
     return left, (0 if causal else right)
-
-
-def check_positive(name: str, value: float) -> None:
-    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a float or None; got {type(value).__name__}")
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and > 0; got {value}")

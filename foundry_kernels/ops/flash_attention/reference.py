@@ -29,7 +29,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
 
 def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     refuse_others(options, SERVED, "reference")
-    attend = _in_one_matrix if torch.compiler.is_compiling() else _one_by_one
+    unknown = torch.compiler.is_compiling() or (options.cu_seqlens_q is not None and options.cu_seqlens_q.is_meta)
+    attend = _in_one_matrix if unknown else _one_by_one
     return options.select(*(x.contiguous() for x in attend(q, k, v, options)))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foundry_kernels._autocast import autocast_dtype
 from foundry_kernels._checks import check_device, check_dtype, check_float, check_rank, check_shape, check_tensor
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.grouped_mm import reference
@@ -51,8 +52,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto"
     """
     check_float("x", x)
     check_float("weight", weight)
-    if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        low = torch.get_autocast_dtype(x.device.type)
+    if (low := autocast_dtype(x)) is not None:
         x, weight = x.to(low), weight.to(low)
     _check(x, weight, offs)
     return resolve(GROUPED_MM, backend, x)(x, weight, offs)

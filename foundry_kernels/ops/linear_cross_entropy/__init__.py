@@ -27,10 +27,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_int, check_shape
+from foundry_kernels._autocast import autocast_dtype
+from foundry_kernels._checks import check_device, check_dtype, check_float, check_int, check_number, check_shape
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.linear_cross_entropy import reference
@@ -143,8 +143,7 @@ def linear_cross_entropy(
     devices.
     """
     check_float("hidden", hidden)
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
-        low = torch.get_autocast_dtype(hidden.device.type)
+    if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
         bias = bias.to(low) if isinstance(bias, Tensor) else bias
     _check(hidden, weight, bias, logit_scale, chunk_size)
@@ -197,8 +196,7 @@ def _check(
         check_shape("bias", bias, weight.shape[:1], "a value for each class")
         check_dtype("bias", bias, "hidden", hidden)
         check_device("bias", bias, "hidden", hidden)
-    if not -float("inf") < logit_scale < float("inf"):  # also false for NaN
-        raise ValueError(f"logit_scale must be finite; got {logit_scale}")
+    check_number("logit_scale", logit_scale)
     if chunk_size is not None and chunk_size != "tiles":
         check_int("chunk_size", chunk_size, minimum=1)
 

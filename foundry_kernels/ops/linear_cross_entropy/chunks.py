@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _native
+from foundry_kernels._autocast import no_autocast
 from foundry_kernels._triton import refuse_second_derivative
 from foundry_kernels.registry import short_dtype, wide_dtype
 
@@ -195,7 +196,7 @@ def make(
         logit_scale: float, chunk_size: int | None, save_lse: bool, save_z_loss: bool, save_stats: bool,
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        with torch.autocast(hidden.device.type, enabled=False):
+        with no_autocast(hidden):
             if chunk_size == 0 and tiles[0] is not None:
                 return tiles[0](
                     hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss,
@@ -246,7 +247,7 @@ def make(
         label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, chunk_size: int | None,
         *needs: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        with torch.autocast(hidden.device.type, enabled=False):
+        with no_autocast(hidden):
             if chunk_size == 0:
                 return tiles[1](
                     dloss, hidden, weight, target, bias, class_weight, lse, lse_low, ignore_index, reduction,

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from foundry_kernels._autocast import no_autocast
 from foundry_kernels._triton import refuse_second_derivative
 from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, Tokens, rows_of
 
@@ -103,7 +104,7 @@ class _Divided(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
         options: Options, place: Place,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        with torch.autocast(hidden.device.type, enabled=False):
+        with no_autocast(hidden):
             own = _Own(hidden, weight, target, bias, class_weight, options, place)
             y, nll, smooth = own.statistics()
             of_target, lse = own.of_target, y + nll
@@ -124,7 +125,7 @@ class _Divided(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
         refuse_second_derivative("linear_cross_entropy")
         hidden, weight, target, bias, class_weight, y, nll = ctx.saved_tensors
-        with torch.autocast(hidden.device.type, enabled=False):
+        with no_autocast(hidden):
             own = _Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.place)
             found = own.gradients(dloss, y, nll, ctx.needs).of(hidden)
         dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))

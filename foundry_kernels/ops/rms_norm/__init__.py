@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels import _dropout
-from foundry_kernels._checks import check_device, check_eps, check_float, check_shape
+from foundry_kernels._checks import check_device, check_float, check_not_negative, check_number, check_shape
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rms_norm import reference
 from foundry_kernels.registry import resolve
@@ -218,6 +218,7 @@ def _sum_in_wider(x: Tensor, residual: Tensor, backend: str, drop: tuple[()] | t
 
 def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
     _check_rows(x, eps)
+    check_number("weight_offset", weight_offset)
     if weight is not None:
         _check_vector("weight", weight, x)
     elif weight_offset:
@@ -237,7 +238,7 @@ def _check_rows(x: Tensor, eps: float) -> None:
         raise ValueError("x must have at least one dimension; got a scalar")
     if x.shape[-1] == 0:
         raise ValueError(f"x must have a last dimension of at least 1; got shape {tuple(x.shape)}")
-    check_eps(eps)
+    check_not_negative("eps", eps)
 
 
 def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:

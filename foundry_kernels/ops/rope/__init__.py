@@ -25,9 +25,10 @@ from torch.compiler import is_dynamo_compiling
 from foundry_kernels._checks import (
     check_device,
     check_dtype,
-    check_eps,
     check_float,
     check_integer,
+    check_not_negative,
+    check_number,
     check_rank,
     check_shape,
     check_tensor,
@@ -145,7 +146,8 @@ def qk_norm_rope(
                 raise TypeError(f"{name} may be float64 only where q is; got q of {q.dtype}")
         elif weight_offset:
             raise ValueError(f"weight_offset needs weights to be added to; got {weight_offset} with {name}=None")
-    check_eps(eps)
+    check_not_negative("eps", eps)
+    check_number("weight_offset", weight_offset)
     serve = resolve(QK_NORM_ROPE, backend, q)
     return serve(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_int
+from foundry_kernels._checks import check_int, check_not_negative, check_positive
 
 #: By type: the parameters that must be given and those that may be.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -89,7 +89,7 @@ class RopeScaling:
             if name not in (*needed, *optional, "factor"):
                 raise ValueError(f"{name} has no meaning for rope_type {self.rope_type!r}; got {value!r}, must be None")
             if name != "truncate":
-                _check_number(name, value, minimum=0.0 if name.startswith("mscale") else None)
+                (check_not_negative if name.startswith("mscale") else check_positive)(name, value)
         if self.factor < 1.0:
             raise ValueError(f"factor must be >= 1; got {self.factor}")
         length = self.original_max_position_embeddings
@@ -139,7 +139,7 @@ def rope_table(
     """
     check_int("rotary_dim", rotary_dim)
     check_int("max_positions", max_positions)
-    _check_number("base", base)
+    check_positive("base", base)
     if rotary_dim < 2 or rotary_dim % 2 != 0:
         raise ValueError(f"rotary_dim must be even and >= 2; got {rotary_dim}")
     if max_positions < 0:
@@ -207,15 +207,6 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
     return magnitude(1.0)
-
-
-def _check_number(name: str, value: object, minimum: float | None = None) -> None:
-    """A finite number above 0, or from `minimum` on."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    if not math.isfinite(value) or (value <= 0.0 if minimum is None else value < minimum):
-        bound = "> 0" if minimum is None else f">= {minimum:g}"
-        raise ValueError(f"{name} must be finite and {bound}; got {value}")
 
 
 def _check_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:

@@ -23,16 +23,15 @@ Units", 2016, arXiv:1606.08415.
 
 from __future__ import annotations
 
-from torch import SymFloat, Tensor
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_shape
+from foundry_kernels._checks import check_device, check_dtype, check_float, check_number, check_positive, check_shape
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.swiglu import reference
 from foundry_kernels.registry import resolve
 
 APPROXIMATIONS = ("none", "tanh")
-FLOAT32_MAX = 3.4028234663852886e38
 
 
 def swiglu(
@@ -120,24 +119,14 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
 
 
 def _check_options(up: Tensor | None, alpha: float, limit: float | None, up_offset: float, interleaved: bool) -> None:
-    _check_number("alpha", alpha)
-    _check_number("up_offset", up_offset)
+    check_number("alpha", alpha)
+    check_number("up_offset", up_offset)
     if limit is not None:
-        _check_number("limit", limit)
-        if limit <= 0:
-            raise ValueError(f"limit must be None or > 0; got {limit}")
+        check_positive("limit", limit)
     if not isinstance(interleaved, bool):
         raise TypeError(f"interleaved must be a bool; got {type(interleaved).__name__}")
     if interleaved and up is not None:
         raise ValueError("interleaved is for a packed gate, whose columns alternate: up must be None")
-
-
-def _check_number(name: str, value: float) -> None:
-    """A number that float32, the dtype of the arithmetic, can hold."""
-    if not isinstance(value, (float, int, SymFloat)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a float; got {type(value).__name__}")
-    if not abs(value) <= FLOAT32_MAX:  # NaN is not
-        raise ValueError(f"{name} must be finite in float32; got {value}")
 
 
 SWIGLU = register_op(swiglu, reference.swiglu)
