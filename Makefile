@@ -15,6 +15,9 @@ $(GOALS):
 	$(MAKE) -C build/stack-$(STACK) $@ STACK= ARCHIVE=$(CURDIR)/build/gpu-cache.tar.xz
 else
 
+# Where this is set, each process translates all of torch that it imports, which takes as long again as to import it.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 PY := $(VENV)/bin/python
 TEXT ?=
