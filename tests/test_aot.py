@@ -44,12 +44,14 @@ def inspect(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
-#: Operations with the kernels of another, by other flags: `make test-slow` compiles theirs.
+#: Left to `make test-slow`: operations with the kernels of another, by other flags, and those of several large kernels.
+#: Of each kind (a norm, a rotation, a gate, a sum, attention) one remains.
 TWINS = ("add_rms_norm", "layer_norm", "add_layer_norm", "geglu", "flash_attention_varlen")
+LARGE = ("cross_entropy", "linear_cross_entropy", "grouped_mm", "qk_norm_rope")
 
 
 @needs_triton
-@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow if op in TWINS else ()) for op in OPS])
+@pytest.mark.parametrize("op", [pytest.param(o, marks=pytest.mark.slow if o in TWINS + LARGE else ()) for o in OPS])
 def test_the_timed_shapes_are_within_the_limits(op: str) -> None:
     """And memory-bound kernels have as much in flight to a multiprocessor as memory needs to be busy."""
     shown = no_spills_and_within_the_limits(op, 90, "--timed")

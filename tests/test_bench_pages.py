@@ -196,6 +196,7 @@ def test_the_pages_of_the_kept_results_can_be_made() -> None:
             assert tables.operations(report.load(path))
 
 
+@pytest.mark.slow
 def test_the_quick_set_functions() -> None:
     """Each operation x kernel x direction x peer once, and the models; not the large shapes, which are only larger."""
     chosen = "(cached and warm) or S512 or (T512 and D64) or overhead or scaling or model or 1x4096-decode"

@@ -205,7 +205,7 @@ def test_generates_under_autocast_and_in_bfloat16(model):
         ([[1]], 2.0, {}, TypeError, "max_new_tokens must be an int; got float"),
         ([[1]], 3, {"temperature": -0.1}, ValueError, "temperature must be finite and >= 0"),
         ([[1]], 3, {"temperature": float("nan")}, ValueError, "temperature must be finite and >= 0"),
-        ([[1]], 3, {"top_k": 0}, ValueError, "top_k must be None or at least 1; got 0"),
+        ([[1]], 3, {"top_k": 0}, ValueError, "top_k must be >= 1; got 0"),
         ([[1]], 3, {"top_p": 0.0}, ValueError, r"top_p must be None or in \(0, 1\]; got 0.0"),
         ([[1]], 3, {"top_p": 1.1}, ValueError, r"top_p must be None or in \(0, 1\]; got 1.1"),
         ([[1]], 3, {"stop_token": 13}, ValueError, r"stop_token must be None or in 0 .. 12; got 13"),

@@ -200,7 +200,7 @@ def checked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @over_calls("triton", dtypes=1)
-@pytest.mark.parametrize("bad", [2**33, -(2**33)])
+@pytest.mark.parametrize("bad", [2**33, pytest.param(-(2**33), marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("checked_memory")
 def test_triton_reads_nothing_outside(
     call: Call, backend: str, dtype: torch.dtype, bad: int, monkeypatch: pytest.MonkeyPatch

@@ -337,7 +337,7 @@ def test_named_backend_that_cannot_serve_raises():
 
 @pytest.mark.filterwarnings("ignore:backend .* has no kernel yet")
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "native"])
 def test_compiles_whole_for_any_length(backend, dynamic):
     model = make(dataclasses.replace(TINY, n_layers=1), backend)
     for op, name in model.serving().items():

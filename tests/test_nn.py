@@ -129,7 +129,7 @@ def test_rms_norm_llama_order_promotes():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.RMSNorm(8, -1.0), "eps must be None or >= 0"),
+        (lambda: nn.RMSNorm(8, -1.0), "eps must be finite and >= 0"),
         (lambda: nn.RMSNorm(0), "normalized_shape must hold sizes of at least 1"),
         (lambda: nn.RMSNorm(8, elementwise_affine=False, weight_offset=1.0), "weight_offset needs"),
         (lambda: nn.RMSNorm((2, 8))(torch.zeros(3, 8)), r"x must end in normalized_shape \(2, 8\)"),

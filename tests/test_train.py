@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import torch
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 pytest.importorskip("tqdm", reason="the demo needs tqdm")
 
-from examples import train, train_checkpoint, train_loop, train_memory, train_report, train_text  # noqa: E402
+from examples import train, train_checkpoint, train_loop, train_memory, train_progress, train_report, train_text  # noqa: E402
 from examples.train_parallel import Parallel, ParallelError  # noqa: E402
 from foundry_kernels.models import ModelConfig, Transformer  # noqa: E402
 from foundry_kernels.nn import Router  # noqa: E402
@@ -65,15 +66,24 @@ def test_run_reports_and_leaves_what_it_says(text_file, tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_a_log_gets_a_line_every_tenth_of_the_steps(text_file, capsys):
-    longer = recipe(arguments=["--steps", "25"])
+def test_a_log_gets_a_line_every_few_seconds(text_file, capsys, monkeypatch):
+    """With the time that is left, and the last step however soon it comes."""
+    clock = itertools.count(0.0, 3.0)  # a step takes three seconds
+    monkeypatch.setattr(train_progress.time, "perf_counter", lambda: next(clock))
+    longer = recipe(arguments=["--steps", "10", "--evaluate-every", "0"])
     text = train_text.read_text(text_file, 16)
-    train_loop.train(longer, "reference", text, None)
+    with train_progress.Progress("reference", 10, 4, True) as shown:
+        for _ in range(6):
+            shown.step(1.5)
     printed = capsys.readouterr()
     assert printed.out == ""
-    found = re.findall(r"^reference: step (\d+) of 25, loss \d\.\d{3}, \d+ s$", printed.err, re.MULTILINE)
-    assert found == ["3", "5", "8", "10", "13", "15", "18", "20", "23", "25"]
-    assert len(printed.err.splitlines()) == 10
+    assert printed.err.splitlines() == [
+        "reference: step 7 of 10, loss 1.500, 9 s, 9 s left",
+        "reference: step 10 of 10, loss 1.500, 18 s",
+    ]
+    monkeypatch.undo()
+    train_loop.train(longer, "reference", text, None)
+    assert re.search(r"^reference: step 10 of 10, loss \d\.\d{3}, \d+ s$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_a_terminal_gets_a_bar(text_file, monkeypatch):

@@ -218,8 +218,8 @@ def _check_options(
     if top_k is not None:
         check_int("top_k", top_k, minimum=1)
     if top_p is not None:
-        check_positive("top_p", top_p)
-        if top_p > 1.0:
+        if not 0.0 < top_p <= 1.0:
             raise ValueError(f"top_p must be None or in (0, 1]; got {top_p}")
+        check_positive("top_p", top_p)
     if stop_token is not None and not 0 <= stop_token < vocab_size:
         raise ValueError(f"stop_token must be None or in 0 .. {vocab_size - 1}; got {stop_token}")

@@ -119,9 +119,9 @@ def linear_cross_entropy(
 
     Memory of chunks, beyond inputs and the gradients that are returned: the logits of one chunk and their gradient, by
     default of a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on a CPU of 256; with gradients and a
-    reduced loss the gradients in float32, which for float32 inputs and a loss that is the root of the graph, on the
-    CPU, are the ones returned. With reduction "none": lse and what its rounding took. Nothing is made for an input that
-    needs no gradient. Three matrix products, or four with "none".
+    reduced loss the gradients in float32, which for float32 inputs and a loss that is the root of a graph that is
+    not retained, on the CPU, are the ones returned. With reduction "none": lse and what its rounding took. Nothing is
+    made for an input that needs no gradient. Three matrix products, or four with "none".
 
     Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
     in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many

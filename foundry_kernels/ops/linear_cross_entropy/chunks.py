@@ -58,6 +58,9 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
 #: sum += a b, bfloat16 into float32.
 accumulate_product = _native.operator("accumulate_product_")
 
+#: Whether the backward pass that is running may be followed by another one through the same graph.
+_graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
+
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
 _SMALL = 1 << 22
 
@@ -338,9 +341,11 @@ def make(
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * factor, rounded once; without the product where it changes nothing and looking costs nothing."""
+    """gradient * factor, rounded once; without the product where it changes nothing and looking costs nothing.
+
+    Of a graph that is retained the next backward pass needs `gradient`, so it is not handed out."""
     seen = factor.device.type == "cpu" and type(factor) is Tensor and not torch.compiler.is_compiling()
-    if seen and factor.item() == 1.0:
+    if seen and factor.item() == 1.0 and not (gradient.dtype == dtype and _graph_is_retained()):
         return gradient.to(dtype)
     if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it
         return (gradient * factor).to(dtype)
