@@ -11,7 +11,7 @@ ifneq ($(STACK),)
 GOALS := $(or $(MAKECMDGOALS),demo)
 .PHONY: $(GOALS)
 $(GOALS):
-	$(PYTHON) tests/stack.py $(STACK)
+	$(PYTHON) tests/support/stack.py $(STACK)
 	$(MAKE) -C build/stack-$(STACK) $@ STACK= ARCHIVE=$(CURDIR)/build/gpu-cache.tar.xz
 else
 
@@ -45,7 +45,7 @@ test: setup-test
 	@echo "The tests: about 7 minutes on 2 cores, the first time 5 more. make test-all: the long sweeps too, about 45 minutes."
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The long sweeps that `make test` leaves out: what tests/slow.py calls slow. THIRD=0, 1 or 2: a third of them; CI runs
+# The long sweeps that `make test` leaves out: what tests/support/slow.py calls slow. THIRD=0, 1 or 2: a third of them; CI runs
 # the one that follows that of the commit before.
 test-slow: setup-test
 	$(PYTEST) -m slow $(if $(THIRD),--third=$(THIRD)) $(ARGS)
@@ -54,11 +54,11 @@ test-all: test test-slow
 
 # What depends on instruction sets as on older processors: our kernels, torch, oneDNN and MKL held to AVX2, then to AVX-512.
 test-isa: setup-test
-	$(PY) tests/forced_isa.py $(ARGS)
+	$(PY) tests/support/forced_isa.py $(ARGS)
 
 # The wheel for 64-bit ARM (ARGS=--wheel: no more than that), and parity on it under emulation (--fuzz: random cases).
 test-arm: setup-test
-	$(PY) tests/arm.py $(ARGS)
+	$(PY) tests/support/arm.py $(ARGS)
 
 lint: $(VENV)/.test-packages
 	$(PY) -m ruff check .
@@ -75,19 +75,19 @@ test-stack: $(VENV)/.test-packages
 
 # Registers, stack and shared memory of the CUDA kernels, by nvcc where there is one. A spill fails.
 resources: setup-test
-	$(PY) tests/nvcc.py
+	$(PY) tests/support/nvcc.py
 
 # The whole extension, its CUDA half too, against a CUDA build of torch: by nvcc, without a GPU. 8 minutes on 2 cores.
 cuda-build: $(VENV)/.test-packages
-	$(PY) tests/cuda_build.py
+	$(PY) tests/support/cuda_build.py
 
 # Random cases against the reference for SECONDS, each time others; what fails is kept in .hypothesis and tried first.
 fuzz: setup-test
-	$(PY) -m pytest tests/test_fuzz.py -s -k test_random_cases --fuzz-seconds $(or $(SECONDS),120) $(ARGS)
+	$(PY) -m pytest tests/proof/test_fuzz.py -s -k test_random_cases --fuzz-seconds $(or $(SECONDS),120) $(ARGS)
 
 # The CPU kernels under AddressSanitizer and UBSan: all cases, every instruction set, random cases for SECONDS.
 sanitize: setup-test
-	$(PY) tests/sanitize.py --seconds $(or $(SECONDS),120)
+	$(PY) tests/support/sanitize.py --seconds $(or $(SECONDS),120)
 
 # The quick set, within eight minutes (BUDGET=0: all of it). Then `python -m benchmarks report build/bench.json NAME` keeps
 # the run and makes its page and pictures, `python -m benchmarks readme` README.md's part of it. ISA=avx2 holds our kernels, torch, oneDNN and MKL to that instruction set.

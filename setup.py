@@ -6,7 +6,7 @@ csrc/cpu is compiled once per instruction set: all of them for a wheel, and wher
 them. csrc/torch and the Python module (what knows torch) are compiled once, several files as one, csrc/cuda by nvcc
 where torch is a CUDA build and CUDA_HOME has one. MAX_JOBS at a time (default: as many as there are processors), and
 only those again that something changed for. `build_ext --sanitize` builds an extension that reports invalid memory
-accesses and undefined behaviour, in a folder of its own (see tests/sanitize.py).
+accesses and undefined behaviour, in a folder of its own (see tests/support/sanitize.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from benchmarks.models import ModelGroup
 from benchmarks.rows import QUICK
 from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, checked_bytes, memories, rotates, set_count
 from benchmarks.tables import shape_of
-from foundry_kernels.registry import OpSpec
+from foundry_kernels.core.registry import OpSpec
 
 #: How much longer than at the machine's limit the contenders' calls take, on average; eager is among them.
 _OVER_LIMIT = 4

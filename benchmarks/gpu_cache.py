@@ -31,9 +31,9 @@ import torch
 
 import foundry_kernels as fk
 from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled, why_not
-from foundry_kernels import _aot
-from foundry_kernels.registry import OpSpec
+from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.testing import Case, call, make_cotangents
+from foundry_kernels.tools.inspect import aot
 
 ARCHIVE = Path(__file__).parents[1] / "build" / "gpu-cache.tar.xz"
 MANIFEST, INDEX = "manifest.json", "__grp__"
@@ -94,8 +94,8 @@ def launch_all(text: str) -> None:
         if op.name == "linear_cross_entropy":  # its products would be computed; its kernels are those of the cases
             continue
         for case in op.bench.bench_cases(op.name, "cuda") if op.bench is not None else ():
-            for dtype in _aot.DTYPES:
-                _aot._call(op, case, _aot._unfilled(case, dtype))
+            for dtype in aot.DTYPES:
+                aot._call(op, case, aot._unfilled(case, dtype))
 
 
 def launch_case(op: OpSpec, case: Case, args: dict[str, torch.Tensor | None]) -> None:

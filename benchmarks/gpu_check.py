@@ -75,12 +75,13 @@ def build() -> dict[str, Any]:
 
 def parity() -> dict[str, Any]:
     # The CPU's kernels are proved without a GPU, on every commit.
-    return tests("parity", ["tests/test_parity.py", "-k", "not cuda_on_cpu and not native-cpu"])
+    return tests("parity", ["tests/proof/test_parity.py", "-k", "not cuda_on_cpu and not native-cpu"])
 
 
 def suite() -> dict[str, Any]:
     # So are the ahead-of-time compilations and the checker of CUDA kernels.
-    left_out = ("test_parity.py", "test_aot.py", "cuda_on_cpu", "test_fuzz.py", "test_sanitize.py")
+    proofs = ("parity", "checker", "fuzz", "sanitize")
+    left_out = ("tools/test_aot.py", *(f"proof/test_{name}.py" for name in proofs))
     return tests("suite", ["tests", *(f"--ignore=tests/{name}" for name in left_out), "-k", "not cuda_on_cpu"])
 
 
@@ -217,9 +218,9 @@ def main(argv: Sequence[str] = ()) -> int:
         print(f"gpu-check stops here: {reason}. {where}.", file=sys.stderr)
         return 2
     print("\n".join(f"{k:<11} {v}" for k, v in environment().items()))
-    from foundry_kernels import _gpu
+    from foundry_kernels._triton import devices
 
-    if (reason := _gpu.why_not()) is not None:
+    if (reason := devices.why_no_gpu()) is not None:
         print(f"gpu-check stops here: {reason}. Nothing was measured and no result was written.", file=sys.stderr)
         return 3
     gpu = torch.cuda.get_device_name()

@@ -89,16 +89,16 @@ def force(name: str) -> Isa:
     switch(name)
     import torch
 
-    from foundry_kernels import _native
+    from foundry_kernels.core import extension
 
     if torch.cuda.is_available():
         raise ValueError("a GPU is measured here, which has no instruction set of a CPU")
-    if _native.MISSING is not None:
-        raise ValueError(f"our kernels cannot be held to {name!r}: {_native.MISSING}")
-    usable = _native.build_info()["usable_instruction_sets"]
+    if extension.MISSING is not None:
+        raise ValueError(f"our kernels cannot be held to {name!r}: {extension.MISSING}")
+    usable = extension.build_info()["usable_instruction_sets"]
     if name not in usable:
         raise ValueError(f"our kernels have no {name!r} here; they have {', '.join(usable)}")
-    _native._C.force_instruction_set(name)
+    extension._C.force_instruction_set(name)
     reports = torch.backends.cpu.get_cpu_capability()
     obeyed = early and reports in _TORCH[name]
     return _remember(Isa(name, reports, name, obeyed, _products16()))
@@ -108,9 +108,9 @@ def found() -> Isa:
     """What this process uses without being forced."""
     import torch
 
-    from foundry_kernels import _native
+    from foundry_kernels.core import extension
 
-    ours = _native.build_info().get("instruction_set", "")
+    ours = extension.build_info().get("instruction_set", "")
     return _remember(Isa(ours, torch.backends.cpu.get_cpu_capability(), None, True, _products16()))
 
 

@@ -16,8 +16,8 @@ from benchmarks import isa, liger
 from benchmarks.calls import unavailable
 from benchmarks.measure import Prepare
 from benchmarks.suite import DEVICE, needs_too_much
+from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.models import ModelConfig, Transformer, generate
-from foundry_kernels.registry import short_dtype
 
 FAMILIES = {
     "transformer": ("reference", "reference, compiled", "ours", "ours, compiled"),

@@ -21,7 +21,7 @@ from benchmarks.measure import (
     settle,
 )
 from benchmarks.suite import DEVICE, LIMITS, Group
-from foundry_kernels.registry import short_dtype
+from foundry_kernels.core.registry import short_dtype
 
 #: Seconds for the rounds of a group, and rounds at most.
 QUICK, FULL = (0.6, 15), (2.0, 25)

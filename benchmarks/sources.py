@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import foundry_kernels as fk
-from foundry_kernels._native import INTERNAL_OPERATORS
-from foundry_kernels.registry import OpSpec
+from foundry_kernels.core.extension import INTERNAL_OPERATORS
+from foundry_kernels.core.registry import OpSpec
 
 ROOT = Path(__file__).parents[1]
 #: What tests and benchmarks an operation, and decides nothing about how it runs.

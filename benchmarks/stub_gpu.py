@@ -13,7 +13,8 @@ from typing import Any
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels.registry import override
+from foundry_kernels._triton import devices, operators
+from foundry_kernels.core.registry import override
 
 
 class StubDriver:
@@ -70,12 +71,12 @@ def stub_gpu(driver: StubDriver) -> Iterator[None]:
     """While it lasts, Triton kernels serve CPU tensors and are launched by `driver`."""
     from triton.runtime.driver import driver as drivers
 
-    _triton.serve_cpu_tensors()
+    operators.serve_cpu_tensors()
     with ExitStack() as undo:
         for op in fk.OPS.values():
             if op.impl("triton") is not None:
                 undo.enter_context(override(op, "triton", devices=("cpu", "cuda")))
-        undo.callback(_triton.record_for, _triton._RECORDED, _triton._RECORDED_MULTIPROCESSORS)
-        _triton.record_for(driver.target.arch, driver.multiprocessors)
+        undo.callback(devices.record_for, devices._RECORDED, devices._RECORDED_MULTIPROCESSORS)
+        devices.record_for(driver.target.arch, driver.multiprocessors)
         drivers.set_active(driver)
         yield

@@ -18,8 +18,8 @@ from torch import Tensor
 import foundry_kernels as fk
 from benchmarks import liger
 from benchmarks.measure import cache_bytes, free_bytes
-from foundry_kernels.op_modules import Bench
-from foundry_kernels.registry import OpSpec, short_dtype
+from foundry_kernels.core.contract import Bench
+from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

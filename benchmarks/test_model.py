@@ -19,7 +19,7 @@ from benchmarks.estimates import Machine
 from benchmarks.measure import interleaved, latest, median_ratio, peak_bytes, replay, reused_memory
 from benchmarks.models import BASE, TINY, ModelContenders, ModelGroup, model_groups
 from benchmarks.suite import DEVICE
-from foundry_kernels.registry import short_dtype
+from foundry_kernels.core.registry import short_dtype
 
 
 class _Measured:

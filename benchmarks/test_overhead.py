@@ -19,7 +19,7 @@ from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
 from benchmarks.measure import host_time, replay
 from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, smallest_case, timed_cases
-from foundry_kernels.registry import OpSpec
+from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.testing import Case
 
 

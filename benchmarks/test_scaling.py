@@ -22,7 +22,7 @@ from benchmarks.estimates import Machine
 from benchmarks.measure import exponent, last_exponent, release, replay
 from benchmarks.rows import Measured
 from benchmarks.suite import DEVICE, DTYPES, Group, case_bytes, groups, smallest_case
-from foundry_kernels.registry import OpSpec, short_dtype
+from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
 #: Seconds and rounds a point.

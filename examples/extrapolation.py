@@ -25,7 +25,7 @@ from examples.ablation.page import fill, table
 from examples.ablation.settings import UsageError, add_options, keep, load, save, settle, use_threads
 from examples.ablation.training import HELD_OUT, load_model, load_run, losses_by_position, train_all
 from examples.ablation.variants import config_of
-from examples.train_text import Text, TextError, read_text
+from examples.training.text import Text, TextError, read_text
 from foundry_kernels import RopeScaling
 from foundry_kernels.models import ModelConfig
 

@@ -15,8 +15,8 @@ from pathlib import Path
 if not __package__:  # run as a file; what is installed goes before what lies beside this folder
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from examples.train_text import BYTES, TextError
-from examples.train_tokens import train_byte_pairs, write_tokens
+from examples.training.text import BYTES, TextError
+from examples.training.tokens import train_byte_pairs, write_tokens
 
 
 def run(options: argparse.Namespace) -> None:

@@ -27,14 +27,14 @@ if not __package__:  # run as a file; what is installed goes before what lies be
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 try:
-    from examples.train_checkpoint import CheckpointError
-    from examples.train_log import LogError, read
-    from examples.train_loop import Recipe, Run, autocast, train
-    from examples.train_options import UsageError, make_recipe, parse
-    from examples.train_parallel import Parallel, ParallelError, Single
-    from examples.train_report import header, kernels, plot, sample, table
-    from examples.train_text import Text, TextError, read_text
-    from examples.train_tokens import open_tokens
+    from examples.training.checkpoint import CheckpointError
+    from examples.training.log import LogError, read
+    from examples.training.loop import Recipe, Run, autocast, train
+    from examples.training.options import UsageError, make_recipe, parse
+    from examples.training.parallel import Parallel, ParallelError, Single
+    from examples.training.report import header, kernels, plot, sample, table
+    from examples.training.text import Text, TextError, read_text
+    from examples.training.tokens import open_tokens
 except ModuleNotFoundError as error:
     if error.name != "tqdm":
         raise

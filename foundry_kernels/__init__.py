@@ -1,6 +1,10 @@
 """Fused kernels for training and running Llama-style models, each tested against a plain PyTorch reference."""
 
-from foundry_kernels import compat, models, nn, tuning
+import importlib
+
+from foundry_kernels import compat, models, nn
+from foundry_kernels._triton import tuning
+from foundry_kernels.core.registry import OPS, BackendUnavailable, when_dtensor_is_used
 from foundry_kernels.integrations import patch
 from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.combine_experts import combine_experts
@@ -11,7 +15,6 @@ from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
 from foundry_kernels.ops.swiglu import geglu, swiglu
-from foundry_kernels.registry import OPS, BackendUnavailable
 
 __version__ = "0.1.0"
 
@@ -42,3 +45,4 @@ __all__ = [
 ]
 
 tuning.start()
+when_dtensor_is_used(lambda: importlib.import_module("foundry_kernels.distributed.sharding"))

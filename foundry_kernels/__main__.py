@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-from foundry_kernels import OPS, __version__, _gpu, _native, _triton, tuning
-from foundry_kernels.registry import BACKENDS, OpSpec
+from foundry_kernels import OPS, __version__, _triton
+from foundry_kernels._triton import devices, tuning
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import BACKENDS, OpSpec
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +42,7 @@ def versions() -> list[str]:
     triton = "not usable: " + _triton.MISSING if _triton.MISSING else importlib.import_module("triton").__version__
     if _triton.INTERPRET:
         triton += ", interpreted on the CPU (TRITON_INTERPRET=1)"
-    no_gpu = _gpu.why_not()
+    no_gpu = devices.why_no_gpu()
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         gpu = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
@@ -53,9 +55,9 @@ def versions() -> list[str]:
         ("triton", triton),
         ("gpu", gpu),
     ]
-    info = _native.build_info()
+    info = extension.build_info()
     if not info:
-        lines.append(("extension", str(_native.MISSING)))
+        lines.append(("extension", str(extension.MISSING)))
     else:
         lines += [
             ("extension", f"compiled by {info['compiler']} for torch {info['torch']}"),
@@ -70,7 +72,7 @@ def instruction_sets(info: dict[str, Any]) -> str:
     """What the CPU kernels are compiled for, and whether this processor has more."""
     text = f"compiled for {', '.join(info['instruction_sets'])}; uses {info['instruction_set']}"
     if info["processor"] not in info["instruction_sets"]:
-        text += f"; this processor has {info['processor']}, for which it must be compiled again: {_native.REBUILD}"
+        text += f"; this processor has {info['processor']}, for which it must be compiled again: {extension.REBUILD}"
     return text
 
 
@@ -125,12 +127,12 @@ def inspect(argv: list[str]) -> int:
     parser.add_argument("--ptx", action="store_true", help="print the PTX (for AMD, what LLVM was given)")
     parser.add_argument("--sass", action="store_true", help="print the machine code (for AMD in assembly)")
     options = parser.parse_args(argv)
-    from foundry_kernels import _aot, _aot_amd
+    from foundry_kernels.tools.inspect import amd, aot
 
-    known = f"{', '.join(map(str, _aot.GPUS))}; got {{}} (of AMD's GPUs {', '.join(_aot_amd.GPUS)})"
+    known = f"{', '.join(map(str, aot.GPUS))}; got {{}} (of AMD's GPUs {', '.join(amd.GPUS)})"
     for name, archs in (("arch", options.arch), ("unlike", [options.unlike] if options.unlike else [])):
         for arch in archs:
-            if arch not in _aot.GPUS and arch not in _aot_amd.GPUS:
+            if arch not in aot.GPUS and arch not in amd.GPUS:
                 parser.error(f"--{name} must be one of {known.format(arch)}")
     if options.peers and (options.op != "flash_attention" or any(isinstance(arch, str) for arch in options.arch)):
         parser.error("--peers: of flash_attention alone, on NVIDIA's GPUs")
@@ -149,33 +151,33 @@ def _arch(text: str) -> int | str:
 
 def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     """Print what each launch costs on this architecture; how many have a problem."""
-    from foundry_kernels import _aot, _aot_amd, _peers
+    from foundry_kernels.tools.inspect import amd, aot, peers
 
     compiler: Any
     gpu: Any
     if isinstance(arch, str):
-        capability, at_hand, target = _aot_amd.capability(arch), None, f"AMD {arch} (compiled, never run)"
-        compiler, gpu = _aot_amd.compile_for, _aot_amd.GPUS[arch]
+        capability, at_hand, target = amd.capability(arch), None, f"AMD {arch} (compiled, never run)"
+        compiler, gpu = amd.compile_for, amd.GPUS[arch]
     else:
         capability, at_hand, target = arch, gpu_at_hand(arch), f"compute capability {arch / 10}"
-        compiler, gpu = _aot.compile_for, _aot.GPUS[arch]
+        compiler, gpu = aot.compile_for, aot.GPUS[arch]
     op, shapes = OPS[options.op], (options.all, options.timed)
     with tuning.pretend(options.gpu or at_hand), tuning.watched() as chosen:
-        recorded = _aot.record(op, capability, *shapes)
-    recorded += [launch for launch in _aot.record_untried(op, capability, chosen.values()) if launch not in recorded]
+        recorded = aot.record(op, capability, *shapes)
+    recorded += [launch for launch in aot.record_untried(op, capability, chosen.values()) if launch not in recorded]
     if options.unlike is not None:
-        same = _aot_amd.capability(options.unlike) if isinstance(options.unlike, str) else options.unlike
-        known = set(_aot.record(op, same, *shapes))
+        same = amd.capability(options.unlike) if isinstance(options.unlike, str) else options.unlike
+        known = set(aot.record(op, same, *shapes))
         recorded = [launch for launch in recorded if launch not in known]
     if isinstance(arch, str):
-        recorded = _aot_amd.without_foreign_options(recorded)
+        recorded = amd.without_foreign_options(recorded)
     launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
     version = ".".join(map(str, _triton.VERSION))  # some rows of the tables are for one alone
     print(f"{options.op}, {target}, Triton {version}: {len(launches)} launches")
-    beside = _peers.Table()
+    beside = peers.Table()
     bad = _show(launches, arch, compiler, gpu, options, beside)
     if options.peers:
-        theirs, missing = _peers.launches(capability, options.kernel, options.case)
+        theirs, missing = peers.launches(capability, options.kernel, options.case)
         print(f"peers, of torch {torch.__version__}: {len(theirs)} launches")
         _show(theirs, arch, compiler, gpu, options, beside)
         print("\n".join([*(f"  missing: {why}" for why in missing), *(beside.lines() if arch == 90 else ())]))
@@ -190,7 +192,7 @@ def _show(
     launches: list[Any], arch: int | str, compiler: Any, gpu: Any, options: argparse.Namespace, beside: Any
 ) -> int:
     """Print what each launch costs, and note its estimates in `beside`; how many have a problem."""
-    from foundry_kernels._estimate import estimate
+    from foundry_kernels.tools.inspect.estimate import estimate
 
     bad = 0
     for launch in launches:
@@ -229,13 +231,13 @@ def gpu_at_hand(arch: int) -> str | None:
 
 
 def check(argv: list[str]) -> int:
-    from foundry_kernels.check import main
+    from foundry_kernels.tools.check import main
 
     return main(argv, ["foundry_kernels " + __version__, "", *versions()])
 
 
 def tune(argv: list[str]) -> int:
-    from foundry_kernels.tune import main
+    from foundry_kernels.tools.tune import main
 
     return main(argv, ["foundry_kernels " + __version__, "", *versions()])
 

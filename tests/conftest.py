@@ -18,11 +18,11 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fuzz-seconds", type=float, help="let tests/test_fuzz.py try random cases for so long (make fuzz)"
+        "--fuzz-seconds", type=float, help="let tests/proof/test_fuzz.py try random cases for so long (make fuzz)"
     )
-    parser.addoption("--third", type=int, choices=range(3), help="of the slow tests this third (tests/slow.py)")
+    parser.addoption("--third", type=int, choices=range(3), help="of the slow tests this third (tests/support/slow.py)")
     parser.addoption(
-        "--held-to", metavar="ISA", help="for tests/forced_isa.py, which sets the environment (make test-isa)"
+        "--held-to", metavar="ISA", help="for tests/support/forced_isa.py, which sets the environment (make test-isa)"
     )
 
 
@@ -36,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(f"--held-to {name}: {error}") from None
     if not obeyed:  # torch was imported before its switches were set
-        raise pytest.UsageError(f"--held-to {name}: torch uses another instruction set; run tests/forced_isa.py {name}")
+        raise pytest.UsageError(
+            f"--held-to {name}: torch uses another instruction set; run tests/support/forced_isa.py {name}"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -1,5 +1,5 @@
 // Dropout whose mask is a function of a seed: Philox4x32-10 (Salmon et al., SC 2011). What the counter is, and when an
-// element is kept, is said in foundry_kernels/_dropout.py.
+// element is kept, is said in foundry_kernels/core/dropout.py.
 #pragma once
 
 #include "rows.h"

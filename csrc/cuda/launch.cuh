@@ -1,5 +1,5 @@
 // How kernels are launched, and device functions that all of them use. nvcc compiles this for a GPU; g++ compiles it
-// against tests/cuda_on_cpu, which runs a block's threads one after another and checks their accesses.
+// against tests/support/cuda_on_cpu, which runs a block's threads one after another and checks their accesses.
 #pragma once
 
 #include <cstdint>

@@ -53,7 +53,7 @@ inline void advise_huge_pages(const at::Tensor& t) {
 
 // The dimensions of a tensor from the outermost to the innermost in memory. The last one always counts as innermost;
 // those of size 1 or stride 0, which no memory order distinguishes, stay where they are in the shape. The same as
-// foundry_kernels/_layout.py.
+// foundry_kernels/core/layout.py.
 inline std::vector<int64_t> storage_order(const Tensor& x) {
   std::vector<int64_t> order(x.dim());
   for (int64_t d = 0; d < x.dim(); ++d) order[d] = d;

@@ -19,7 +19,7 @@ from examples.ablation import report, speed, tables
 from examples.ablation.settings import Settings, UsageError, add_options, keep, load, settle, use_threads
 from examples.ablation.training import train_all
 from examples.ablation.variants import check_parameters, config_of, names, title
-from examples.train_text import TextError
+from examples.training.text import TextError
 from foundry_kernels.models import ModelConfig
 
 PHASES = ("train", "speed", "tables", "report")

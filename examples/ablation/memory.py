@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from examples.train_memory import PeakMemory
+from examples.training.memory import PeakMemory
 
 Prepare = Callable[[], Callable[[], object]]
 

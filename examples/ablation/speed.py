@@ -14,7 +14,7 @@ from benchmarks.measure import Prepare, interleaved, median_ratio, release
 from examples.ablation.machine import machine
 from examples.ablation.memory import peak_bytes
 from examples.ablation.settings import DTYPES, Settings, load, save
-from examples.train_optimizer import make_optimizer
+from examples.training.optimizer import make_optimizer
 from foundry_kernels.models import ModelConfig, Transformer
 
 #: By name, what prepares a run, and how many units the run makes.

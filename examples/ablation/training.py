@@ -17,11 +17,11 @@ from torch import Tensor
 
 from examples.ablation.settings import DTYPES, Settings, UsageError, load, save
 from examples.ablation.variants import config_of
-from examples.train_text import Text, read_text
+from examples.training.text import Text, read_text
 from foundry_kernels.models import ModelConfig, Transformer
 
 try:
-    from examples import train_loop
+    from examples.training import loop as train_loop
 except ModuleNotFoundError as error:
     if error.name != "tqdm":
         raise

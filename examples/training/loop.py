@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import SequentialLR
 
-from examples.train_checkpoint import CheckpointError
-from examples.train_log import Log
-from examples.train_memory import PeakMemory
-from examples.train_optimizer import make_optimizer, make_schedule
-from examples.train_parallel import Single
-from examples.train_progress import Progress
-from examples.train_text import Text
+from examples.training.checkpoint import CheckpointError
+from examples.training.log import Log
+from examples.training.memory import PeakMemory
+from examples.training.optimizer import make_optimizer, make_schedule
+from examples.training.parallel import Single
+from examples.training.progress import Progress
+from examples.training.text import Text
+from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.nn import update_selection_biases
-from foundry_kernels.registry import is_dtensor
 
 HELD_OUT_WINDOWS = 32
 END_STEPS = 20  # the loss at the end is a mean: that of a single batch says little

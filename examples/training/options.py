@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from examples.train_loop import Recipe
-from examples.train_parallel import KINDS
-from examples.train_text import Bytes
+from examples.training.loop import Recipe
+from examples.training.parallel import KINDS
+from examples.training.text import Bytes
 from foundry_kernels import RopeScaling
+from foundry_kernels.core.registry import BACKENDS
 from foundry_kernels.models import ModelConfig
 from foundry_kernels.models.presets import FAMILIES
-from foundry_kernels.registry import BACKENDS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Fields of ModelConfig that follow from these options.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.train_checkpoint import CheckpointError, load, save
+from examples.training.checkpoint import CheckpointError, load, save
 from foundry_kernels.models import ModelConfig, Transformer
 
 T = TypeVar("T")

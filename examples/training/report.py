@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from examples.train_log import read
-from examples.train_loop import END_STEPS, Recipe, Run
-from examples.train_options import OWN_OPTIONS
-from examples.train_text import BYTES, Bytes, Text
+from examples.training.log import read
+from examples.training.loop import END_STEPS, Recipe, Run
+from examples.training.options import OWN_OPTIONS
+from examples.training.text import BYTES, Bytes, Text
 from foundry_kernels.models import ModelConfig, Transformer
 
 

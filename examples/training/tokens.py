@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.train_text import BYTES, Bytes, Text, TextError, split
+from examples.training.text import BYTES, Bytes, Text, TextError, split
 
 FORMAT, VERSION = "foundry_kernels/examples/tokens", 1
 #: By name: torch's dtype, the code of `array`, and how many tokens it has room for.

@@ -1,19 +1,71 @@
-"""Why there is no GPU that the kernels are for, in a sentence."""
+"""The GPUs that kernels are chosen for: one row of facts for each compute capability, and which one is at hand.
+
+Launchers choose tiles by a device's `name`, never by its number: tuned tiles stay with the kernels, facts are here.
+"""
 
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
+
+from foundry_kernels._triton.launch import forget_plans
 
 OLDEST = (8, 0)
 
 
+@dataclass(frozen=True)
+class Device:
+    """Facts about the GPUs of a compute capability; sizes in bytes.
+
+    name: what tables of tiles are keyed on: GPUs for which the same tiles are right.
+    multiprocessors: of a common GPU, by which work is split: the same for all of a `name`, so that they make the same
+    sums. block_shared, sm_shared: shared memory of a program and of a multiprocessor. warps: of a multiprocessor;
+    most_warps: of a program. matrix: the instruction that a dot of 16-bit tiles becomes.
+    """
+
+    name: str
+    multiprocessors: int
+    block_shared: int
+    sm_shared: int
+    warps: int
+    matrix: str = "mma.sync"
+    most_warps: int = 32
+
+
+_KB = 1 << 10
+
+#: By compute capability, 90 for 9.0; AMD's by the number in gfx942. 0 is Triton's interpreter, whose cases are small.
+DEVICES = {
+    0: Device("interpreter", 4, 96 * _KB, 96 * _KB, 64),
+    80: Device("ampere", 108, 163 * _KB, 164 * _KB, 64),  # A100
+    86: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # A10, RTX 3090
+    87: Device("ampere", 108, 163 * _KB, 164 * _KB, 48),  # Orin
+    89: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # L4, RTX 4090, whose multiprocessors these are
+    90: Device("hopper", 132, 227 * _KB, 228 * _KB, 64, "wgmma.mma_async"),  # H100, H200
+    100: Device("blackwell", 148, 227 * _KB, 228 * _KB, 64, "tcgen05.mma"),  # B200
+    103: Device("blackwell", 148, 227 * _KB, 228 * _KB, 64, "tcgen05.mma"),  # B300
+    120: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # RTX 5090
+    121: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # GB10
+    942: Device("cdna", 304, 64 * _KB, 64 * _KB, 32, "mfma", 16),  # MI300X: warps of 64 lanes
+    950: Device("cdna", 304, 160 * _KB, 160 * _KB, 32, "mfma", 16),  # MI350X
+}
+
+#: A capability without a row (8.8, 11.0, one that is newer than this table): tiles that fit any GPU of NVIDIA's.
+_ANY_OTHER = DEVICES[120]
+
+
+def device_of(capability: int) -> Device:
+    """The facts of a compute capability, 90 for 9.0; 0 is the interpreter."""
+    return DEVICES.get(capability) or (DEVICES[942] if capability >= 900 else _ANY_OTHER)
+
+
 @cache
-def why_not() -> str | None:
-    """The reason, or None where torch sees a GPU that serves. That a driver is too old torch says in a warning, once in
-    a process: be the first to ask."""
+def why_no_gpu() -> str | None:
+    """The reason why there is no GPU that the kernels are for, or None where torch sees one. That a driver is too old
+    torch says in a warning, once in a process: be the first to ask."""
     if torch.version.cuda is None:
         return "no CUDA device; torch is a CPU build"
     with warnings.catch_warnings(record=True) as said:
@@ -27,3 +79,37 @@ def why_not() -> str | None:
         return f"{found}, and the kernels are for {OLDEST[0]}.{OLDEST[1]} and newer"
     about = [str(w.message) for w in said if "driver" in str(w.message)]
     return "no CUDA device" + (f": {about[0].partition(' (Triggered')[0]}" if about else "")
+
+
+def programs(device: torch.device) -> int:
+    """Number of programs of a persistent grid: two for each multiprocessor."""
+    if _RECORDED_MULTIPROCESSORS is not None:
+        return 2 * _RECORDED_MULTIPROCESSORS
+    if device.type != "cuda":
+        return 4  # the interpreter: few, but more than one, so that sums over programs are exercised
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability of `device`, 90 for 9.0, by which launches are chosen; 0 in the interpreter."""
+    if _RECORDED is not None:
+        return _RECORDED
+    return 0 if device.type != "cuda" else _capability(device)
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+_RECORDED: int | None = None
+_RECORDED_MULTIPROCESSORS: int | None = None
+
+
+def record_for(arch: int | None, multiprocessors: int | None = None) -> None:
+    """From now on choose launches as on a device of this compute capability (see `inspect`), with as many
+    multiprocessors if that is given; None: as on the one at hand."""
+    global _RECORDED, _RECORDED_MULTIPROCESSORS
+    _RECORDED, _RECORDED_MULTIPROCESSORS = arch, multiprocessors
+    forget_plans()

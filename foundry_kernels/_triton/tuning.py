@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 
-from foundry_kernels import _triton, registry
-from foundry_kernels._launch import forget_plans
+from foundry_kernels import _triton
+from foundry_kernels._triton import devices
+from foundry_kernels._triton.launch import forget_plans
+from foundry_kernels.core import registry
 
 FORMAT, VERSION = "foundry_kernels tuning", 1
 VARIABLE = "FOUNDRY_KERNELS_TUNING"
@@ -294,7 +296,7 @@ def sources() -> tuple[Source, ...]:
 
 def gpu_name(device: torch.device) -> str | None:
     """By which measurements are filed; None for a device on which nothing is launched."""
-    if _pretended is not None or _triton._RECORDED is not None:
+    if _pretended is not None or devices._RECORDED is not None:
         return _pretended
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).name

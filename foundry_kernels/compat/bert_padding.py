@@ -7,8 +7,8 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_integer, check_rank, check_shape, check_tensor
 from foundry_kernels.compat.scalars import as_int
+from foundry_kernels.core.checks import check_device, check_integer, check_rank, check_shape, check_tensor
 
 
 def unpad_input(

@@ -7,8 +7,8 @@ from typing import SupportsFloat, SupportsIndex
 
 from torch import Tensor
 
-from foundry_kernels._checks import check_positive, check_rank, check_tensor
 from foundry_kernels.compat.scalars import as_float, as_int, as_window
+from foundry_kernels.core.checks import check_positive, check_rank, check_tensor
 from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
 
 

@@ -9,13 +9,13 @@ from typing import NamedTuple, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.compat.flash_attn import check_no_pages, translate
 from foundry_kernels.compat.scalars import as_int
+from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options, flash_attention
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM, check_alibi_slopes
 from foundry_kernels.ops.rope import ROPE, rope
-from foundry_kernels.registry import resolve
 
 
 class _Cached(NamedTuple):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import _reduction
 
-from foundry_kernels._checks import check_float, check_tensor
 from foundry_kernels.compat.scalars import as_float, as_int
+from foundry_kernels.core.checks import check_float, check_tensor
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy import cross_entropy as fk_cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy as fk_linear_cross_entropy
-from foundry_kernels.registry import wide_dtype
 
 
 def cross_entropy(

@@ -7,8 +7,8 @@ from typing import SupportsFloat
 
 from torch import Tensor
 
-from foundry_kernels._checks import check_tensor
 from foundry_kernels.compat.scalars import as_float
+from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.ops.rms_norm import layer_norm as fk_layer_norm
 
 

@@ -7,8 +7,8 @@ from typing import SupportsFloat, SupportsIndex
 
 from torch import Tensor
 
-from foundry_kernels._checks import check_rank, check_tensor
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
+from foundry_kernels.core.checks import check_rank, check_tensor
 
 
 def flash_attn_qkvpacked_func(

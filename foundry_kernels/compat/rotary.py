@@ -8,8 +8,8 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.compat.scalars import as_int
+from foundry_kernels.core.checks import check_device, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.ops.rope import rope
 
 

@@ -7,9 +7,9 @@ from typing import SupportsFloat
 
 from torch import Tensor
 
-from foundry_kernels._checks import check_tensor
 from foundry_kernels.compat.flash_attn import check_no_dropout
 from foundry_kernels.compat.scalars import as_float
+from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.ops.flash_attention import flash_attention
 
 _NO_MASK = (

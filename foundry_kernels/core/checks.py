@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.registry import FLOATS
+from foundry_kernels.core.registry import FLOATS
 
 
 def check_tensor(name: str, x: object) -> None:

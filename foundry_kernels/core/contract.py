@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from foundry_kernels.testing import Arg, Case
+from foundry_kernels.core.case import Arg, Case
 
 #: By argument or "output 0", "output 1", ...: the size of the terms that the result sums.
 Scales = Mapping[str, float]
@@ -188,7 +188,7 @@ def load(kind: type[Module], package: str) -> Module | None:
     defined = vars(importlib.import_module(name))
     missing = sorted(member for member in kind.__abstractmethods__ if member not in defined)  # type: ignore[attr-defined]
     if missing:
-        raise TypeError(f"{name} must define {', '.join(missing)}: see foundry_kernels.op_modules.{kind.__name__}")
+        raise TypeError(f"{name} must define {', '.join(missing)}: see foundry_kernels.core.contract.{kind.__name__}")
     offered = {m: defined[m] for m in members(kind) if m in defined}
     wrapped = {m: staticmethod(value) if callable(value) else value for m, value in offered.items()}
     found: Module = type(kind.__name__, (kind,), wrapped)()

@@ -19,8 +19,8 @@ import math
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_int
-from foundry_kernels.registry import is_dtensor, wide_dtype
+from foundry_kernels.core.checks import check_device, check_int
+from foundry_kernels.core.registry import is_dtensor, wide_dtype
 
 _LOW = 0xFFFFFFFF
 _SEEDS = 2**63 - 1  # what torch.randint can draw from; one more is what an int64 tensor holds

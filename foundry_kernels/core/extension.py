@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foundry_kernels.registry import Impl, no_direct_call
+from foundry_kernels.core.registry import Impl, no_direct_call
 
 #: What gets an extension that fits torch and this machine.
 REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"

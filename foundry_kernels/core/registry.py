@@ -7,20 +7,18 @@ device and a dtype, so the choice can be traced by `torch.compile(fullgraph=True
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from foundry_kernels.op_modules import Bench, Cases, Fuzz, Sharding
+from foundry_kernels.core.contract import Bench, Cases, Fuzz, Sharding, load
 
 BACKENDS = ("reference", "triton", "native")
 
@@ -143,31 +141,26 @@ class OpSpec:
         return tuple(b for b in BACKENDS if self.why_not(b, device, dtype) is None)
 
     # The other modules of the folder, imported when asked for; None where the folder has no such module. What each may
-    # offer is written in `foundry_kernels.op_modules`.
+    # offer is written in `foundry_kernels.core.contract`.
 
     @property
     def cases(self) -> Cases:
-        found: Cases | None = _load("Cases", self.package)
+        found: Cases | None = load(Cases, self.package)
         if found is None:
             raise ModuleNotFoundError(f"{self.name} has no cases: {self.package}.cases does not exist")
         return found
 
     @property
     def bench(self) -> Bench | None:
-        return _load("Bench", self.package)
+        return load(Bench, self.package)
 
     @property
     def fuzz(self) -> Fuzz | None:
-        return _load("Fuzz", self.package)
+        return load(Fuzz, self.package)
 
     @property
     def sharding(self) -> Sharding | None:
-        return _load("Sharding", self.package)
-
-
-def _load(kind: str, package: str) -> Any:
-    op_modules = importlib.import_module("foundry_kernels.op_modules")
-    return op_modules.load(getattr(op_modules, kind), package)
+        return load(Sharding, self.package)
 
 
 OPS: dict[str, OpSpec] = {}
@@ -238,10 +231,19 @@ def is_dtensor(x: Tensor) -> bool:
     return is_subclass(x) and hasattr(x, "device_mesh")
 
 
+#: Called once DTensor is in use, to register its rules. Set by the package.
+_dtensor_rules: list[Callable[[], Any]] = []
+
+
+def when_dtensor_is_used(register_rules: Callable[[], Any]) -> None:
+    """Call `register_rules` before the first call on DTensors; importing DTensor takes half a second."""
+    _dtensor_rules.append(register_rules)
+
+
 def _know_dtensor() -> None:
-    """Register the DTensor rules once DTensor is in use; importing it here takes half a second every time."""
     if "torch.distributed.tensor" in sys.modules:
-        importlib.import_module("foundry_kernels.distributed.sharding")
+        for register_rules in _dtensor_rules:
+            register_rules()
 
 
 def _transformed() -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_integer, check_rank
+from foundry_kernels.core.checks import check_integer, check_rank
+from foundry_kernels.core.registry import OPS, override
 from foundry_kernels.diagnostics.recorder import check_model
 from foundry_kernels.models import Transformer
 from foundry_kernels.ops.flash_attention import reference
-from foundry_kernels.registry import OPS, override
 
 
 @torch.no_grad()

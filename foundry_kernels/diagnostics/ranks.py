@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_float
+from foundry_kernels.core.checks import check_float
 from foundry_kernels.nn import Attention
 
 

@@ -6,7 +6,7 @@ is replicated, and a gradient that lacks it is a partial sum. So an activation t
 is never gathered, and a weight's gradient stays unreduced until it is read.
 
 The rules are registered when this module is imported: by the first call with a tensor that may be a DTensor
-(`foundry_kernels.registry.resolve`), since torch.distributed.tensor takes half a second to import.
+(`foundry_kernels.core.registry.resolve`), since torch.distributed.tensor takes half a second to import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from foundry_kernels.registry import OPS
+from foundry_kernels.core.registry import OPS
 
 #: `sharding(args)` of an operation's `sharding` module, for the arguments of one call by name.
 Rule = Callable[[Mapping[str, Any]], tuple[dict[str, str], str]]

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters import Adapter, words
 from foundry_kernels.nn._head import PLANNED_INPUT, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
-from foundry_kernels.registry import is_dtensor
 
 #: What the report says of a model that is served.
 NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"

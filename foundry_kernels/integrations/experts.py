@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters import Gated, State, gated, nothing, words
 from foundry_kernels.nn.moe import dispatch, run_experts
-from foundry_kernels.registry import is_dtensor
 
 
 @dataclass(frozen=True)

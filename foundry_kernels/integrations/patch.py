@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
@@ -21,7 +22,6 @@ from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
 from foundry_kernels.nn import LayerNorm, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, plan, serving
-from foundry_kernels.registry import short_dtype
 
 OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, OurExperts, OurAttention, Transformer)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foundry_kernels._checks import check_not_negative, check_positive
+from foundry_kernels.core.checks import check_not_negative, check_positive
 from foundry_kernels.models import presets
 from foundry_kernels.nn.mlp import GATES
 from foundry_kernels.nn.router import SCORINGS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_int, check_not_negative, check_positive
+from foundry_kernels.core.checks import check_int, check_not_negative, check_positive
 
 if TYPE_CHECKING:
     from foundry_kernels.models.cache import KVCache

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_kernels._autocast import autocast_dtype
-from foundry_kernels._checks import check_integer, check_rank
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.checks import check_integer, check_rank
+from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.models import from_hf
 from foundry_kernels.models.blocks import add_branch, block_class, make_norm, operations
 from foundry_kernels.models.cache import KVCache
@@ -35,7 +36,6 @@ from foundry_kernels.nn._head import matrix_of
 from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
-from foundry_kernels.registry import is_dtensor
 
 #: The operations that a model of the default choices, LLaMA's, calls; of others, see `blocks.operations`.
 OPERATIONS = (

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from foundry_kernels.registry import AUTO_ORDER, OPS, BackendUnavailable, check_backend
+from foundry_kernels.core.registry import AUTO_ORDER, OPS, BackendUnavailable, check_backend
 
 Backend = str | Mapping[str, str]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from foundry_kernels import _native
-from foundry_kernels.registry import _transformed
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import _transformed
 
 #: Rows up to which a pass over the weights is faster than torch's products; the operator takes no more.
 MAX_ROWS = 8
@@ -24,9 +24,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
 
 
-_linear = _native.operator("decode_linear")
+_linear = extension.operator("decode_linear")
 #: Rotates queries into a new tensor and keys into a cache, and copies values into another; see csrc/torch.
-rope_append = _native.operator("rope_append")
+rope_append = extension.operator("rope_append")
 
 
 def is_observed(module: nn.Module) -> bool:

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_integer, check_rank, check_tensor
+from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
+from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.nn import _decode
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._dropout import attention_with_dropout
@@ -16,7 +17,6 @@ from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.rope import qk_norm_rope
-from foundry_kernels.registry import BackendUnavailable
 
 
 class KeyValueStore(Protocol):

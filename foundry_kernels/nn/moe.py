@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
+from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn.mlp import GATES, GatedMLP
 from foundry_kernels.nn.router import Router, RouterStats, Routing
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.grouped_mm import grouped_mm
-from foundry_kernels.registry import _transformed
 
 
 class Dispatch(NamedTuple):

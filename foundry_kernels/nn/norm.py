@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_not_negative, check_number, check_tensor
+from foundry_kernels.core.checks import check_not_negative, check_number, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_int, check_positive
+from foundry_kernels.core.checks import check_int, check_positive
 from foundry_kernels.nn._tables import FixedTables
 
 

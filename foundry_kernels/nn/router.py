@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry_kernels._autocast import no_autocast
-from foundry_kernels._checks import check_positive
-from foundry_kernels.registry import wide_dtype
+from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.checks import check_positive
+from foundry_kernels.core.registry import wide_dtype
 
 SCORINGS = ("softmax", "sigmoid")
 

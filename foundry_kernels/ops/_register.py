@@ -6,8 +6,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from foundry_kernels import _native, _triton
-from foundry_kernels.registry import Impl, OpSpec, register
+from foundry_kernels import _triton
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import Impl, OpSpec, register
 
 
 def register_op(
@@ -24,5 +25,5 @@ def register_op(
     if find_spec(f"{package}.triton") is not None:
         impls.append(_triton.impl(package, name))
     if find_spec(f"{package}.native") is not None:
-        impls.append(_native.impl(package, name, native_devices))
+        impls.append(extension.impl(package, name, native_devices))
     return register(OpSpec(name, public, tuple(impls), package))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import OPS, _triton
-from foundry_kernels.registry import FLOATS, OpSpec, short_dtype
+from foundry_kernels.core.registry import FLOATS, OpSpec, short_dtype
 from foundry_kernels.testing import Case, assert_parity, call, make_cotangents
 
 COMMAND = "python -m foundry_kernels check"

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels import _native
-from foundry_kernels.op_modules import Bench, Cases, Fuzz, Sharding, load, members
-from foundry_kernels.registry import OPS, OpSpec
+from foundry_kernels.core import extension
+from foundry_kernels.core.contract import Bench, Cases, Fuzz, Sharding, load, members
+from foundry_kernels.core.registry import OPS, OpSpec
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KINDS = (Cases, Bench, Fuzz, Sharding)
 PACKAGES = tuple(dict.fromkeys(op.package for op in fk.OPS.values()))
 
@@ -72,7 +72,7 @@ def test_what_a_module_leaves_out_is_the_default() -> None:
 
 TOY = {
     "__init__.py": """
-        from foundry_kernels.registry import Impl, OpSpec, register, resolve
+        from foundry_kernels.core.registry import Impl, OpSpec, register, resolve
 
         def toy(x, *, backend="auto"):
             return resolve(TOY, backend, x)(x)
@@ -139,10 +139,10 @@ def test_the_suites_take_what_there_is_of_an_operation(toy_folder: Path) -> None
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
         return done.stdout
 
-    parity = pytest_with_toy("tests/test_parity.py::test_parity", "-k", "toy", "-vv")
+    parity = pytest_with_toy("tests/proof/test_parity.py::test_parity", "-k", "toy", "-vv")
     for dtype in ("float32", "bfloat16", "float16"):
         assert f"test_parity[toy-native-cpu-{dtype}-3x4] PASSED" in parity
-    listed = pytest_with_toy("tests/test_fuzz.py", "benchmarks", "--collect-only")
+    listed = pytest_with_toy("tests/proof/test_fuzz.py", "benchmarks", "--collect-only")
     assert "toy" not in listed
     assert "test_random_cases[rms_norm-native-cpu]" in listed or "native" not in fk.OPS["rms_norm"].backends("cpu")
     assert "rms_norm-overhead-" in listed
@@ -153,7 +153,7 @@ def test_a_module_that_lacks_a_member_is_refused_by_name(monkeypatch: pytest.Mon
     (toy_folder / "half_op").mkdir()
     (toy_folder / "half_op" / "__init__.py").touch()
     (toy_folder / "half_op" / "bench.py").write_text("def bytes_moved(args, direction):\n    return 1\n")
-    with pytest.raises(TypeError, match=r"half_op\.bench must define bench_cases, peers: see .*op_modules\.Bench"):
+    with pytest.raises(TypeError, match=r"half_op\.bench must define bench_cases, peers: see .*contract\.Bench"):
         load(Bench, "half_op")
     spec = OpSpec("half", lambda x: x, (), "half_op")
     with pytest.raises(ModuleNotFoundError, match=r"half has no cases: half_op\.cases does not exist"):
@@ -183,7 +183,7 @@ def operators() -> dict[str, torch._C.FunctionSchema]:
     for name in torch._C._dispatch_get_all_op_names():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
             namespace, _, rest = name.partition("::")
-            if namespace == "foundry_kernels" and "." not in rest and rest not in _native.INTERNAL_OPERATORS:
+            if namespace == "foundry_kernels" and "." not in rest and rest not in extension.INTERNAL_OPERATORS:
                 found[rest] = getattr(torch.ops.foundry_kernels, rest).default._schema
     return found
 
@@ -191,10 +191,11 @@ def operators() -> dict[str, torch._C.FunctionSchema]:
 def test_triton_and_native_operators_have_the_same_schema() -> None:
     """The same arguments (name, type, default) in the same order, and the same returns: one rule of DTensor serves
     both, and whoever knows one knows the other."""
-    from foundry_kernels import _native, _triton
+    from foundry_kernels import _triton
+    from foundry_kernels.core import extension
 
-    if _native.MISSING is not None or _triton.MISSING is not None:
-        pytest.skip(str(_native.MISSING or _triton.MISSING))
+    if extension.MISSING is not None or _triton.MISSING is not None:
+        pytest.skip(str(extension.MISSING or _triton.MISSING))
     schemas = operators()
     triton = {name.removeprefix("triton_") for name in schemas if name.startswith("triton_")}
     native = {name for name in schemas if not name.startswith("triton_")}

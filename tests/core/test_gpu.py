@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from foundry_kernels import _gpu
+from foundry_kernels._triton import devices
 
 #: As torch 2.11 words it.
 OLD_DRIVER = (
@@ -52,7 +52,7 @@ def test_why_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch_that(monkeypatch, cuda, capability, said)
-    assert _gpu.why_not.__wrapped__() == expected
+    assert devices.why_no_gpu.__wrapped__() == expected
 
 
 def test_an_old_triton_is_refused_and_the_rest_works() -> None:

@@ -1,4 +1,4 @@
-"""tests/launches.py, in a process of its own: this one may interpret Triton's kernels, or have a GPU of its own."""
+"""Runs launches.py in a process of its own: this one may interpret Triton's kernels, or have a GPU of its own."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels import _native
-from foundry_kernels.registry import Impl, OpSpec, override, register, resolve
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import Impl, OpSpec, override, register, resolve
 
-NATIVE = _native.MISSING is None
+NATIVE = extension.MISSING is None
 
 
 def spec(*impls: Impl) -> OpSpec:
@@ -98,7 +98,7 @@ def test_a_name_registers_once() -> None:
         register(fk.OPS["rms_norm"])
 
 
-@pytest.mark.skipif(not NATIVE, reason=str(_native.MISSING))
+@pytest.mark.skipif(not NATIVE, reason=str(extension.MISSING))
 def test_native_refuses_float64() -> None:
     with pytest.raises(fk.BackendUnavailable, match="takes float32, bfloat16, float16, not float64"):
         fk.rms_norm(torch.ones(2, 2, dtype=torch.float64), backend="native")
@@ -159,7 +159,7 @@ def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
         assert "native works" in done.stdout
 
 
-@pytest.mark.skipif(not NATIVE, reason=str(_native.MISSING))
+@pytest.mark.skipif(not NATIVE, reason=str(extension.MISSING))
 def test_an_extension_older_than_the_package_costs_only_what_it_lacks() -> None:
     """As after an update of the sources that brings an operation, before the extension is built again."""
     done = run_python("""
@@ -187,9 +187,9 @@ def test_an_extension_older_than_the_package_costs_only_what_it_lacks() -> None:
     assert "pip install --no-build-isolation -e ." in done.stdout
 
 
-@pytest.mark.skipif(not NATIVE, reason=str(_native.MISSING))
+@pytest.mark.skipif(not NATIVE, reason=str(extension.MISSING))
 def test_a_cuda_tensor_with_a_cpu_extension_is_told_what_to_do() -> None:
-    if _native.build_info()["cuda_architectures"]:
+    if extension.build_info()["cuda_architectures"]:
         pytest.skip("this extension has CUDA kernels")
     reason = fk.OPS["rms_norm"].why_not("native", "cuda")
     assert reason is not None
@@ -210,7 +210,7 @@ def test_the_overview_names_every_op_and_backend() -> None:
     for word in (*fk.OPS, "reference", "triton", "native", torch.__version__):
         assert word in done.stdout
     if NATIVE:
-        for word in (_native.build_info()["instruction_set"], _native.build_info()["compiler"]):
+        for word in (extension.build_info()["instruction_set"], extension.build_info()["compiler"]):
             assert word in done.stdout
 
 

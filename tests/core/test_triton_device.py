@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels.registry import OpSpec, override
+from foundry_kernels._triton import operators
+from foundry_kernels._triton.devices import _capability
+from foundry_kernels.core.registry import OpSpec, override
 from foundry_kernels.testing import Arg, call
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRET, reason="needs Triton's kernels, and no GPU that runs them")
@@ -60,7 +62,7 @@ class Launchers(TorchDispatchMode):
         if func.namespace != "foundry_kernels":
             return func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
-        return _triton.LAUNCHERS[name](*args)
+        return operators.LAUNCHERS[name](*args)
 
 
 @pytest.fixture
@@ -75,9 +77,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     h100 = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 0)
-    _triton._capability.cache_clear()
+    _capability.cache_clear()
     yield stand_in
-    _triton._capability.cache_clear()
+    _capability.cache_clear()
 
 
 def forward(op: OpSpec, device: str) -> tuple[Tensor, ...]:
@@ -121,7 +123,7 @@ def test_the_device_is_restored_after_an_error(devices: Devices) -> None:
     with FakeTensorMode():
         x = torch.empty(2, device="cuda:1")
     with pytest.raises(RuntimeError, match="in a launcher"):
-        _triton.on_its_device(fails)(x)
+        operators.on_its_device(fails)(x)
     assert devices.current == 0
 
 
@@ -129,4 +131,4 @@ def test_a_first_tensor_that_is_absent(devices: Devices) -> None:
     """q may be None where k alone is rotated."""
     with FakeTensorMode():
         x = torch.empty(2, device="cuda:1")
-    assert _triton.on_its_device(lambda *_: devices.current)(None, x, 0.5) == 1
+    assert operators.on_its_device(lambda *_: devices.current)(None, x, 0.5) == 1

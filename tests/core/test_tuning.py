@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels import _triton, registry, tuning
-from foundry_kernels.registry import override
-from foundry_kernels.tuning import Entry, TuningFileError
+from foundry_kernels import _triton
+from foundry_kernels._triton import tuning
+from foundry_kernels._triton.tuning import Entry, TuningFileError
+from foundry_kernels.core import registry
+from foundry_kernels.core.registry import override
 
 CPU = torch.device("cpu")
 ROWS = [{"BLOCK": 64, "num_warps": 4}, {"BLOCK": 128, "num_warps": 4}, {"BLOCK": 128, "num_warps": 8}]

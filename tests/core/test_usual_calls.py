@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
-from foundry_kernels import _native
-from foundry_kernels.registry import OPS, OpSpec, no_direct_call, override
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import OPS, OpSpec, no_direct_call, override
 from foundry_kernels.testing import make_cotangents, run
 
-pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 DIRECT = tuple(spec for spec in OPS.values() if spec.direct is not no_direct_call)
 

@@ -18,7 +18,7 @@ from processes.example import OPTIONS, Resume
 from processes.training import STEPS, Train
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.models import ModelConfig, Transformer
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -250,7 +250,7 @@ def test_every_operator_of_a_kernel_has_a_rule():
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("foundry_kernels::"):
             composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-            composite = composite or name.partition("::")[2] in _native.INTERNAL_OPERATORS  # which take no DTensors
+            composite = composite or name.partition("::")[2] in extension.INTERNAL_OPERATORS  # which take no DTensors
             assert composite or name in ruled, f"{name} has no rule; add it to its operation's sharding module"
 
 
@@ -310,7 +310,8 @@ def script():
 
 @pytest.mark.parametrize("name", RESUMING)
 def test_run_is_resumed_by_another_number_of_processes(name, results, script):
-    from examples import train_loop, train_text
+    from examples.training import loop as train_loop
+    from examples.training import text as train_text
 
     recipe = script.make_recipe(script.parse(OPTIONS), 5)
     whole = train_loop.train(recipe, "auto", train_text.read_text(None, recipe.seq_len), None, progress=False)
@@ -348,7 +349,8 @@ def test_torchrun(kind, tmp_path):
 
 
 def test_example_accumulates(script):
-    from examples import train_loop, train_text
+    from examples.training import loop as train_loop
+    from examples.training import text as train_text
 
     text = train_text.read_text(None, 16)
     runs = [

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 
 pytest.importorskip("tqdm", reason="training needs tqdm")
 
-from examples import extrapolation, train_loop
+from examples import extrapolation
 from examples.ablation import __main__ as ablation
 from examples.ablation import memory, page, report, speed, tables, variants
 from examples.ablation.settings import UsageError
 from examples.ablation.training import losses_by_position
-from examples.train_text import Text
+from examples.training import loop as train_loop
+from examples.training.text import Text
 from foundry_kernels.models import Transformer
 
 SHAPE = variants.Shape()

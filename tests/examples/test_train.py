@@ -16,11 +16,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytest.importorskip("tqdm", reason="the demo needs tqdm")
 
-from examples import train, train_checkpoint, train_loop, train_memory, train_progress, train_report, train_text  # noqa: E402
-from examples.train_parallel import Parallel, ParallelError  # noqa: E402
+from examples import train  # noqa: E402
+from examples.training import checkpoint as train_checkpoint  # noqa: E402
+from examples.training import loop as train_loop  # noqa: E402
+from examples.training import memory as train_memory  # noqa: E402
+from examples.training import progress as train_progress  # noqa: E402
+from examples.training import report as train_report  # noqa: E402
+from examples.training import text as train_text  # noqa: E402
+from examples.training.parallel import Parallel, ParallelError  # noqa: E402
 from foundry_kernels.models import ModelConfig, Transformer  # noqa: E402
 from foundry_kernels.nn import Router  # noqa: E402
 

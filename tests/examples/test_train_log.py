@@ -15,7 +15,12 @@ import torch
 
 pytest.importorskip("tqdm", reason="the example needs tqdm")
 
-from examples import train, train_log, train_loop, train_optimizer, train_report, train_text
+from examples import train
+from examples.training import log as train_log
+from examples.training import loop as train_loop
+from examples.training import optimizer as train_optimizer
+from examples.training import report as train_report
+from examples.training import text as train_text
 from foundry_kernels import RopeScaling
 from foundry_kernels.models import ModelConfig, Transformer
 

@@ -16,7 +16,11 @@ import torch.nn.functional as F
 pytest.importorskip("tqdm", reason="the example needs tqdm")
 pytest.importorskip("tokenizers", reason="trains an encoding")
 
-from examples import prepare_tokens, train, train_loop, train_memory, train_text, train_tokens
+from examples import prepare_tokens, train
+from examples.training import loop as train_loop
+from examples.training import memory as train_memory
+from examples.training import text as train_text
+from examples.training import tokens as train_tokens
 from foundry_kernels.diagnostics import checkpoint as diagnosed
 
 TEXT = "The quick brown fox jümps over the lazy dog,\r\n\n  and 東京 is far – naïvely speaking. 🦊\n" * 60

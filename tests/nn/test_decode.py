@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
 from foundry_kernels.nn import _decode
 
-pytestmark = pytest.mark.skipif(_decode.rope_append is None, reason=str(_native.MISSING or "an old extension"))
-SETS = _native.build_info().get("usable_instruction_sets", [])
+pytestmark = pytest.mark.skipif(_decode.rope_append is None, reason=str(extension.MISSING or "an old extension"))
+SETS = extension.build_info().get("usable_instruction_sets", [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, max_seq_len=64, init_std=0.2)
 
@@ -30,9 +30,9 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 @pytest.fixture
 def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = _native.build_info()["instruction_set"]
-    yield _native._C.force_instruction_set
-    _native._C.force_instruction_set(chosen)
+    chosen = extension.build_info()["instruction_set"]
+    yield extension._C.force_instruction_set
+    extension._C.force_instruction_set(chosen)
 
 
 class Called(TorchDispatchMode):

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from table import cpu_setting, rows, saved_tensors
 
 import foundry_kernels as fk
-from foundry_kernels import _native
-from foundry_kernels.check import numel
+from foundry_kernels.core import extension
 from foundry_kernels.testing import assert_parity
+from foundry_kernels.tools.check import numel
 
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "bias_gelu"]
-INSTRUCTION_SETS = _native.build_info().get("usable_instruction_sets", [])
-needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+INSTRUCTION_SETS = extension.build_info().get("usable_instruction_sets", [])
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 x, b = torch.ones(2, 3, 8), torch.ones(8)
 

@@ -11,12 +11,12 @@ from table import cpu_setting
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.testing import assert_parity
 
-SETS = _native.build_info().get("usable_instruction_sets", [])
+SETS = extension.build_info().get("usable_instruction_sets", [])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 
 def inputs(n_rows: int, n_classes: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     x, target = inputs(301, 1003)
     results = []
     for threads in (1, 2, 5):
-        with cpu_setting(_native.build_info()["instruction_set"], threads):
+        with cpu_setting(extension.build_info()["instruction_set"], threads):
             results.append(step(x, target, label_smoothing=0.1, z_loss=0.1))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))

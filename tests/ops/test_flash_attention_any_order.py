@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
+from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.cases import _ALL_OPTIONS, _case, _varlen
 from foundry_kernels.ops.flash_attention.fuzz import random_case
-from foundry_kernels.registry import OpSpec
 from foundry_kernels.testing import Case, assert_parity, normal
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"

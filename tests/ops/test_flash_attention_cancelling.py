@@ -12,17 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from table import cpu_setting
 from torch import Tensor
 
-from foundry_kernels import _native, _triton
+from foundry_kernels import _triton
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import OpSpec, override
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.cases import _ALL_OPTIONS, _case, _varlen
 from foundry_kernels.ops.flash_attention.fuzz import random_case
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.registry import OpSpec, override
 from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR, Arg, Case, alike, assert_parity, normal, uniform
 
 LOW = (torch.bfloat16, torch.float16)
-ISAS = _native.build_info().get("usable_instruction_sets", [])
-needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+ISAS = extension.build_info().get("usable_instruction_sets", [])
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 needs_triton = pytest.mark.skipif(not _triton.INTERPRET, reason="Triton is not interpreted here")
 
 

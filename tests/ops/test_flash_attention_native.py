@@ -15,15 +15,15 @@ from table import saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.cases import _case, _varlen
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, assert_parity, normal
 
-pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
-ISAS = _native.build_info().get("usable_instruction_sets", [])
+ISAS = extension.build_info().get("usable_instruction_sets", [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 #: Long enough for several tasks to share a row's keys, or a head's rows.
@@ -57,9 +57,9 @@ def inputs(
 
 @pytest.fixture
 def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = _native.build_info()["instruction_set"]
-    yield _native._C.force_instruction_set
-    _native._C.force_instruction_set(chosen)
+    chosen = extension.build_info()["instruction_set"]
+    yield extension._C.force_instruction_set
+    extension._C.force_instruction_set(chosen)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], name: str
 def test_tiles_are_used_where_linux_shows_them(instruction_set: Callable[[str], None]) -> None:
     """Their products of bfloat16 are added in another order than those of AVX-512; nothing else differs."""
     cpuinfo = Path("/proc/cpuinfo")
-    if "amx_bf16" not in _native.build_info()["instruction_sets"] or not cpuinfo.exists():
+    if "amx_bf16" not in extension.build_info()["instruction_sets"] or not cpuinfo.exists():
         pytest.skip("not compiled for AMX, or not on Linux")
     if not {"amx_tile", "amx_bf16", "avx512_bf16"} <= set(cpuinfo.read_text().split()):
         pytest.skip("the processor has no AMX")

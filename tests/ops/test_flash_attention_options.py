@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.registry import override
 from foundry_kernels.ops.flash_attention import (
     FLASH_ATTENTION,
     FLASH_ATTENTION_VARLEN,
@@ -13,7 +14,6 @@ from foundry_kernels.ops.flash_attention import (
     flash_attention_varlen,
 )
 from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args
-from foundry_kernels.registry import override
 
 OPTIONS = AttentionOptions(
     cu_seqlens_q=torch.tensor([0, 4, 9]),

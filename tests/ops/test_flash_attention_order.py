@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from foundry_kernels import _triton
-from foundry_kernels._launch import forget_plans
+from foundry_kernels._triton.launch import forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.triton import launch
 from foundry_kernels.ops.flash_attention.triton.order import program_order

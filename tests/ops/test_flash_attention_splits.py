@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
-from foundry_kernels._launch import Plan, forget_plans
+from foundry_kernels._triton.launch import Plan, forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, flash_attention
 from foundry_kernels.ops.flash_attention.cases import _ALL_OPTIONS, _case, _varlen
 from foundry_kernels.testing import Case, assert_parity, normal

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foundry_kernels as fk
 from benchmarks.measure import peak_bytes
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 
-pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 CORES = 64
 NONE = -1
@@ -44,7 +44,7 @@ def tasks_of(
     window: tuple[int | None, int | None] = (None, 0),
     bottom_right: bool = True,
 ) -> dict[str, list[Task]]:
-    found = _native._C.attention_tasks(q_lens, k_lens or q_lens, hk, group, *window, bottom_right)
+    found = extension._C.attention_tasks(q_lens, k_lens or q_lens, hk, group, *window, bottom_right)
     return {name: [Task(*t) for t in tasks] for name, tasks in found.items()}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
+from foundry_kernels._triton.tuning import triton_version
 from foundry_kernels.ops.flash_attention import (
     FLASH_ATTENTION,
     FLASH_ATTENTION_VARLEN,
@@ -26,7 +27,6 @@ from foundry_kernels.ops.flash_attention import (
 from foundry_kernels.ops.flash_attention.cases import _case, _varlen, field_cases
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, assert_parity, normal
-from foundry_kernels.tuning import triton_version
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -308,7 +308,7 @@ def test_products_are_under_way_during_the_softmax() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     # For 64 keys, instructions at most without a mask and with one; of a tile products that overlap, and the share of
     # the exponentials that are hidden, at least. 64 wide a tile has 128 keys, and ptxas waits earlier in its softmax;
-    # it has so many fewer instructions that the estimate is higher (`LEAST_TFLOPS` in tests/test_aot.py).
+    # it has so many fewer instructions that the estimate is higher (`LEAST_TFLOPS` in tests/tools/test_aot.py).
     budgets = {64: (270, 355, 11, 0.6), 128: (395, 490, 9, 0.75), 256: (800, 1000, 5, 0.75)}
     if triton_version().startswith("3.6."):  # a tile of 64 keys: 128 would spill
         budgets[64] = (320, 395, 8, 0.75)

@@ -14,7 +14,7 @@ from table import rows, saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.ops.linear_cross_entropy import chunks, linear_cross_entropy
 
 ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "linear_cross_entropy"]
@@ -235,10 +235,10 @@ def onednn(enabled: bool) -> Iterator[None]:
 
 
 def test_without_onednn_no_products_of_16_bits_are_fast() -> None:
-    if _native.MISSING is not None:
-        pytest.skip(_native.MISSING)
+    if extension.MISSING is not None:
+        pytest.skip(extension.MISSING)
     with onednn(False):
-        assert _native.build_info()["fast_products"] == []
+        assert extension.build_info()["fast_products"] == []
 
 
 def test_fast_products_are_those_that_onednn_is_held_to(request: pytest.FixtureRequest) -> None:
@@ -251,7 +251,7 @@ def test_fast_products_are_those_that_onednn_is_held_to(request: pytest.FixtureR
 
 
 def accumulate_product() -> Any:
-    operator = _native.operator("accumulate_product_")
+    operator = extension.operator("accumulate_product_")
     if operator is None:
         pytest.skip("the C++ extension is not built")
     return operator
@@ -283,7 +283,7 @@ def test_products_of_bfloat16_are_summed_in_float32(
 
     with onednn(enabled):
         found = add(total.clone())
-        fast = "bfloat16" in _native.build_info()["fast_products"]
+        fast = "bfloat16" in extension.build_info()["fast_products"]
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max()) * depth**0.5)
     if not fast:
         return  # bits of PyTorch's products may depend on the number of threads

@@ -7,13 +7,13 @@ import torch
 from table import saved_tensors
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, classes, linear_cross_entropy
 from foundry_kernels.ops.linear_cross_entropy.cases import CASES
 from foundry_kernels.testing import assert_parity
 
-if _native.MISSING is not None:
-    pytest.skip(_native.MISSING, allow_module_level=True)
+if extension.MISSING is not None:
+    pytest.skip(extension.MISSING, allow_module_level=True)
 from foundry_kernels.ops.linear_cross_entropy import native
 
 TILED = [case for case in CASES["linear_cross_entropy"] if case.options.get("chunk_size") == "tiles"]
@@ -61,7 +61,7 @@ def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_operator_refuses_what_does_not_fit() -> None:
-    operator = _native.operator("cross_entropy_bwd_classes_")
+    operator = extension.operator("cross_entropy_bwd_classes_")
     rows, target = torch.zeros(3), torch.tensor([0, 1, 2])
 
     def call(logits: torch.Tensor, first: int, weight: torch.Tensor | None = None) -> None:

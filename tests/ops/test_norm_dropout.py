@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
-from foundry_kernels import _dropout, _native, _triton
+from foundry_kernels import _triton
+from foundry_kernels.core import dropout, extension
 from foundry_kernels.ops.rms_norm.sharding import sharding
 
 OPS = {"add_rms_norm": fk.add_rms_norm, "add_layer_norm": fk.add_layer_norm}
 ROWS = [pytest.param(r, id=r.id) for r in rows("reference", "triton", "native") if r.op.name in OPS]
 BACKENDS = [pytest.param(op, b, id=f"{name}-{b}") for name, op in OPS.items() for b in fk.OPS[name].backends("cpu")]
-needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 LARGEST_SEED = 2**63 - 1
 
 #: Counter, key and words: the published answers of Random123 for philox4x32 of ten rounds.
@@ -35,7 +36,7 @@ KNOWN_ANSWERS = {
 @pytest.mark.parametrize("name", KNOWN_ANSWERS)
 def test_known_answers(name: str) -> None:
     counter, key, expected = KNOWN_ANSWERS[name]
-    words = _dropout.philox4x32(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))  # type: ignore[arg-type]
+    words = dropout.philox4x32(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))  # type: ignore[arg-type]
     assert tuple(map(int, words)) == expected
 
 
@@ -61,7 +62,7 @@ def test_each_backend_gives_the_known_words(row) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_one_mask_on_every_backend(row) -> None:
     for shape, p, seed in (((3, 2), 0.5, 7), ((2, 3, 1003), 0.1, 2**40 + 1), ((2, 64), 0.999, LARGEST_SEED)):
-        expected = _dropout.keep_mask(shape, p, torch.tensor(seed))
+        expected = dropout.keep_mask(shape, p, torch.tensor(seed))
         for dtype in row.dtypes:
             with row.active():
                 found = kept(OPS[row.op.name], shape, p, seed, dtype=dtype, backend=row.backend, device=row.device)
@@ -72,17 +73,17 @@ def test_one_mask_on_every_backend(row) -> None:
 def test_wide_rows_in_the_interpreter() -> None:
     """Rows that are read in blocks of columns, forward and backward."""
     a, residual = torch.ones(1, 16411, requires_grad=True), torch.zeros(1, 16411)
-    expected = _dropout.keep_mask(a.shape, 0.5, torch.tensor(9))
+    expected = dropout.keep_mask(a.shape, 0.5, torch.tensor(9))
     _, h = fk.add_rms_norm(a, residual, dropout_p=0.5, dropout_seed=9, backend="triton")
     assert torch.equal(h, 2.0 * expected)
     assert torch.equal(*torch.autograd.grad(h.sum(), a), 2.0 * expected)
 
 
 @needs_native
-@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
 def test_neither_instruction_set_nor_threads_change_it(name: str) -> None:
     shape = (37, 2011)
-    expected = _dropout.keep_mask(shape, 0.3, torch.tensor(5))
+    expected = dropout.keep_mask(shape, 0.3, torch.tensor(5))
     for threads in (1, 3):
         with cpu_setting(name, threads):
             for dtype in (torch.float32, torch.bfloat16):
@@ -94,7 +95,7 @@ def test_the_rate_is_that_of_independent_draws(p: float) -> None:
     """All of it, each column, each row, and agreement with neighbours in every direction, the next seed's mask among
     them, within five standard deviations."""
     n = 512
-    mask, next_seed = (_dropout.keep_mask((n, n), p, torch.tensor(seed)).double() for seed in (1, 2))
+    mask, next_seed = (dropout.keep_mask((n, n), p, torch.tensor(seed)).double() for seed in (1, 2))
 
     def check(found: Tensor, expected: float, of: int) -> None:
         deviation = (expected * (1.0 - expected) / of) ** 0.5
@@ -109,8 +110,8 @@ def test_the_rate_is_that_of_independent_draws(p: float) -> None:
 
 
 def test_the_probability_is_exact_to_32_bits() -> None:
-    assert [_dropout.threshold(p) for p in (2.0**-33, 2.0**-32, 0.5, 1.0 - 2.0**-32)] == [0, 1, 2**31, 2**32 - 1]
-    assert _dropout.threshold(1.0 - 2.0**-53) == 2**32 - 1, "something is kept with every p below 1"
+    assert [dropout.threshold(p) for p in (2.0**-33, 2.0**-32, 0.5, 1.0 - 2.0**-32)] == [0, 1, 2**31, 2**32 - 1]
+    assert dropout.threshold(1.0 - 2.0**-53) == 2**32 - 1, "something is kept with every p below 1"
 
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
@@ -119,7 +120,7 @@ def test_forward_and_backward_agree(op, backend: str) -> None:
     x, residual = torch.randn(2, 5, 70, requires_grad=True), torch.randn(2, 5, 70, requires_grad=True)
     _, h = op(x, residual, dropout_p=0.25, dropout_seed=3, backend=backend)
     dx, dresidual = torch.autograd.grad(h.sum(), (x, residual))
-    mask = _dropout.keep_mask(x.shape, 0.25, torch.tensor(3))
+    mask = dropout.keep_mask(x.shape, 0.25, torch.tensor(3))
     assert 0.6 < mask.float().mean() < 0.9
     torch.testing.assert_close(dx, mask / 0.75, rtol=1e-6, atol=0.0)
     assert torch.equal(dresidual, torch.ones_like(x))
@@ -136,7 +137,7 @@ def test_gradcheck(row) -> None:
     def function(*args: Tensor) -> tuple[Tensor, Tensor]:
         return OPS[row.op.name](*args, dropout_p=0.5, dropout_seed=11, backend=row.backend)
 
-    assert 0 < _dropout.keep_mask((1, 5), 0.5, torch.tensor(11)).sum() < 5
+    assert 0 < dropout.keep_mask((1, 5), 0.5, torch.tensor(11)).sum() < 5
     assert torch.autograd.gradcheck(function, (x, residual, weight))
 
 
@@ -154,7 +155,7 @@ def test_what_is_dropped_stays_nan(op, backend: str) -> None:
     """As in F.dropout, whose mask is a factor of 0."""
     x = torch.full((1, 64), torch.inf)
     _, h = op(x, torch.zeros(1, 64), dropout_p=0.5, dropout_seed=0, backend=backend)
-    assert torch.equal(h.isnan(), ~_dropout.keep_mask((1, 64), 0.5, torch.tensor(0)))
+    assert torch.equal(h.isnan(), ~dropout.keep_mask((1, 64), 0.5, torch.tensor(0)))
 
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
@@ -228,7 +229,7 @@ def test_compiled() -> None:
 def test_a_residual_of_another_dtype_is_added_in_the_wider_one(op, backend: str) -> None:
     x, residual = torch.randn(3, 8).bfloat16(), torch.randn(3, 8)
     y, h = op(x, residual, dropout_p=0.5, dropout_seed=2, backend=backend)
-    assert torch.equal(h, (_dropout.dropout(x, 0.5, torch.tensor(2)) + residual).bfloat16())
+    assert torch.equal(h, (dropout.dropout(x, 0.5, torch.tensor(2)) + residual).bfloat16())
     norm = fk.layer_norm if op is fk.add_layer_norm else fk.rms_norm
     assert torch.equal(y, norm(h, backend=backend))
 
@@ -294,7 +295,7 @@ def test_modules(norm) -> None:
 def test_rows_are_not_divided_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharding({"dropout_seed": None})[1] == "..."
     assert sharding({"dropout_seed": torch.tensor(1)})[1] == ""
-    monkeypatch.setattr(_dropout, "is_dtensor", lambda tensor: True)
+    monkeypatch.setattr(dropout, "is_dtensor", lambda tensor: True)
     fk.add_rms_norm(x, x, dropout_p=0.5, dropout_seed=1)
     with pytest.raises(ValueError, match="dropout_seed must be given where x is a DTensor"):
         fk.add_rms_norm(x, x, dropout_p=0.5)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from table import rows, saved_tensors
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.testing import assert_parity
 
 OPS = ("rms_norm", "add_rms_norm")
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "rms_norm"]
-needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 x, w = torch.ones(2, 3, 8), torch.ones(8)
 
@@ -178,17 +178,17 @@ def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> 
 
 @pytest.fixture
 def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = _native.build_info()["instruction_set"]
-    yield _native._C.force_instruction_set
-    _native._C.force_instruction_set(chosen)
+    chosen = extension.build_info()["instruction_set"]
+    yield extension._C.force_instruction_set
+    extension._C.force_instruction_set(chosen)
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
 def test_every_instruction_set(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
     instruction_set(name)
-    assert _native.build_info()["instruction_set"] == name
+    assert extension.build_info()["instruction_set"] == name
     for op in OPS:
         spec = fk.OPS[op]
         for case in spec.cases.CASES[op]:
@@ -197,7 +197,7 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], name: str
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
 def test_outputs_larger_than_the_caches(instruction_set: Callable[[str], None], name: str, dtype: torch.dtype) -> None:
     """Above 16 MB outputs are streamed: bitwise equal to small calls, whose outputs are not."""
     instruction_set(name)
@@ -219,7 +219,7 @@ def test_outputs_larger_than_the_caches(instruction_set: Callable[[str], None], 
 
 
 @needs_native
-@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
 def test_every_half_precision_number_survives(instruction_set: Callable[[str], None], name: str) -> None:
     """Reading and rounding of all 2^16 bit patterns, against torch's: x + 0 is h."""
     instruction_set(name)
@@ -235,7 +235,7 @@ def test_every_half_precision_number_survives(instruction_set: Callable[[str], N
 
 
 @needs_native
-@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
 def test_any_nan_in_a_wide_weight_stays_nan(instruction_set: Callable[[str], None], name: str) -> None:
     """All its mantissa's bits set: rounding to bfloat16 must not carry into the exponent and the sign."""
     instruction_set(name)
@@ -251,7 +251,7 @@ def test_any_nan_in_a_wide_weight_stays_nan(instruction_set: Callable[[str], Non
 @needs_native
 def test_unknown_instruction_sets_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown instruction set"):
-        _native._C.force_instruction_set("avx1024")
+        extension._C.force_instruction_set("avx1024")
 
 
 @needs_native

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels._layout import inverse, storage_order
+from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope, rope_table
 from foundry_kernels.testing import lay_out

@@ -12,17 +12,17 @@ from table import Row, checked_rows, saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels import _native
-from foundry_kernels._layout import inverse
+from foundry_kernels.core import extension
+from foundry_kernels.core.layout import inverse
 from foundry_kernels.ops.rope import qk_norm_rope, rope, rope_table
 from foundry_kernels.testing import assert_parity, call
 
 OPS = ("rope", "qk_norm_rope")
-SETS = _native.build_info().get("usable_instruction_sets", [])
+SETS = extension.build_info().get("usable_instruction_sets", [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = [r for r in checked_rows() if r.op.name in OPS and r.backend == "native"]
 over_rows = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS])
-pytestmark = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 
 def inputs(
@@ -45,9 +45,9 @@ def arguments(op: str, q: Tensor, k: Tensor, **options: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = _native.build_info()["instruction_set"]
-    yield _native._C.force_instruction_set
-    _native._C.force_instruction_set(chosen)
+    chosen = extension.build_info()["instruction_set"]
+    yield extension._C.force_instruction_set
+    extension._C.force_instruction_set(chosen)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -56,7 +56,7 @@ def instruction_set() -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("op", OPS)
 def test_every_instruction_set(instruction_set: Callable[[str], None], op: str, name: str, dtype: torch.dtype) -> None:
     instruction_set(name)
-    assert _native.build_info()["instruction_set"] == name
+    assert extension.build_info()["instruction_set"] == name
     for case in fk.OPS[op].cases.CASES[op]:
         assert_parity(fk.OPS[op], case, backend="native", dtype=dtype)
 

@@ -14,15 +14,15 @@ from table import rows, saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.ops.swiglu import geglu, swiglu
 from foundry_kernels.testing import assert_parity, lay_out
 
 OPS = ("swiglu", "geglu")
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
 kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
-needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
-INSTRUCTION_SETS = _native.build_info().get("usable_instruction_sets", [])
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+INSTRUCTION_SETS = extension.build_info().get("usable_instruction_sets", [])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -243,9 +243,9 @@ def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> 
 
 @pytest.fixture
 def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = _native.build_info()["instruction_set"]
-    yield _native._C.force_instruction_set
-    _native._C.force_instruction_set(chosen)
+    chosen = extension.build_info()["instruction_set"]
+    yield extension._C.force_instruction_set
+    extension._C.force_instruction_set(chosen)
 
 
 @needs_native

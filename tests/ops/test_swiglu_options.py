@@ -12,13 +12,13 @@ from table import rows
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.ops.swiglu import SWIGLU, swiglu
 from foundry_kernels.testing import assert_parity
 
 KERNELS = [pytest.param(r.backend, r.device, id=r.id) for r in rows() if r.op.name == "swiglu"]
 kernels = pytest.mark.parametrize(("backend", "device"), KERNELS)
-needs_native = pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 HARD = (-math.inf, -1e18, -7.5, -7.0, -1.0, -0.0, 0.0, 1.0, 7.0, 7.5, 1e18, math.inf, math.nan)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -144,18 +144,18 @@ def test_opcheck(backend: str, device: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", _native.build_info().get("usable_instruction_sets", []))
+@pytest.mark.parametrize("name", extension.build_info().get("usable_instruction_sets", []))
 def test_every_instruction_set(name: str) -> None:
     """The extremes; test_swiglu.py runs the parity cases."""
-    chosen = _native.build_info()["instruction_set"]
-    _native._C.force_instruction_set(name)
+    chosen = extension.build_info()["instruction_set"]
+    extension._C.force_instruction_set(name)
     try:
         for dtype in (*DTYPES, torch.float16):
             test_extremes_are_those_of_the_reference("native", "cpu", dtype, OSS)
             case = next(case for case in SWIGLU.cases.CASES["swiglu"] if "bounds-oss-interleaved" in case.id)
             assert_parity(SWIGLU, case, backend="native", dtype=dtype)
     finally:
-        _native._C.force_instruction_set(chosen)
+        extension._C.force_instruction_set(chosen)
 
 
 X = torch.zeros(2, 4)

@@ -1,5 +1,6 @@
-"""The wheel for 64-bit ARM that tests/arm.py makes, and a part of the suite on it, under emulation. `make test-arm`
-runs more of the suite."""
+"""The wheel for 64-bit ARM that tests/support/arm.py makes, and a part of the suite on it, under emulation.
+
+`make test-arm` runs more of the suite."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import sanitize
 
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BOOTSTRAP = ROOT / "bootstrap.py"
 
 
@@ -24,9 +24,9 @@ def setup() -> types.ModuleType:
 
 
 def test_a_build_for_this_machine_has_the_best_set_of_its_processor(setup: types.ModuleType) -> None:
-    info = _native.build_info()
+    info = extension.build_info()
     if not info:
-        pytest.skip(str(_native.MISSING))
+        pytest.skip(str(extension.MISSING))
     native = setup.instruction_sets("native")
     assert native[-1] == info["processor"]
     assert len(native) <= 2

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cuda_on_cpu.build import HERE, LIBRARY, ROOT, load_operators, load_plain
 from table import checked_rows
 from torch import Tensor
 
 import foundry_kernels as fk
-from cuda_on_cpu.build import HERE, LIBRARY, ROOT, load_operators, load_plain
 
 
 @pytest.fixture(autouse=True)

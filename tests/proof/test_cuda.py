@@ -7,7 +7,7 @@ import torch
 from table import Row, rows
 
 import foundry_kernels as fk
-from foundry_kernels import check
+from foundry_kernels.tools import check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 on_cuda = pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in rows() if r.device == "cuda"])

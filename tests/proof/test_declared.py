@@ -16,12 +16,12 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels import RopeScaling, _triton
+from foundry_kernels.core.registry import OPS, OpSpec, no_direct_call
 from foundry_kernels.diagnostics import QKClip
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.models.config import CHOICES, EXPERT_FIELDS
 from foundry_kernels.nn import _decode
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.registry import OPS, OpSpec, no_direct_call
 from foundry_kernels.testing import Case
 
 INTERPRETED = pytest.mark.skipif(not _triton.INTERPRET, reason="launches in Triton's interpreter")
@@ -165,7 +165,7 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
 @INTERPRETED
 @pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel"])
 def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gluon's kernel, which leaves such a call to another: tests/test_gluon_launch.py."""
+    """Gluon's kernel, which leaves such a call to another: tests/proof/test_gluon_launch.py."""
     from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
 
     own, seen = launch._kept_problem, []

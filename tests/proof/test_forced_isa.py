@@ -53,7 +53,7 @@ def test_all_four_are_held_and_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -
 def test_a_failure_and_what_was_skipped_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(forced_isa._native, "build_info", lambda: {"usable_instruction_sets": ["baseline", *ALL[:3]]})
+    monkeypatch.setattr(forced_isa.extension, "build_info", lambda: {"usable_instruction_sets": ["baseline", *ALL[:3]]})
     monkeypatch.setattr(forced_isa, "run", lambda name, arguments: int(name == "avx512"))
     assert forced_isa.main(["avx2"]) == 0
     assert forced_isa.main([]) == 1
@@ -67,4 +67,4 @@ def test_a_failure_and_what_was_skipped_are_told(
 def test_what_is_run_exists() -> None:
     assert all((ROOT / file.partition("::")[0]).exists() for file in FILES)
     assert compile(CHOICE, "-k", "eval")
-    assert Path(forced_isa.__file__).parent == ROOT / "tests"
+    assert Path(forced_isa.__file__).parent == ROOT / "tests" / "support"

@@ -18,12 +18,12 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from table import Row, cpu_setting, rows
 
 import foundry_kernels as fk
-from foundry_kernels import _native
-from foundry_kernels.registry import OpSpec
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.testing import Case, assert_parity, call, make_cotangents, run
 
 NATIVE = [pytest.param(r, id=r.id) for r in rows("native") if r.device == "cpu" and r.op.fuzz is not None]
-ISAS = _native.build_info().get("usable_instruction_sets", [])
+ISAS = extension.build_info().get("usable_instruction_sets", [])
 THREADS = (1, 1, 2, (os.cpu_count() or 1) + 3)
 
 BOUNDED = settings(

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from gluon_cases import case, hold
 from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
+from foundry_kernels._triton import devices
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.testing import Arg, Case, Expected, compare, normal
+from foundry_kernels.testing import Expected
 
 if _triton.MISSING is None:
     from foundry_kernels.ops.flash_attention.triton import gluon_launch
@@ -39,10 +41,10 @@ TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 2, "num_warps": 4, "TURNS": Tru
 @pytest.fixture
 def hopper() -> Iterator[None]:
     """Launches are chosen as on compute capability 9.0."""
-    before = _triton._RECORDED
-    _triton.record_for(90)
+    before = devices._RECORDED
+    devices.record_for(90)
     yield
-    _triton.record_for(before)
+    devices.record_for(before)
 
 
 class Emulator:
@@ -100,14 +102,6 @@ def problem(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
     return _problem(q, k, v, options)
 
 
-def case(b: int, heads: tuple[int, int], tokens: tuple[int, int], d: int = 64, layout: str = "contiguous",
-         std: float = 1.0, **options: Any) -> Case:  # fmt: skip
-    (h, hk), (t, s) = heads, tokens
-    q, k = Arg((b, h, t, d), layout, normal(std)), Arg((b, hk, s, d), layout, normal(std))
-    name = f"B={b} H={h} Hk={hk} T={t} S={s} D={d}"
-    return Case(name, {"q": q, "k": k, "v": Arg((b, hk, s, d), layout)}, {"return_lse": True, **options})
-
-
 HARD = {
     "one": case(1, (1, 1), (1, 1), causal=True),
     "one-query": case(1, (2, 1), (1, 67), causal=True),
@@ -145,12 +139,6 @@ def test_rows_of_the_table(width: int) -> None:
     expected = Expected.of(fk.OPS["flash_attention"], wanted, torch.bfloat16)
     args = {n: x.detach() for n, x in expected.args.items() if x is not None}
     hold(expected, attend(Emulator(gluon_forward, 1), **args, options={"causal": True}, **tiles))
-
-
-def hold(expected: Expected, results: tuple[Tensor, ...]) -> None:
-    """Out and lse against the reference's."""
-    for i, (a, r, o) in enumerate(zip(results, expected.reference.outputs, expected.oracle.outputs, strict=True)):
-        compare(f"output {i}", a, r, o, float(expected.scales.get(f"output {i}", 0.0)))
 
 
 #: Two programs with 7 tiles of keys at most, 3 of which need a mask for some of the queries.
@@ -295,7 +283,7 @@ H100 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0
 
 @pytest.mark.skipif(not H100, reason="needs a GPU of compute capability 9.0")
 def test_on_a_gpu() -> None:
-    """tests/gluon_on_gpu.py, which is ended if it hangs."""
+    """tests/proof/gluon_on_gpu.py, which is ended if it hangs."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     file = str(Path(__file__).with_name("gluon_on_gpu.py"))

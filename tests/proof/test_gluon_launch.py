@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundry_kernels import _triton, tuning
+from foundry_kernels import _triton
+from foundry_kernels._triton import devices, tuning
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 if _triton.MISSING is None:
@@ -50,13 +51,13 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """As on compute capability 9.0."""
     made = Launches(gluon_launch.flash_attention_fwd_gluon_kernel.arg_names)
-    before = _triton._RECORDED
+    before = devices._RECORDED
     monkeypatch.setattr(gluon_launch, "flash_attention_fwd_gluon_kernel", made)
     monkeypatch.setattr(launching, "launch", made.usual)
     monkeypatch.setattr(launching, "launch_decode", made.decode)
-    _triton.record_for(90)
+    devices.record_for(90)
     yield made
-    _triton.record_for(before)
+    devices.record_for(before)
 
 
 @pytest.fixture
@@ -251,7 +252,7 @@ def test_and_what_is_not_declared(
 
 @pytest.mark.parametrize("arch", [80, 89, 100, 120])
 def test_and_other_devices(arch: int, launches: Launches, measured: Path) -> None:
-    _triton.record_for(arch)
+    devices.record_for(arch)
     launches.made.clear()
     attend(*draw())
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
@@ -268,7 +269,7 @@ def test_without_gluon(launches: Launches, measured: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     monkeypatch.delitem(sys.modules, gluon_launch.__name__)
     monkeypatch.delattr("foundry_kernels.ops.flash_attention.triton.gluon_launch")
-    _triton.record_for(90)  # plans that were made before are forgotten
+    devices.record_for(90)  # plans that were made before are forgotten
     launches.made.clear()
     attend(*draw())
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
@@ -276,7 +277,7 @@ def test_without_gluon(launches: Launches, measured: Path, monkeypatch: pytest.M
 
 
 def test_what_is_compiled() -> None:
-    """tests/gluon_compiled.py, in a process of its own: this one may interpret Triton's kernels."""
+    """tests/proof/gluon_compiled.py, in a process of its own: this one may interpret Triton's kernels."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"TRITON_INTERPRET": "0"}
     file = str(Path(__file__).with_name("gluon_compiled.py"))

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_family import MODELS
-from tiny_model import TINY, draw
+from tiny_model import MODELS, TINY, draw
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import foundry_kernels as fk
 from foundry_kernels import compat
-from foundry_kernels.check import small_cases
 from foundry_kernels.models import Transformer
 from foundry_kernels.testing import Case, call, make_cotangents, run
+from foundry_kernels.tools.check import small_cases
 
 Seen = tuple[torch.Size, torch.dtype, tuple[int, ...]]
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels import _checks, nn
+from foundry_kernels import nn
+from foundry_kernels.core import checks
+from foundry_kernels.core.registry import BACKENDS
 from foundry_kernels.models import ModelConfig, Transformer
-from foundry_kernels.registry import BACKENDS
 
 X, Q = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), torch.ones(1, 2, 3, 4)
 W, T, COS = torch.ones(4), torch.tensor([1, 2]), torch.ones(3, 2)
@@ -106,7 +107,7 @@ def test_what_is_said() -> None:
     bounds = "in 2^-126 .. 2^127, where float32 has its full precision"
     for value, text in ((math.nan, "finite and > 0"), (1e39, bounds)):
         with pytest.raises(ValueError) as error:
-            _checks.check_positive("softcap", value)
+            checks.check_positive("softcap", value)
         assert str(error.value) == f"softcap must be {text}; got {value}"
 
 
@@ -114,9 +115,9 @@ def test_what_is_said() -> None:
 def test_the_least_and_the_largest_number(name: str) -> None:
     """Those that are taken give the same on every backend, gradients included."""
     call, option, kind = OPTIONS[name]
-    values = [_checks.SMALLEST, *([0.0] if kind != POSITIVE else []), *([-_checks.SMALLEST] if kind == ANY else [])]
+    values = [checks.SMALLEST, *([0.0] if kind != POSITIVE else []), *([-checks.SMALLEST] if kind == ANY else [])]
     if option != "label_smoothing" and not name.startswith(("swiglu", "linear_cross")) and option in ("eps", "softcap"):
-        values += [] if "attention" in name or "varlen" in name else [_checks.LARGEST]
+        values += [] if "attention" in name or "varlen" in name else [checks.LARGEST]
     for value in values:
         if option == "softcap" and ("attention" in name or "varlen" in name):
             value = 1e-30  # scale / softcap is an option too

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUILDING = ("build", "setuptools", "wheel")
 MISSING = [name for name in BUILDING if not list(importlib.metadata.distributions(name=name))]
 needs_build = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -94,7 +94,7 @@ def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_build
-@pytest.mark.skipif(_native.MISSING is not None, reason=str(_native.MISSING))
+@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 def test_wheel(tmp_path: Path) -> None:
     """Made from the source distribution, it holds the extension, and needs no compiler."""
     made = tmp_path / "made"

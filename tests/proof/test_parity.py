@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foundry_kernels.check import numel
 from foundry_kernels.testing import (
     Case,
     assert_parity,
@@ -21,6 +20,7 @@ from foundry_kernels.testing import (
     run,
     to_float64,
 )
+from foundry_kernels.tools.check import numel
 
 
 def test_some_kernel_is_tested() -> None:

@@ -1,4 +1,4 @@
-"""The CPU kernels under the sanitizers of tests/sanitize.py, and proof that those see what they are for."""
+"""The CPU kernels under the sanitizers of tests/support/sanitize.py, and proof that those see what they are for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import sanitize
 
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 
-if _native.MISSING is not None:
-    pytest.skip(str(_native.MISSING), allow_module_level=True)
+if extension.MISSING is not None:
+    pytest.skip(str(extension.MISSING), allow_module_level=True)
 if sanitize.runtime() is None:
     pytest.skip("the C++ compiler has no AddressSanitizer library", allow_module_level=True)
 
@@ -51,14 +51,14 @@ for name in sys.argv[2:]:
 
 def instruction_sets() -> list[str]:
     """The first and the last that this machine has, for a build that is quick enough; `make sanitize` does all."""
-    usable = _native.build_info()["usable_instruction_sets"]
+    usable = extension.build_info()["usable_instruction_sets"]
     return list(dict.fromkeys((usable[0], usable[-1])))
 
 
 @pytest.mark.parametrize("name", instruction_sets())
 def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
     setup = sanitize.setup_script()
-    library, source = tmp_path / "faulty.so", Path(__file__).with_name("faulty.cpp")
+    library, source = tmp_path / "faulty.so", Path(sanitize.__file__).with_name("faulty.cpp")
     flags = [*setup.FLAGS, *setup.SANITIZE, f"-DFK_ISA={name}", *setup.ISA_FLAGS[name]]
     command = [*setup.COMPILER.split(), "-std=c++17", "-fPIC", "-shared", *flags, str(source), "-o", str(library)]
     subprocess.run(command, check=True)

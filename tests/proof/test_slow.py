@@ -10,8 +10,8 @@ import slow
 import torch
 from table import Row, checked_rows
 
-from foundry_kernels import _aot
-from foundry_kernels.check import numel
+from foundry_kernels.tools.check import numel
+from foundry_kernels.tools.inspect import aot
 
 SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
 ROWS = [pytest.param(row, id=row.id) for row in checked_rows()]
@@ -55,11 +55,11 @@ def test_a_sweep_within_one_test_keeps_its_small_cases(sweep: Row) -> None:
 
 
 def test_one_architecture_is_always_compiled_for() -> None:
-    assert set(slow.ARCHITECTURES) & set(_aot.GPUS)
+    assert set(slow.ARCHITECTURES) & set(aot.GPUS)
 
 
 def test_each_slow_test_is_in_one_third() -> None:
-    ids = [f"tests/test_parity.py::test_parity[{n}]" for n in range(3000)]
+    ids = [f"tests/proof/test_parity.py::test_parity[{n}]" for n in range(3000)]
     thirds = [slow.third_of(each) for each in ids]
     assert set(thirds) == {0, 1, 2}
     assert all(800 < thirds.count(third) < 1200 for third in range(3))
@@ -69,7 +69,7 @@ def test_each_slow_test_is_in_one_third() -> None:
 def test_ci_runs_both_parts_and_three_commits_all_of_the_second() -> None:
     """`make test` and `make test-slow` are two halves of the suite; .ci/run calls the first whole and of the second the
     third that follows the commit's, without leaving out any by name."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     makefile, commands = (root / "Makefile").read_text(), (root / ".ci" / "run").read_text().splitlines()
     assert '-m "not slow"' in makefile
     assert "-m slow $(if $(THIRD),--third=$(THIRD))" in makefile

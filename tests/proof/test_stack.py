@@ -11,7 +11,7 @@ import cuda_build
 import pytest
 import stack
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_the_copy_follows_the_tree_and_keeps_what_was_built(tree: Path) -> None:
 
 
 def test_an_unknown_stack_is_refused() -> None:
-    done = subprocess.run([sys.executable, "tests/stack.py", "1.0"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "tests/support/stack.py", "1.0"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: STACK must be one of 2.11; got '1.0'\n"
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HERE = ROOT / "build" / "arm"
 SYSTEM, PACKAGES, SOURCE, SITE = (HERE / name for name in ("system", "packages", "source", "site"))
 PYTHON, LOG = HERE / "python", HERE / "log.txt"
@@ -35,9 +35,9 @@ OF_TORCH = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fss
 CPUS = {"max,sve=off,pauth-impdef=on": ["neon", "neon_bf16"], "neoverse-n1": ["neon"]}
 BF16 = next(iter(CPUS))
 
-RANDOM = "tests/test_fuzz.py::test_random_cases"
+RANDOM = "tests/proof/test_fuzz.py::test_random_cases"
 SUITE = [
-    "tests/test_parity.py::test_parity",
+    "tests/proof/test_parity.py::test_parity",
     "tests/ops/test_rms_norm.py::test_every_half_precision_number_survives",
     "tests/ops/test_swiglu.py::test_the_exponential_keeps_its_relative_error",
     "tests/ops/test_flash_attention_native.py::test_error_of_the_exponential",
@@ -166,14 +166,14 @@ def build_wheel() -> Path:
 
 def instruction_sets(cpu: str) -> list[str]:
     """Those that the installed extension finds usable on an emulated processor."""
-    code = "from foundry_kernels import _native; print(*_native.build_info()['usable_instruction_sets'])"
+    code = "from foundry_kernels import _native; print(*extension.build_info()['usable_instruction_sets'])"
     return run(PYTHON, "-P", "-c", code, cwd=HERE, env=environment(cpu)).split()
 
 
 def run_suite(cpu: str, *arguments: str) -> tuple[int, str]:
     """pytest over SUITE, parity under each instruction set of the emulated processor: its exit code and the end of what
     it wrote to LOG."""
-    command = [PYTHON, "-P", "tests/arm.py", "--inside", *SUITE, *arguments]
+    command = [PYTHON, "-P", "tests/support/arm.py", "--inside", *SUITE, *arguments]
     with LOG.open("w") as log:
         done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment(cpu), stdout=log, stderr=log)
     return done.returncode, LOG.read_text(errors="replace")[-10_000:]
@@ -181,7 +181,7 @@ def run_suite(cpu: str, *arguments: str) -> tuple[int, str]:
 
 def inside(arguments: Sequence[str]) -> int:
     """In the emulated Python."""
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     import pytest
     from sanitize import Plugin
 

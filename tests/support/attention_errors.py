@@ -1,5 +1,5 @@
 """The accuracy of attention, as an error against float64 beside that of the reference: in float32, and where gradients
-cancel. `python tests/attention_errors.py` prints the table of docs/proof.md."""
+cancel. `python tests/support/attention_errors.py` prints the table of docs/proof.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foundry_kernels import _native, _triton
+from foundry_kernels import _triton
+from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention import flash_attention
 from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR, Arg, Case, Values, alike, normal, uniform
 
@@ -121,7 +122,7 @@ def table() -> Iterator[str]:
     if _triton.INTERPRET:
         columns = {"triton": by_backend("triton")}
     else:
-        columns |= {f"native, {name}": _forced(name) for name in _native.build_info()["usable_instruction_sets"]}
+        columns |= {f"native, {name}": _forced(name) for name in extension.build_info()["usable_instruction_sets"]}
         columns["native, float32 inputs"] = by_backend("native", torch.float32)
     yield f"| case | dtype | {' | '.join(columns)} |"
     for case in (ORDINARY, *SHARP, LEADING, ALIKE):
@@ -136,7 +137,7 @@ def table() -> Iterator[str]:
 
 def _forced(instruction_set: str) -> Callable[..., Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        _native._C.force_instruction_set(instruction_set)
+        extension._C.force_instruction_set(instruction_set)
         return flash_attention(q, k, v, causal=True, backend="native")
 
     return attend

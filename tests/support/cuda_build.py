@@ -16,7 +16,7 @@ from pathlib import Path
 
 import nvcc
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "cuda"
 
 #: In a process of its own: the extension in place of the package's, then its operators.
@@ -26,13 +26,13 @@ spec = importlib.util.spec_from_file_location("foundry_kernels._C", sys.argv[1])
 sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 import foundry_kernels as fk
-from foundry_kernels import _native
-assert fk.OPS["rms_norm"].impl("native").devices == ("cpu", "cuda"), _native.build_info()
+from foundry_kernels.core import extension
+assert fk.OPS["rms_norm"].impl("native").devices == ("cpu", "cuda"), extension.build_info()
 for name in sys.argv[2:]:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("foundry_kernels::" + name, "CUDA"), name
 x, w = torch.randn(5, 96), torch.randn(96)
 torch.testing.assert_close(fk.rms_norm(x, w, backend="native"), fk.rms_norm(x, w, backend="reference"))
-print(f"loads: CUDA kernels for {_native.build_info()['cuda_architectures']}: {', '.join(sys.argv[2:])}")
+print(f"loads: CUDA kernels for {extension.build_info()['cuda_architectures']}: {', '.join(sys.argv[2:])}")
 """
 
 

@@ -1,7 +1,7 @@
 """`make test-isa`: what depends on instruction sets, tested as on processors that have fewer of them than this one.
 
 Our kernels, torch, oneDNN and MKL are held to one set after another, in a fresh process each: they read their switches
-when they are first used (`benchmarks/isa.py`). `python tests/forced_isa.py avx2 -x` takes that set alone, and
+when they are first used (`benchmarks/isa.py`). `python tests/support/forced_isa.py avx2 -x` takes that set alone, and
 options that it does not know are pytest's.
 """
 
@@ -15,21 +15,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import isa  # noqa: E402
-from foundry_kernels import _native  # noqa: E402
+from foundry_kernels.core import extension  # noqa: E402
 
 #: Tests of results in which such instructions have a part: of kernels here, of torch's products, or of both.
 FILES = (
-    "tests/test_parity.py::test_parity",
-    "tests/test_decode.py",
-    "tests/test_generate.py",
-    "tests/test_model.py",
-    "tests/test_model_loss.py",
-    "tests/test_moe.py",
-    "tests/test_precision.py",
+    "tests/proof/test_parity.py::test_parity",
+    "tests/nn/test_decode.py",
+    "tests/models/test_generate.py",
+    "tests/models/test_model.py",
+    "tests/models/test_model_loss.py",
+    "tests/nn/test_moe.py",
+    "tests/proof/test_precision.py",
     "tests/ops/test_linear_cross_entropy.py",
     "tests/ops/test_linear_cross_entropy_classes.py",
     "tests/ops/test_flash_attention_native.py",
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="ISA", help="default: all of avx2, avx512, avx512_bf16, amx_bf16")
     given, arguments = parser.parse_known_args(argv)  # the rest is for pytest
     names = given.names or [name for name in isa.SWITCHES if name != "baseline"]
-    chosen, skipped = to_run(names, _native.build_info().get("usable_instruction_sets", []))
+    chosen, skipped = to_run(names, extension.build_info().get("usable_instruction_sets", []))
     print(*skipped, sep="\n", flush=True)
     failed = False
     for name in chosen:

@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/nvcc.py`. A spill fails.
+"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/support/nvcc.py`. A spill fails.
 
 What ptxas said is kept in build/nvcc by the content of the sources, so that a second run costs what changed.
 """
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "build" / "nvcc"
 KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 ARCHITECTURES = ("80", "90a")

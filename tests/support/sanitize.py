@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SUITE = ["tests/test_parity.py::test_parity", "tests/test_fuzz.py::test_random_cases", "-k", "native-cpu"]
+ROOT = Path(__file__).parents[2]
+SUITE = ["tests/proof/test_parity.py::test_parity", "tests/proof/test_fuzz.py::test_random_cases", "-k", "native-cpu"]
 LOG = ROOT / "build" / "sanitized" / "log.txt"
 #: No leaks, which Python and torch have at exit; no complaints about what is not ours.
 OPTIONS = "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:quarantine_size_mb=64:malloc_context_size=8"
@@ -81,7 +81,16 @@ def sanitized(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[
 def run_suite(extension: Path, *arguments: str) -> tuple[int, str]:
     """pytest over SUITE on the sanitized `extension`: its exit code and the end of what it wrote to LOG. That is
     uncaptured, so that the last line before a report is the test or the random case that it is about."""
-    command = ["tests/sanitize.py", "--inside", str(extension), "-sv", "-p", "no:cacheprovider", *SUITE, *arguments]
+    command = [
+        "tests/support/sanitize.py",
+        "--inside",
+        str(extension),
+        "-sv",
+        "-p",
+        "no:cacheprovider",
+        *SUITE,
+        *arguments,
+    ]
     with LOG.open("w") as log:
         code = sanitized(command, stdout=log, stderr=subprocess.STDOUT).returncode
     return code, LOG.read_text(errors="replace")[-10_000:]
@@ -95,7 +104,7 @@ class Plugin:
         parser.addoption("--most-elements", type=int, help="leave out cases of more elements of their arguments")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        from foundry_kernels.check import numel
+        from foundry_kernels.tools.check import numel
 
         if (most := config.getoption("--most-elements")) is not None:
             cases = [(item, item.callspec.params.get("case")) for item in items]  # type: ignore[attr-defined]
@@ -109,10 +118,10 @@ class Plugin:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if metafunc.function.__name__ == "test_parity":
-            from foundry_kernels import _native
+            from foundry_kernels.core import extension
 
             metafunc.fixturenames.append("instruction_set")
-            metafunc.parametrize("instruction_set", _native.build_info()["usable_instruction_sets"], indirect=True)
+            metafunc.parametrize("instruction_set", extension.build_info()["usable_instruction_sets"], indirect=True)
 
     @pytest.fixture
     def instruction_set(self, request: pytest.FixtureRequest) -> Iterator[None]:

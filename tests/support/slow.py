@@ -31,7 +31,7 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
     """Why a test with these parameters is slow, or None."""
     from table import Row
 
-    from foundry_kernels.check import numel
+    from foundry_kernels.tools.check import numel
 
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"
@@ -69,9 +69,9 @@ def is_slow(item: pytest.Item) -> bool:
 
 def mark(items: list[pytest.Item]) -> None:
     """Give slow tests their marker, and begin with those that are long on their own."""
-    from foundry_kernels import _native
+    from foundry_kernels.core import extension
 
-    usable = _native.build_info().get("usable_instruction_sets", [])
+    usable = extension.build_info().get("usable_instruction_sets", [])
     items.sort(key=lambda item: not is_slow(item))
     for item in items:
         call = getattr(item, "callspec", None)

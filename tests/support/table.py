@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import foundry_kernels as fk
-from foundry_kernels import _native, _triton
-from foundry_kernels.check import small_cases
-from foundry_kernels.registry import FLOATS, OpSpec, override, short_dtype
+from foundry_kernels import _triton
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import FLOATS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Case
+from foundry_kernels.tools.check import small_cases
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
@@ -29,7 +30,7 @@ class Row:
     op: OpSpec
     backend: str
     device: str
-    #: The native row's CUDA kernels, run on the CPU under the checker of tests/cuda_on_cpu.
+    #: The native row's CUDA kernels, run on the CPU under the checker of tests/support/cuda_on_cpu.
     cuda_on_cpu: bool = False
 
     @property
@@ -103,13 +104,13 @@ def over_dtypes(*backends: str) -> pytest.MarkDecorator:
 @contextmanager
 def cpu_setting(instruction_set: str, threads: int) -> Iterator[None]:
     """While it lasts, the native CPU kernels are those of `instruction_set` and torch has `threads` threads."""
-    chosen, before = _native.build_info()["instruction_set"], torch.get_num_threads()
-    _native._C.force_instruction_set(instruction_set)
+    chosen, before = extension.build_info()["instruction_set"], torch.get_num_threads()
+    extension._C.force_instruction_set(instruction_set)
     torch.set_num_threads(threads)
     try:
         yield
     finally:
-        _native._C.force_instruction_set(chosen)
+        extension._C.force_instruction_set(chosen)
         torch.set_num_threads(before)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
-from functools import cache
 
 import pytest
 import torch
+from compiled import OPS, cost, inspect, needs_triton
 
-import foundry_kernels as fk
-from foundry_kernels import _aot, _triton
-from foundry_kernels._estimate import estimate
-from foundry_kernels._sass import Loop, inner_loops, loaded_ahead
+from foundry_kernels import _triton
+from foundry_kernels.tools.inspect import aot
+from foundry_kernels.tools.inspect.estimate import estimate
+from foundry_kernels.tools.inspect.sass import Loop, inner_loops, loaded_ahead
 
 #: Of attention, 16 bits, on an H100: what the estimate may not fall below, by kernel and head dimension; 5 % below what
 #: it was when this was written.
@@ -32,18 +29,6 @@ LEAST_TFLOPS = {
     ("dq", 128): 550,
     ("dq", 256): 488,
 }
-OPS = [name for name, op in fk.OPS.items() if op.impl("triton")]
-needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
-
-
-@cache
-def inspect(*args: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: kernels that this one may interpret cannot be compiled here."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "foundry_kernels", "inspect", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=env)
-
-
 #: Left to `make test-slow`: operations with the kernels of another, by other flags, and those of several large kernels.
 #: Of each kind (a norm, a rotation, a gate, a sum, attention) one remains.
 TWINS = ("add_rms_norm", "layer_norm", "add_layer_norm", "geglu", "flash_attention_varlen")
@@ -90,7 +75,7 @@ UNLIKE = {89: ("--unlike", "80"), 120: ("--unlike", "80")}
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", _aot.GPUS)
+@pytest.mark.parametrize("arch", aot.GPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_all_shapes_are_within_the_limits(op: str, arch: int) -> None:
     no_spills_and_within_the_limits(op, arch, "--brief", *(() if "attention" in op else UNLIKE.get(arch, ())))
@@ -138,7 +123,7 @@ def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [
         (kernel, arch, width, dtype, needs)
         for kernel in ("fwd", "dkdv", "dq")
-        for arch in (0, *_aot.GPUS)
+        for arch in (0, *aot.GPUS)
         for width in (32, 64, 128, 256)
         for dtype in (half, single)
         for needs in (False, True)
@@ -232,21 +217,7 @@ def test_bad_arguments(args: tuple[str, ...], message: str) -> None:
     assert message in done.stderr
 
 
-GPU = _aot.GPUS[90]
-
-
-def cost(**changes: object) -> _aot.Cost:
-    base = {
-        "registers": 64,
-        "stack": 0,
-        "shared": 0,
-        "warps": 4,
-        "access_bytes": (16,),
-        "matrix": "",
-        "ptx": "",
-        "cubin": b"",
-    }
-    return _aot.Cost(**(base | changes))  # type: ignore[arg-type]
+GPU = aot.GPUS[90]
 
 
 def test_what_must_not_ship_is_named() -> None:
@@ -254,7 +225,7 @@ def test_what_must_not_ship_is_named() -> None:
     assert "spilled" in cost(stack=8).problems(GPU)[0]
     assert "shared memory" in cost(shared=228 << 10).problems(GPU)[0]
     assert cost(shared=120 << 10).problems(GPU) == []
-    assert "shared memory" in cost(shared=120 << 10).problems(_aot.GPUS[89])[0]
+    assert "shared memory" in cost(shared=120 << 10).problems(aot.GPUS[89])[0]
     assert "do not fit" in cost(registers=128, warps=32).problems(GPU)[0]
     assert "wgmma" in cost(matrix="missing").problems(GPU)[0]
 
@@ -300,7 +271,7 @@ def test_occupancy() -> None:
     assert cost(registers=32).occupancy(GPU) == 1.0
     assert cost(registers=128).occupancy(GPU) == 0.25
     assert cost(registers=32, shared=113 << 10).occupancy(GPU) == 2 * 4 / 64
-    assert cost(registers=32, warps=32).occupancy(_aot.GPUS[89]) == 32 / 48
+    assert cost(registers=32, warps=32).occupancy(aot.GPUS[89]) == 32 / 48
 
 
 def loop(*body: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_aot import OPS, inspect, needs_triton
+from compiled import OPS, inspect, needs_triton
 
-from foundry_kernels import __main__, _aot_amd
-from foundry_kernels._aot import Launch
-from foundry_kernels._aot_amd import AmdCost
+from foundry_kernels import __main__
+from foundry_kernels.tools.inspect import amd
+from foundry_kernels.tools.inspect.amd import AmdCost
+from foundry_kernels.tools.inspect.aot import Launch
 
-MI300, MI350 = _aot_amd.GPUS["gfx942"], _aot_amd.GPUS["gfx950"]
+MI300, MI350 = amd.GPUS["gfx942"], amd.GPUS["gfx950"]
 
 #: A few launches that compile in seconds: what has a row of its own for AMD, and one that has not.
 FEW = {
@@ -46,7 +47,7 @@ def test_a_few_launches_fit(op: str) -> None:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", _aot_amd.GPUS)
+@pytest.mark.parametrize("arch", amd.GPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_all_launches_fit(op: str, arch: str) -> None:
     """On gfx950, but for attention, those that are not the same as on gfx942: it has more LDS and as many registers."""
@@ -66,7 +67,7 @@ def test_options_of_other_gpus_are_left_out() -> None:
     kernel = "a kernel"
     options = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
     launches = [Launch(kernel, (), (), (), tuple((options | {"maxnreg": n}).items()), "a case") for n in (128, 255)]
-    (kept,) = _aot_amd.without_foreign_options(launches)
+    (kept,) = amd.without_foreign_options(launches)
     assert kept.options == (("num_warps", 8), ("num_stages", 2))
 
 
@@ -122,5 +123,5 @@ amdhsa.kernels:
     .sgpr_spill_count: 2
     .vgpr_count:     17
 """
-    assert _aot_amd._access_bytes(code) == (16, 4, 2)
-    assert [_aot_amd._number(code, name) for name in ("agpr_count", "sgpr_spill_count", "vgpr_count")] == [4, 2, 17]
+    assert amd._access_bytes(code) == (16, 4, 2)
+    assert [amd._number(code, name) for name in ("agpr_count", "sgpr_spill_count", "vgpr_count")] == [4, 2, 17]

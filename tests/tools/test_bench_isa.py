@@ -14,14 +14,14 @@ import torch
 
 import foundry_kernels as fk
 from benchmarks import calls, isa, models, report, suite, tables
-from foundry_kernels import _native
+from foundry_kernels.core import extension
 from foundry_kernels.testing import Arg, Case
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_instruction_set_of_ours_holds_torch_too() -> None:
-    assert set(_native.build_info().get("instruction_sets", [])) <= set(isa.SWITCHES)
+    assert set(extension.build_info().get("instruction_sets", [])) <= set(isa.SWITCHES)
     environment: dict[str, str] = {"ATEN_CPU_CAPABILITY": "avx512", "HOME": "/"}
     isa.switch("avx2", environment)
     assert environment == {
@@ -38,11 +38,11 @@ def test_every_instruction_set_of_ours_holds_torch_too() -> None:
 def test_an_instruction_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa, "switch", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(_native, "MISSING", None)
-    monkeypatch.setattr(_native, "build_info", lambda: {"usable_instruction_sets": ["baseline", "avx2"]})
+    monkeypatch.setattr(extension, "MISSING", None)
+    monkeypatch.setattr(extension, "build_info", lambda: {"usable_instruction_sets": ["baseline", "avx2"]})
     with pytest.raises(ValueError, match="our kernels have no 'avx512' here; they have baseline, avx2"):
         isa.force("avx512")
-    monkeypatch.setattr(_native, "MISSING", "the C++ extension is not built")
+    monkeypatch.setattr(extension, "MISSING", "the C++ extension is not built")
     with pytest.raises(ValueError, match="cannot be held to 'avx2': the C\\+\\+ extension is not built"):
         isa.force("avx2")
 
@@ -122,7 +122,7 @@ def test_options_that_make_no_sense_are_refused_by_name(arguments: tuple[str, ..
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--isa is the CPU's")
 def test_a_forced_run_and_one_without_time(tmp_path: Path) -> None:
     """It announces a plan, says its verdict before the tables, and what it was held to; in no time, all is left out."""
-    usable = _native.build_info().get("usable_instruction_sets", [])
+    usable = extension.build_info().get("usable_instruction_sets", [])
     if "avx2" not in usable:
         pytest.skip("our kernels have no AVX2 here")
     run_file = tmp_path / "run.json"

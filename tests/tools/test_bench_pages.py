@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import compare, gpu_check, report, sources, tables
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import foundry_kernels as fk
 from benchmarks import __main__ as command
 from benchmarks import readme, report, sources, tables, verdict
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 KEPT = report.all_kept()
 

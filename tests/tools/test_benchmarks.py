@@ -19,7 +19,7 @@ from benchmarks.test_scaling import fit
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_contenders_take_turns() -> None:

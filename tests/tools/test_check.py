@@ -14,9 +14,9 @@ import torch
 from table import Row, over_rows
 
 import foundry_kernels as fk
-from foundry_kernels import check
-from foundry_kernels.registry import override
+from foundry_kernels.core.registry import override
 from foundry_kernels.testing import Case
+from foundry_kernels.tools import check
 
 Captured = pytest.CaptureFixture[str]
 

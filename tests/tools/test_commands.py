@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMANDS = ("check", "inspect", "patch-report", "tune")
 
 #: Modules that are run, with the command that comes before --help, and a word that only their help has.

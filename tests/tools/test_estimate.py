@@ -1,10 +1,10 @@
-"""What programs that live on would gain, by the same estimate as the loops' (`tests/test_aot.py`)."""
+"""What programs that live on would gain, by the same estimate as the loops' (`tests/tools/test_aot.py`)."""
 
 from __future__ import annotations
 
 import pytest
 
-from foundry_kernels._estimate import BEFORE_AND_AFTER, BEGUN, last_end, persistent_gain
+from foundry_kernels.tools.inspect.estimate import BEFORE_AND_AFTER, BEGUN, last_end, persistent_gain
 
 #: Cycles of a tile of 128 queries and 64 keys, 128 and 64 wide, at 574 and 371 TFLOP/s.
 WIDE, NARROW = 1592, 1230

@@ -16,14 +16,14 @@ import pytest
 from benchmarks import gpu_check
 from foundry_kernels import _triton
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA Made-Up 1"
 
 
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 def test_kernels_compiled_here_are_found_by_a_launch_elsewhere(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_CACHE_DIR")}
-    command = [sys.executable, "tests/kernel_cache.py", str(tmp_path)]
+    command = [sys.executable, "tests/tools/kernel_cache.py", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "found 2 kernels" in done.stdout
@@ -150,7 +150,7 @@ def test_results_of_something_else_are_not_continued(
     target, passed = tmp_path / "nvidia-made-up-1.json", tmp_path / "parity-passed.txt"
     gpu_check.check(GPU, "")
     steps.take()
-    passed.write_text("tests/test_parity.py::test_parity\n")
+    passed.write_text("tests/proof/test_parity.py::test_parity\n")
     if earlier == "other sources":
         monkeypatch.setattr(gpu_check, "sources", lambda: "others")
     elif earlier == "truncated":
@@ -193,7 +193,7 @@ def test_results_that_cannot_be_written_are_said_before_anything_is_run(
             unwritable.setattr(gpu_check, name, tmp_path / "file" / "folder")
             assert gpu_check.main() == 2
         assert f"stops here: {tmp_path / 'file' / 'folder'} cannot be written to (" in capsys.readouterr().err
-    monkeypatch.setattr("foundry_kernels._gpu.why_not", lambda: "there is no GPU")
+    monkeypatch.setattr("foundry_kernels._triton.devices.why_no_gpu", lambda: "there is no GPU")
     assert gpu_check.main() == 3
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"], "no probe is left"
 

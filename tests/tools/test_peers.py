@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_aot import cost
+from compiled import cost
 
-from foundry_kernels import _aot, _peers, _triton
-from foundry_kernels._sass import Loop
+from foundry_kernels import _triton
+from foundry_kernels.tools.inspect import aot, peers
+from foundry_kernels.tools.inspect.sass import Loop
 
 needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 
@@ -49,7 +50,7 @@ def test_all_widths_stand_beside_ours() -> None:
     shown = inspect("--case", "D=")
     assert "  missing: " not in shown
     rows = re.findall(r"D=(\d+) +forward: ours (\S+), FlexAttention's (\S+); backward: ours (\S+), Fl\S+ (\S+)", shown)
-    assert [int(row[0]) for row in rows] == list(_peers.WIDTHS)
+    assert [int(row[0]) for row in rows] == list(peers.WIDTHS)
     assert all(100 < int(cell.rstrip("*")) < 800 for row in rows for cell in row[1:]), rows
     assert not any("*" in row[1] + row[3] for row in rows), "ours spill"
 
@@ -61,8 +62,8 @@ def test_what_cannot_be_rendered_is_named_with_the_reason(reason: str, monkeypat
             raise FileNotFoundError(f"{name}.py.jinja")
         return "{{def_kernel('Q')}}\n    {{something_new()}}\n"
 
-    monkeypatch.setattr(_peers, "_read", read)
-    found, missing = _peers.launches(90, "bwd", "D=64-")
+    monkeypatch.setattr(peers, "_read", read)
+    found, missing = peers.launches(90, "bwd", "D=64-")
     assert found == []
     assert len(missing) == 1
     assert missing[0].startswith("flex_attention_bwd B=2 H=8 Hk=2 T=512 D=64-causal bfloat16: ")
@@ -78,14 +79,14 @@ def loop(products: int, cycles: float, width: int = 128) -> Loop:
 @pytest.mark.parametrize("products", [2, 3, 4, 5])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_products_of_a_score(products: int, width: int) -> None:
-    assert _peers.products_a_score(loop(products, 1.0, width), width) == products
+    assert peers.products_a_score(loop(products, 1.0, width), width) == products
 
 
 def test_the_slowest_launch_and_its_fastest_loop_are_shown() -> None:
-    def launch(name: str, case: str) -> _aot.Launch:
-        return _aot.Launch(SimpleNamespace(__name__=name), (), (), (), (), case)
+    def launch(name: str, case: str) -> aot.Launch:
+        return aot.Launch(SimpleNamespace(__name__=name), (), (), (), (), case)
 
-    table, ours = _peers.Table(), "B=2 H=8 Hk=2 T=512 D=128-causal bfloat16"
+    table, ours = peers.Table(), "B=2 H=8 Hk=2 T=512 D=128-causal bfloat16"
     table.add(launch("flash_attention_fwd_kernel", ours), cost(warps=8), [loop(2, 900.0), loop(2, 512.0)])
     table.add(launch("flash_attention_fwd_kernel", ours), cost(warps=8), [loop(2, 600.0)])
     table.add(launch("flash_attention_fwd_kernel", "2x8.2x512.512x128-window bfloat16"), cost(), [loop(2, 9000.0)])

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels import _triton, registry, tune, tuning
-from foundry_kernels.measuring import Repeat, WallTimer, ratio, recorded
+from foundry_kernels import _triton
+from foundry_kernels._triton import tuning
+from foundry_kernels._triton.tuning import TuningFileError, describe
+from foundry_kernels.core import registry
 from foundry_kernels.testing import Expected
-from foundry_kernels.tuning import TuningFileError, describe
+from foundry_kernels.tools import tune
+from foundry_kernels.tools.tune.measuring import Repeat, WallTimer, ratio, recorded
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRET, reason="Triton's interpreter stands in for a GPU")
 Captured = pytest.CaptureFixture[str]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels._checks import check_device, check_float, check_shape
+from foundry_kernels.core.checks import check_device, check_float, check_shape
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.bias_gelu import reference
-from foundry_kernels.registry import resolve
 
 APPROXIMATIONS = ("none", "tanh")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.testing.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
 
 
 @st.composite

@@ -19,21 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_kernels._activation import derivative, share
-from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._triton import (
-    compute_dtype,
-    contiguous,
-    define,
-    empty_like,
-    programs,
-    refuse_second_derivative,
-    round_to,
-    row_offset,
-    row_strides,
-    sum_partials,
-)
-from foundry_kernels.tuning import choose
+from foundry_kernels._triton.activations import derivative, share
+from foundry_kernels._triton.devices import programs
+from foundry_kernels._triton.functions import round_to, row_offset
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, sum_partials
+from foundry_kernels._triton.tuning import choose
 
 
 @triton.jit

@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_device, check_float, check_integer, check_rank, check_shape
+from foundry_kernels.core.checks import check_device, check_float, check_integer, check_rank, check_shape
+from foundry_kernels.core.registry import is_subclass, resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.combine_experts import reference
-from foundry_kernels.registry import is_subclass, resolve
 
 
 def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor, *, backend: str = "auto") -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.op_modules import Sample, sample_rows
+from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.combine_experts.cases import slots
 from foundry_kernels.testing import Arg, Case
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 from foundry_kernels.ops.combine_experts.cases import slots
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 
 
 @st.composite

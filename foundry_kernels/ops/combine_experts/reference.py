@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from foundry_kernels.registry import wide_dtype
+from foundry_kernels.core.registry import wide_dtype
 
 
 def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:

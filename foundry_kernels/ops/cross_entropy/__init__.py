@@ -25,7 +25,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import (
+from foundry_kernels.core.checks import (
     check_device,
     check_float,
     check_int,
@@ -34,9 +34,9 @@ from foundry_kernels._checks import (
     check_positive,
     check_shape,
 )
+from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.cross_entropy import reference
-from foundry_kernels.registry import is_dtensor, resolve
 
 REDUCTIONS = ("none", "mean", "sum")
 

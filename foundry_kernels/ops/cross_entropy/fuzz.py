@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
 from foundry_kernels.ops.cross_entropy.cases import class_weights, targets
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.testing.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
 
 _INTEGERS = (torch.int64, torch.int32)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels.registry import wide_dtype
+from foundry_kernels.core.registry import wide_dtype
 
 
 def cross_entropy(

@@ -36,8 +36,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels._autocast import autocast_dtype
-from foundry_kernels._checks import check_tensor
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.checks import check_tensor
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.checks import (
@@ -49,7 +50,6 @@ from foundry_kernels.ops.flash_attention.checks import (
     window_sides,
 )
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.registry import resolve
 
 
 class Options(TypedDict, total=False):

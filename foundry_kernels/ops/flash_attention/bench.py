@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from foundry_kernels.op_modules import SAMPLED, Sample
+from foundry_kernels.core.contract import SAMPLED, Sample
 from foundry_kernels.testing import Arg, Case
 
 #: (B, H, Hk, T, D), by device. On a GPU 16384 tokens each, the heads of Llama-3-8B.

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import (
+from foundry_kernels.core.checks import (
     check_device,
     check_dtype,
     check_float,

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.flash_attention.cases import alibi_slopes_of
 from foundry_kernels.testing import Arg, Case, Values, alike, normal, uniform
+from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 
 #: At most so many scores in a case: batch * n_heads * seqlen_q * seqlen_k.
 _SCORES = 100_000

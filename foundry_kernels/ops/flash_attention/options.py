@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from foundry_kernels.registry import BackendUnavailable
+from foundry_kernels.core.registry import BackendUnavailable
 
 
 class AttentionOptions(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels._layout import inverse, storage_order
+from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.ops.flash_attention.options import AttentionOptions, refuse_others
 
 #: The options that this backend serves, in the order of the fields.

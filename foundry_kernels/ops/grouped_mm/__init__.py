@@ -16,11 +16,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels._autocast import autocast_dtype
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_rank, check_shape, check_tensor
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_rank, check_shape, check_tensor
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.grouped_mm import reference
-from foundry_kernels.registry import resolve
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto") -> Tensor:

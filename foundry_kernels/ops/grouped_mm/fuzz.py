@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import layouts, sizes, spreads, tensors
 from foundry_kernels.ops.grouped_mm.cases import ends
 from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing.fuzzing import layouts, sizes, spreads, tensors
 
 
 @st.composite

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.registry import _transformed, is_subclass
 from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
-from foundry_kernels.registry import _transformed, is_subclass
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

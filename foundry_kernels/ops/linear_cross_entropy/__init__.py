@@ -29,12 +29,12 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from foundry_kernels._autocast import autocast_dtype
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_int, check_number, check_shape
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_int, check_number, check_shape
+from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.linear_cross_entropy import reference
-from foundry_kernels.registry import is_dtensor, resolve
 
 
 class Options(TypedDict, total=False):

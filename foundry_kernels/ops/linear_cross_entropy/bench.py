@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, linear
 
-from foundry_kernels.op_modules import Sample, sample_rows
+from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
 from foundry_kernels.testing import Arg, Case, normal
 

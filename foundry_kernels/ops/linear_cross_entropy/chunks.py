@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels import _native
-from foundry_kernels._autocast import no_autocast
-from foundry_kernels._triton import refuse_second_derivative
-from foundry_kernels.registry import short_dtype, wide_dtype
+from foundry_kernels._triton.operators import refuse_second_derivative
+from foundry_kernels.core import extension
+from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.registry import short_dtype, wide_dtype
 
 #: Tokens of a chunk, if not given: at least so many (on a CPU each chunk reads and writes the whole sum of the weight's
 #: gradient, in the time of a product over about a hundred tokens), and at most this share of all where logits are of 4
@@ -47,7 +47,7 @@ BWD = (
 @functools.cache
 def fast_products(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies matrices of `dtype` faster than the same in float32 (`csrc/torch/products.h`)."""
-    return short_dtype(dtype) in _native.build_info().get("fast_products", ())
+    return short_dtype(dtype) in extension.build_info().get("fast_products", ())
 
 
 def rows_of(x: Tensor, part: slice) -> Tensor:
@@ -56,7 +56,7 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
 
 
 #: sum += a b, bfloat16 into float32.
-accumulate_product = _native.operator("accumulate_product_")
+accumulate_product = extension.operator("accumulate_product_")
 
 #: Whether the backward pass that is running may be followed by another one through the same graph.
 _graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph

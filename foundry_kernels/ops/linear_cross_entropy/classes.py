@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels import _native
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.linear_cross_entropy.chunks import accumulate_product, dtype_of_products, total_weight
-from foundry_kernels.registry import wide_dtype
 
 #: Logits that exist at a time, if these are of so many classes at least: enough for products to be fast.
 _LOGITS, _LEAST = 1 << 21, 256
 
-_dlogits = _native.operator("cross_entropy_bwd_classes_")
+_dlogits = extension.operator("cross_entropy_bwd_classes_")
 
 
 def backward(

@@ -20,7 +20,7 @@ only where a gradient is needed. The variance is summed around the mean, never a
 in float32 (float64 for float64 inputs); results are rounded once.
 
 Dropout of a residual sum, :math:`h = residual + x \odot k / (1 - p)` with a mask :math:`k` of zeros and ones, is in the
-same pass. The mask is a function of a seed (`foundry_kernels._dropout`), and the backward pass makes it again:
+same pass. The mask is a function of a seed (`foundry_kernels.core.dropout`), and the backward pass makes it again:
 :math:`\partial L / \partial x = \partial L / \partial h \odot k / (1 - p)`.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467; Ba, Kiros and Hinton, "Layer
@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels import _dropout
-from foundry_kernels._checks import check_device, check_float, check_not_negative, check_number, check_shape
+from foundry_kernels.core import dropout
+from foundry_kernels.core.checks import check_device, check_float, check_not_negative, check_number, check_shape
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rms_norm import reference
-from foundry_kernels.registry import resolve
 
 
 def rms_norm(
@@ -122,7 +122,7 @@ def add_rms_norm(
             return pair
     _check(x, weight, eps, weight_offset)
     _check_residual(x, residual)
-    drop = _dropout.arguments(x, dropout_p, dropout_seed)
+    drop = dropout.arguments(x, dropout_p, dropout_seed)
     if residual.dtype != x.dtype:
         h = _sum_in_wider(x, residual, backend, drop)
         return resolve(RMS_NORM, backend, x)(h, weight, eps, weight_offset, round_before_weight), h
@@ -198,7 +198,7 @@ def add_layer_norm(
             return pair
     _check_layer_norm(x, weight, bias, eps)
     _check_residual(x, residual)
-    drop = _dropout.arguments(x, dropout_p, dropout_seed)
+    drop = dropout.arguments(x, dropout_p, dropout_seed)
     if residual.dtype != x.dtype:
         h = _sum_in_wider(x, residual, backend, drop)
         return resolve(LAYER_NORM, backend, x)(h, weight, bias, eps), h

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._dropout import dropout
+from foundry_kernels.core.dropout import dropout
 from foundry_kernels.testing import Arg, Case, normal
 
 

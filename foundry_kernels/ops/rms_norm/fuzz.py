@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
 from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
 
 
 @st.composite

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels._checks import (
+from foundry_kernels.core.checks import (
     check_device,
     check_dtype,
     check_float,
@@ -33,10 +33,10 @@ from foundry_kernels._checks import (
     check_shape,
     check_tensor,
 )
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.rope import reference
 from foundry_kernels.ops.rope.table import RopeScaling, rope_table
-from foundry_kernels.registry import resolve
 
 __all__ = ["QK_NORM_ROPE", "ROPE", "RopeScaling", "qk_norm_rope", "rope", "rope_table"]
 

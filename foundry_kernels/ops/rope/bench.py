@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels.op_modules import Sample, sample_rows
+from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.rope.cases import _case, _normed
 from foundry_kernels.testing import Case
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, sizes, spreads, tensors
 from foundry_kernels.ops.rope.cases import _cos, _rows_below, _sin
 from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, sizes, spreads, tensors
 
 
 @st.composite

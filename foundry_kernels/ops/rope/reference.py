@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from foundry_kernels._layout import inverse, storage_order
+from foundry_kernels.core.layout import inverse, storage_order
 
 
 def rope(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foundry_kernels._checks import check_int, check_not_negative, check_positive
+from foundry_kernels.core.checks import check_int, check_not_negative, check_positive
 
 #: By type: the parameters that must be given and those that may be.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

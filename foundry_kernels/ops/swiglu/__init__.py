@@ -26,10 +26,17 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from foundry_kernels._checks import check_device, check_dtype, check_float, check_number, check_positive, check_shape
+from foundry_kernels.core.checks import (
+    check_device,
+    check_dtype,
+    check_float,
+    check_number,
+    check_positive,
+    check_shape,
+)
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.swiglu import reference
-from foundry_kernels.registry import resolve
 
 APPROXIMATIONS = ("none", "tanh")
 

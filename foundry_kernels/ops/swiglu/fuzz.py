@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from foundry_kernels.fuzzing import ELEMENTS, layouts, leading, sizes, spreads, tensors
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, leading, sizes, spreads, tensors
 
 
 @st.composite

@@ -9,19 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from foundry_kernels._aot import DOT_IN_16_BITS, Launch, source_of
-from foundry_kernels._sass import Loop
+from foundry_kernels._triton.devices import Device, device_of
+from foundry_kernels.tools.inspect.aot import DOT_IN_16_BITS, Launch, source_of
+from foundry_kernels.tools.inspect.sass import Loop
 
-
-@dataclass(frozen=True)
-class AmdGpu:
-    """Limits of an architecture: bytes of LDS of a compute unit, all of which one workgroup may have. All have 4 SIMDs,
-    each with 512 vector registers a lane for at most 8 waves, and workgroups of at most 16 waves of 64 lanes."""
-
-    lds: int
-
-
-GPUS = {"gfx942": AmdGpu(64 << 10), "gfx950": AmdGpu(160 << 10)}
+#: What is compiled for. All of a compute unit's LDS (`block_shared`) may be one workgroup's; it has 4 SIMDs, each with
+#: 512 vector registers a lane for at most 8 waves, and workgroups of at most 16 waves of 64 lanes.
+GPUS = {f"gfx{arch}": device_of(arch) for arch in (942, 950)}
 _SIMDS, _REGISTERS, _WAVES, _MOST_WAVES, _LANES = 4, 512, 8, 16, 64
 
 #: What only NVIDIA's backend knows. `maxnreg` tells ptxas how many registers there are; AMD's compiler works that out
@@ -52,22 +46,22 @@ class AmdCost:
     llir: str = field(repr=False)
     code: str = field(repr=False)
 
-    def resident(self, gpu: AmdGpu) -> int:
+    def resident(self, gpu: Device) -> int:
         """Workgroups that fit on a compute unit at once."""
         by_registers = min(_WAVES, _REGISTERS // max(8, -(-self.vgprs // 8) * 8)) * _SIMDS // self.waves
-        return min(by_registers, gpu.lds // self.lds if self.lds else by_registers)
+        return min(by_registers, gpu.block_shared // self.lds if self.lds else by_registers)
 
-    def occupancy(self, gpu: AmdGpu) -> float:
+    def occupancy(self, gpu: Device) -> float:
         """Estimated share of a compute unit's waves that can be resident at once."""
         return self.resident(gpu) * self.waves / (_SIMDS * _WAVES)
 
-    def problems(self, gpu: AmdGpu) -> list[str]:
+    def problems(self, gpu: Device) -> list[str]:
         """What is wrong with the kernel on this GPU; empty if nothing is."""
         found = []
         if self.spilled or self.scratch:
             found.append(f"{self.spilled} vector registers are spilled, {self.scratch} bytes of scratch")
-        if self.lds > gpu.lds:
-            found.append(f"{self.lds} bytes of LDS, of {gpu.lds}")
+        if self.lds > gpu.block_shared:
+            found.append(f"{self.lds} bytes of LDS, of {gpu.block_shared}")
         if self.waves > _MOST_WAVES:
             found.append(f"{self.waves} waves of {_LANES} lanes, of {_MOST_WAVES}")
         if self.matrix == "missing":
@@ -83,7 +77,7 @@ class AmdCost:
     def machine_code(self) -> str:
         return self.code
 
-    def describe(self, gpu: AmdGpu) -> str:
+    def describe(self, gpu: Device) -> str:
         spilled = f"{self.spilled} spilled" + (f" ({self.sgprs_spilled} scalar)" if self.sgprs_spilled else "")
         return (
             f"{self.vgprs:>3} VGPRs ({self.agprs} AGPRs)  {self.sgprs:>3} SGPRs  {spilled}  {self.lds:>6} B LDS  "

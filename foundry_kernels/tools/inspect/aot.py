@@ -20,30 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels import _triton, tuning
-from foundry_kernels._sass import Loop, inner_loops, loaded_ahead
-from foundry_kernels.registry import OPS, OpSpec, override, short_dtype
+from foundry_kernels import _triton
+from foundry_kernels._triton import devices, operators, tuning
+from foundry_kernels._triton.devices import Device, device_of
+from foundry_kernels.core.registry import OPS, OpSpec, override, short_dtype
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.tools.inspect.sass import Loop, inner_loops, loaded_ahead
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """Limits of an architecture: bytes of shared memory per block and per multiprocessor, warps per multiprocessor. All
-    have 65536 registers and at most 32 blocks per multiprocessor."""
-
-    block_shared: int
-    sm_shared: int
-    warps: int
-    matrix: str  # the instruction that a dot should become
-
-
-GPUS = {
-    80: Gpu(163 << 10, 164 << 10, 64, "mma.sync"),
-    89: Gpu(99 << 10, 100 << 10, 48, "mma.sync"),
-    90: Gpu(227 << 10, 228 << 10, 64, "wgmma.mma_async"),
-    100: Gpu(227 << 10, 228 << 10, 64, "tcgen05.mma"),
-    120: Gpu(99 << 10, 100 << 10, 48, "mma.sync"),
-}
+#: What is compiled for: one capability of each kind of tiles.
+GPUS = {arch: device_of(arch) for arch in (80, 89, 90, 100, 120)}
 DTYPES = (torch.bfloat16, torch.float32)
 #: float32 is multiplied exactly, without matrix instructions.
 DOT_IN_16_BITS = r"tt\.dot .*: tensor<\w+x(bf16|f16)>"
@@ -101,28 +86,28 @@ class Cost:
     idle: int = 0  # of the warps, those that do no arithmetic: they copy for the others
     loaded_ahead: int = 0  # bytes that a thread loads before it uses any; 0 where there are matrix products
 
-    def resident(self, gpu: Gpu) -> int:
+    def resident(self, gpu: Device) -> int:
         """Programs that fit on a multiprocessor at once."""
         registers_a_warp = -(-self.registers * 32 // 256) * 256
         by_registers = 65536 // (registers_a_warp * self.warps)
         by_shared = gpu.sm_shared // (self.shared + 1024) if self.shared else 32
         return min(by_registers, by_shared, 32, gpu.warps // self.warps)
 
-    def occupancy(self, gpu: Gpu) -> float:
+    def occupancy(self, gpu: Device) -> float:
         """Estimated share of a multiprocessor's warps that can be resident at once."""
         return self.resident(gpu) * self.warps / gpu.warps
 
-    def copied_ahead(self, gpu: Gpu) -> int:
+    def copied_ahead(self, gpu: Device) -> int:
         """Bytes that asynchronous copies can have in flight to a multiprocessor's shared memory: of a loop whose loads
         are pipelined nearly all the shared memory of its programs. 0 where there are no such copies."""
         return self.shared * self.resident(gpu) if "cp.async" in self.ptx else 0
 
-    def in_flight(self, gpu: Gpu) -> int:
+    def in_flight(self, gpu: Device) -> int:
         """Bytes that a multiprocessor full of programs has under way from memory before they wait for any: by copies to
         shared memory or by loads to registers, whichever is more."""
         return max(self.copied_ahead(gpu), self.loaded_ahead * 32 * self.warps * self.resident(gpu))
 
-    def describe(self, gpu: Gpu) -> str:
+    def describe(self, gpu: Device) -> str:
         ahead, in_flight = self.copied_ahead(gpu), 0 if self.matrix else self.in_flight(gpu)
         return (
             f"{self.registers:>3} registers  {self.stack} spilled  {self.shared:>6} B shared  {self.warps:>2} warps  "
@@ -141,7 +126,7 @@ class Cost:
     def machine_code(self) -> str:
         return run_on_cubin([tool("cuobjdump"), "--dump-sass"], self.cubin)
 
-    def problems(self, gpu: Gpu) -> list[str]:
+    def problems(self, gpu: Device) -> list[str]:
         """What is wrong with the kernel on this GPU; empty if nothing is."""
         found = []
         if self.stack:
@@ -184,8 +169,8 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
                 undo.enter_context(override(each, "triton", devices=("cpu", "cuda")))
         undo.callback(setattr, JITFunction, "run", JITFunction.run)
         JITFunction.run = run
-        _triton.serve_cpu_tensors()
-        _triton.record_for(capability)
+        operators.serve_cpu_tensors()
+        devices.record_for(capability)
         for case, dtype in unfilled:
             case_id = f"{case.id} {short_dtype(dtype)}"
             _call(op, case, _unfilled(case, dtype))

@@ -1,6 +1,6 @@
 """How fast a loop of asynchronous products would run on an H100, by its machine code: an estimate that no GPU has made.
 
-A multiprocessor at 1.65 GHz, of 132: products as `_sass` counts their cycles, one instruction a cycle from each of four
+A multiprocessor at 1.65 GHz, of 132: products as `sass` counts their cycles, one instruction a cycle from each of four
 schedulers, 16 exponentials a cycle. What is not a product takes 0.88 of the cycles of both together. Products that
 exponentials follow before the wait for them overlap the part of the rest that those exponentials are a share of; of the
 shorter of both 0.64 is gained. The factors were fitted to published results, which docs/performance.md names, so expect
@@ -14,9 +14,10 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from foundry_kernels._sass import Loop
+from foundry_kernels._triton.devices import device_of
+from foundry_kernels.tools.inspect.sass import Loop
 
-MULTIPROCESSORS, HERTZ = 132, 1.65e9
+MULTIPROCESSORS, HERTZ = device_of(90).multiprocessors, 1.65e9
 EXPONENTIALS_A_CYCLE = 16
 REST, GAINED = 0.88, 0.64
 

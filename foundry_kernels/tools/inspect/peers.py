@@ -20,9 +20,9 @@ from unittest import mock
 
 import torch
 
-from foundry_kernels._aot import Cost, Launch
-from foundry_kernels._estimate import estimate
-from foundry_kernels._sass import Loop
+from foundry_kernels.tools.inspect.aot import Cost, Launch
+from foundry_kernels.tools.inspect.estimate import estimate
+from foundry_kernels.tools.inspect.sass import Loop
 
 #: The call: sequences, heads, key-value heads and tokens of the shape for which ours are compiled; PyTorch's blocks of
 #: keys and queries that a mask tells apart.

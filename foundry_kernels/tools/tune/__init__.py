@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import OPS, _triton, tuning
-from foundry_kernels.check import device_is_lost, numel
-from foundry_kernels.measuring import GpuTimer, Timer, WallTimer, ratio
-from foundry_kernels.registry import AUTO_ORDER, OpSpec, short_dtype
+from foundry_kernels._triton import devices, rows
+from foundry_kernels._triton.tuning import Choice, Entry, Row, TuningFileError, describe, has_run
+from foundry_kernels.core.registry import AUTO_ORDER, OpSpec, short_dtype
 from foundry_kernels.testing import Case, Expected, call, make_cotangents
-from foundry_kernels.tuning import Choice, Entry, Row, TuningFileError, describe, has_run
+from foundry_kernels.tools.check import device_is_lost, numel
+from foundry_kernels.tools.tune.measuring import GpuTimer, Timer, WallTimer, ratio
 
 COMMAND = "python -m foundry_kernels tune"
 #: A row, or a backend, must be faster by this share, and by more than the code's own row differs from itself.
@@ -213,7 +214,7 @@ def why_not(device: str) -> str | None:
         return f"{name} has compute capability {major}.{minor}; the Triton kernels need 8.0"
     try:
         part = torch.ones(2, 8, device=device)
-        _triton.sum_partials(part, torch.empty(8, device=device))
+        rows.sum_partials(part, torch.empty(8, device=device))
         torch.cuda.synchronize()
     except Exception as error:
         return (
@@ -255,7 +256,7 @@ def main(argv: list[str], environment: list[str]) -> int:
         options_of.error(f"op must be one of {', '.join(OPS)}; got {unknown[0]}")
     ops = [OPS[name] for name in dict.fromkeys(options.op or OPS) if OPS[name].impl("triton") is not None]
     if options.arch is not None:
-        from foundry_kernels.tune_ahead import list_rows
+        from foundry_kernels.tools.tune.ahead import list_rows
 
         return list_rows(ops, options.arch, options_of.error)
     device = "cpu" if _triton.INTERPRET else "cuda"
@@ -311,7 +312,7 @@ class Measured:
         gpu = tuning.gpu_name(device)
         assert gpu is not None
         day = datetime.date.today().isoformat()
-        return cls(Entry(gpu, tuning.triton_version(), _triton.capability(device), torch.__version__, day))
+        return cls(Entry(gpu, tuning.triton_version(), devices.capability(device), torch.__version__, day))
 
 
 def measure(

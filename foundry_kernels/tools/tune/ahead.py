@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
-from foundry_kernels import _aot, _triton, tuning
-from foundry_kernels.registry import OpSpec
-from foundry_kernels.tuning import Choice, Row, describe
+from foundry_kernels import _triton
+from foundry_kernels._triton import tuning
+from foundry_kernels._triton.tuning import Choice, Row, describe
+from foundry_kernels.core.registry import OpSpec
+from foundry_kernels.tools.inspect import aot
 
 
 def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn]) -> int:
     """Print what each row costs, or why it does not fit; nothing is ranked by it. 1 if a row of the code does not."""
-    if arch not in _aot.GPUS:
-        refuse(f"--arch must be one of {', '.join(map(str, _aot.GPUS))}; got {arch}")
+    if arch not in aot.GPUS:
+        refuse(f"--arch must be one of {', '.join(map(str, aot.GPUS))}; got {arch}")
     if _triton.MISSING or _triton.INTERPRET:
         refuse(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     bad = fit = dropped = 0
@@ -36,11 +38,11 @@ def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn
     return 1 if bad else 0
 
 
-def _launches(op: OpSpec, arch: int) -> list[_aot.Launch]:
-    return _aot.record(op, arch, everything=False, timed_alone=True)
+def _launches(op: OpSpec, arch: int) -> list[aot.Launch]:
+    return aot.record(op, arch, everything=False, timed_alone=True)
 
 
-def of_rows(op: OpSpec, choice: Choice, arch: int, usual: list[_aot.Launch]) -> Iterator[tuple[Row, list[_aot.Launch]]]:
+def of_rows(op: OpSpec, choice: Choice, arch: int, usual: list[aot.Launch]) -> Iterator[tuple[Row, list[aot.Launch]]]:
     """Each row with its launches: those that change when it is forced. Those of the code's own row, the first, are the
     usual ones that are then made no more."""
     for i, row in enumerate(choice.rows):
@@ -50,14 +52,14 @@ def of_rows(op: OpSpec, choice: Choice, arch: int, usual: list[_aot.Launch]) -> 
         yield row, [launch for launch in here if tuning.asked_as(launch.name) == choice.kernel and launch not in there]
 
 
-def compiled(launches: list[_aot.Launch], arch: int) -> tuple[list[str], str]:
+def compiled(launches: list[aot.Launch], arch: int) -> tuple[list[str], str]:
     """What is wrong with launches on such a GPU, and what they cost."""
     problems: dict[str, None] = {}
     shown: dict[str, None] = {}
-    gpu = _aot.GPUS[arch]
+    gpu = aot.GPUS[arch]
     for launch in launches:
         try:
-            cost = _aot.compile_for(launch, arch)
+            cost = aot.compile_for(launch, arch)
         except Exception as error:  # some tiles are too much for the compiler
             problems[f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"] = None
             continue

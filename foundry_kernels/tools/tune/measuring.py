@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from foundry_kernels import _triton
-from foundry_kernels.tuning import asked_as
+from foundry_kernels._triton.tuning import asked_as
 
 Repeat = Callable[[], object]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 CACHE = ROOT / "build" / "cuda_on_cpu"
 LIBRARY = "foundry_kernels_cuda_on_cpu"

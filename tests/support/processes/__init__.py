@@ -1,4 +1,4 @@
-"""What tests/test_distributed.py runs in two processes, over gloo. One start of the two serves all scenarios.
+"""What test_distributed.py runs in two processes, over gloo. One start of the two serves all scenarios.
 
 A scenario is called in each process with its rank, a folder of its own and three free ports.
 """
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 2
 SECONDS = 120  # a collective that waits longer has been left by the other process
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float = 600.0) -> dict[str, list[Any]]:

@@ -21,8 +21,10 @@ class Resume:
         self.halves = (first, second)
 
     def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-        from examples import train, train_loop, train_text
-        from examples.train_parallel import Parallel
+        from examples import train
+        from examples.training import loop as train_loop
+        from examples.training import text as train_text
+        from examples.training.parallel import Parallel
 
         recipe = train.make_recipe(train.parse(OPTIONS), 5)
         text = train_text.read_text(None, recipe.seq_len)
@@ -52,7 +54,7 @@ class Resume:
 
 def refusals(rank: int, folder: Path, ports: list[int]) -> list[str]:
     """What the example says of a model and of a batch that two processes cannot divide."""
-    from examples.train_parallel import Parallel, ParallelError
+    from examples.training.parallel import Parallel, ParallelError
     from foundry_kernels.models import ModelConfig
 
     said = []

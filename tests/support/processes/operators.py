@@ -16,8 +16,8 @@ from processes import SIZE, Collectives, full
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
     """A few cases for each letter that the rule divides: the case, the axis of each tensor that has it, a name."""
-    from foundry_kernels.check import numel
     from foundry_kernels.distributed.sharding import letters
+    from foundry_kernels.tools.check import numel
 
     largest = 17_000 if row.backend == "triton" else 40_000  # the interpreter is slow
     kinds: dict[str, dict[object, tuple[Any, dict[str, int], str]]] = {}

@@ -70,13 +70,13 @@ def train(
 
 
 class Train:
-    """Train the model divided as `examples/train_parallel.py` divides it."""
+    """Train the model divided as `examples/training/parallel.py` divides it."""
 
     def __init__(self, kind: str, parts: int = 1) -> None:
         self.kind, self.parts = kind, parts
 
     def __call__(self, rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-        from examples.train_parallel import Parallel
+        from examples.training.parallel import Parallel
 
         end()
         os.environ["MASTER_PORT"] = str(ports[0])

@@ -15,15 +15,16 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._triton import compute_dtype, contiguous, define, refuse_second_derivative, row_strides
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
+from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.triton.kernels import (
     cross_entropy_bwd_kernel,
     cross_entropy_fwd_kernel,
     cross_entropy_reduce_kernel,
 )
-from foundry_kernels.registry import wide_dtype
-from foundry_kernels.tuning import choose
 
 _FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a program's tile, 16 a thread; and where rows share it
 

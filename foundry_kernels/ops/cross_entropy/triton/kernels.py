@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import round_to, row_offset, tanh
+from foundry_kernels._triton.functions import round_to, row_offset, tanh
 
 #: Numbers of no use to the compiler: it would make a kernel for each kind of them.
 _PLAIN = ("n_rows", "n1", "n2", "ignore_index")

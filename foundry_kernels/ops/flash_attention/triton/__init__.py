@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton import define, refuse_second_derivative
+from foundry_kernels._triton.operators import define, refuse_second_derivative
 from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args, refuse_others
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd

@@ -8,8 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._triton import INTERPRET, contiguous, strides_of
+from foundry_kernels._triton import INTERPRET
+from foundry_kernels._triton.devices import device_of
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.rows import contiguous, strides_of
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward import (
     flash_attention_dkdv_kernel,
@@ -17,7 +19,7 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
     flash_attention_preprocess_kernel,
     flash_attention_sum_splits_kernel,
 )
-from foundry_kernels.ops.flash_attention.triton.config import added_row, multiprocessors
+from foundry_kernels.ops.flash_attention.triton.config import added_row
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
     _aligned,
@@ -152,7 +154,7 @@ def _head_splits(p: _Problem, block_n: int) -> int:
         tiles = min(tiles, p.tokens_k // block_n + p.n_batch)
     sides = p.constants["HAS_LEFT"] + p.constants["HAS_RIGHT"]
     queries = min(p.max_seqlen_q, sum(p.window) + block_n) if sides == 2 else p.max_seqlen_q
-    return head_splits(tiles * p.n_kv_heads, p.group, queries, sides == 1, multiprocessors(p.capability))
+    return head_splits(tiles * p.n_kv_heads, p.group, queries, sides == 1, device_of(p.capability).multiprocessors)
 
 
 @planned

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from foundry_kernels._triton import VERSION
+from foundry_kernels._triton.devices import device_of
 
 Row = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
 
@@ -52,8 +53,8 @@ _HALF["blackwell"] = {
     "dkdv": {64: (64, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
 }
 
-# AMD's gfx942 and gfx950, for which kernels are compiled and nothing else (`_aot_amd`): 64 KB. 4 warps of 64 lanes have
-# 512 registers each; in the 256 of 8 warps dK, dV and dQ spill.
+# AMD's gfx942 and gfx950, for which kernels are compiled and nothing else: 64 KB. 4 warps of 64 lanes have 512
+# registers each; in the 256 of 8 warps dK, dV and dQ spill.
 _HALF["cdna"] = {
     **_HALF["small"],
     "fwd": _HALF["small"]["fwd"] | {64: (128, 32, 8, 2)},  # 64 keys spill with a window of two sides
@@ -102,26 +103,6 @@ _ADDED: dict[tuple[str, int, bool], Row] = {
 }
 
 
-#: Multiprocessors of a common GPU of the class (4090, A100, H100, B200, MI300X), and of the interpreter, whose cases
-#: are small.
-_MULTIPROCESSORS = {"small": 128, "ampere": 108, "hopper": 132, "blackwell": 148, "cdna": 304}
-_INTERPRETED_MULTIPROCESSORS = 4
-
-
-def multiprocessors(capability: int) -> int:
-    """For how many the work is divided: by the class alone, so that all its GPUs make the same sums."""
-    return _MULTIPROCESSORS[device_class(capability)] if capability else _INTERPRETED_MULTIPROCESSORS
-
-
-def device_class(capability: int) -> str:
-    """What devices of a compute capability (90 for 9.0; AMD's 942 and 950) have in common."""
-    if capability >= 900:
-        return "cdna"
-    if capability in (80, 87):
-        return "ampere"
-    return {9: "hopper", 10: "blackwell"}.get(capability // 10, "small")
-
-
 def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool) -> dict[str, Any]:
     """The launch of "fwd", "decode", "dkdv", "dq", "preprocess" or "sum_splits" for the padded `head_dim`, the wider of
     D and Dv. Capability 0 is the interpreter.
@@ -136,8 +117,8 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
     if capability == 0:
         row = _INTERPRETED_DECODE if kernel == "decode" else _INTERPRETED
     else:
-        single = _SINGLE_CDNA if device_class(capability) == "cdna" else _SINGLE
-        table = _HALF[device_class(capability)] if dtype.itemsize == 2 else single
+        single = _SINGLE_CDNA if device_of(capability).name == "cdna" else _SINGLE
+        table = _HALF[device_of(capability).name] if dtype.itemsize == 2 else single
         row = table[kernel][max(64, head_dim)]
     m, n, warps, stages = row
     if needs_registers and kernel == "dkdv" and n > 32:
@@ -146,26 +127,26 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         m //= 2
     if needs_registers and kernel == "fwd":
         warps = 8
-        if device_class(capability) == "cdna":
+        if device_of(capability).name == "cdna":
             m, n = min(m, 64 if head_dim <= 128 else 32), 32
         elif head_dim > 128:
             m = min(m, 64)
         elif n == 128:
             n, stages = 64, 3
-        elif head_dim == 128 and device_class(capability) in ("ampere", "small"):
+        elif head_dim == 128 and device_of(capability).name in ("ampere", "small"):
             m, n = min(m, 64), 32
-        elif head_dim == 128 and device_class(capability) == "blackwell":
+        elif head_dim == 128 and device_of(capability).name == "blackwell":
             n = 32
     if VERSION < (3, 7) and capability and dtype.itemsize == 2:
-        key = (device_class(capability), kernel, max(64, head_dim), needs_registers)
+        key = (device_of(capability).name, kernel, max(64, head_dim), needs_registers)
         m, n, warps, stages = _BEFORE_3_7.get(key, (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both ways
         if capability == 0:
             launch["AHEAD"] = dtype in (torch.float32, torch.float16)
         else:
-            launch["AHEAD"] = dtype.itemsize == 2 and device_class(capability) == "hopper"
-    guessed = ("fwd", "decode", "dq") if device_class(capability) == "blackwell" else ("fwd", "decode")
+            launch["AHEAD"] = dtype.itemsize == 2 and device_of(capability).name == "hopper"
+    guessed = ("fwd", "decode", "dq") if device_of(capability).name == "blackwell" else ("fwd", "decode")
     if dtype.itemsize != 2 or (needs_registers and kernel in guessed):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
@@ -178,14 +159,14 @@ def added_row(
     if capability == 0:
         row: Row | None = _INTERPRETED
     elif dtype.itemsize == 2:
-        key = (device_class(capability), max(64, head_dim), needs_registers)
+        key = (device_of(capability).name, max(64, head_dim), needs_registers)
         row = None if packed and key == ("hopper", 128, False) else _ADDED.get(key)  # packed, it would spill 16 bytes
     else:
         row = None
     if row is None:
         return None
     launch = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
-    if device_class(capability) == "blackwell":  # as in `config`
+    if device_of(capability).name == "blackwell":  # as in `config`
         launch["maxnreg"] = 255
     return launch
 

@@ -8,15 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._launch import Plan, launch, planned
 from foundry_kernels._triton import INTERPRET
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.tuning import choose
 from foundry_kernels.ops.flash_attention.triton.config import combine_rows
 from foundry_kernels.ops.flash_attention.triton.decode import (
     MAX_SPLITS,
     flash_attention_combine_kernel,
     flash_attention_decode_kernel,
 )
-from foundry_kernels.tuning import choose
 
 if TYPE_CHECKING:
     from foundry_kernels.ops.flash_attention.triton.launch import _Problem

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._launch import Plan, planned
+from foundry_kernels._triton.launch import Plan, planned
 
 if TYPE_CHECKING:
     from foundry_kernels.ops.flash_attention.triton.launch import _Problem

@@ -14,14 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._layout import dense_strides, inverse, order_of, storage_order
-from foundry_kernels._triton import capability, compute_dtype, contiguous
+from foundry_kernels._triton.devices import capability
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.rows import compute_dtype, contiguous
+from foundry_kernels._triton.tuning import choose, is_forced
+from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
-from foundry_kernels.tuning import choose, is_forced
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import tanh
+from foundry_kernels._triton.functions import tanh
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E
 
 

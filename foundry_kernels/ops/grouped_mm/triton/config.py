@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from foundry_kernels._triton.devices import device_of
+
 Tile = tuple[int, int, int, int, int]  # the two sides of the result, the inner dimension, warps, stages
 
 #: The interpreter: small, so that small cases have several tiles.
@@ -75,14 +77,6 @@ _SINGLE_FEW: list[Tile] = [(16, 64, 16, 4, 1), (16, 64, 32, 4, 1), (32, 64, 16, 
 _SINGLE_REGISTERS = 168
 
 
-def _device_class(arch: int) -> str:
-    if arch >= 900:
-        return "cdna"
-    if arch in (86, 89) or arch // 10 >= 12:
-        return "small"
-    return {8: "ampere", 9: "hopper"}.get(arch // 10, "blackwell")
-
-
 def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> list[dict[str, int]]:
     """Of the product, arch 0 being the interpreter: the first, then what `tune` tries beside it. `aligned`: all rows
     begin at multiples of 16 numbers, which the compiler is told."""
@@ -91,7 +85,7 @@ def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> li
     elif dtype.itemsize == 2 and not aligned:
         found = _UNALIGNED
     elif dtype.itemsize == 2:
-        found = next(t for most, t in _HALF[_device_class(arch)][0].items() if rows_a_group <= most)
+        found = next(t for most, t in _HALF[device_of(arch).name][0].items() if rows_a_group <= most)
     else:
         found = _SINGLE_FEW if rows_a_group <= 16 else _SINGLE
     return _rows(("BLOCK_M", "BLOCK_N", "BLOCK_K"), found, dtype, arch)
@@ -99,11 +93,12 @@ def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> li
 
 def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str, int]]:
     """Of the gradient of the matrices, likewise."""
-    half = _HALF[_device_class(arch)][1] if aligned else _UNALIGNED
+    half = _HALF[device_of(arch).name][1] if aligned else _UNALIGNED
     found = _INTERPRETED if arch == 0 else half if dtype.itemsize == 2 else _SINGLE
     return _rows(("BLOCK_A", "BLOCK_B", "BLOCK_ROWS"), found, dtype, arch)
 
 
 def _rows(names: tuple[str, ...], found: list[Tile], dtype: torch.dtype, arch: int) -> list[dict[str, int]]:
-    limit = {"maxnreg": _SINGLE_REGISTERS} if dtype.itemsize == 4 and 0 < arch < 900 else {}  # AMD's backend knows none
+    has_limit = dtype.itemsize == 4 and device_of(arch).name not in ("interpreter", "cdna")  # AMD's backend knows none
+    limit = {"maxnreg": _SINGLE_REGISTERS} if has_limit else {}
     return [dict(zip((*names, "num_warps", "num_stages"), tile, strict=True)) | limit for tile in found]

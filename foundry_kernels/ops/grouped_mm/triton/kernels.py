@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import dot, round_to
+from foundry_kernels._triton.functions import dot, round_to
 
 #: Numbers of no use to the compiler: it would make a kernel for each kind of them.
 _PLAIN = ("n_rows", "n_groups")

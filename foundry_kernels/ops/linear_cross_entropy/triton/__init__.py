@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import foundry_kernels.ops.cross_entropy.triton  # noqa: F401  # whose operators these are
-from foundry_kernels._triton import define
+from foundry_kernels._triton.operators import define
 from foundry_kernels.ops.linear_cross_entropy import chunks
 from foundry_kernels.ops.linear_cross_entropy.triton import tiles
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import dot, round_to
+from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.cross_entropy.triton.kernels import cap_slope, capped, row_gradients, store_rows
 
 #: Numbers of no use to the compiler: it would make a kernel for each kind of them.

@@ -19,8 +19,9 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._triton import capability, compute_dtype, contiguous
+from foundry_kernels._triton.devices import capability, device_of
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels.ops.linear_cross_entropy.chunks import empty_fwd, mean_of, total_weight
 from foundry_kernels.ops.linear_cross_entropy.triton.kernels import (
     linear_cross_entropy_combine_kernel,
@@ -50,7 +51,7 @@ def _tile(dtype: torch.dtype, arch: int, loss: Loss) -> dict[str, int]:
     """Tile of the kernels with products, arch 0 being the interpreter. 16 bits: that of a plain product, where it is
     asynchronous, with half the classes where it would spill. float32 is multiplied exactly, by fused multiply-adds,
     with its operands in registers."""
-    roomy = arch // 10 in (9, 10) and loss.softcap is None and loss.label_smoothing == 0.0
+    roomy = device_of(arch).name in ("hopper", "blackwell") and loss.softcap is None and loss.label_smoothing == 0.0
     if arch == 0:
         rows, cols, width, warps, stages = 32, 32, 32, 4, 1
     elif dtype.itemsize == 2:

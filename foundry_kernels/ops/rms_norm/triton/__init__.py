@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton import define, empty_like, refuse_second_derivative
+from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.rows import empty_like
 from foundry_kernels.ops.rms_norm.triton.launch import backward, empty_backward, empty_forward, forward
 from foundry_kernels.ops.rms_norm.triton.layer_norm import add_layer_norm, layer_norm
 

@@ -8,8 +8,8 @@ the partials and rounds. There are no atomics, so gradients are bitwise determin
 LayerNorm's variance is that around the mean as it is rounded, corrected by the mean of what this leaves (`rest`): no
 digits are lost where the mean is large.
 
-With DROPOUT, x is dropped out before the residual is added to it (`_dropout`); dx is then the gradient of x, dres that
-of the residual.
+With DROPOUT, x is dropped out before the residual is added to it (`core.dropout`); dx is then the gradient of x, dres
+that of the residual.
 
 Names: n1, n2 and stride_x0, stride_x1, stride_x2 are what `row_offset` needs to find a row of x; b_ is a block of
 values, m_ a mask, o_ offsets.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import dropout_factors, normalized, reciprocal_rms, round_to, row_offset
+from foundry_kernels._triton.functions import dropout_factors, normalized, reciprocal_rms, round_to, row_offset
 
 
 @triton.jit

@@ -9,26 +9,17 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels import _dropout
-from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._triton import (
-    capability,
-    compute_dtype,
-    contiguous,
-    empty_like,
-    most_warps,
-    programs,
-    row_strides,
-    strides_of,
-    sum_partials,
-)
+from foundry_kernels._triton.devices import capability, device_of, programs
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, strides_of, sum_partials
+from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core import dropout
 from foundry_kernels.ops.rms_norm.triton.kernels import (
     rms_norm_bwd_kernel,
     rms_norm_bwd_wide_kernel,
     rms_norm_fwd_kernel,
     rms_norm_fwd_wide_kernel,
 )
-from foundry_kernels.tuning import choose
 
 _WIDE_BLOCK = 4096
 
@@ -58,20 +49,21 @@ def config(
         return {"BLOCK_ROWS": 1, "BLOCK_COLS": cols, "num_warps": 8, "wide": True} | registers
     block = triton.next_power_of_2(n_cols)
     rows = max(1, min(32, 2048 // block))
-    warps = max(4, min(16 if backward else most_warps(capability), rows * block // (256 if backward else 512)))
+    most_warps = 16 if backward else device_of(capability).most_warps
+    warps = max(4, min(most_warps, rows * block // (256 if backward else 512)))
     registers = min(255, 65536 // (32 * warps))
     return {"BLOCK_ROWS": rows, "BLOCK_COLS": block, "num_warps": warps, "maxnreg": registers, "wide": False}
 
 
-#: Shared memory of a multiprocessor in KB, less than it has, by class of device; 8.6, 8.9 and 12.x have 100.
-_SHARED_KB = {80: 160, 87: 160, 90: 224, 100: 224, 103: 224}
+#: Shared memory of a multiprocessor that programs cannot have.
+_RESERVED = 4 << 10
 
 
 def _stages(row: dict[str, Any], row_bytes: int, capability: int) -> dict[str, Any]:
     """`row` of a backward pass, with the loads of two tiles ahead in flight where shared memory has room for two
     programs' tiles. They take the place of registers, so that two programs of 16 warps fit where one did."""
     tile = 2 * row["BLOCK_ROWS"] * row_bytes
-    if 2 * tile > _SHARED_KB.get(capability, 96) << 10:
+    if 2 * tile > device_of(capability).sm_shared - _RESERVED:
         return row | {"STAGES": 1}
     of_two = row["maxnreg"] if row["BLOCK_COLS"] > 4096 else min(255, 32768 // (32 * row["num_warps"]))
     return row | {"STAGES": 3, "maxnreg": of_two if of_two >= 64 else row["maxnreg"]}
@@ -95,6 +87,7 @@ def rows(
     """
     needs = {"needs_few_registers": needs_few_registers, "centered": centered, "dropout": dropout}
     own = config(n_cols, backward=backward, **needs, capability=capability)
+    blackwell = device_of(capability).name == "blackwell"
     if own["wide"]:
         return [own]
     if n_cols % 16 != 0 or (backward and row_bytes is None):
@@ -106,12 +99,12 @@ def rows(
         if row_bytes is None:
             return found
         masked = n_cols < own["BLOCK_COLS"]
-        if capability // 10 == 10 and masked and own["BLOCK_COLS"] > 4096:  # compiled for 10.0 it spills 8 bytes
+        if blackwell and masked and own["BLOCK_COLS"] > 4096:  # compiled for 10.0 it spills 8 bytes
             return found | {"STAGES": 1}
         if dropout and row_bytes > 6 * own["BLOCK_COLS"]:  # of float32: 8 or 16 bytes
             return found | {"STAGES": 1}
         staged = _stages(found, row_bytes, capability)
-        if centered and (dropout or (capability // 10 == 10 and not needs_few_registers)):  # it too, with half as many
+        if centered and (dropout or (blackwell and not needs_few_registers)):  # it too, with half as many
             return staged | {"maxnreg": registers}
         return staged
 
@@ -120,7 +113,7 @@ def rows(
     if backward:
         found.append(own | {"STAGES": 1})
     for n, w in ((tile, warps // 2), (tile, 2 * warps), (2 * tile, warps), (2 * tile, 2 * warps), (tile // 2, warps)):
-        if n >= 1 and 1 <= w <= most_warps(capability) and row(n, w) not in found:
+        if n >= 1 and 1 <= w <= device_of(capability).most_warps and row(n, w) not in found:
             found.append(row(n, w))
     return found
 
@@ -129,7 +122,7 @@ def _dropout_numbers(p: float | None) -> tuple[int | None, float | None]:
     """The threshold, as 32 bits, and the scale of what is kept."""
     if p is None:
         return None, None
-    least = _dropout.threshold(p)
+    least = dropout.threshold(p)
     return least - (least >> 31 << 32), 1.0 / (1.0 - p)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foundry_kernels._triton import normalized, reciprocal_rms, round_to
+from foundry_kernels._triton.functions import normalized, reciprocal_rms, round_to
 
 
 @triton.jit

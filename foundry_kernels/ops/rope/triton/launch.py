@@ -9,11 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._launch import Plan, launch, planned
-from foundry_kernels._layout import storage_order
-from foundry_kernels._triton import VERSION, compute_dtype, programs, strides_of, sum_partials
+from foundry_kernels._triton import VERSION
+from foundry_kernels._triton.devices import programs
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.rows import compute_dtype, strides_of, sum_partials
+from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.layout import storage_order
 from foundry_kernels.ops.rope.triton.kernels import qk_norm_rope_bwd_kernel, rope_kernel
-from foundry_kernels.tuning import choose
 
 
 def config(

@@ -1,4 +1,4 @@
-"""What tests/test_gpu_check.py runs in a process of its own, where kernels are not interpreted.
+"""What tests/tools/test_gpu_check.py runs in a process of its own, where kernels are not interpreted.
 
 The kernels of one case are compiled as `make gpu-cache` does it, into an archive. Then, where none has been launched,
 that case is launched on the stub of a GPU with the unpacked archive as Triton's only cache. The key of each kernel is

@@ -1,5 +1,6 @@
-"""What tests/test_gluon.py runs on an H100 or H200, in a process of its own that it ends if the GPU hangs: the Gluon
-forward of attention against the reference."""
+"""The Gluon forward of attention against the reference, on an H100 or H200.
+
+test_gluon.py runs this in a process of its own, which it ends if the GPU hangs."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_gluon import case, hold
+from gluon_cases import case, hold
 
 import foundry_kernels as fk
-from foundry_kernels import tuning
+from foundry_kernels._triton import tuning
 from foundry_kernels.ops.flash_attention.triton import gluon_launch
 from foundry_kernels.testing import Expected
 

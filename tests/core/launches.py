@@ -1,4 +1,4 @@
-"""What tests/test_launch.py runs in a process of its own, where kernels are not interpreted: that a launch from
+"""What tests/core/test_launch.py runs in a process of its own, where kernels are not interpreted: that a launch from
 a kept plan is the one that Triton would make.
 
 The stub of a GPU records what is launched. Nothing is compiled: the stand-in of a compiled kernel is what it would have
@@ -23,10 +23,14 @@ from triton.runtime.jit import JITFunction
 
 import foundry_kernels as fk
 from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
-from foundry_kernels import _aot, _launch, _triton, measuring, tune, tune_ahead, tuning
-from foundry_kernels._launch import Plan, launch
-from foundry_kernels.registry import OpSpec
+from foundry_kernels._triton import devices, rows, tuning
+from foundry_kernels._triton import launch as launches
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.testing import Case, call, lay_out
+from foundry_kernels.tools import tune
+from foundry_kernels.tools.inspect import aot
+from foundry_kernels.tools.tune import ahead, measuring
 
 OPS = [pytest.param(op, id=op.name) for op in fk.OPS.values() if op.impl("triton")]
 
@@ -78,7 +82,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return own(kernel, *args, **kwargs)
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(_launch, "_RUN", run)
+    monkeypatch.setattr(launches, "_RUN", run)
     return seen
 
 
@@ -188,7 +192,7 @@ def test_keys_are_as_fine_as_tritons(gpu: Recorder) -> None:
     several = [None, *(draw(dtype=t, offset=o) for t in (torch.float32, torch.float16, torch.int64) for o in (0, 1, 2))]
     for x in several[1:]:
         for w in several:
-            ours = tuple(_launch.specializations(toy_kernel, 0, (x, w, draw())))
+            ours = tuple(launches.specializations(toy_kernel, 0, (x, w, draw())))
             by_triton(p, x, w, draw())
             found.setdefault(ours, set()).add(gpu.take()[0][4])
     assert len(found) > 20
@@ -278,7 +282,7 @@ def a_pre_run_hook() -> Iterator[None]:
 @contextmanager
 def another_version() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_launch, "DIRECT", False)
+        patch.setattr(launches, "DIRECT", False)
         yield
 
 
@@ -378,9 +382,9 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
     made = gpu.take()
     assert not runs
     runs.clear()
-    monkeypatch.setattr(_launch, "DIRECT", False)
+    monkeypatch.setattr(launches, "DIRECT", False)
     for case, args in inputs:
-        forward_and_backward(op, case, args, before=_launch.forget_plans)
+        forward_and_backward(op, case, args, before=launches.forget_plans)
     assert len(made) == len(runs) >= len(inputs)
     for direct, expected in zip(made, gpu.take(), strict=True):
         assert described(direct) == described(expected)
@@ -390,8 +394,8 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
 
 
 def test_this_version_of_triton_is_known() -> None:
-    """Where it is not: read JITFunction.run and CompiledKernel of the new one, then add it to `_launch.KNOWN`."""
-    assert _launch.DIRECT, f"Triton {triton.__version__} is launched the slow way"
+    """Where it is not: read JITFunction.run and CompiledKernel of the new one, then add it to `launches.KNOWN`."""
+    assert launches.DIRECT, f"Triton {triton.__version__} is launched the slow way"
 
 
 def test_a_real_compiled_kernel() -> None:
@@ -416,12 +420,12 @@ def test_a_real_compiled_kernel() -> None:
 
 def test_capability_recorded_is_part_of_a_plan() -> None:
     """Plans made for one GPU are forgotten when launches are recorded for another."""
-    before = _triton._RECORDED
-    _triton._plan_sum(3, 5, torch.float32)
-    assert _triton._plan_sum.cache_info().currsize > 0
-    _triton.record_for(80)
-    assert _triton._plan_sum.cache_info().currsize == 0
-    _triton.record_for(before)
+    before = devices._RECORDED
+    rows._plan_sum(3, 5, torch.float32)
+    assert rows._plan_sum.cache_info().currsize > 0
+    devices.record_for(80)
+    assert rows._plan_sum.cache_info().currsize == 0
+    devices.record_for(before)
 
 
 # --- tuning -----------------------------------------------------------------------------------------------------------
@@ -449,12 +453,12 @@ def test_rows_that_do_not_fit_are_dropped_ahead_of_time(
 ) -> None:
     """Each row is recorded with its own launches, of two dtypes; what they cost is made up."""
 
-    def cost(launch: _aot.Launch, arch: int) -> _aot.Cost:
+    def cost(launch: aot.Launch, arch: int) -> aot.Cost:
         stack = 8 * (dict(launch.constants)["BLOCK_COLS"] == 4096)
-        return _aot.Cost(32, stack, 0, dict(launch.options)["num_warps"], (16,), "", "", b"")
+        return aot.Cost(32, stack, 0, dict(launch.options)["num_warps"], (16,), "", "", b"")
 
-    monkeypatch.setattr(_aot, "compile_for", cost)
-    assert tune_ahead.list_rows([fk.OPS["swiglu"]], 90, pytest.fail) == 0
+    monkeypatch.setattr(aot, "compile_for", cost)
+    assert ahead.list_rows([fk.OPS["swiglu"]], 90, pytest.fail) == 0
     shown = capsys.readouterr().out
     assert shown.count("  built in  ") == shown.count("_kernel, ") == 4
     assert shown.count("dropped: 8 bytes of stack") == 4

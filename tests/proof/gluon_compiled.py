@@ -1,5 +1,6 @@
-"""What tests/test_gluon_launch.py runs in a process of its own, where kernels are not interpreted: the Gluon forward of
-attention compiled for compute capability 9.0, and what its machine code says."""
+"""The Gluon forward of attention compiled for compute capability 9.0, and what its machine code says.
+
+test_gluon_launch.py runs this in a process of its own, where kernels are not interpreted."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import torch
 
 import foundry_kernels as fk
 from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
-from foundry_kernels import _aot, tuning
-from foundry_kernels._estimate import estimate
-from foundry_kernels._sass import Loop, _parse
+from foundry_kernels._triton import tuning
+from foundry_kernels.tools.inspect import aot
+from foundry_kernels.tools.inspect.estimate import estimate
+from foundry_kernels.tools.inspect.sass import Loop, _parse
 
 OP, KERNEL = fk.OPS["flash_attention"], "flash_attention_fwd_gluon_kernel"
 #: By head dimension and whether there is a right bound.
@@ -26,10 +28,10 @@ LEAST_TFLOPS, MOST_INSTRUCTIONS = {64: 380, 128: 623}, {64: 290, 128: 326}
 
 
 @cache
-def launches() -> dict[tuple[int, bool], _aot.Launch]:
+def launches() -> dict[tuple[int, bool], aot.Launch]:
     with tuning.watched() as chosen:
-        _aot.record(OP, 90, everything=False)
-    made = _aot.record_untried(OP, 90, chosen.values())
+        aot.record(OP, 90, everything=False)
+    made = aot.record_untried(OP, 90, chosen.values())
     assert {launch.name for launch in made} == {KERNEL}
     found = {}
     for launch in made:
@@ -40,14 +42,14 @@ def launches() -> dict[tuple[int, bool], _aot.Launch]:
 
 
 @cache
-def compiled(width: int, causal: bool) -> _aot.Cost:
-    return _aot.compile_for(launches()[width, causal], 90)
+def compiled(width: int, causal: bool) -> aot.Cost:
+    return aot.compile_for(launches()[width, causal], 90)
 
 
 @cache
 def code(width: int, causal: bool) -> tuple[list[str], dict[str, int]]:
     cubin = compiled(width, causal).cubin
-    instructions, labels = _parse(_aot.run_on_cubin([_aot.tool("nvdisasm"), "-c"], cubin))
+    instructions, labels = _parse(aot.run_on_cubin([aot.tool("nvdisasm"), "-c"], cubin))
     return [re.sub(r"^@!?U?P\w+\s+", "", text) for text in instructions], labels
 
 
@@ -63,7 +65,7 @@ def test_it_fits(width: int, causal: bool) -> None:
     """No spill; and the registers that the partitions ask for are no more than the program has, or they would wait for
     each other for ever."""
     cost = compiled(width, causal)
-    assert cost.problems(_aot.GPUS[90]) == []
+    assert cost.problems(aot.GPUS[90]) == []
     assert (cost.registers, cost.stack, cost.warps, cost.idle) == (168, 0, 12, 4)
     assert cost.shared <= 227 << 10
     asked = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", cost.ptx)]
@@ -175,7 +177,7 @@ def test_what_is_launched_is_what_was_compiled() -> None:
         with tuning.forced(choice.kernel, choice.key, row):
             fk.flash_attention(q, k, v, causal=True, backend="triton")
     ((src, options),) = made
-    ahead = _aot.source_of(launches()[64, True])
+    ahead = aot.source_of(launches()[64, True])
     assert type(src) is type(ahead)
     assert src.fn is ahead.fn
     assert src.signature == ahead.signature

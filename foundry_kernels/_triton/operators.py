@@ -1,0 +1,121 @@
+"""Operators of Triton kernels: their registration, and the direct way to their launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from foundry_kernels._triton import INTERPRET
+
+
+def refuse_second_derivative(op: str) -> None:
+    """Raise if the backward pass of an operation without a second derivative is itself to be differentiated."""
+    # torch.compile traces the backward pass with gradients enabled, so that create_graph cannot be seen there.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
+
+
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher, called while the device of its tensors is the current one: Triton launches on the current device,
+    whatever its arguments are, and an operator defined in Python has no guard of its own."""
+
+    @wraps(kernel)
+    def launcher(*args: Any) -> Any:
+        first = args[0]  # of most operators; where it may be None, another tensor
+        device = first.device if first is not None else next(x.device for x in args if isinstance(x, torch.Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return kernel(*args)
+        with torch.cuda.device(device):
+            return kernel(*args)
+
+    return launcher
+
+
+_LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
+LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the operator's name
+_SERVE_CPU: set[str] = set()
+
+
+def define(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register `foundry_kernels::<schema>` with a launcher and a fake; returns what is to be called.
+
+    Kernels are launched by operators so that torch.compile does not trace into the launch, and so that selective
+    checkpointing, DTensor and profilers know them by name. Where the dispatcher would do nothing but call the launcher
+    (no mode is active; tensors are just memory: no subclass, no lazy negation, no wrapper), it is called directly: that
+    costs the host less. `launcher` and `fake` return None in place of a result that is not wanted; the operator, whose
+    results are all tensors, an empty one.
+    """
+    name = schema.split("(")[0]
+    direct = on_its_device(launcher)
+    LAUNCHERS[name] = _filled(direct)
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
+    if INTERPRET:
+        _SERVE_CPU.add(name)
+    torch.library.register_fake(f"foundry_kernels::{name}", _filled(fake), lib=_LIBRARY)
+    operator = getattr(torch.ops.foundry_kernels, name).default
+    tensors = tuple(i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type))
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _watched():
+            return operator(*args)
+        for i in tensors:
+            x = args[i]
+            if x is not None and (type(x) not in _PLAIN_TYPES or _keys(x).raw_repr() & _FOREIGN):
+                return operator(*args)
+        return direct(*args)
+
+    return call
+
+
+def _filled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with empty tensors in place of results that are None."""
+
+    @wraps(function)
+    def filled(*args: Any) -> Any:
+        results = function(*args)
+        if not isinstance(results, tuple):
+            return results
+        like = next(x for x in args if isinstance(x, torch.Tensor))
+        return tuple(like.new_empty(0) if r is None else r for r in results)
+
+    return filled
+
+
+def _plain_keys() -> int:
+    """The bits of the dispatch keys of tensors that are just memory on a device."""
+    key, bits = torch._C.DispatchKey, 0
+    for each in ("CPU", "CUDA"):
+        for kind in ("", "Autograd", "Autocast"):
+            bits |= torch._C.DispatchKeySet(getattr(key, kind + each)).raw_repr()
+    return bits | torch._C.DispatchKeySet(key.ADInplaceOrView).raw_repr()
+
+
+_FOREIGN = ~_plain_keys()
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+_keys = torch._C._dispatch_keys
+
+
+def _watched() -> bool:
+    """Whether a mode, a profiler, a tracer or a transform is active, for which the dispatcher is needed."""
+    c = torch._C
+    return bool(
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._autograd._profiler_enabled()
+        or c._is_tracing()
+        or c._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def serve_cpu_tensors() -> None:
+    """Register the launchers for CPU tensors too, so that `tools.inspect` can record what they would launch."""
+    for name, launcher in LAUNCHERS.items():
+        if name not in _SERVE_CPU:
+            _SERVE_CPU.add(name)
+            _LIBRARY.impl(name, launcher, "CPU")

@@ -1,0 +1,1 @@
+"""What `python -m foundry_kernels` runs besides its overview: checks, compilation ahead of time, tuning."""
