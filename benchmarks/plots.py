@@ -1,4 +1,4 @@
-"""Pictures of kept results, as SVG: TFLOP/s over tokens, bandwidth over width, memory over tokens, a roofline."""
+"""Pictures of kept results, as SVG: speed-ups, TFLOP/s and memory over tokens, bandwidth over width, rooflines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.tables import LIMITS, OURS
+from benchmarks.tables import LIMITS, OURS, forward, rival
 
 Row = dict[str, Any]
 
@@ -22,7 +22,7 @@ def draw(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
             found = panels(kept)
             if not found:
                 continue
-            figure = Figure(figsize=(4.6 * len(found), 3.6), layout="constrained")
+            figure = Figure(figsize=(max(4.6 * len(found), 6.5), 3.6), layout="constrained")
             for axes, panel in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
                 paint(axes, panel)
                 axes.grid(alpha=0.25)
@@ -56,6 +56,28 @@ def _widths(kept: dict[str, Any]) -> list[Row]:
 
 def _tokens(kept: dict[str, Any]) -> list[Row]:
     return [r for r in _scaling(kept, "T", "TFLOP/s", True) if r["direction"] in ("forward", "backward")][:4]
+
+
+def _speedups(kept: dict[str, Any]) -> list[list[tuple[str, float, float | None]]]:
+    """In the dtype that has most of them, each operation with how many times faster it is than eager, and than its
+    rival."""
+    by_dtype: dict[str, list[tuple[str, float, float | None]]] = {}
+    for op, rows in forward(kept).items():
+        for dtype, row in rows.items():
+            if (eager := row.get("speedup_over", {}).get("eager")) is not None:
+                by_dtype.setdefault(dtype, []).append((op, eager, row["speedup_over"].get(rival(row))))
+    return [max(by_dtype.values(), key=len)] if by_dtype else []
+
+
+def _bars(axes: Any, found: list[tuple[str, float, float | None]]) -> None:
+    found = sorted(found, key=lambda one: one[1])
+    heights = range(len(found))
+    axes.barh([h + 0.2 for h in heights], [one[1] for one in found], 0.4, label="than plain PyTorch")
+    axes.barh([h - 0.2 for h in heights], [one[2] or 0.0 for one in found], 0.4, label="than torch.compile, or SDPA")
+    axes.axvline(1.0, linestyle="--", color="gray", linewidth=1.0)
+    axes.set_yticks(list(heights), [one[0] for one in found])
+    axes.set(xlabel="times faster", xscale="log")
+    axes.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
 
 
 def _lines(axes: Any, row: Row, key: str, scale: float = 1.0) -> None:
@@ -120,6 +142,7 @@ _Panels = Callable[[dict[str, Any]], list[Any]]
 _Paint = Callable[[Any, Any], None]
 #: Title, name of the file, what gives the panels, what paints one. README.md shows the first that there is.
 _KINDS: tuple[tuple[str, str, _Panels, _Paint], ...] = (
+    ("How many times faster, forward", "speedups", _speedups, _bars),
     ("TFLOP/s over tokens", "tflops", _tokens, _rate),
     ("Bandwidth over width", "bandwidth", _widths, _bandwidth),
     ("Memory over tokens", "memory", _tokens, _memory),

@@ -1,6 +1,9 @@
-"""The parts of README.md that are made from the kept results and from nothing else: what is measured, in the table
-"What works where", and the results. A kernel that changes later leaves them as they are: they say which commit was
-measured, and `python -m benchmarks changed` what has changed since."""
+"""The parts of README.md that are made from the kept results and from nothing else: the headline with its chart, what
+is measured, in the table "What works where", and what is slower.
+
+A kernel that changes later leaves them as they are: they say which commit was measured, and `python -m benchmarks
+changed` what has changed since.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ import foundry_kernels as fk
 from benchmarks import tables, verdict
 from benchmarks.report import RESULTS, ROOT, all_kept, named_pictures, page
 
-START, END = "<!-- results -->", "<!-- end of results -->"
+START, END = "<!-- slower -->", "<!-- end of slower -->"
+_HEADLINE, _END_OF_HEADLINE = "<!-- headline -->", "<!-- end of headline -->"
 _LEGEND, _END_OF_LEGEND = "<!-- measured -->", "<!-- end of measured -->"
 _COLUMN = "`native`, CPU"
 #: Measured of a kernel that has changed before newer results, or of no commit that is known.
@@ -37,7 +41,9 @@ def text(before: str, root: Path, found: Results, source: Path | None = None) ->
     marks: set[str] = set()
     after = _support(before, on_cpu, marks)
     after = _between(after, _LEGEND, _END_OF_LEGEND, _legend(marks))
-    return _between(after, START, END, _results(root, found, source or newest(on_cpu)))
+    shown = source or newest(on_cpu)
+    after = _between(after, _HEADLINE, _END_OF_HEADLINE, _headline(root, found[shown], shown))
+    return _between(after, START, END, _slower(root, found, shown))
 
 
 def newest(found: Results) -> Path:
@@ -115,24 +121,45 @@ def _legend(marks: set[str]) -> str:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _results(root: Path, found: Results, source: Path) -> str:
-    kept, folder = found[source], source.resolve().parent.relative_to(root).as_posix()
+def _headline(root: Path, kept: dict[str, Any], source: Path) -> str:
+    """The training steps in a sentence, and the chart."""
+    folder = source.resolve().parent.relative_to(root).as_posix()
     chart = next(iter(named_pictures(kept, source)), None)
+    steps = [r for r in tables.of_kind(kept, "model") if r["direction"] == "step"]
+    peaks = {(r["op"], r["case"], r["dtype"], r["row"]): r["peak_bytes"] for r in steps}
+    found = []
+    for row, base, what in _STEPS:
+        for r in steps:
+            if r["row"] == row and base in r.get("speedup_over", {}):
+                memory = r["peak_bytes"] / peaks[r["op"], r["case"], r["dtype"], base]
+                speed = f"**{r['speedup_over'][base]:.2f}x** as fast in **{memory:.2f}x** the memory"
+                found.append(f"a training step of {what} {r['dtype']}, runs {speed}")
+                break
+    where = f"Measured on {kept['device']}, without a GPU ({kept['date']}, {tables.of_commit(kept)})"
+    text = tables.paragraph(f"{where}: {', '.join(found)}.") if found else ""
+    return "\n\n".join(part for part in (text, f"![{chart[0]}]({folder}/{chart[1].name})" if chart else "") if part)
+
+
+#: Rows of models, what each is compared with, and what that is.
+_STEPS = (
+    ("patched by ours", "Hugging Face", "a small Hugging Face Llama, patched, in"),
+    ("ours", "reference", "our own model, against plain PyTorch in"),
+)
+
+
+def _slower(root: Path, found: Results, source: Path) -> str:
+    folder = source.resolve().parent.relative_to(root).as_posix()
     link = f"{folder}/{source.stem}.md"
-    parts = [
-        tables.summary(kept),
-        f"![{chart[0]}]({folder}/{chart[1].name})" if chart else "",
-        f"Backward passes, other shapes, whole models, memory, host time and growth: [{link}]({link}).",
-        tables.steps(kept),
-        "What is slower than a peer, of all results the worst row of each operation:",
-        "\n".join(_behind(folder, path, of) for path, of in found.items()),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    about = f"All shapes, backward passes, models, memory, host time and growth: [{link}]({link}). Your own machine: "
+    about += "`pytest benchmarks --benchmark-only`, 8 minutes, with a verdict. Slower than a peer:"
+    lines = [_behind(folder, path, of, whole=path == source) for path, of in found.items()]
+    return "\n\n".join([tables.paragraph(about), "\n".join(lines)])
 
 
-def _behind(folder: str, path: Path, kept: dict[str, Any]) -> str:
+def _behind(folder: str, path: Path, kept: dict[str, Any], whole: bool) -> str:
+    """How many rows are behind a peer and, of the results that are shown, the worst of each operation."""
     found, held = verdict.slower(kept)
     anchor = verdict.TITLE.lower().replace(" ", "-")
     line = f"- {kept['device']}, {kept['date']}, {tables.of_commit(kept)}: "
     line += f"{verdict.counted(found, held)[:-1]} ([all]({folder}/{path.stem}.md#{anchor}))"
-    return tables.wrapped(line + (f": {verdict.worst(found)}." if found else "."))
+    return tables.wrapped(line + (f": {verdict.worst(found)}." if found and whole else "."))

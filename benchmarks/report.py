@@ -103,6 +103,7 @@ def page(source: Path, draw: bool = True) -> Path:
     parts += [text for text in (tables.held(kept), tables.cut(kept)) if text]
     parts += [f"![{title}]({path.name})" for title, path in pictures]
     for title, text in (
+        ("In short", tables.summary(kept)),
         (verdict.TITLE, verdict.slower_table(kept)),
         ("Operations", tables.operations(kept)),
         ("Models", tables.models(kept)),

@@ -175,17 +175,22 @@ def operations(kept: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def forward(kept: dict[str, Any]) -> dict[str, dict[str, Row]]:
+    """By operation and dtype our forward pass on the shape that takes longest."""
+    rows = [r for half in _halves(kept) for r in _ours(half)[0] if r["direction"] == "forward"]
+    return {op: _main([r for r in rows if r["op"] == op]) for op in dict.fromkeys(r["op"] for r in rows)}
+
+
 def summary(kept: dict[str, Any]) -> str:
     """A row an operation: its forward pass on the shape that takes longest, a number a cell."""
-    forward = [r for rows in _halves(kept) for r in _ours(rows)[0] if r["direction"] == "forward"]
-    chosen = {op: _main([r for r in forward if r["op"] == op]) for op in dict.fromkeys(r["op"] for r in forward)}
+    chosen = forward(kept)
     rows = [r for by_dtype in chosen.values() for r in by_dtype.values()]
     if not rows:
         return ""
     dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
     columns: dict[str, Callable[[Row], str]] = {
         "× eager": lambda r: _ratio(r, "eager"),
-        "× compiled": lambda r: _ratio(r, _rival(r)),
+        "× compiled": lambda r: _ratio(r, rival(r)),
         "% of memcpy": lambda r: _of_limit(r, r["limit"]),
     }
     lines = []
@@ -218,7 +223,7 @@ def _main(rows: list[Row]) -> dict[str, Row]:
     return {r["dtype"]: r for r in rows if (r["case"], r["memory"]) == (longest["case"], longest["memory"])}
 
 
-def _rival(row: Row) -> str:
+def rival(row: Row) -> str:
     """The peer that is hardest to beat: of matrix products a fused kernel, else what the compiler makes of eager."""
     return "SDPA flash" if row["limit"] == "GEMM" else "torch.compile"
 

@@ -163,4 +163,4 @@ def worst(found: Sequence[Slower]) -> str:
     first: dict[str, Slower] = {}
     for s in found:  # the worst first
         first.setdefault(s.what, s)
-    return "; ".join(f"{s.what} {s.ratio:.2f}x {s.peer} ({s.where})" for s in first.values())
+    return "; ".join(f"{s.what} {s.ratio:.2f}x {s.peer}" for s in first.values())

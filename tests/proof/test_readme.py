@@ -55,6 +55,7 @@ def names(folder: Path) -> dict[str, Any]:
         "torch": torch,
         "AutoModelForCausalLM": AutoModelForCausalLM,
         "name": str(folder),  # of a checkpoint
+        "model": AutoModelForCausalLM.from_pretrained(folder),
         "tokens": torch.randint(3, 128, (2, 12), generator=generator),
         "targets": torch.randint(3, 128, (2, 12), generator=generator),
         "logits": normal(2, 12, 128),
@@ -108,8 +109,8 @@ def test_every_python_block_runs(page: str, tmp_path: Path, capsys: pytest.Captu
     pytest.importorskip("transformers")
     found = blocks(TEXTS[page], "python")
     defined = names(tmp_path)
-    if page == "README.md":  # its first block is to be pasted, so it gets nothing
-        line, code = found.pop(0)
+    if page == "README.md":  # the block that imports is to be pasted, so it gets nothing
+        line, code = found.pop(next(i for i, (_, code) in enumerate(found) if code.startswith("import torch")))
         run(page, code, line, {})
         defined["fk"] = sys.modules["foundry_kernels"]
     for line, code in found:

@@ -149,7 +149,9 @@ def test_pictures(tmp_path: Path) -> None:
     roofs = [point | {"row": "GEMM"}, point | {"row": "memcpy", "GB/s": 40.0}]
     kept = {**KEPT, "rows": [width, tokens, point, *roofs]}
     drawn = plots.draw(kept, tmp_path / "kept.json")
-    assert [path.name for _, path in drawn] == [f"kept-{n}.svg" for n in ("tflops", "bandwidth", "memory", "roofline")]
+    assert [path.name for _, path in drawn] == [
+        f"kept-{n}.svg" for n in ("speedups", "tflops", "bandwidth", "memory", "roofline")
+    ]
     assert drawn == plots.names(kept, tmp_path / "kept.json")
     for _, path in drawn:
         assert "A processor, 2 cores, torch 2.13.0, 2026-01-02" in path.read_text()
