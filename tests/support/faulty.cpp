@@ -1,6 +1,6 @@
 // Kernels that are wrong on purpose: what tests/proof/test_sanitize.py expects the sanitizers to report. Compiled like
 // csrc/cpu, and built on the same vec.h, so that its loads and stores are known to be watched.
-#include "../csrc/cpu/vec.h"
+#include "../../csrc/cpu/vec.h"
 
 #include <cstring>
 

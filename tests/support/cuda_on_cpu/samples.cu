@@ -1,5 +1,5 @@
 // Small kernels, right and wrong, that the checker is tested with. run_sample returns the report, "" if there is none.
-#include "../../csrc/cuda/launch.cuh"
+#include "../../../csrc/cuda/launch.cuh"
 
 #include <stdexcept>
 #include <string>

@@ -93,8 +93,12 @@ def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> li
 
 def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str, int]]:
     """Of the gradient of the matrices, likewise."""
-    half = _HALF[device_of(arch).name][1] if aligned else _UNALIGNED
-    found = _INTERPRETED if arch == 0 else half if dtype.itemsize == 2 else _SINGLE
+    if arch == 0:
+        found = _INTERPRETED
+    elif dtype.itemsize == 2:
+        found = _HALF[device_of(arch).name][1] if aligned else _UNALIGNED
+    else:
+        found = _SINGLE
     return _rows(("BLOCK_A", "BLOCK_B", "BLOCK_ROWS"), found, dtype, arch)
 
 
