@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_family import MODELS
-from tiny_model import TINY, draw
+from tiny_model import MODELS, TINY, draw
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

@@ -151,7 +151,7 @@ def patch(
     """Replace the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
     know.
 
-    Known are the families of `foundry_kernels.integrations.table.FAMILIES` and `OLDER` in Hugging Face transformers,
+    Known are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
     ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
     Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
     wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from foundry_kernels.integrations.table import FAMILIES, OLDER
+from foundry_kernels.integrations.table import PATCHED
 
 SIZES = {
     "vocab_size": 128,
@@ -75,8 +75,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     Raises:
         ImportError: transformers is not installed. ValueError: `family` is not in the table.
     """
-    if family not in (*FAMILIES, *OLDER):
-        raise ValueError(f"family must be one of {', '.join((*FAMILIES, *OLDER))}; got {family!r}")
+    if family not in PATCHED:
+        raise ValueError(f"family must be one of {', '.join(PATCHED)}; got {family!r}")
     from transformers import CONFIG_MAPPING
 
     name = "gemma3_text" if family == "gemma3" else family

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from foundry_kernels._autocast import autocast_dtype
 from foundry_kernels._checks import check_integer, check_rank
-from foundry_kernels.models import from_hf
 from foundry_kernels.models.blocks import add_branch, block_class, make_norm, operations
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
@@ -152,6 +151,8 @@ class Transformer(nn.Module):
             ValueError: an option of the checkpoint that this model does not have, or weights that are missing, not
                 known, or of another shape; the message names them.
         """
+        from foundry_kernels.integrations import from_hf  # which imports this module
+
         config, state = from_hf.read(model, changes)
         weight = state["tok_embeddings.weight"]
         with torch.device("meta"):

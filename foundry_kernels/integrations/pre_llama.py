@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters import Adapter, Attention, activation, words
-from foundry_kernels.integrations.causal_lm import CausalLM, trained_without_logits
 from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.rope import rope
@@ -26,7 +25,7 @@ def _own_dropout(module: Any) -> float:
 
 
 @dataclass(frozen=True)
-class OlderAttention(Attention):
+class PreLlamaAttention(Attention):
     """An attention that calls the function of the model's config. dropout: its probability, of a module."""
 
     dropout: Callable[[Any], float] = _own_dropout
@@ -44,7 +43,7 @@ class OlderAttention(Attention):
 
 
 @dataclass(frozen=True)
-class GPT2Attention(OlderAttention):
+class GPT2Attention(PreLlamaAttention):
     """Without positions of its own, so that nothing is left to do but the attention function; its forward stays."""
 
     names = words(
@@ -67,7 +66,7 @@ class GPT2Attention(OlderAttention):
 
 
 @dataclass(frozen=True)
-class NeoXAttention(OlderAttention):
+class NeoXAttention(PreLlamaAttention):
     """One projection for q, k and v, head by head; the first of a head's dimensions are rotated."""
 
     names = words(
@@ -173,83 +172,3 @@ def _product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if name == ("transformers.pytorch_utils", "Conv1D"):
             return torch.matmul(x, layer.weight), layer.bias
     return layer(x), None
-
-
-@dataclass(frozen=True)
-class GPT2Model(CausalLM):
-    """The model with its head; its forward takes arguments in an order of its own."""
-
-    names = words(
-        "transformer last_hidden_state slice_logits_to_keep lm_head loss_function config vocab_size "
-        "CausalLMOutputWithCrossAttentions past_key_values hidden_states attentions cross_attentions"
-    )
-
-    def members(self, original: Any) -> dict[str, Any]:
-        return super().members(original) | {"forward": self.returns(_gpt2_model)}
-
-
-def _gpt2_model(
-    self: Any,
-    input_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    given = {
-        "input_ids": input_ids,
-        "past_key_values": past_key_values,
-        "attention_mask": attention_mask,
-        "token_type_ids": token_type_ids,
-        "position_ids": position_ids,
-        "inputs_embeds": inputs_embeds,
-        "encoder_hidden_states": encoder_hidden_states,
-        "encoder_attention_mask": encoder_attention_mask,
-        "use_cache": use_cache,
-        **kwargs,
-    }
-    return trained_without_logits(self, self.transformer, given, labels, logits_to_keep, kwargs)
-
-
-@dataclass(frozen=True)
-class NeoXModel(CausalLM):
-    """As `GPT2Model`."""
-
-    names = words(
-        "gpt_neox last_hidden_state slice_logits_to_keep lm_head loss_function config vocab_size "
-        "CausalLMOutputWithPast past_key_values hidden_states attentions"
-    )
-
-    def members(self, original: Any) -> dict[str, Any]:
-        return super().members(original) | {"forward": self.returns(_neox_model)}
-
-
-def _neox_model(
-    self: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    past_key_values: Any = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    given = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "inputs_embeds": inputs_embeds,
-        "past_key_values": past_key_values,
-        "use_cache": use_cache,
-        **kwargs,
-    }
-    return trained_without_logits(self, self.gpt_neox, given, labels, logits_to_keep, kwargs)
