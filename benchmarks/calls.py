@@ -32,7 +32,7 @@ class Arguments:
         self._cotangents: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
 
     def cotangents(self, out: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """For outputs like `out`, as many as there are sets; all contenders get the same."""
+        """Returns gradients for outputs like `out`, as many as there are sets; all contenders get the same."""
         like = tuple((o.shape, o.dtype) for o in out)
         if like not in self._cotangents:
             made = make_cotangents(out, "contiguous")
@@ -44,7 +44,7 @@ class Arguments:
 
 
 def copied(t: Tensor | None) -> Tensor | None:
-    """With gradients of its own, where it takes any."""
+    """Returns a copy with gradients of its own, where it takes any."""
     return None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
 
 
@@ -127,7 +127,7 @@ def _falls_back(group: Group, name: str) -> str | None:
 
 
 def _seconds(prepare: Prepare) -> float:
-    """Of the shorter of two calls; of one where it is long."""
+    """Returns the seconds of the shorter of two calls; of one where it is long."""
     found: list[float] = []
     while len(found) < 2 and sum(found) < 0.1:
         run, start = prepare(), timer()

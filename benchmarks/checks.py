@@ -51,8 +51,8 @@ class Check:
             self.expected = replace(made, reference=reference, oracle=oracle)
 
     def wrong(self, name: str) -> str | None:
-        """Why the result of a row is not that of the reference, or None. Ours is held to the parity policy; a peer to
-        computing the same, unless it draws other elements for dropout."""
+        """Returns why the result of a row is not that of the reference, or None. Ours must meet the parity
+        policy; a peer must compute the same, unless it draws other elements for dropout."""
         if name in (*LIMITS, "reference") or (name not in OURS and self.group.case.options.get("dropout_p")):
             return None
         try:

@@ -197,13 +197,13 @@ class Ratio:
 # --- in the process of a side -----------------------------------------------------------------------------------------
 
 
-def serve(held_to: str | None = None) -> None:
+def serve(forced: str | None = None) -> None:
     """Answer requests, a line of JSON each; standard output is kept for the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if held_to is not None:
+    if forced is not None:
         try:
-            force(held_to)
+            force(forced)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
     measure = _measurer()

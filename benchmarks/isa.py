@@ -48,7 +48,7 @@ class Isa:
     products16: bool = True
 
     def row(self) -> dict[str, Any]:
-        """What each row of a forced run says of it."""
+        """Returns what each row of a forced run says of it."""
         if self.forced is None:
             return {}
         return {"isa": self.forced, "torch_isa": self.torch, "torch_obeyed": self.obeyed}
@@ -105,7 +105,7 @@ def force(name: str) -> Isa:
 
 
 def found() -> Isa:
-    """What this process uses without being forced."""
+    """Returns what this process uses without being forced."""
     import torch
 
     from foundry_kernels import _native

@@ -217,7 +217,7 @@ class Scrub:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """For runs that are not timed."""
+        """Switches it off, for runs that are not timed."""
         before, self.rests = self.rests, True
         try:
             yield

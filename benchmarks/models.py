@@ -26,7 +26,7 @@ FAMILIES = {
 }
 _TRAINING = ("forward", "forward+backward", "step")
 TASKS = {"transformer": _TRAINING, "hugging-face": _TRAINING, "generation": ("decode",)}
-#: The row that others of the family are held against.
+#: The row that others of the family are compared with.
 BASE = {"transformer": "reference", "hugging-face": "Hugging Face", "generation": "reference"}
 
 #: By device and name; the first is the quick one. "1b" has the shape of Llama-3.2-1B, its vocabulary cut.
@@ -96,8 +96,8 @@ def model_groups(full: bool) -> list[ModelGroup]:
 
 
 class ModelContenders:
-    """As `suite.Contenders`, of models: all start from the same weights, and those whose loss is not that of the first
-    are `wrong`."""
+    """Like `suite.Contenders`, but models: all start from the same weights, and those whose loss is not that of the
+    first are `wrong`."""
 
     def __init__(self, group: ModelGroup, names: tuple[str, ...] | None = None) -> None:
         self.group = group
@@ -257,7 +257,7 @@ def _patch_by_liger(model: nn.Module) -> None:
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Of the next token; transformers shift the labels themselves."""
+    """Returns the loss of the next token; transformers shift the labels themselves."""
     plain = getattr(model, "_orig_mod", model)
     if isinstance(plain, Transformer):
         return model(batch[:, :-1], batch[:, 1:])[1]

@@ -46,7 +46,7 @@ def keep(source: Path, target: Path) -> None:
 
 
 def commit(run: dict[str, Any]) -> dict[str, Any] | None:
-    """What was measured, as pytest-benchmark asks git for it; None where it is no checkout."""
+    """Returns the commit that was measured, as pytest-benchmark asks git for it; None where it is no checkout."""
     info = run.get("commit_info", {})
     if not re.fullmatch("[0-9a-f]{40}", str(info.get("id"))):
         return None
@@ -138,7 +138,7 @@ def all_kept(folder: Path = RESULTS) -> dict[Path, dict[str, Any]]:
 
 
 def kept_path(name: str) -> Path:
-    """Of results by name or path."""
+    """Returns the path of results that are named by name or path."""
     path = Path(name)
     return path if path.suffix == ".json" else RESULTS / f"{name}.json"
 

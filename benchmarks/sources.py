@@ -21,7 +21,7 @@ _C_COMMENTS = r"//[^\n]*|/\*.*?\*/"
 
 
 def digests(device: str, root: Path = ROOT) -> dict[str, str]:
-    """By operation. Edits of comments, docstrings and blanks change none."""
+    """Returns a hash by operation. Edits of comments, docstrings and blanks change none."""
     return {op.name: digest(files(op, device, root), root) for op in fk.OPS.values()}
 
 
@@ -49,13 +49,13 @@ def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
         return not any(part == other or part.endswith(f"_{other}") for part in parts for other in _OTHER[device])
 
     found = {p for p in python if belongs(p)}
-    ahead = [p for p in (root / "csrc").rglob("*.*") if p.stem.startswith(tuple(names))]
-    while ahead:
-        path = ahead.pop()
+    pending = [p for p in (root / "csrc").rglob("*.*") if p.stem.startswith(tuple(names))]
+    while pending:
+        path = pending.pop()
         if path not in found and belongs(path):
             found.add(path)
             included = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
-            ahead += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
+            pending += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
     return sorted(found)
 
 

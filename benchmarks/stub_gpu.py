@@ -1,4 +1,4 @@
-"""A GPU that launches nothing: the host's share of a call to a Triton kernel, on a machine without a GPU.
+"""A GPU that launches nothing: the host's part of a call to a Triton kernel, on a machine without a GPU.
 
 Kernels are compiled for the architecture, arguments are bound and launchers called as on a GPU; the launch itself, the
 last call into the driver, does nothing. Tensors are the CPU's, and results are whatever was in memory.
@@ -27,7 +27,7 @@ class StubDriver:
         self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=self._properties)
 
     def launch(self, *args: Any) -> None:
-        """What a compiled kernel is called with: grid, stream, function, metadata, hooks and the kernel's arguments."""
+        """Takes what a compiled kernel takes: grid, stream, function, metadata, hooks and the kernel's arguments."""
 
     def get_current_device(self) -> int:
         return 0
@@ -67,7 +67,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def stub_gpu(driver: StubDriver) -> Iterator[None]:
-    """While it lasts, Triton kernels serve CPU tensors and are launched by `driver`."""
+    """While it lasts, Triton kernels take CPU tensors and are launched by `driver`."""
     from triton.runtime.driver import driver as drivers
 
     _triton.serve_cpu_tensors()

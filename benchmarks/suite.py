@@ -25,7 +25,7 @@ from foundry_kernels.testing import Case
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
 OURS = ("triton", "native", "reference")
-#: What rows are held against: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
+#: What rows are compared with: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: Above this many operations a byte a call is compute-bound.
 _INTENSITY = 32
@@ -70,7 +70,7 @@ class Group:
 
     @cached_property
     def peers(self) -> dict[str, Callable[..., Any] | str]:
-        """What the op names, torch.compile of "eager", and Liger."""
+        """Returns what the op names, torch.compile of "eager", and Liger."""
         found = dict(self.bench.peers(self.op.name, self.case, DEVICE))
         if "eager" in found:
             eager, key = found["eager"], (self.op.name, self.case.id, self.dtype)
@@ -97,7 +97,7 @@ class Group:
 
     @property
     def limit(self) -> str:
-        """What bounds the call: "GEMM" or "memcpy"."""
+        """Names what bounds the call: "GEMM" or "memcpy"."""
         return "GEMM" if self.flops and self.flops >= _INTENSITY * self.bytes_moved else "memcpy"
 
     @cached_property
@@ -106,11 +106,11 @@ class Group:
 
     @cached_property
     def flops(self) -> int | None:
-        """Of the matrix products, None for an operation without."""
+        """Returns the FLOPs of the matrix products, None for an operation without."""
         return self.bench.flops(_shapes(self.case, self.dtype), self.case.options, self.direction)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """What is called with the case's arguments for one of `names` that is no limit."""
+        """Returns what is called with the case's arguments for one of `names` that is no limit."""
         if name in OURS:
             return lambda **a: self.op.public(**a, **self.case.options, backend=name)
         found = self.peers[name]
@@ -229,7 +229,7 @@ def group_bytes(group: Group) -> int:
     given, wide = case_bytes(case, group.dtype), case_bytes(case, torch.float32)
     made = max(group.bytes_moved - given, 0) if group.direction == "forward" else group.bytes_moved
     needed = given * sets + made * (sets + 1)  # inputs in rotation; results that are kept, and their gradients
-    needed += 4 * wide  # what eager makes in float32 on the way, or saves for its backward pass
+    needed += 4 * wide  # what eager makes in float32 in between, or saves for its backward pass
     needed += max(group.bytes_moved, 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0)  # of memcpy
     needed += 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0  # scrubs
     needed += 12 * checked_bytes(group) + 3 * given  # and a contender's own inputs and gradients

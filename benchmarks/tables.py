@@ -32,7 +32,7 @@ def of_commit(kept: dict[str, Any]) -> str:
 
 
 def held(kept: dict[str, Any]) -> str:
-    """What the instruction set means, where the run was held to one."""
+    """Returns what the instruction set means, where the run was restricted to one."""
     isa = kept.get("isa", {})
     if not isa.get("forced"):
         return ""
@@ -48,7 +48,7 @@ def held(kept: dict[str, Any]) -> str:
 
 
 def cut(kept: dict[str, Any]) -> str:
-    """What was left out to keep the budget."""
+    """Returns what was left out to keep the budget."""
     budget = kept.get("budget", {})
     if not (lines := cuts(budget)):
         return ""
@@ -56,7 +56,7 @@ def cut(kept: dict[str, Any]) -> str:
 
 
 def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
-    """What was left out to keep the budget, the first `most` by name, and where there were fewer rounds."""
+    """Returns what was left out to keep the budget, the first `most` by name, and where there were fewer rounds."""
     if not budget.get("minutes"):
         return []
     shapes = [f"{shape} ({rows} of {of} rows)" for shape, (rows, of) in budget["cut"].items()]
@@ -210,8 +210,8 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def _main(rows: list[Row]) -> dict[str, Row]:
-    """By dtype, the rows of the shape that takes longest, with cold inputs where they were measured, of one backend:
-    the first of `OURS` that there is."""
+    """Returns by dtype the rows of the shape that takes longest, with cold inputs where they were measured, of one
+    backend: the first of `OURS` that there is."""
     backend = min((r["row"] for r in rows), key=OURS.index)
     rows = [r for r in rows if r["row"] == backend]
     longest = max(rows, key=lambda r: (r["memory"] == "cold", r["median_us"]))

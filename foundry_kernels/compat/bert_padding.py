@@ -1,4 +1,4 @@
-"""flash-attn's way between a padded batch and packed sequences."""
+"""flash-attn's functions between a padded batch and packed sequences."""
 
 from __future__ import annotations
 

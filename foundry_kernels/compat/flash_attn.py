@@ -52,7 +52,7 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError: an argument does not fit; see :func:`foundry_kernels.flash_attention`.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

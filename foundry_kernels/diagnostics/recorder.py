@@ -55,7 +55,7 @@ class Recorder:
         self._activations[index] = rows[:: max(1, rows.shape[0] // _ROWS)][:_ROWS]
 
     def health(self) -> Health:
-        """Of the last forward pass and, where a backward pass followed, of its gradients.
+        """Returns the health of the last forward pass and, where a backward pass followed, of its gradients.
 
         Raises:
             RuntimeError: there was no forward pass.

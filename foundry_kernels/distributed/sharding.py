@@ -1,7 +1,7 @@
 """DTensor rules: how the operators of the kernels run on tensors that are sharded over devices.
 
 The `sharding` module of an operation names the dimensions of its tensors by letters, and the letters along which the
-work may be divided. Each such letter gives a rule: a tensor with the letter is sharded along it, an input without it
+work may be sharded. Each such letter gives a rule: a tensor with the letter is sharded along it, an input without it
 is replicated, and a gradient that lacks it is a partial sum. So an activation that is sharded along such a dimension
 is never gathered, and a weight's gradient stays unreduced until it is read.
 
@@ -25,8 +25,8 @@ from foundry_kernels.registry import OPS
 #: `sharding(args)` of an operation's `sharding` module, for the arguments of one call by name.
 Rule = Callable[[Mapping[str, Any]], tuple[dict[str, str], str]]
 
-#: One way to run an operator on one dimension of a mesh: the placements of its outputs and of its arguments (None for
-#: an argument that is no tensor).
+#: One strategy of running an operator on one dimension of a mesh: the placements of its outputs and of its arguments
+#: (None for an argument that is no tensor).
 Strategy = tuple[list[Placement], list[Placement | None]]
 
 
@@ -48,7 +48,7 @@ def letters(dims: Mapping[str, str], name: str, rank: int) -> tuple[str, ...]:
 
 
 def strategies(op: torch._ops.OpOverload, rule: Rule, given: Sequence[Any]) -> list[Strategy]:
-    """All ways to run `op` on arguments of which the tensors are DTensor specs: whole on every device, or split.
+    """Returns all strategies of running `op` on arguments whose tensors are DTensor specs: whole or sharded.
 
     A tensor of shape ``[0]`` stands for one that is absent, and is whole everywhere.
     """
@@ -67,17 +67,17 @@ def strategies(op: torch._ops.OpOverload, rule: Rule, given: Sequence[Any]) -> l
             return Replicate()
         return Shard(found.index(letter)) if letter in found else otherwise
 
-    ways: list[Strategy] = []
+    found: list[Strategy] = []
     for letter in ("", *divisible):
         if letter and not (_splits(letter, tensors, inputs) and _sums(letter, op, outputs)):
             continue
-        ways.append(
+        found.append(
             (
                 [place(found, letter, Partial()) for found in outputs],
                 [place(inputs[n], letter, Replicate()) if n in inputs else None for n in names],
             )
         )
-    return ways
+    return found
 
 
 def _is_spec(value: Any) -> bool:

@@ -23,7 +23,7 @@ from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.registry import is_dtensor
 
-#: What the report says of a model that is served.
+#: What the report says of a model whose loss makes no logits.
 NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"
 
 
@@ -185,11 +185,11 @@ def _loss_of_hidden(
         logit_scale=row.scale(self),
         backend=self._foundry.backends["linear_cross_entropy"],
     )
-    return _divided(loss.full_tensor() if is_dtensor(loss) else loss, num_items_in_batch)
+    return _by_items(loss.full_tensor() if is_dtensor(loss) else loss, num_items_in_batch)
 
 
 def _on_mesh(hidden: Tensor, head: nn.Module) -> Tensor:
-    """What the head would make of its input, whose classes are divided over devices."""
+    """Returns what the head would make of its input, whose classes are sharded over devices."""
     if is_dtensor(hidden):
         return hidden
     mesh, layouts = getattr(head, PLANNED_INPUT)
@@ -204,8 +204,8 @@ def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int)
     return shift_labels.reshape(-1)
 
 
-def _divided(loss: Tensor, num_items_in_batch: Any) -> Tensor:
-    """float32 whatever the model's dtype, as from transformers."""
+def _by_items(loss: Tensor, num_items_in_batch: Any) -> Tensor:
+    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype."""
     loss = loss.float()
     if num_items_in_batch is None:
         return loss
@@ -219,7 +219,7 @@ def _set_loss_function(self: Any, value: Any) -> None:
 
 
 def _get_loss_function(self: Any) -> Any:
-    """That of the next token on the kernels; any other loss is the caller's choice, or that of another task."""
+    """Returns the loss of the next token on the kernels; any other loss is the caller's, or that of another task."""
     theirs = self._foundry_get_loss()
     state = getattr(self, "_foundry", None)
     if state is None or "cross_entropy" not in state.backends or theirs is not self._foundry_their_loss:
@@ -238,7 +238,7 @@ def _loss_of_logits(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    if is_dtensor(logits) or logits.shape[-1] != vocab_size:  # divided over devices; or a matter of `view`
+    if is_dtensor(logits) or logits.shape[-1] != vocab_size:  # sharded over devices; or a matter of `view`
         options = {"ignore_index": ignore_index, "shift_labels": shift_labels, **kwargs}
         loss: Tensor = theirs(logits, labels, vocab_size, num_items_in_batch, **options)
         return loss
@@ -249,4 +249,4 @@ def _loss_of_logits(
         reduction="mean" if num_items_in_batch is None else "sum",
         backend=backend,
     )
-    return _divided(loss, num_items_in_batch)
+    return _by_items(loss, num_items_in_batch)

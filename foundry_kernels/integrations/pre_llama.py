@@ -1,4 +1,4 @@
-"""Adapters of the families before Llama: a LayerNorm, biases, an MLP without a gate, and dropout.
+"""Adapters of pre-Llama families: a LayerNorm, biases, an MLP without a gate, and dropout.
 
 Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout stays where the model has it: that of
 residuals and embeddings is done by the model, and a call whose attention drops weights out runs as it would have
@@ -44,7 +44,7 @@ class PreLlamaAttention(Attention):
 
 @dataclass(frozen=True)
 class GPT2Attention(PreLlamaAttention):
-    """Without positions of its own, so that nothing is left to do but the attention function; its forward stays."""
+    """GPT-2's has no positions of its own: nothing is left to do but the attention function, and its forward stays."""
 
     names = words(
         "isinstance EncoderDecoderCache is_updated get layer_idx cross_attention_cache self_attention_cache hasattr "
@@ -156,7 +156,7 @@ def activated(self: Any, x: Tensor) -> Tensor:
     """``gelu(first(x))``."""
     row: PlainMLP = self._foundry_row
     approximate = gelu_of(getattr(self, row.act))
-    assert approximate is not None  # or the module is not served
+    assert approximate is not None  # or the module is left as it was
     product, bias = _product(getattr(self, row.first), x)
     return bias_gelu(product, bias, approximate=approximate, backend=self._foundry.backends["bias_gelu"])
 

@@ -28,7 +28,7 @@ class WholeAttention(PreLlamaAttention):
         p = self.dropout(module)
         return f"calls in training mode drop weights out (p={p}), and run as before" if p else None
 
-    def serves_dense_masks(self, module: nn.Module) -> str:
+    def runs_dense_masks(self, module: nn.Module) -> str:
         return "the model's own eager attention"
 
     def members(self, original: type) -> dict[str, Any]:

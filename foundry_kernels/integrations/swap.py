@@ -28,7 +28,7 @@ def patched_class(original: type, adapter: Adapter) -> type:
     module, name = adapter.name(original)
     members = {
         "__module__": module,
-        "__doc__": f"{original.__name__} served by foundry_kernels.",
+        "__doc__": f"{original.__name__} on the operations of foundry_kernels.",
         "__reduce_ex__": _reduce,
         "_foundry_row": adapter,
         "_foundry_original": original,

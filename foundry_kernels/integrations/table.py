@@ -227,12 +227,12 @@ TABLE: dict[tuple[str, str], Adapter | str] = {
     for end, adapter in row.classes.items()
 }
 
-#: What a class of modules that this package could serve is usually called.
+#: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
 
 
 def adapter_for(module: nn.Module) -> Adapter | str | None:
-    """The adapter that serves `module`, or the reason why there is none; None where it is not of a kind we serve."""
+    """Returns the adapter of `module`, or the reason why there is none; None where it is of no kind that we support."""
     cls = type(module)
     for base in cls.__mro__:
         if "_foundry_class" in vars(base):  # has the original's name, perhaps

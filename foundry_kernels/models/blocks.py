@@ -1,4 +1,4 @@
-"""The blocks of a model, one class for each way in which norms and branches follow each other.
+"""The blocks of a model, one class for each order of norms and branches.
 
 A block gets a stream and the branch that is still to be added to it, and returns the same two, so that the sum is made
 in the pass of the next norm, and the branch is dropped out there too. Asked for the statistics of its router, it

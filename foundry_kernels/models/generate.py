@@ -55,7 +55,7 @@ def generate(
         stop_token: ends a row; it is kept as the row's last token. One inside a prompt ends nothing.
         generator: source of the draws, on the model's device.
         compile: run the steps of one token through ``torch.compile``; a mapping is passed to it as keyword arguments.
-            One graph serves all lengths, and later calls with the same model; the prompts' common part is read without
+            One graph runs all lengths, and later calls with the same model; the prompts' common part is read without
             it. A model that is compiled already is called as it is.
 
     Returns:

@@ -57,10 +57,10 @@ class Transformer(nn.Module):
     Args:
         config: the shape.
         backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" takes the first
-            that can serve each call: on a GPU triton, native, reference; on a CPU native, reference. A named backend is
-            used for every operation that it has a kernel for, and never replaced silently: if a kernel cannot serve a
-            call, that raises `BackendUnavailable`. Operations without such a kernel run on the reference, as a warning
-            and `backends` say.
+            that supports each call: on a GPU triton, native, reference; on a CPU native, reference. A named backend is
+            used for every operation that it has a kernel for, and never replaced silently: if a kernel does not support
+            a call, that raises `BackendUnavailable`. Operations without such a kernel run on the reference, as a
+            warning and `backends` say.
         device, dtype: of the parameters. On the meta device nothing is initialised: ``to_empty(device=...)``, then
             `init_weights()` or a checkpoint.
 
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
                 not fit, and, where they are on the CPU and nothing is being compiled, tokens or targets outside the
                 vocabulary. (Elsewhere that would need a synchronization; the embedding then raises its own error.)
-            BackendUnavailable: a named backend cannot serve this device or dtype.
+            BackendUnavailable: a named backend does not support this device or dtype.
         """
         self._check(tokens, targets, cache, last_only, ignore_index)
         if return_router_stats and self.config.n_experts is None:
@@ -307,7 +307,7 @@ class Transformer(nn.Module):
         return generate(self, prompts, max_new_tokens, **options)
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """`backends` with "auto" resolved: for each operation the backend that serves tensors of `dtype` on
+        """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on
         `device` ("cpu", "cuda"), None being those of the parameters."""
         weight = self.tok_embeddings.weight
         return serving(self.backends, device or weight.device.type, dtype or weight.dtype)
@@ -369,7 +369,7 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
 
 
 def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """The same of logits that are divided along the vocabulary, inside torch's `loss_parallel`."""
+    """Computes the same of logits that are sharded along the vocabulary, inside torch's `loss_parallel`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets = targets.flatten().long()
     total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")
