@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 #: Minutes of the quick set; the full one has no limit unless it is given one.
 DEFAULT = 8.0
-#: Shares of the rounds, the first that fits.
+#: Fractions of the rounds, the first that fits.
 EFFORTS = (1.0, 0.5, 0.25)
-#: Share of the time that is planned for: what comes last can be longer than expected.
+#: Fraction of the time that is planned for: what comes last can be longer than expected.
 _PLANNED = 0.95
 #: Seconds that an estimate weighs as, beside what was measured.
 _PRIOR = 5.0

@@ -11,6 +11,8 @@ from foundry_kernels._checks import check_positive, check_rank, check_tensor
 from foundry_kernels.compat.scalars import as_float, as_int, as_window
 from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
 
+# Each function has flash-attn's signature in full, here and in packed.py: callers, editors and `inspect` read it.
+
 
 def flash_attn_func(
     q: Tensor,
