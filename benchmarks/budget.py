@@ -47,7 +47,7 @@ class Unit:
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
-    """The units of rows that each bring their own: counted, and the smallest shape of each operation spared."""
+    """Returns the units of rows that each bring their own: counted, and the smallest shape of each operation spared."""
     found: dict[str, Unit] = {}
     for unit in rows:
         known = found.get(unit.id)
@@ -169,7 +169,7 @@ class Budget:
         return lines
 
     def progress(self) -> str:
-        """How far the run is, and what is left of the time."""
+        """Returns how far the run is, and what is left of the time."""
         behind = sum(u.rows for u in self.units if u.id in self.decided)
         text = f"{behind} of {sum(u.rows for u in self.units)} rows in {minutes(self.gone)}"
         text += f", about {minutes(self.remaining().seconds)} to go"

@@ -107,8 +107,8 @@ _FALLBACK = 2.5
 
 
 def _falls_back(group: Group, name: str) -> str | None:
-    """Why torch's own products of 16 bits are no measure where oneDNN is held down, or None. Fused kernels may have
-    others: each is compared with itself in float32, at a size of which one call does not take minutes."""
+    """Returns why torch's own products of 16 bits are no measure where oneDNN is held down, or None. Fused kernels
+    may have others: each is compared with itself in float32, at a size of which one call does not take minutes."""
     products = group.flops is not None and name not in (*OURS, "memcpy")
     if not isa.current.lacks_products(group.dtype.itemsize, products):
         return None
@@ -137,8 +137,8 @@ def _seconds(prepare: Prepare) -> float:
 
 
 def unavailable(error: Exception, ours: bool) -> str | None:
-    """The reason, in a line, why a call could not be made here; None where that is an error: our own kernels may lack
-    memory or a device, no more."""
+    """Returns the reason, in a line, why a call could not be made here; None where that is an error: our own kernels
+    may lack memory or a device, no more."""
     text = str(error).strip().splitlines()
     first = f"{type(error).__name__}: {text[0] if text else ''}"[:200]
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

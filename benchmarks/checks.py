@@ -97,7 +97,7 @@ class Check:
         return cotangent if dim is None else torch.zeros_like(output).index_copy_(dim, self.rows, cotangent)
 
     def _dim(self, output: Tensor) -> int | None:
-        """The dimension in which an output has rows; a sum has none."""
+        """Returns the dimension in which an output has rows; a sum has none."""
         if self.sample is None:
             return None
         name, dim = next(iter(self.sample.dims.items()))

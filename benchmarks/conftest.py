@@ -170,7 +170,7 @@ def record(request: pytest.FixtureRequest, record_property: Callable[[str, objec
 
 
 def in_a_line(row: dict[str, Any]) -> str:
-    """The figures that fit behind the name of a row."""
+    """Returns the figures that fit behind the name of a row."""
     parts = [f"{row['median_us']:,.1f} us"] if "median_us" in row else []
     if "of_limit" in row:
         parts.append(f"{row['of_limit']:.0%} of {row['limit']}")

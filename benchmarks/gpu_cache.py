@@ -51,7 +51,7 @@ def made_with() -> dict[str, str]:
 
 
 def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
-    """The kernels that `run` launches, each once. In this process they cannot be launched any more."""
+    """Returns the kernels that `run` launches, each once. In this process they cannot be launched any more."""
     import triton.compiler
 
     found: list[Kernel] = []
@@ -70,7 +70,7 @@ def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """The reason why nothing can be written into the folder, which is made if there is none, or None."""
+    """Returns the reason why nothing can be written into the folder, which is made if there is none, or None."""
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> dict[str, Any]:
-    """The archive in `folder`, for TRITON_CACHE_DIR; what it was made with.
+    """Unpacks the archive into `folder`, for TRITON_CACHE_DIR; returns what it was made with.
 
     Raises:
         ValueError: it is damaged, or no such archive.
@@ -204,7 +204,8 @@ def unpack(archive: Path, folder: Path) -> dict[str, Any]:
 
 
 def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
-    """The reason why no kernel of an archive would be found by this Triton on a GPU of capability `arch`, or None."""
+    """Returns the reason why no kernel of an archive would be found by this Triton on a GPU of capability `arch`, or
+    None."""
     here = made_with() | {"arch": arch}
     for name in ("arch", "triton", "python"):
         if about.get(name) != here[name]:

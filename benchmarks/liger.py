@@ -16,7 +16,7 @@ NAME = "Liger"
 
 
 def why_not(device: str) -> str | None:
-    """The reason why Liger-Kernel cannot be measured on `device`, or None."""
+    """Returns the reason why Liger-Kernel cannot be measured on `device`, or None."""
     if device != "cuda":
         return "Liger-Kernel's kernels are Triton's, for a GPU"
     try:

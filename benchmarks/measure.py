@@ -171,7 +171,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def release() -> None:
-    """Give back what nothing refers to: results in cycles, and blocks that the C library keeps."""
+    """Gives back what nothing refers to: results in cycles, and blocks that the C library keeps."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -120,7 +120,7 @@ class Measured:
         return row
 
     def _of_limit(self, name: str) -> float:
-        """The row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
+        """Returns the row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
         faster = median_ratio(self.times[self.group.limit], self.times[name])
         if self.group.limit == "memcpy":
             return faster

@@ -35,8 +35,8 @@ def digest(paths: list[Path], root: Path = ROOT) -> str:
 
 
 def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
-    """The operation's folder; of csrc the files that are called like it, like operations of a folder that it imports or
-    like internal operators that it names; and what these include."""
+    """Returns the operation's folder; of csrc the files that are called like it, like operations of a folder that it
+    imports or like internal operators that it names; and what these include."""
     folder = root / Path(*op.package.split("."))
     python = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
     text = "\n".join(p.read_text(encoding="utf-8") for p in python)
@@ -60,7 +60,7 @@ def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
 
 
 def changed(kept: dict[str, Any], now: dict[str, str]) -> list[str]:
-    """The measured operations whose kernels are others `now`, or whose kernels results do not tell."""
+    """Returns the measured operations whose kernels are others `now`, or whose kernels results do not tell."""
     before = kept.get("sources", {})
     measured = dict.fromkeys(r["op"] for r in kept["rows"] if r.get("kind", "op") == "op")
     return [op for op in measured if op in now and before.get(op) != now[op]]

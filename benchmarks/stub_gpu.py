@@ -46,7 +46,7 @@ class StubDriver:
 
 
 def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
-    """A compiled kernel but for its code: what Triton launches in its place is given `function`."""
+    """Returns a compiled kernel but for its code: what Triton launches in its place is given `function`."""
     from triton.compiler import CompiledKernel
 
     kernel = CompiledKernel.__new__(CompiledKernel)
@@ -57,7 +57,7 @@ def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
 
 
 def why_not() -> str | None:
-    """The reason why there can be no stub in this process, or None."""
+    """Returns the reason why there can be no stub in this process, or None."""
     if _triton.MISSING is not None:
         return _triton.MISSING
     if _triton.INTERPRET:

@@ -72,7 +72,7 @@ def paragraph(text: str) -> str:
 
 
 def wrapped(item: str) -> str:
-    """An item of a list."""
+    """Returns an item of a list."""
     return textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -86,7 +86,7 @@ def of_kind(kept: dict[str, Any], kind: str) -> list[Row]:
 
 
 def _ours(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """The rows of our backends, and all their peers."""
+    """Returns the rows of our backends, and all their peers."""
     ours = [r for r in rows if r["row"] in OURS]
     names = (n for r in ours for n in r.get("speedup_over", {}))
     return ours, [n for n in dict.fromkeys(names) if n not in OURS]
@@ -107,7 +107,8 @@ def _halves(kept: dict[str, Any]) -> list[list[Row]]:
 
 
 def shape_of(row: Row) -> str:
-    """The shape, and the words behind it but for those that only say how large it is: "512x2048", "1x4096, decode"."""
+    """Returns the shape, and the words behind it but for those that only say how large it is: "512x2048", "1x4096,
+    decode"."""
     shape, *words = row["case"].split("-")
     words = [w for w in words if w not in ("cached", "large")]
     return f"{shape}, {'-'.join(words)}" if words else shape
@@ -121,7 +122,7 @@ def _ratio(row: Row, peer: str) -> str:
 
 
 def _of_limit(row: Row, limit: str) -> str:
-    """The row's rate in per cent of that of `limit`, where that is the row's own limit."""
+    """Returns the row's rate in per cent of that of `limit`, where that is the row's own limit."""
     if row.get("limit") != limit:
         return "–"
     if "of_limit" in row:
@@ -131,7 +132,7 @@ def _of_limit(row: Row, limit: str) -> str:
 
 
 def _limits(rows: list[Row]) -> list[str]:
-    """The limits of the rows, as the columns `% of ...` name them."""
+    """Returns the limits of the rows, as the columns `% of ...` name them."""
     return [limit for limit in ("memcpy", "GEMM") if any(r.get("limit") == limit for r in rows)]
 
 
@@ -150,7 +151,7 @@ def _mega(row: Row, key: str) -> str:
 
 
 def operations(kept: dict[str, Any]) -> str:
-    """Every row of our backends: its time, its memory and how it compares with the peers."""
+    """Returns every row of our backends: its time, its memory and how it compares with the peers."""
     parts = []
     for rows in _halves(kept):
         ours, peers = _ours(rows)
@@ -176,7 +177,7 @@ def operations(kept: dict[str, Any]) -> str:
 
 
 def summary(kept: dict[str, Any]) -> str:
-    """A row an operation: its forward pass on the shape that takes longest, a number a cell."""
+    """Returns a row an operation: its forward pass on the shape that takes longest, a number a cell."""
     forward = [r for rows in _halves(kept) for r in _ours(rows)[0] if r["direction"] == "forward"]
     chosen = {op: _main([r for r in forward if r["op"] == op]) for op in dict.fromkeys(r["op"] for r in forward)}
     rows = [r for by_dtype in chosen.values() for r in by_dtype.values()]
@@ -219,7 +220,8 @@ def _main(rows: list[Row]) -> dict[str, Row]:
 
 
 def _rival(row: Row) -> str:
-    """The peer that is hardest to beat: of matrix products a fused kernel, else what the compiler makes of eager."""
+    """Returns the peer that is hardest to beat: of matrix products a fused kernel, else what the compiler makes of
+    eager."""
     return "SDPA flash" if row["limit"] == "GEMM" else "torch.compile"
 
 
@@ -228,7 +230,8 @@ OUR_MODELS = ("ours", "ours, compiled", "patched by ours")
 
 
 def steps(kept: dict[str, Any]) -> str:
-    """A training step of each model, how many times faster than those that are not ours, and its peak memory."""
+    """Returns a training step of each model, how many times faster than those that are not ours, and its peak
+    memory."""
     rows = [r for r in of_kind(kept, "model") if r["direction"] == "step"]
     others = [n for n in dict.fromkeys(r["row"] for r in rows) if n not in OUR_MODELS]
     lines = []
@@ -290,7 +293,7 @@ def _sizes(row: Row) -> str:
 
 
 def absent(kept: dict[str, Any]) -> str:
-    """Why rows have no figures or no ratios, each reason once."""
+    """Returns why rows have no figures or no ratios, each reason once."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for r in [*kept.get("absent", []), *kept["rows"]]:
         reason = r.get("why_not") or r.get("wrong") or r.get("graph_why_not")

@@ -72,7 +72,7 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
 
 
 def _small_case(op: OpSpec) -> Case:
-    """The smallest with rows of whole 16 bytes, as models have: others would be copied."""
+    """Returns the smallest with rows of whole 16 bytes, as models have: others would be copied."""
     like = smallest_case(op)
     alike = [
         case

@@ -14,7 +14,7 @@ from foundry_kernels.compat.scalars import as_int
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch, one after the other, and what the varlen functions need to know of them.
+    """Returns the tokens of a padded batch, one after the other, and what the varlen functions need to know of them.
 
     Args:
         hidden_states: ``[B, S, ...]``.

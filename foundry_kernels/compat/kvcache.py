@@ -118,7 +118,7 @@ def flash_attn_with_kvcache(
 def _check_tensors(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, by_index: bool
 ) -> int:
-    """All but the lengths; returns T_new."""
+    """Checks all but the lengths; returns T_new."""
     check_float("q", q)
     check_rank("q", q, 4, "[B, T, H, D]")
     if (k is None) != (v is None):
@@ -176,7 +176,7 @@ def _check_memory(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
 
 
 def _bytes(x: Tensor) -> tuple[int, int]:
-    """The addresses from x's first element to the end of its last one."""
+    """Returns the addresses from x's first element to the end of its last one."""
     if x.numel() == 0:
         return 0, 0
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -191,7 +191,7 @@ def _cached(
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
 ) -> list[_Cached]:
-    """Each sequence's part of the cache, checked."""
+    """Returns each sequence's part of the cache, checked."""
     batch, (rows, size) = q.shape[0], k_cache.shape[:2]
     if cache_seqlens is None:
         if new:
@@ -277,7 +277,7 @@ def _rotate(
 
 
 def _append(cache: Tensor, new: Tensor, cached: list[_Cached]) -> None:
-    """Append ``new [B, T_new, Hk, D]`` to what each sequence has."""
+    """Appends ``new [B, T_new, Hk, D]`` to what each sequence has."""
     batch, count = new.shape[:2]
     if (one := _in_common(cached)) is not None:
         cache[:batch, one.length : one.length + count] = new

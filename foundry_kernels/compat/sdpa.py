@@ -115,7 +115,7 @@ def _broadcast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _broadcast_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """The dimensions in front of the heads, as all three are broadcast to."""
+    """Returns the dimensions in front of the heads, as all three are broadcast to."""
     batch = tuple(q.shape[:-3])
     for name, x in (("key", k), ("value", v)):
         own = tuple(x.shape[:-3])

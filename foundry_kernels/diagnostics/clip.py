@@ -98,7 +98,7 @@ class QKClip:
                 self._largest[index] = None
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Takes the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 

@@ -48,7 +48,7 @@ class Health:
     head_dim: int
 
     def concerns(self) -> list[str]:
-        """A line for each thing that is wrong or soon will be; empty if nothing is."""
+        """Returns a line for each thing that is wrong or soon will be; empty if nothing is."""
         return list(self._concerns())
 
     def _concerns(self) -> Iterator[str]:

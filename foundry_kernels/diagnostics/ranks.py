@@ -11,7 +11,7 @@ from foundry_kernels.nn import Attention
 
 @torch.no_grad()
 def effective_rank(x: Tensor) -> Tensor:
-    """The exponential of the entropy of the singular values, each as a fraction of their sum.
+    """Returns the exponential of the entropy of the singular values, each as a fraction of their sum.
 
     Args:
         x: ``[..., M, N]`` floating-point, M and N at least 1.

@@ -111,7 +111,7 @@ _REASONS = {
 def tensor_parallel_plan(
     model: Transformer, mesh: DeviceMesh, *, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
-    """The plan by which ``parallelize_module(model, mesh, plan)`` shards a model over the devices of `mesh`.
+    """Returns the plan by which ``parallelize_module(model, mesh, plan)`` shards a model over the devices of `mesh`.
 
     Heads, the feed-forward width and the vocabulary are sharded; the residual stream and its norms are sharded along
     the sequence (Korthikanti et al., 2022, arXiv:2205.05198). A block gathers the sequence before attention and before

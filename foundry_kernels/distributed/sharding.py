@@ -31,7 +31,8 @@ Strategy = tuple[list[Placement], list[Placement | None]]
 
 
 def expand(dims: str, rank: int) -> tuple[str, ...]:
-    """The letters of a tensor's dimensions; "..." stands for all that are not named: "...n", 3 -> ("0", "1", "n")."""
+    """Returns the letters of a tensor's dimensions; "..." stands for all that are not named: "...n", 3 -> ("0", "1",
+    "n")."""
     before, dots, after = dims.partition("...")
     named = len(before) + len(after)
     if rank < named or (rank > named and not dots):
@@ -40,7 +41,7 @@ def expand(dims: str, rank: int) -> tuple[str, ...]:
 
 
 def letters(dims: Mapping[str, str], name: str, rank: int) -> tuple[str, ...]:
-    """The letters of the tensor `name`; a gradient "dx" has those of "x"."""
+    """Returns the letters of the tensor `name`; a gradient "dx" has those of "x"."""
     known = dims.get(name) or dims.get(name.removeprefix("d"))
     if known is None:
         raise KeyError(f"no dimensions are known of {name!r}")
@@ -85,7 +86,7 @@ def _is_spec(value: Any) -> bool:
 
 
 def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence[Any]) -> list[tuple[str, ...] | None]:
-    """The letters of each output; None for an output that was not asked for, which is an empty tensor."""
+    """Returns the letters of each output; None for an output that was not asked for, which is an empty tensor."""
     fakes = op(*(torch.empty(v.shape, dtype=v.tensor_meta.dtype, device="meta") if _is_spec(v) else v for v in given))
     fakes = fakes if isinstance(fakes, tuple) else (fakes,)
     found: list[tuple[str, ...] | None] = []
@@ -95,8 +96,8 @@ def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence
 
 
 def _splits(letter: str, tensors: Mapping[str, Any], inputs: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether the shards along `letter` belong together on each device. Where sizes differ (several query heads to a
-    key-value head) they do only if every size divides evenly."""
+    """Returns whether the shards along `letter` belong together on each device. Where sizes differ (several query
+    heads to a key-value head) they do only if every size divides evenly."""
     sizes, split_by = set(), set()
     for name, spec in tensors.items():
         if letter in inputs[name]:
@@ -111,7 +112,7 @@ def _splits(letter: str, tensors: Mapping[str, Any], inputs: Mapping[str, tuple[
 
 
 def _sums(letter: str, op: torch._ops.OpOverload, outputs: Sequence[tuple[str, ...] | None]) -> bool:
-    """Whether every output that lacks `letter` is a sum over it, as a gradient is and nothing else."""
+    """Returns whether every output that lacks `letter` is a sum over it, as a gradient is and nothing else."""
     named = zip(op._schema.returns, outputs, strict=True)
     return all(found is None or letter in found or (out.name or "y").startswith("d") for out, found in named)
 
@@ -124,14 +125,14 @@ def _register(op: torch._ops.OpOverload, rule: Rule) -> None:
 
 
 def composed(name: str) -> bool:
-    """Whether the operator of this package called `name` is composed of other operators."""
+    """Returns whether the operator of this package called `name` is composed of other operators."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"foundry_kernels::{name}", key))
 
 
 def operators() -> dict[torch._ops.OpOverload, Rule]:
-    """Every operator of a kernel that exists in this process, with the rule of its operation; an operation without a
-    `sharding` module has none."""
+    """Returns every operator of a kernel that exists in this process, with the rule of its operation; an operation
+    without a `sharding` module has none."""
     found: dict[torch._ops.OpOverload, Rule] = {}
     for spec in OPS.values():
         if (module := spec.sharding) is None:

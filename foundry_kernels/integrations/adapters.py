@@ -36,7 +36,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def names_of(code: CodeType) -> set[str]:
-    """The globals and attributes that a function uses, those inside of it too."""
+    """Returns the globals and attributes that a function uses, those inside of it too."""
     inner = (names_of(part) for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*inner)
 
@@ -250,7 +250,7 @@ class Attention(Adapter):
         return None
 
     def why_not_attend(self, module: nn.Module) -> str | None:
-        """The reason why the attention function is left, though the rest is supported, or None.
+        """Returns the reason why the attention function is left, though the rest is supported, or None.
 
         "eager" is somebody's choice (for weights, or for dropout) where transformers would have taken "sdpa" by itself.
         Where it would not, nobody can tell.
@@ -263,7 +263,8 @@ class Attention(Adapter):
         )
 
     def may_be_sdpa(self, module: nn.Module) -> bool:
-        """Whether transformers lets the models of this module's family have an attention with "sdpa" in its name."""
+        """Returns whether transformers lets the models of this module's family have an attention with "sdpa" in its
+        name."""
         home = sys.modules[next(c for c in type(module).__mro__ if self.method in vars(c)).__module__]
         own = (c for n, c in vars(home).items() if n.endswith("PreTrainedModel") and c.__module__ == home.__name__)
         return all(getattr(model, "_supports_sdpa", False) for model in own)
@@ -354,7 +355,8 @@ def _rotate(
 
 
 def _fusable(q_norm: Any, k_norm: Any) -> bool:
-    """Whether nothing but one and the same norm happens when these are called: no hook, and no wrapper around them."""
+    """Returns whether nothing but one and the same norm happens when these are called: no hook, and no wrapper
+    around them."""
     for norm in (q_norm, k_norm):
         if getattr(type(norm), "_foundry_class", None) is not type(norm):
             return False

@@ -77,14 +77,14 @@ class CausalLM(Adapter):
         return super().why_changed(original)
 
     def why_not_without_logits(self, module: nn.Module) -> str | None:
-        """The reason why the logits are made in any case, or None."""
+        """Returns the reason why the logits are made in any case, or None."""
         head = getattr(module, "lm_head", None)
         if matrix_of(head) is None:
             return f"its lm_head is no plain linear layer ({type(head).__name__}) or has hooks, so its logits are made"
         return None
 
     def name(self, original: type) -> tuple[str, str]:
-        """The original's: transformers writes it into saved configs, and reads the file of the module."""
+        """Returns the original's: transformers writes it into saved configs, and reads the file of the module."""
         return original.__module__, original.__name__
 
     def members(self, original: Any) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _on_mesh(hidden: Tensor, head: nn.Module) -> Tensor:
 
 
 def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The label of each position: the token that follows it, and none for the last."""
+    """Returns the label of each position: the token that follows it, and none for the last."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1)

@@ -72,7 +72,8 @@ LAYER_MODULES = _by_their_names(
 
 
 def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]:
-    """The configuration, with `changes`, and the weights of a model of transformers; see `Transformer.from_hf`."""
+    """Returns the configuration, with `changes`, and the weights of a model of transformers; see
+    `Transformer.from_hf`."""
     name, home = type(model).__name__, type(model).__module__
     if name not in READINGS or not hasattr(model, "config") or home.partition(".")[0] != "transformers":
         raise TypeError(f"model must be one of {', '.join(READINGS)} of transformers; got {name} of {home}")
@@ -124,7 +125,7 @@ def _ours(their_name: str) -> tuple[str | None, str]:
 
 
 def check(state: State, expected: State, model: nn.Module) -> None:
-    """Raise ValueError where weights are missing, too many or of another shape."""
+    """Raises ValueError where weights are missing, too many or of another shape."""
     name = type(model).__name__
     if missing := sorted(expected.keys() - state.keys()):
         raise ValueError(f"{name} lacks the weights of {_few(missing)}")

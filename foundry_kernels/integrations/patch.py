@@ -77,7 +77,8 @@ class Report:
 
 
 def parts(report: Report) -> tuple[str, str, str, str, str]:
-    """The report in five words for a row of a table: norms, MLPs and experts, attention, loss, what was left."""
+    """Returns the report in five words for a row of a table: norms, MLPs and experts, attention, loss, what was
+    left."""
 
     def of(*kinds: str) -> str:
         entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
@@ -100,7 +101,7 @@ class PatchHandle:
         return self._report
 
     def undo(self) -> None:
-        """Give every module its own class, and the model's config its attention, back.
+        """Gives every module its own class, and the model's config its attention, back.
 
         Raises:
             RuntimeError: it was undone before, or a module has been changed since so that it is impossible.
@@ -129,7 +130,7 @@ def _revert(modules: list[nn.Module]) -> None:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo the patch of a model whose handle is not at hand: a deep copy of a patched model, or one that was loaded.
+    """Undoes the patch of a model whose handle is not at hand: a deep copy of a patched model, or one that was loaded.
 
     Raises:
         ValueError: no module of it is patched. RuntimeError: as :meth:`PatchHandle.undo`.
@@ -148,7 +149,7 @@ def patch(
     dense_masks: str = "refuse",
     return_logits: bool = False,
 ) -> PatchHandle:
-    """Replace the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
+    """Replaces the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
     know.
 
     Known are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
@@ -256,7 +257,7 @@ def _with_companions(ops: Iterable[str]) -> list[str]:
 
 
 def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
-    """The norms of queries and keys that are done together with the rotation."""
+    """Returns the norms of queries and keys that are done together with the rotation."""
     if "qk_norm_rope" not in wanted:
         return set()
     norms: set[nn.Module] = set()

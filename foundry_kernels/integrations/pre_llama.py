@@ -113,7 +113,7 @@ MORE_GELUS = {
 
 
 def gelu_of(act: object) -> str | None:
-    """The approximation of an activation module that is GELU, else None."""
+    """Returns the approximation of an activation module that is GELU, else None."""
     found = activation(act)
     if found is not None and found[0] == "geglu":
         return found[1]

@@ -41,7 +41,7 @@ def _is_dense(mask: Tensor | None) -> bool:
 
 
 def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Tensor:
-    """A mask of "foundry" as the model's own attention adds it."""
+    """Returns a mask of "foundry" as the model's own attention adds it."""
     batch, queries = x.shape[:2]
     keys = queries + (0 if layer_past is None else layer_past.get_seq_length(self.layer_idx))
     seen: Tensor = self._foundry_dense(mask, batch, queries, keys, x.device)

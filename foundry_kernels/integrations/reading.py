@@ -100,8 +100,8 @@ class Asked:
 
 
 def refuse_unread(config: Any, read: AbstractSet[str]) -> None:
-    """Raise ValueError where an option that nobody has read is not as the class of the configuration has it by default:
-    it is not known here, and may change what is computed."""
+    """Raises ValueError where an option that nobody has read is not as the configuration's class has it by default: it
+    is not known here, and may change what is computed."""
     aliases = getattr(config, "attribute_map", {})
     known = SILENT | {aliases.get(name, name) for name in read}
     before = logging.root.manager.disable
@@ -118,7 +118,7 @@ def refuse_unread(config: Any, read: AbstractSet[str]) -> None:
 
 
 def without(config: Any, **values: Any) -> None:
-    """Raise ValueError where an option has another value than the one that this model has."""
+    """Raises ValueError where an option has another value than the one that this model has."""
     for name, value in values.items():
         got = getattr(config, name, value)
         if got != value:

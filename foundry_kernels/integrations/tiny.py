@@ -70,7 +70,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """A configuration of `family` of two layers and width 64.
+    """Returns a configuration of `family` of two layers and width 64.
 
     Raises:
         ImportError: transformers is not installed. ValueError: `family` is not in the table.
@@ -84,7 +84,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A model of `tiny_config`, in eval mode. Norm weights and sinks are random: 0 or 1 would hide much."""
+    """Returns a model of `tiny_config`, in eval mode. Norm weights and sinks are random: 0 or 1 would hide much."""
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(seed)

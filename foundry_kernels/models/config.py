@@ -331,7 +331,7 @@ class ModelConfig:
 def refuse_choices(
     config: ModelConfig, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
 ) -> None:
-    """Refuse what is not known: a field that has neither its default nor one of the values in `known` (None: any).
+    """Refuses what is not known: a field that has neither its default nor one of the values in `known` (None: any).
 
     Raises:
         ValueError: ``field=value`` and `what`, with the reason that `why` has of the field or of ``field=value``.

@@ -120,7 +120,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Set embeddings and projections to N(0, init_std), norms to 1, biases to 0, and compute the tables of
+        """Sets embeddings and projections to N(0, init_std), norms to 1, biases to 0, and computes the tables of
         positions."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -134,7 +134,8 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> Transformer:
-        """The same model as one of transformers, with copies of its weights, in their dtype and on their device.
+        """Returns the same model as one of transformers, with copies of its weights, in their dtype and on their
+        device.
 
         Known are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3, GPT-NeoX,
         OPT, Phi, StarCoder2, StableLM and the first GPT; with experts Mixtral, Qwen2-MoE and Qwen3-MoE. Logits are
@@ -232,7 +233,7 @@ class Transformer(nn.Module):
         return kept, self._with_router_losses(loss, stats) if balances else loss, *asked
 
     def _loss(self, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool) -> tuple[Tensor | None, Tensor]:
-        """The logits, where they are asked for, and the cross entropy."""
+        """Returns the logits, where they are asked for, and the cross entropy."""
         if not return_logits and (head := self._head()) is not None:
             return None, self._loss_without_logits(y, head, targets, ignore_index)
         logits = self._logits(y)
@@ -295,7 +296,8 @@ class Transformer(nn.Module):
         return F.linear(y, self.tok_embeddings.weight) if head is None else head(y)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
-        """An empty cache on the model's device, of the dtype that its keys have (autocast's, inside autocast)."""
+        """Returns an empty cache on the model's device, of the dtype that its keys have (autocast's, inside
+        autocast)."""
         weight = self.tok_embeddings.weight
         return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
@@ -303,7 +305,7 @@ class Transformer(nn.Module):
     def generate(
         self, prompts: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, **options: Any
     ) -> list[Tensor]:
-        """Continue the prompts; see :func:`foundry_kernels.models.generate`."""
+        """Continues the prompts; see :func:`foundry_kernels.models.generate`."""
         return generate(self, prompts, max_new_tokens, **options)
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
