@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 #: Minutes of the quick set; the full one has no limit unless it is given one.
 DEFAULT = 8.0
-#: Shares of the rounds, the first that fits.
+#: Fractions of the rounds, the first that fits.
 EFFORTS = (1.0, 0.5, 0.25)
-#: Share of the time that is planned for: what comes last can be longer than expected.
+#: Fraction of the time that is planned for: what comes last can be longer than expected.
 _PLANNED = 0.95
 #: Seconds that an estimate weighs as, beside what was measured.
 _PRIOR = 5.0
@@ -47,7 +47,7 @@ class Unit:
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
-    """The units of rows that each bring their own: counted, and the smallest shape of each operation spared."""
+    """Returns the units of rows that each bring their own: counted, and the smallest shape of each operation spared."""
     found: dict[str, Unit] = {}
     for unit in rows:
         known = found.get(unit.id)
@@ -62,7 +62,7 @@ def collected(rows: Iterable[Unit]) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The share of the rounds that is measured, the shapes that are cut, and the seconds that the rest takes."""
+    """The fraction of the rounds that is measured, the shapes that are cut, and the seconds that the rest takes."""
 
     effort: float
     cut: tuple[str, ...]
@@ -70,7 +70,7 @@ class Plan:
 
 
 def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | None = None) -> Plan:
-    """What to do with `units` in `seconds`, by estimates that are multiplied by their kind's factor."""
+    """Decides what to do with `units` in `seconds`, by estimates that are multiplied by their kind's factor."""
     by = factors or {}
 
     def total(chosen: Sequence[Unit], effort: float) -> float:
@@ -105,7 +105,7 @@ class Budget:
     minutes: float
     started: float
     clock: Callable[[], float] = time.monotonic
-    #: By id of a unit: the share of its rounds, None where it was cut.
+    #: By id of a unit: the fraction of its rounds, None where it was cut.
     decided: dict[str, float | None] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -121,8 +121,8 @@ class Budget:
         """Seconds of the budget."""
         return self.minutes * 60 - self.gone
 
-    def ahead(self) -> Plan:
-        """The plan of what has not begun."""
+    def remaining(self) -> Plan:
+        """Returns the plan of what has not begun."""
         rest = [u for u in self.units if u.id not in self.decided]
         if not self.minutes:
             return Plan(1.0, (), sum(u.seconds() * self.factors.get(u.kind, 1.0) for u in rest))
@@ -130,7 +130,7 @@ class Budget:
 
     @property
     def factors(self) -> dict[str, float]:
-        """By kind, seconds that were spent over those that were expected."""
+        """The ratio of seconds spent to seconds expected, by kind."""
         sums: dict[str, list[float]] = {}
         for name, seconds in self.spent.items():
             unit, effort = self._by_id[name], self.decided.get(name)
@@ -141,11 +141,11 @@ class Budget:
         return {kind: spent / expected for kind, (spent, expected) in sums.items()}
 
     def admit(self, name: str) -> float | None:
-        """The share of its rounds that a unit gets, None where it is cut. Decided when its first row asks."""
+        """Returns the fraction of its rounds that a unit gets, None where it is cut; its first row decides."""
         if name not in self._by_id:
             return 1.0
         if name not in self.decided:
-            found = self.ahead()
+            found = self.remaining()
             self.decided[name] = None if self._by_id[name].shape in found.cut else found.effort
         return self.decided[name]
 
@@ -154,8 +154,8 @@ class Budget:
             self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     def announced(self) -> list[str]:
-        """What is going to be measured, in a few lines."""
-        found = self.ahead()
+        """Returns what is going to be measured, in a few lines."""
+        found = self.remaining()
         rows = sum(u.rows for u in self.units)
         text = f"{rows} rows in {len(self.units)} comparisons"
         if not self.minutes:
@@ -169,20 +169,20 @@ class Budget:
         return lines
 
     def progress(self) -> str:
-        """How far the run is, and what is left of the time."""
+        """Returns how far the run is, and what is left of the time."""
         behind = sum(u.rows for u in self.units if u.id in self.decided)
         text = f"{behind} of {sum(u.rows for u in self.units)} rows in {minutes(self.gone)}"
-        text += f", about {minutes(self.ahead().seconds)} to go"
+        text += f", about {minutes(self.remaining().seconds)} to go"
         return text + (f", {minutes(max(self.left, 0))} left of {self.minutes:g}" if self.minutes else "")
 
     @property
     def done(self) -> float:
-        """The share of the work that is behind, by its estimates."""
+        """The fraction of the work that is done, by its estimates."""
         ended = sum(u.seconds() for u in self.units if u.id in self.decided)
         return ended / max(sum(u.seconds() for u in self.units), 1e-9)
 
     def kept(self) -> dict[str, object]:
-        """What a page says of it."""
+        """Returns what a page says of it."""
         cut = [self._by_id[name] for name, effort in self.decided.items() if effort is None]
         shapes = dict.fromkeys(u.shape for u in cut)
         fewer = [effort for effort in self.decided.values() if effort is not None and effort < 1]

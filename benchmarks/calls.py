@@ -32,7 +32,7 @@ class Arguments:
         self._cotangents: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
 
     def cotangents(self, out: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """For outputs like `out`, as many as there are sets; all contenders get the same."""
+        """Returns gradients for outputs like `out`, as many as there are sets; all contenders get the same."""
         like = tuple((o.shape, o.dtype) for o in out)
         if like not in self._cotangents:
             made = make_cotangents(out, "contiguous")
@@ -44,7 +44,7 @@ class Arguments:
 
 
 def copied(t: Tensor | None) -> Tensor | None:
-    """With gradients of its own, where it takes any."""
+    """Returns a copy with gradients of its own, where it takes any."""
     return None if t is None else t.detach().clone().requires_grad_(t.requires_grad)
 
 
@@ -107,8 +107,8 @@ _FALLBACK = 2.5
 
 
 def _falls_back(group: Group, name: str) -> str | None:
-    """Why torch's own products of 16 bits are no measure where oneDNN is held down, or None. Fused kernels may have
-    others: each is compared with itself in float32, at a size of which one call does not take minutes."""
+    """Returns why torch's own products of 16 bits are no measure where oneDNN is held down, or None. Fused kernels
+    may have others: each is compared with itself in float32, at a size of which one call does not take minutes."""
     products = group.flops is not None and name not in (*OURS, "memcpy")
     if not isa.current.lacks_products(group.dtype.itemsize, products):
         return None
@@ -127,7 +127,7 @@ def _falls_back(group: Group, name: str) -> str | None:
 
 
 def _seconds(prepare: Prepare) -> float:
-    """Of the shorter of two calls; of one where it is long."""
+    """Returns the seconds of the shorter of two calls; of one where it is long."""
     found: list[float] = []
     while len(found) < 2 and sum(found) < 0.1:
         run, start = prepare(), timer()
@@ -137,8 +137,8 @@ def _seconds(prepare: Prepare) -> float:
 
 
 def unavailable(error: Exception, ours: bool) -> str | None:
-    """The reason, in a line, why a call could not be made here; None where that is an error: our own kernels may lack
-    memory or a device, no more."""
+    """Returns the reason, in a line, why a call could not be made here; None where that is an error: our own kernels
+    may lack memory or a device, no more."""
     text = str(error).strip().splitlines()
     first = f"{type(error).__name__}: {text[0] if text else ''}"[:200]
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -51,8 +51,8 @@ class Check:
             self.expected = replace(made, reference=reference, oracle=oracle)
 
     def wrong(self, name: str) -> str | None:
-        """Why the result of a row is not that of the reference, or None. Ours is held to the parity policy; a peer to
-        computing the same, unless it draws other elements for dropout."""
+        """Returns why the result of a row is not that of the reference, or None. Ours must meet the parity
+        policy; a peer must compute the same, unless it draws other elements for dropout."""
         if name in (*LIMITS, "reference") or (name not in OURS and self.group.case.options.get("dropout_p")):
             return None
         try:
@@ -97,7 +97,7 @@ class Check:
         return cotangent if dim is None else torch.zeros_like(output).index_copy_(dim, self.rows, cotangent)
 
     def _dim(self, output: Tensor) -> int | None:
-        """The dimension in which an output has rows; a sum has none."""
+        """Returns the dimension in which an output has rows; a sum has none."""
         if self.sample is None:
             return None
         name, dim = next(iter(self.sample.dims.items()))

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare(commit: str) -> Path:
-    """A worktree of the commit, with its extension built, or this tree's where the sources are the same.
+    """Returns a worktree of the commit, with its extension built, or this tree's where the sources are the same.
 
     Raises:
         SystemExit: there is no such commit, or it does not build.
@@ -118,7 +118,7 @@ class Side:
         )
 
     def ask(self, **request: Any) -> Any:
-        """The answer of the process.
+        """Returns the answer of the process.
 
         Raises:
             SystemExit: it ended, or says what is wrong.
@@ -142,7 +142,7 @@ class Side:
 
 
 def run(sides: Sequence[Side], text: str, turns: int, seconds: float, full: bool = False) -> float:
-    """Measure and print; returns the smallest ratio of the worst row.
+    """Measures and prints; returns the smallest ratio of the worst row.
 
     Raises:
         SystemExit: neither side has a row whose name contains `text`, or one ended.
@@ -197,13 +197,13 @@ class Ratio:
 # --- in the process of a side -----------------------------------------------------------------------------------------
 
 
-def serve(held_to: str | None = None) -> None:
-    """Answer requests, a line of JSON each; standard output is kept for the answers."""
+def serve(forced: str | None = None) -> None:
+    """Answers requests, a line of JSON each; standard output is kept for the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if held_to is not None:
+    if forced is not None:
         try:
-            force(held_to)
+            force(forced)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
     measure = _measurer()

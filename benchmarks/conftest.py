@@ -148,7 +148,7 @@ class Record:
         self.full = bool(request.config.getoption("full", False))
         budget = request.config.stash.get(_BUDGET, None)
         #: Of the rounds.
-        self.share = 1.0 if budget is None else budget.admit(request.node.stash.get(_UNIT, "")) or 1.0
+        self.fraction = 1.0 if budget is None else budget.admit(request.node.stash.get(_UNIT, "")) or 1.0
 
     def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
         row |= isa.current.row()
@@ -170,7 +170,7 @@ def record(request: pytest.FixtureRequest, record_property: Callable[[str, objec
 
 
 def in_a_line(row: dict[str, Any]) -> str:
-    """The figures that fit behind the name of a row."""
+    """Returns the figures that fit behind the name of a row."""
     parts = [f"{row['median_us']:,.1f} us"] if "median_us" in row else []
     if "of_limit" in row:
         parts.append(f"{row['of_limit']:.0%} of {row['limit']}")
@@ -182,7 +182,7 @@ def in_a_line(row: dict[str, Any]) -> str:
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
-    """What the figures were measured with, and the rows that have none, beside them."""
+    """Keeps what the figures were measured with, and the rows that have none, beside them."""
     import torch
 
     from foundry_kernels.__main__ import versions
@@ -201,7 +201,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> Generator[None, object, object]:
-    """What the run says, before the tables of it."""
+    """Prints what the run says, before the tables of it."""
     rows, budget = config.stash.get(_ROWS, []), config.stash.get(_BUDGET, None)
     if rows and budget is not None:
         from benchmarks import tables, verdict

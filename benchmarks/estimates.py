@@ -34,7 +34,7 @@ class Machine:
     products: float
 
     def seconds(self, moved: float, operations: float = 0.0) -> float:
-        """Of a call at the machine's limit."""
+        """Returns the seconds of a call at the machine's limit."""
         return moved / self.copied + operations / self.products
 
 
@@ -56,7 +56,7 @@ def _best(call: Callable[[], object]) -> float:
 
 
 def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
-    """Of the rows `names` of a group."""
+    """Returns the estimate for the rows `names` of a group."""
     # torch.compile is waited for where a shape is measured first.
     first = memories(group.op, group.case, group.dtype, not group.quick, DEVICE)[0]
     compiled = "torch.compile" in names and group.memory == first
@@ -87,7 +87,7 @@ def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[f
 
 
 def growth(name: str, shape: str, groups: Sequence[Group], machine: Machine) -> Unit:
-    """Of all sizes along an axis; `groups` holds one for each."""
+    """Returns the estimate for all sizes along an axis; `groups` holds one for each."""
     fixed = rounds = 0.0
     for group in groups:
         more = _times(group, [n for n in group.names if n not in ("torch.compile", "eager")], machine, (0.2, 7))
@@ -97,7 +97,7 @@ def growth(name: str, shape: str, groups: Sequence[Group], machine: Machine) -> 
 
 
 def model(group: ModelGroup, machine: Machine) -> Unit:
-    """Of the models that are compared at a task. A step is compiled already, with forward and backward."""
+    """Returns the estimate for the models that are compared at a task, whose step is compiled already."""
     c, trains = group.config, group.task in ("forward+backward", "step")
     parameters = c.n_layers * c.dim * (2 * c.dim + 3 * c.ffn_width) + 2 * c.vocab_size * c.dim
     call = machine.seconds(0, 2 * parameters * group.tokens * (3 if trains else 1)) * 2 + 1e-3 * c.n_layers
@@ -109,5 +109,5 @@ def model(group: ModelGroup, machine: Machine) -> Unit:
 
 
 def overhead(op: OpSpec, kind: str) -> Unit:
-    """Of the host time of an operation."""
+    """Returns the estimate for the host time of an operation."""
     return Unit(f"{op.name}-{kind}", f"{op.name} {kind}", "overhead", 0.0, last=True, a_row=_HOST)

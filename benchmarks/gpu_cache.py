@@ -7,7 +7,7 @@ Each kernel is bound and specialised by Triton's own launch, on the stub of a GP
 which the launch on the GPU looks for it: the contents of Triton's files (thus its release, and Python's: its library is
 compiled for one), the kernel's source, signature and options, and the architecture. No path is part of it. Triton's
 index of its cache has absolute paths: the archive has none, `unpack` writes them. It holds what a launch needs, the
-code and its description: what the compiler passes through on the way is left out.
+code and its description: what the compiler passes through in between is left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Kernel = tuple[Any, dict[str, Any]]
 
 
 def made_with() -> dict[str, str]:
-    """What must be the same here and there, for a kernel that was compiled here to be found there."""
+    """Returns what must be the same here and there, for a kernel that was compiled here to be found there."""
     import triton
     from triton.runtime.cache import triton_key
 
@@ -51,7 +51,7 @@ def made_with() -> dict[str, str]:
 
 
 def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
-    """The kernels that `run` launches, each once. In this process they cannot be launched any more."""
+    """Returns the kernels that `run` launches, each once. In this process they cannot be launched any more."""
     import triton.compiler
 
     found: list[Kernel] = []
@@ -70,7 +70,7 @@ def recorded(driver: StubDriver, run: Callable[[], None]) -> list[Kernel]:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """The reason why nothing can be written into the folder, which is made if there is none, or None."""
+    """Returns the reason why nothing can be written into the folder, which is made if there is none, or None."""
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,8 +82,8 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def launch_all(text: str) -> None:
-    """What the operations whose names contain `text` launch: the parity cases in each dtype, forward with and without
-    gradients, and backward; and the benchmarks."""
+    """Launches what the operations whose names contain `text` launch: the parity cases in each dtype, forward with and
+    without gradients, and backward; and the benchmarks."""
     for op in fk.OPS.values():
         impl = op.impl("triton")
         if impl is None or text not in op.name:
@@ -170,7 +170,7 @@ def _not_loaded(name: str, path: str) -> Any:
 
 
 def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
-    """What a launch needs of Triton's cache in `folder`, and what it was made with."""
+    """Packs what a launch needs of Triton's cache in `folder`, and what it was made with."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     about_file = folder / MANIFEST
     about_file.write_text(json.dumps(about))
@@ -183,7 +183,7 @@ def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> dict[str, Any]:
-    """The archive in `folder`, for TRITON_CACHE_DIR; what it was made with.
+    """Unpacks the archive into `folder`, for TRITON_CACHE_DIR; returns what it was made with.
 
     Raises:
         ValueError: it is damaged, or no such archive.
@@ -204,7 +204,8 @@ def unpack(archive: Path, folder: Path) -> dict[str, Any]:
 
 
 def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
-    """The reason why no kernel of an archive would be found by this Triton on a GPU of capability `arch`, or None."""
+    """Returns the reason why no kernel of an archive would be found by this Triton on a GPU of capability `arch`, or
+    None."""
     here = made_with() | {"arch": arch}
     for name in ("arch", "triton", "python"):
         if about.get(name) != here[name]:

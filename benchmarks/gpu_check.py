@@ -42,7 +42,7 @@ CACHE = ROOT / "build" / "gpu-cache"
 
 
 def run(name: str, command: list[str], limit: float) -> dict[str, Any]:
-    """Run a command, its output shown as it comes and kept in a log."""
+    """Runs a command, its output shown as it comes and kept in a log."""
     print(f"--- {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
     env = os.environ | {"PYTHONUNBUFFERED": "1", "CI": "true"}  # under CI a failed build is an error
@@ -160,7 +160,7 @@ def environment() -> dict[str, str]:
 
 
 def sources() -> str:
-    """A digest of what the parts test: results are continued only where it is the same."""
+    """Returns a digest of what the parts test: results are continued only where it is the same."""
     digest = hashlib.sha256()
     for folder in ("foundry_kernels", "csrc", "tests", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -170,7 +170,7 @@ def sources() -> str:
 
 
 def begin(gpu: str, chosen: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The report, with what an earlier run of the same sources left in it, and the parts to be run."""
+    """Returns the report, with what an earlier run of the same sources left in it, and the parts to be run."""
     name = file_name(gpu)
     report: dict[str, Any] = {"gpu": gpu, "sources": sources()}
     try:

@@ -48,18 +48,18 @@ class Isa:
     products16: bool = True
 
     def row(self) -> dict[str, Any]:
-        """What each row of a forced run says of it."""
+        """Returns what each row of a forced run says of it."""
         if self.forced is None:
             return {}
         return {"isa": self.forced, "torch_isa": self.torch, "torch_obeyed": self.obeyed}
 
     def kept(self) -> dict[str, Any]:
-        """The same of the whole run, forced or not."""
+        """Returns the same of the whole run, forced or not."""
         found: dict[str, Any] = {"ours": self.ours, "torch": self.torch, "forced": self.forced}
         return found if self.forced is None else found | {"obeyed": self.obeyed, "switches": SWITCHES[self.forced]}
 
     def lacks_products(self, itemsize: int, products: bool) -> bool:
-        """Whether torch has no fast products of numbers of that size because it was forced."""
+        """Returns whether torch has no fast products of numbers of that size because it was forced."""
         return self.forced is not None and not self.products16 and products and itemsize == 2
 
 
@@ -68,7 +68,7 @@ current = Isa("", "")
 
 
 def switch(name: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the switches of torch and its libraries; before torch is imported.
+    """Sets the switches of torch and its libraries; before torch is imported.
 
     Raises:
         ValueError: there is no instruction set of that name.
@@ -79,7 +79,7 @@ def switch(name: str, environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def force(name: str) -> Isa:
-    """Hold this process to `name`: `switch`, then our kernels, and ask torch what it made of it.
+    """Restricts this process to `name`: `switch`, then our kernels; asks torch what it made of it.
 
     Raises:
         ValueError: there is no such instruction set, or this machine or this build of the extension has not got it.
@@ -105,7 +105,7 @@ def force(name: str) -> Isa:
 
 
 def found() -> Isa:
-    """What this process uses without being forced."""
+    """Returns what this process uses without being forced."""
     import torch
 
     from foundry_kernels.core import extension
@@ -130,5 +130,5 @@ def _remember(isa: Isa) -> Isa:
 
 
 def no_products() -> str:
-    """Why a row of torch's is no peer; see `Isa.lacks_products`."""
+    """Returns why a row of torch's is no peer; see `Isa.lacks_products`."""
     return f"plain loops stand in for oneDNN's products of 16 bits, as oneDNN is held to {current.forced}"

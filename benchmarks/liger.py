@@ -16,7 +16,7 @@ NAME = "Liger"
 
 
 def why_not(device: str) -> str | None:
-    """The reason why Liger-Kernel cannot be measured on `device`, or None."""
+    """Returns the reason why Liger-Kernel cannot be measured on `device`, or None."""
     if device != "cuda":
         return "Liger-Kernel's kernels are Triton's, for a GPU"
     try:
@@ -51,7 +51,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """With tables [1 or B, T, D] in q's dtype, as transformers gives them to it."""
+    """Rotates by tables [1 or B, T, D] in q's dtype, as transformers gives them to it."""
     wide = [torch.cat([table, table], -1).to(q.dtype) for table in (cos, sin)]
     cos, sin = (table if table.dim() == 3 else table[None] for table in wide)
     rotate = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb

@@ -171,7 +171,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def release() -> None:
-    """Give back what nothing refers to: results in cycles, and blocks that the C library keeps."""
+    """Gives back what nothing refers to: results in cycles, and blocks that the C library keeps."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -217,7 +217,7 @@ class Scrub:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """For runs that are not timed."""
+        """Switches it off, for runs that are not timed."""
         before, self.rests = self.rests, True
         try:
             yield
@@ -230,10 +230,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
     that is not positive. A constant part of y, which the first sizes feel most, pulls p down: see `last_exponent`."""
     if len(set(x)) < 2 or min(*x, *y) <= 0:
         return None
-    log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]
-    mean_x, mean_y = statistics.fmean(log_x), statistics.fmean(log_y)
-    over = sum((a - mean_x) * (b - mean_y) for a, b in zip(log_x, log_y, strict=True))
-    return over / sum((a - mean_x) ** 2 for a in log_x)
+    return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
 
 def last_exponent(x: Sequence[float], y: Sequence[float], count: int = 3) -> float | None:

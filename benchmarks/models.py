@@ -26,7 +26,7 @@ FAMILIES = {
 }
 _TRAINING = ("forward", "forward+backward", "step")
 TASKS = {"transformer": _TRAINING, "hugging-face": _TRAINING, "generation": ("decode",)}
-#: The row that others of the family are held against.
+#: The row that others of the family are compared with.
 BASE = {"transformer": "reference", "hugging-face": "Hugging Face", "generation": "reference"}
 
 #: By device and name; the first is the quick one. "1b" has the shape of Llama-3.2-1B, its vocabulary cut.
@@ -96,8 +96,8 @@ def model_groups(full: bool) -> list[ModelGroup]:
 
 
 class ModelContenders:
-    """As `suite.Contenders`, of models: all start from the same weights, and those whose loss is not that of the first
-    are `wrong`."""
+    """Like `suite.Contenders`, but models: all start from the same weights, and those whose loss is not that of the
+    first are `wrong`."""
 
     def __init__(self, group: ModelGroup, names: tuple[str, ...] | None = None) -> None:
         self.group = group
@@ -146,7 +146,7 @@ class ModelContenders:
 
 
 def _too_large(group: ModelGroup, name: str) -> str | None:
-    """Why the model does not fit the memory that is left by those before it, or None: weights, gradients, the
+    """Returns why the model does not fit the memory that is left by those before it, or None: weights, gradients, the
     optimiser's moments, activations, the logits in float32, and the scores of forms that keep their whole matrix."""
     config, tokens, trains = group.config, _TOKENS[group.size], group.task in ("forward+backward", "step")
     layer = config.dim * (2 * config.dim + 2 * config.kv_heads * config.head_width + 3 * config.ffn_width)
@@ -160,7 +160,7 @@ def _too_large(group: ModelGroup, name: str) -> str | None:
 
 
 def _make(group: ModelGroup, name: str) -> nn.Module | Any:
-    """The model, or the reason why there is none."""
+    """Returns the model, or the reason why there is none."""
     if isa.current.lacks_products(group.dtype.itemsize, True):
         return isa.no_products()
     if group.family == "hugging-face" or name.startswith("Hugging Face"):
@@ -224,14 +224,14 @@ _HUGGING_FACE = {
 
 
 def _for(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The first model's weights under the names that this one has for them."""
+    """Returns the first model's weights under the names that this one has for them."""
     if weights.keys() == model.state_dict().keys():
         return weights
     return {".".join(_HUGGING_FACE.get(part, part) for part in name.split(".")): w for name, w in weights.items()}
 
 
 def _tokens(generated: Any) -> Tensor:
-    """The one row, of our `generate` or Hugging Face's."""
+    """Returns the one row, of our `generate` or Hugging Face's."""
     row: Tensor = generated[0]
     return row
 
@@ -257,7 +257,7 @@ def _patch_by_liger(model: nn.Module) -> None:
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Of the next token; transformers shift the labels themselves."""
+    """Returns the loss of the next token; transformers shift the labels themselves."""
     plain = getattr(model, "_orig_mod", model)
     if isinstance(plain, Transformer):
         return model(batch[:, :-1], batch[:, 1:])[1]

@@ -35,7 +35,7 @@ def draw(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
 
 
 def names(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
-    """What `draw` returns, without drawing."""
+    """Returns what `draw` returns, without drawing."""
     return [(title, _path(source, name)) for title, name, panels, _ in _KINDS if panels(kept)]
 
 
@@ -110,7 +110,7 @@ def _memory(axes: Any, row: Row) -> None:
 
 
 def _roofs(kept: dict[str, Any]) -> list[list[Row]]:
-    """For each dtype the rows of operations with matrix products, and those of the two limits."""
+    """Returns for each dtype the rows of operations with matrix products, and those of the two limits."""
     rows = [r for r in kept["rows"] if r.get("kind", "op") == "op"]
     panels = []
     for dtype in dict.fromkeys(r["dtype"] for r in rows):

@@ -47,7 +47,7 @@ def text(before: str, root: Path, found: Results, source: Path | None = None) ->
 
 
 def newest(found: Results) -> Path:
-    """Not held to fewer instructions than the processor has, where there are such."""
+    """Returns the newest results, of a run that was not restricted to fewer instructions if there is one."""
     return next((path for path, kept in found.items() if not kept.get("isa", {}).get("forced")), next(iter(found)))
 
 
@@ -87,9 +87,9 @@ def _in_a_cell(states: dict[str, str]) -> str:
 
 
 def measured(name: str, found: Results) -> str | None:
-    """What the kept results have of the native CPU kernel, None where there is no such kernel: rows of the forward and
-    the backward pass (or of both in one, where the forward pass makes the gradients), with dropout too where that is
-    inside, all in one file; the newest such file says of which kernel."""
+    """Returns what the kept results have of the native CPU kernel, None where there is no such kernel: rows of the
+    forward and the backward pass (or of both in one, where the forward pass makes the gradients), with dropout
+    too where that is inside, all in one file; the newest such file says of which kernel."""
     op = fk.OPS[name]
     impl = op.impl("native")
     if impl is None or "cpu" not in impl.sources:

@@ -23,7 +23,7 @@ _FIGURES = {
 
 
 def keep(source: Path, target: Path) -> None:
-    """Keep what matters of a run: the rows, what they were measured on and when, but not every round."""
+    """Keeps what matters of a run: the rows, what they were measured on and when, but not every round."""
     run = _read(source)
     for key in ("benchmarks", "machine_info", "datetime", "environment", "device"):
         if key not in run:
@@ -46,7 +46,7 @@ def keep(source: Path, target: Path) -> None:
 
 
 def commit(run: dict[str, Any]) -> dict[str, Any] | None:
-    """What was measured, as pytest-benchmark asks git for it; None where it is no checkout."""
+    """Returns the commit that was measured, as pytest-benchmark asks git for it; None where it is no checkout."""
     info = run.get("commit_info", {})
     if not re.fullmatch("[0-9a-f]{40}", str(info.get("id"))):
         return None
@@ -131,7 +131,7 @@ def report(arguments: list[str]) -> None:
 
 
 def all_kept(folder: Path = RESULTS) -> dict[Path, dict[str, Any]]:
-    """The kept results of a folder, by path, the newest first."""
+    """Returns the kept results of a folder, by path, the newest first."""
     found = {path: load(path) for path in sorted(folder.glob("*.json")) if not _of_gpu_check(path)}
     if not found:
         raise SystemExit(f"error: there are no results in {folder}")
@@ -139,7 +139,7 @@ def all_kept(folder: Path = RESULTS) -> dict[Path, dict[str, Any]]:
 
 
 def kept_path(name: str) -> Path:
-    """Of results by name or path."""
+    """Returns the path of results that are named by name or path."""
     path = Path(name)
     return path if path.suffix == ".json" else RESULTS / f"{name}.json"
 
@@ -154,7 +154,7 @@ def _pictures(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
 
 
 def named_pictures(kept: dict[str, Any], source: Path) -> list[tuple[str, Path]]:
-    """The pictures that exist, without drawing them again."""
+    """Returns the pictures that exist, without drawing them again."""
     try:
         from benchmarks import plots
     except ImportError:

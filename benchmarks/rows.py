@@ -30,7 +30,7 @@ QUICK, FULL = (0.6, 15), (2.0, 25)
 class Measured:
     """All contenders of a group, timed. `times` holds a list of seconds for each that could run; `why_not` the reason
     of each that could not; `wrong` what is wrong with the result of each that computed something else (only where
-    `checked`: without, ratios mean nothing). `share`: of the rounds, where there is no time for all."""
+    `checked`: without, ratios mean nothing). `fraction`: of the rounds, where there is no time for all."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class Measured:
         *,
         least: int = 5,
         checked: bool = True,
-        share: float = 1.0,
+        fraction: float = 1.0,
     ) -> None:
         self.group = group
-        seconds, rounds = effort[0] * share, max(round(effort[1] * share), 3)
+        seconds, rounds = effort[0] * fraction, max(round(effort[1] * fraction), 3)
         with self.memory():
             contenders = Contenders(group, names)
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
             # After a few runs the caches hold what fits.
             warm_ups = 4 if group.memory == "warm" else 0
             # Of products calls are long, and vary little.
-            if share < 1 or (effort == QUICK and group.limit == "GEMM"):
+            if fraction < 1 or (effort == QUICK and group.limit == "GEMM"):
                 least = 3
             self.untimed = contenders.untimed
             with self.untimed():
@@ -64,11 +64,11 @@ class Measured:
         self.device_times = device_times(self.prepare) if DEVICE == "cuda" and self.prepare else {}
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
-        """What the process does with freed memory while the group runs."""
+        """Sets what the process does with freed memory while the group runs."""
         return contextlib.nullcontext() if self.group.memory == "fresh" else reused_memory()
 
     def row(self, name: str) -> dict[str, Any]:
-        """What is known of a contender, as it stands in the results."""
+        """Returns what is known of a contender, as it stands in the results."""
         group = self.group
         row: dict[str, Any] = {
             "kind": "op",
@@ -120,7 +120,7 @@ class Measured:
         return row
 
     def _of_limit(self, name: str) -> float:
-        """The row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
+        """Returns the row's rate over that of its limit, medians of rounds: bytes a second, or operations a second."""
         faster = median_ratio(self.times[self.group.limit], self.times[name])
         if self.group.limit == "memcpy":
             return faster
@@ -128,8 +128,8 @@ class Measured:
         return faster * self.group.flops / (2 * MATMUL[DEVICE] ** 3)
 
     def _on_device(self, name: str) -> dict[str, Any]:
-        """What the GPU itself takes: between events, and in a replayed graph (not backward alone, whose forward pass
-        would have to be in the graph)."""
+        """Measures what the GPU itself takes: between events, and in a replayed graph (not backward alone, whose
+        forward pass would have to be in the graph)."""
         if name not in self.device_times:
             return {}
         found: dict[str, Any] = {"device_us": round(statistics.median(self.device_times[name]) * 1e6, 1)}
@@ -138,6 +138,6 @@ class Measured:
         runs = [self.prepare[name]() for _ in range(min(len(self.times[name]), 8))]
         try:
             return found | {"graph_us": round(graph_time(runs) * 1e6, 1)}
-        except Exception as error:  # a peer that waits for the GPU, or allocates in its own way
+        except Exception as error:  # a peer that waits for the GPU, or allocates differently
             torch.cuda.synchronize()
             return found | {"graph_why_not": str(error).strip().splitlines()[0][:200]}

@@ -21,7 +21,7 @@ _C_COMMENTS = r"//[^\n]*|/\*.*?\*/"
 
 
 def digests(device: str, root: Path = ROOT) -> dict[str, str]:
-    """By operation. Edits of comments, docstrings and blanks change none."""
+    """Returns a hash by operation. Edits of comments, docstrings and blanks change none."""
     return {op.name: digest(files(op, device, root), root) for op in fk.OPS.values()}
 
 
@@ -35,8 +35,8 @@ def digest(paths: list[Path], root: Path = ROOT) -> str:
 
 
 def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
-    """The operation's folder; of csrc the files that are called like it, like operations of a folder that it imports or
-    like internal operators that it names; and what these include."""
+    """Returns the operation's folder; of csrc the files that are called like it, like operations of a folder that it
+    imports or like internal operators that it names; and what these include."""
     folder = root / Path(*op.package.split("."))
     python = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
     text = "\n".join(p.read_text(encoding="utf-8") for p in python)
@@ -49,18 +49,18 @@ def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
         return not any(part == other or part.endswith(f"_{other}") for part in parts for other in _OTHER[device])
 
     found = {p for p in python if belongs(p)}
-    ahead = [p for p in (root / "csrc").rglob("*.*") if p.stem.startswith(tuple(names))]
-    while ahead:
-        path = ahead.pop()
+    pending = [p for p in (root / "csrc").rglob("*.*") if p.stem.startswith(tuple(names))]
+    while pending:
+        path = pending.pop()
         if path not in found and belongs(path):
             found.add(path)
             included = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
-            ahead += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
+            pending += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
     return sorted(found)
 
 
 def changed(kept: dict[str, Any], now: dict[str, str]) -> list[str]:
-    """The measured operations whose kernels are others `now`, or whose kernels results do not tell."""
+    """Returns the measured operations whose kernels are others `now`, or whose kernels results do not tell."""
     before = kept.get("sources", {})
     measured = dict.fromkeys(r["op"] for r in kept["rows"] if r.get("kind", "op") == "op")
     return [op for op in measured if op in now and before.get(op) != now[op]]

@@ -1,4 +1,4 @@
-"""A GPU that launches nothing: the host's share of a call to a Triton kernel, on a machine without a GPU.
+"""A GPU that launches nothing: the host's part of a call to a Triton kernel, on a machine without a GPU.
 
 Kernels are compiled for the architecture, arguments are bound and launchers called as on a GPU; the launch itself, the
 last call into the driver, does nothing. Tensors are the CPU's, and results are whatever was in memory.
@@ -28,7 +28,7 @@ class StubDriver:
         self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=self._properties)
 
     def launch(self, *args: Any) -> None:
-        """What a compiled kernel is called with: grid, stream, function, metadata, hooks and the kernel's arguments."""
+        """Takes what a compiled kernel takes: grid, stream, function, metadata, hooks and the kernel's arguments."""
 
     def get_current_device(self) -> int:
         return 0
@@ -47,7 +47,7 @@ class StubDriver:
 
 
 def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
-    """A compiled kernel but for its code: what Triton launches in its place is given `function`."""
+    """Returns a compiled kernel but for its code: what Triton launches in its place is given `function`."""
     from triton.compiler import CompiledKernel
 
     kernel = CompiledKernel.__new__(CompiledKernel)
@@ -58,7 +58,7 @@ def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
 
 
 def why_not() -> str | None:
-    """The reason why there can be no stub in this process, or None."""
+    """Returns the reason why there can be no stub in this process, or None."""
     if _triton.MISSING is not None:
         return _triton.MISSING
     if _triton.INTERPRET:
@@ -68,7 +68,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def stub_gpu(driver: StubDriver) -> Iterator[None]:
-    """While it lasts, Triton kernels serve CPU tensors and are launched by `driver`."""
+    """While it lasts, Triton kernels take CPU tensors and are launched by `driver`."""
     from triton.runtime.driver import driver as drivers
 
     operators.serve_cpu_tensors()

@@ -25,7 +25,7 @@ from foundry_kernels.testing import Case
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
 OURS = ("triton", "native", "reference")
-#: What rows are held against: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
+#: What rows are compared with: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: Above this many operations a byte a call is compute-bound.
 _INTENSITY = 32
@@ -70,7 +70,7 @@ class Group:
 
     @cached_property
     def peers(self) -> dict[str, Callable[..., Any] | str]:
-        """What the op names, torch.compile of "eager", and Liger."""
+        """Returns what the op names, torch.compile of "eager", and Liger."""
         found = dict(self.bench.peers(self.op.name, self.case, DEVICE))
         if "eager" in found:
             eager, key = found["eager"], (self.op.name, self.case.id, self.dtype)
@@ -97,7 +97,7 @@ class Group:
 
     @property
     def limit(self) -> str:
-        """What bounds the call: "GEMM" or "memcpy"."""
+        """Names what bounds the call: "GEMM" or "memcpy"."""
         return "GEMM" if self.flops and self.flops >= _INTENSITY * self.bytes_moved else "memcpy"
 
     @cached_property
@@ -106,11 +106,11 @@ class Group:
 
     @cached_property
     def flops(self) -> int | None:
-        """Of the matrix products, None for an operation without."""
+        """Returns the FLOPs of the matrix products, None for an operation without."""
         return self.bench.flops(_shapes(self.case, self.dtype), self.case.options, self.direction)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """What is called with the case's arguments for one of `names` that is no limit."""
+        """Returns what is called with the case's arguments for one of `names` that is no limit."""
         if name in OURS:
             return lambda **a: self.op.public(**a, **self.case.options, backend=name)
         found = self.peers[name]
@@ -119,8 +119,8 @@ class Group:
 
 
 def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
-    """All groups, those of one shape and dtype in succession. The quick ones: forward and backward, of the states of
-    memory one on a CPU, and of the shapes those whose names end as the op's BENCH_QUICK says."""
+    """Returns all groups, those of one shape and dtype in succession. The quick ones: forward and backward, of the
+    states of memory one on a CPU, and of the shapes those whose names end as the op's BENCH_QUICK says."""
     for op in fk.OPS.values():
         for case in timed_cases(op, device):
             if not full and not Group(op, case, torch.float32, "forward").quick:
@@ -134,12 +134,13 @@ def groups(full: bool, device: str = DEVICE) -> Iterator[Group]:
 
 
 def timed_cases(op: OpSpec, device: str = DEVICE) -> tuple[Case, ...]:
-    """The shapes that the op's `bench` module names; none where it has no such module."""
+    """Returns the shapes that the op's `bench` module names; none where it has no such module."""
     return () if op.bench is None else op.bench.bench_cases(op.name, device)
 
 
 def smallest_case(op: OpSpec) -> Case:
-    """A case so small that a call is all overhead, with the arguments and options that are benchmarked, if any."""
+    """Returns a case so small that a call is all overhead, with the arguments and options that are benchmarked, if
+    any."""
 
     def given(case: Case) -> set[str]:
         return {n for n, a in case.args.items() if a is not None}
@@ -156,7 +157,8 @@ def smallest_case(op: OpSpec) -> Case:
 
 
 def memories(op: OpSpec, case: Case, dtype: torch.dtype, full: bool, device: str) -> tuple[str, ...]:
-    """The states of memory that make a difference to `case`; of the quick set on a CPU one, as the case's name says."""
+    """Returns the states of memory that make a difference to `case`; of the quick set on a CPU one, as the case's
+    name says."""
     group = Group(op, case, dtype, "forward")
     if group.limit == "GEMM":
         return ("cold",)
@@ -169,7 +171,7 @@ def memories(op: OpSpec, case: Case, dtype: torch.dtype, full: bool, device: str
 
 
 def _decodes(case: Case) -> bool:
-    """Whether a call is of single tokens: its weights and caches are never in a CPU's or GPU's cache."""
+    """Returns whether a call is of single tokens: its weights and caches are never in a CPU's or GPU's cache."""
     return "decode" in case.id
 
 
@@ -183,7 +185,7 @@ def case_bytes(case: Case, dtype: torch.dtype) -> int:
 
 
 def _shapes(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """The arguments as meta tensors."""
+    """Returns the arguments as meta tensors."""
     return {
         n: None if a is None else torch.empty(a.shape, dtype=a.dtype or dtype, device="meta")
         for n, a in case.args.items()
@@ -211,12 +213,12 @@ def _compiled(eager: Callable[..., Any], key: tuple[str, str, torch.dtype]) -> C
 
 
 def too_large(group: Group) -> str | None:
-    """Why the group does not fit half of the free memory, or None."""
+    """Returns why the group does not fit half of the free memory, or None."""
     return needs_too_much(group_bytes(group))
 
 
 def needs_too_much(needed: int) -> str | None:
-    """The reason not to begin what needs as many bytes, or None: half of what is free is left to others."""
+    """Returns the reason not to begin what needs as many bytes, or None: half of what is free is left to others."""
     free = free_bytes(DEVICE)
     if free is None or needed <= free // 2:
         return None
@@ -224,12 +226,12 @@ def needs_too_much(needed: int) -> str | None:
 
 
 def group_bytes(group: Group) -> int:
-    """The most that the group holds at a time, roughly, beside what the process holds anyhow."""
+    """Returns the most that the group holds at a time, roughly, beside what the process holds anyhow."""
     case, sets = group.case, set_count(group)
     given, wide = case_bytes(case, group.dtype), case_bytes(case, torch.float32)
     made = max(group.bytes_moved - given, 0) if group.direction == "forward" else group.bytes_moved
     needed = given * sets + made * (sets + 1)  # inputs in rotation; results that are kept, and their gradients
-    needed += 4 * wide  # what eager makes in float32 on the way, or saves for its backward pass
+    needed += 4 * wide  # what eager makes in float32 in between, or saves for its backward pass
     needed += max(group.bytes_moved, 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0)  # of memcpy
     needed += 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0  # scrubs
     needed += 12 * checked_bytes(group) + 3 * given  # and a contender's own inputs and gradients
@@ -260,5 +262,5 @@ def set_count(group: Group) -> int:
 
 
 def rotates(group: Group, count: int) -> bool:
-    """Whether the first of `count` sets of inputs has left the caches once all have been used."""
+    """Returns whether the first of `count` sets of inputs has left the caches once all have been used."""
     return group.memory != "warm" and count * case_bytes(group.case, group.dtype) >= 2 * cache_bytes(DEVICE)

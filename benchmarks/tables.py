@@ -32,7 +32,7 @@ def of_commit(kept: dict[str, Any]) -> str:
 
 
 def held(kept: dict[str, Any]) -> str:
-    """What the instruction set means, where the run was held to one."""
+    """Returns what the instruction set means, where the run was restricted to one."""
     isa = kept.get("isa", {})
     if not isa.get("forced"):
         return ""
@@ -48,7 +48,7 @@ def held(kept: dict[str, Any]) -> str:
 
 
 def cut(kept: dict[str, Any]) -> str:
-    """What was left out to keep the budget."""
+    """Returns what was left out to keep the budget."""
     budget = kept.get("budget", {})
     if not (lines := cuts(budget)):
         return ""
@@ -56,7 +56,7 @@ def cut(kept: dict[str, Any]) -> str:
 
 
 def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
-    """What was left out to keep the budget, the first `most` by name, and where there were fewer rounds."""
+    """Returns what was left out to keep the budget, the first `most` by name, and where there were fewer rounds."""
     if not budget.get("minutes"):
         return []
     shapes = [f"{shape} ({rows} of {of} rows)" for shape, (rows, of) in budget["cut"].items()]
@@ -72,7 +72,7 @@ def paragraph(text: str) -> str:
 
 
 def wrapped(item: str) -> str:
-    """An item of a list."""
+    """Returns an item of a list."""
     return textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -86,7 +86,7 @@ def of_kind(kept: dict[str, Any], kind: str) -> list[Row]:
 
 
 def _ours(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """The rows of our backends, and all their peers."""
+    """Returns the rows of our backends, and all their peers."""
     ours = [r for r in rows if r["row"] in OURS]
     names = (n for r in ours for n in r.get("speedup_over", {}))
     return ours, [n for n in dict.fromkeys(names) if n not in OURS]
@@ -107,7 +107,8 @@ def _halves(kept: dict[str, Any]) -> list[list[Row]]:
 
 
 def shape_of(row: Row) -> str:
-    """The shape, and the words behind it but for those that only say how large it is: "512x2048", "1x4096, decode"."""
+    """Returns the shape, and the words behind it but for those that only say how large it is: "512x2048", "1x4096,
+    decode"."""
     shape, *words = row["case"].split("-")
     words = [w for w in words if w not in ("cached", "large")]
     return f"{shape}, {'-'.join(words)}" if words else shape
@@ -121,7 +122,7 @@ def _ratio(row: Row, peer: str) -> str:
 
 
 def _of_limit(row: Row, limit: str) -> str:
-    """The row's rate in per cent of that of `limit`, where that is the row's own limit."""
+    """Returns the row's rate in per cent of that of `limit`, where that is the row's own limit."""
     if row.get("limit") != limit:
         return "–"
     if "of_limit" in row:
@@ -131,7 +132,7 @@ def _of_limit(row: Row, limit: str) -> str:
 
 
 def _limits(rows: list[Row]) -> list[str]:
-    """The limits of the rows, as the columns `% of ...` name them."""
+    """Returns the limits of the rows, as the columns `% of ...` name them."""
     return [limit for limit in ("memcpy", "GEMM") if any(r.get("limit") == limit for r in rows)]
 
 
@@ -150,7 +151,7 @@ def _mega(row: Row, key: str) -> str:
 
 
 def operations(kept: dict[str, Any]) -> str:
-    """Every row of our backends: its time, its memory and how it compares with the peers."""
+    """Returns every row of our backends: its time, its memory and how it compares with the peers."""
     parts = []
     for rows in _halves(kept):
         ours, peers = _ours(rows)
@@ -176,13 +177,13 @@ def operations(kept: dict[str, Any]) -> str:
 
 
 def forward(kept: dict[str, Any]) -> dict[str, dict[str, Row]]:
-    """By operation and dtype our forward pass on the shape that takes longest."""
+    """Returns by operation and dtype our forward pass on the shape that takes longest."""
     rows = [r for half in _halves(kept) for r in _ours(half)[0] if r["direction"] == "forward"]
     return {op: _main([r for r in rows if r["op"] == op]) for op in dict.fromkeys(r["op"] for r in rows)}
 
 
 def summary(kept: dict[str, Any]) -> str:
-    """A row an operation: its forward pass on the shape that takes longest, a number a cell."""
+    """Returns a row an operation: its forward pass on the shape that takes longest, a number a cell."""
     chosen = forward(kept)
     rows = [r for by_dtype in chosen.values() for r in by_dtype.values()]
     if not rows:
@@ -215,8 +216,8 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def _main(rows: list[Row]) -> dict[str, Row]:
-    """By dtype, the rows of the shape that takes longest, with cold inputs where they were measured, of one backend:
-    the first of `OURS` that there is."""
+    """Returns by dtype the rows of the shape that takes longest, with cold inputs where they were measured, of one
+    backend: the first of `OURS` that there is."""
     backend = min((r["row"] for r in rows), key=OURS.index)
     rows = [r for r in rows if r["row"] == backend]
     longest = max(rows, key=lambda r: (r["memory"] == "cold", r["median_us"]))
@@ -224,7 +225,8 @@ def _main(rows: list[Row]) -> dict[str, Row]:
 
 
 def rival(row: Row) -> str:
-    """The peer that is hardest to beat: of matrix products a fused kernel, else what the compiler makes of eager."""
+    """Returns the peer that is hardest to beat: of matrix products a fused kernel, else what the compiler makes of
+    eager."""
     return "SDPA flash" if row["limit"] == "GEMM" else "torch.compile"
 
 
@@ -233,7 +235,8 @@ OUR_MODELS = ("ours", "ours, compiled", "patched by ours")
 
 
 def steps(kept: dict[str, Any]) -> str:
-    """A training step of each model, how many times faster than those that are not ours, and its peak memory."""
+    """Returns a training step of each model, how many times faster than those that are not ours, and its peak
+    memory."""
     rows = [r for r in of_kind(kept, "model") if r["direction"] == "step"]
     others = [n for n in dict.fromkeys(r["row"] for r in rows) if n not in OUR_MODELS]
     lines = []
@@ -295,7 +298,7 @@ def _sizes(row: Row) -> str:
 
 
 def absent(kept: dict[str, Any]) -> str:
-    """Why rows have no figures or no ratios, each reason once."""
+    """Returns why rows have no figures or no ratios, each reason once."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for r in [*kept.get("absent", []), *kept["rows"]]:
         reason = r.get("why_not") or r.get("wrong") or r.get("graph_why_not")

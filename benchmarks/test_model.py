@@ -23,13 +23,13 @@ from foundry_kernels.core.registry import short_dtype
 
 
 class _Measured:
-    def __init__(self, group: ModelGroup, full: bool, share: float) -> None:
+    def __init__(self, group: ModelGroup, full: bool, fraction: float) -> None:
         self.group = group
         with reused_memory():
             self.contenders = ModelContenders(group)
             prepare = self.contenders.prepare
-            seconds, rounds = (8 if full else 2.5) * share, max(round(15 * share), 3)
-            least = 5 if share == 1 else 3
+            seconds, rounds = (8 if full else 2.5) * fraction, max(round(15 * fraction), 3)
+            least = 5 if fraction == 1 else 3
             self.times = interleaved(prepare, seconds, rounds, warm_ups=0, least=least) if prepare else {}
 
     def row(self, name: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_model(benchmark: Any, group: ModelGroup, name: str, record: Record) -> 
             pytest.skip(contenders.why_not[name])
         benchmark.pedantic(contenders.prepare[name]())
         return
-    measured = latest.get(group.id, lambda: _Measured(group, record.full, record.share))
+    measured = latest.get(group.id, lambda: _Measured(group, record.full, record.fraction))
     row = measured.row(name)
     record.absent(row)
     benchmark.group = group.id

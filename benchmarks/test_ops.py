@@ -1,10 +1,10 @@
 """Every registered operation that has benchmark shapes: our backends beside eager, torch.compile, torch's own, Liger,
 and the limit: a memcpy of the same bytes or a GEMM.
 
-`extra_info` of a row holds GB/s (or TFLOP/s), its speed-up over each peer and `of_limit`, its share of the limit's rate
-(medians of rounds in which all took turns), the peak memory of one run and, where there is a backward pass, the bytes
-saved for it; on a GPU also the time between events and that of a replayed graph. "memcpy" writes into a tensor that
-exists; "fresh memcpy" into a new one, which on a CPU also pays for page faults. See `suite.Group` on memory.
+`extra_info` of a row holds GB/s (or TFLOP/s), its speed-up over each peer and `of_limit`, its fraction of the limit's
+rate (medians of rounds in which all took turns), the peak memory of one run and, where there is a backward pass, the
+bytes saved for it; on a GPU also the time between events and that of a replayed graph. "memcpy" writes into a tensor
+that exists; "fresh memcpy" into a new one, which on a CPU also pays for page faults. See `suite.Group` on memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_op(benchmark: Any, group: Group, name: str, record: Record) -> None:
         return
     effort = FULL if record.full else QUICK
     names = group.chosen(record.full)
-    measured = latest.get(group.id, lambda: Measured(group, effort, names, share=record.share))
+    measured = latest.get(group.id, lambda: Measured(group, effort, names, fraction=record.fraction))
     with measured.memory():
         row = measured.row(name)
         if record.absent(row):

@@ -62,7 +62,7 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
         if benchmark.disabled:
             benchmark.pedantic(function, kwargs=args)
             return
-        seconds = host_time(lambda: function(**args), batches=max(round(15 * record.share), 5))
+        seconds = host_time(lambda: function(**args), batches=max(round(15 * record.fraction), 5))
     benchmark.group = f"{group.op.name}-overhead"
     replay.give(benchmark, [seconds])
     record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})
@@ -72,7 +72,7 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
 
 
 def _small_case(op: OpSpec) -> Case:
-    """The smallest with rows of whole 16 bytes, as models have: others would be copied."""
+    """Returns the smallest with rows of whole 16 bytes, as models have: others would be copied."""
     like = smallest_case(op)
     alike = [
         case
@@ -118,7 +118,7 @@ def test_stubbed_overhead(benchmark: Any, op: OpSpec, name: str, direction: str,
         if benchmark.disabled:
             benchmark.pedantic(call)
             return
-        seconds = host_time(call, batches=max(round(15 * record.share), 5))
+        seconds = host_time(call, batches=max(round(15 * record.fraction), 5))
     benchmark.group = f"{op.name}-stubbed-overhead-{direction}"
     replay.give(benchmark, [seconds])
     record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})

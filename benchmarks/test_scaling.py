@@ -83,19 +83,19 @@ def _with_threads(count: int | None) -> Iterator[None]:
 
 
 def _names(group: Group, full: bool) -> tuple[str, ...]:
-    """What is compiled for one shape would be compiled for each; and slow forms take most of the time."""
+    """Leaves out forms that are compiled, which would be compiled for each shape, and slow ones."""
     left_out = ("torch.compile", "FlexAttention", *(() if full else ("eager", "SDPA math")))
     return tuple(n for n in group.names if n not in left_out)
 
 
-def _measure(scaling: Scaling, effort: tuple[float, int], share: float) -> dict[str, Any]:
+def _measure(scaling: Scaling, effort: tuple[float, int], fraction: float) -> dict[str, Any]:
     lines: dict[str, dict[str, list[Any]]] = {}
     for index, (size, case) in enumerate(scaling.points):
         group = Group(scaling.op, case, scaling.dtype, scaling.direction, "cold")
         with _with_threads(size if scaling.axis == "threads" else None):
             names = _names(group, effort == _FULL)
-            # The shapes of the suite are checked; here no contender is held against another.
-            measured = Measured(group, effort, names, least=3, checked=False, share=share)
+            # The shapes of the suite are checked; here no contender is compared with another.
+            measured = Measured(group, effort, names, least=3, checked=False, fraction=fraction)
             with measured.memory():
                 for name in (*measured.times, *measured.why_not):
                     row = measured.row(name)
@@ -149,7 +149,7 @@ def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
         return
     row: dict[str, Any] = {"kind": "scaling", "op": scaling.op.name, "row": ours, "direction": scaling.direction}
     row |= {"dtype": short_dtype(scaling.dtype), "case": f"by {scaling.axis}", "memory": "cold"}
-    row |= _measure(scaling, _FULL if record.full else _QUICK, record.share)
+    row |= _measure(scaling, _FULL if record.full else _QUICK, record.fraction)
     line = row["lines"][ours]
     if not any(line.get("median_us", ())):
         record.absent(row | {"why_not": next(r for r in line["why_not"] if r)})

@@ -14,13 +14,13 @@ Row = dict[str, Any]
 
 #: Within this of 1, a ratio says nothing: runs of the same code differ by as much.
 MARGIN = 1.05
-#: Of our models, what each is held against.
+#: What each of our models is compared with.
 _PAIRS = {"ours": "reference", "ours, compiled": "reference, compiled", "patched by ours": "Hugging Face"}
 _MOST = 8
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """The verdict; empty where no row of ours was held against a peer."""
+    """Returns the verdict; empty where no row of ours was compared with a peer."""
     found = [*_operations(rows), *_models(rows)]
     parts: list[str] = []
     for title, low, high in (
@@ -34,7 +34,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _operations(rows: Sequence[Row]) -> list[tuple[float, str]]:
-    """By operation, direction and kernel the median over the peer that is hardest to beat, and a sentence."""
+    """Returns by operation, direction and kernel the median over the peer that is hardest to beat, and a sentence."""
     by: dict[tuple[str, str, str], list[Row]] = {}
     for row in _ours(rows):
         by.setdefault((row["op"], row["direction"], row["row"]), []).append(row)
@@ -64,18 +64,18 @@ def _models(rows: Sequence[Row]) -> list[tuple[float, str]]:
 
 
 def _ours(rows: Sequence[Row]) -> list[Row]:
-    """The rows of our kernels that were held against a peer."""
+    """Returns the rows of our kernels that were compared with a peer."""
     kernels = (r for r in rows if r.get("kind", "op") == "op" and r["row"] in ("native", "triton"))
     return [r for r in kernels if _over(r)]
 
 
 def _over(row: Row, ours: Sequence[str] = OURS) -> dict[str, float]:
-    """How many times as fast as each peer; our other kernels or models are none."""
+    """Returns how many times as fast as each peer; our other kernels or models are none."""
     return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in ours}
 
 
 def _least(row: Row) -> tuple[str, float]:
-    """The peer that the row is furthest behind, or least ahead of, and the ratio."""
+    """Returns the peer that the row is furthest behind, or least ahead of, and the ratio."""
     return min(_over(row).items(), key=lambda item: item[1])
 
 
@@ -119,8 +119,8 @@ class Slower:
 
 
 def slower(kept: dict[str, Any]) -> tuple[list[Slower], int]:
-    """Each row of ours and each peer that it is behind, by however little, the worst first; and how many rows of ours
-    were held against a peer at all. Calls of operations, models, and host times."""
+    """Returns each row of ours and each peer that it is behind, by however little, the worst first; and how many
+    rows of ours were compared with a peer at all. Calls of operations, models, and host times."""
     rows = [(f"`{r['op']}`", r, _over(r)) for r in _ours(kept["rows"])]
     models = (r for r in of_kind(kept, "model") if r["row"] in OUR_MODELS)
     rows += [(f"{r['op']}, {r['row']}", r, _over(r, OUR_MODELS)) for r in models]
@@ -159,7 +159,7 @@ def counted(found: Sequence[Slower], held: int) -> str:
 
 
 def worst(found: Sequence[Slower]) -> str:
-    """Of each operation and model the row that is furthest behind."""
+    """Returns of each operation and model the row that is furthest behind."""
     first: dict[str, Slower] = {}
     for s in found:  # the worst first
         first.setdefault(s.what, s)

@@ -125,11 +125,11 @@ def patch_report(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     from foundry_kernels import patch
     from foundry_kernels.integrations.patch import parts
-    from foundry_kernels.integrations.table import FAMILIES, OLDER
+    from foundry_kernels.integrations.table import LLAMA_LIKE, PATCHED
 
-    unknown = [family for family in options.family if family not in (*FAMILIES, *OLDER)]
+    unknown = [family for family in options.family if family not in PATCHED]
     if unknown:
-        parser.error(f"family must be one of {', '.join((*FAMILIES, *OLDER))}; got {unknown[0]}")
+        parser.error(f"family must be one of {', '.join(PATCHED)}; got {unknown[0]}")
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as e:
@@ -138,7 +138,7 @@ def patch_report(argv: list[str]) -> int:
 
     rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "loss", "left as it was")]
     rows.append(tuple("-" * len(title) for title in rows[0]))
-    for family in options.family or FAMILIES:
+    for family in options.family or LLAMA_LIKE:
         rows.append((family, *parts(patch(tiny_model(family)).report())))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     print(f"transformers {version}: modules of a two-layer model, and the operations that serve them")

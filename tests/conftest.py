@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 else:  # deterministic cuBLAS, which the NaN-poisoning mode asks for
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -77,6 +77,24 @@ def poisoned() -> Iterator[None]:
     assert torch.empty(100_000).isnan().all(), "the poison is not working"
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The test may set the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[Callable[[str], None]]:
+    """Sets the instruction set of the CPU kernels for the test."""
+    from foundry_kernels.core import extension
+
+    chosen = extension.build_info()["instruction_set"]
+    yield extension._C.force_instruction_set
+    extension._C.force_instruction_set(chosen)
 
 
 @pytest.fixture(autouse=True)

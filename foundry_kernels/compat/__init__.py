@@ -3,7 +3,7 @@
 The functions `flash_attn_*`, `apply_rotary_emb` and those of `bert_padding` are flash-attn 2's, with tokens before
 heads; `scaled_dot_product_attention`, `cross_entropy`, `linear_cross_entropy` and `layer_norm` are PyTorch's. Those
 that compute take one more argument, `backend`, and are a thin layer over :func:`foundry_kernels.flash_attention` and
-its like: what it cannot serve is refused, with what to use instead.
+its like: what it does not support is refused, with what to use instead.
 """
 
 from foundry_kernels.compat import bert_padding

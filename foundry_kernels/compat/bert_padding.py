@@ -1,4 +1,4 @@
-"""flash-attn's way between a padded batch and packed sequences."""
+"""flash-attn's functions between a padded batch and packed sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foundry_kernels.core.checks import check_device, check_integer, check_rank,
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch, one after the other, and what the varlen functions need to know of them.
+    """Returns the tokens of a padded batch, one after the other, and what the varlen functions need to know of them.
 
     Args:
         hidden_states: ``[B, S, ...]``.

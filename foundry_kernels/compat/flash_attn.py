@@ -11,6 +11,8 @@ from foundry_kernels.compat.scalars import as_float, as_int, as_window
 from foundry_kernels.core.checks import check_positive, check_rank, check_tensor
 from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
 
+# Each function has flash-attn's signature in full, here and in packed.py: callers, editors and `inspect` read it.
+
 
 def flash_attn_func(
     q: Tensor,
@@ -52,7 +54,7 @@ def flash_attn_func(
 
     Raises:
         TypeError, ValueError: an argument does not fit; see :func:`foundry_kernels.flash_attention`.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)

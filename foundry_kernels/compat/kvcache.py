@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
         ValueError: shapes, dtypes or devices do not fit together; a length, row or padding is out of range; the new
             keys do not fit into the cache; an input shares memory with what is written; a gradient is wanted, which
             does not flow through a cache.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     The host must know the lengths: the call waits for each of `cache_seqlens`, `cache_batch_idx` and `cache_leftpad`
     that is a tensor on a GPU. An int or a tensor on the CPU is taken too, and nothing waits for it. Sequences of one
@@ -118,7 +118,7 @@ def flash_attn_with_kvcache(
 def _check_tensors(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, by_index: bool
 ) -> int:
-    """All but the lengths; returns T_new."""
+    """Checks all but the lengths; returns T_new."""
     check_float("q", q)
     check_rank("q", q, 4, "[B, T, H, D]")
     if (k is None) != (v is None):
@@ -176,7 +176,7 @@ def _check_memory(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
 
 
 def _bytes(x: Tensor) -> tuple[int, int]:
-    """The addresses from x's first element to the end of its last one."""
+    """Returns the addresses from x's first element to the end of its last one."""
     if x.numel() == 0:
         return 0, 0
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -191,7 +191,7 @@ def _cached(
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
 ) -> list[_Cached]:
-    """Each sequence's part of the cache, checked."""
+    """Returns each sequence's part of the cache, checked."""
     batch, (rows, size) = q.shape[0], k_cache.shape[:2]
     if cache_seqlens is None:
         if new:
@@ -228,7 +228,7 @@ def _read(name: str, x: Tensor, batch: int) -> list[int]:
 
 
 def _in_common(cached: list[_Cached]) -> _Cached | None:
-    """What all sequences have in common, if they are the rows 0 .. B - 1 and of one length."""
+    """Returns what all sequences have in common, if they are the rows 0 .. B - 1 and of one length."""
     alike = all(part == (n, *cached[0][1:]) for n, part in enumerate(cached))
     return cached[0] if cached and alike else None
 
@@ -245,7 +245,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     """q and k rotated by the positions after the cached keys; with `each` False, all queries by the first of them.
 
-    A slice of the tables serves sequences of one length; otherwise each token has its own row.
+    A slice of the tables is enough for sequences of one length; otherwise each token has its own row.
     """
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_float(name, table)
@@ -277,7 +277,7 @@ def _rotate(
 
 
 def _append(cache: Tensor, new: Tensor, cached: list[_Cached]) -> None:
-    """Append ``new [B, T_new, Hk, D]`` to what each sequence has."""
+    """Appends ``new [B, T_new, Hk, D]`` to what each sequence has."""
     batch, count = new.shape[:2]
     if (one := _in_common(cached)) is not None:
         cache[:batch, one.length : one.length + count] = new

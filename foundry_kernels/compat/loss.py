@@ -46,7 +46,7 @@ def cross_entropy(
 
     Raises:
         TypeError, ValueError, IndexError: an argument does not fit.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     The kernels take the classes last: an input of more than two dimensions is copied unless its classes are already
     last in memory.
@@ -71,12 +71,12 @@ def cross_entropy(
     ).to(input.dtype)
 
 
-#: Fields of PyTorch's options that are served.
+#: Fields of PyTorch's options that are supported.
 _OPTIONS = ("allow_retain_graph", "batch_chunk_size", "chunking_method", "acc_policy", "acc_dtype")
 
 
 def _chunk_size(options: Any, dtype: torch.dtype) -> int | None:
-    """What PyTorch's options ask for here."""
+    """Returns the chunk size that PyTorch's options ask for."""
     if options is None:
         return None
     if not dataclasses.is_dataclass(options) or isinstance(options, type):
@@ -125,7 +125,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError, IndexError: an argument does not fit.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
     """
     check_float("input", input)
     check_float("linear_weight", linear_weight)

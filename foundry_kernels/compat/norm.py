@@ -35,7 +35,7 @@ def layer_norm(
 
     Raises:
         TypeError, ValueError: an argument does not fit.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
     """
     check_tensor("input", input)
     shape = tuple(normalized_shape)

@@ -10,6 +10,8 @@ from torch import Tensor
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.core.checks import check_rank, check_tensor
 
+# The signatures are flash-attn's, each in full, as in flash_attn.py.
+
 
 def flash_attn_qkvpacked_func(
     qkv: Tensor,

@@ -47,7 +47,7 @@ def apply_rotary_emb(
         TypeError: an argument is no tensor or has the wrong kind of dtype.
         ValueError: shapes or devices do not fit together, the tables are too short or require a gradient.
         IndexError: on the CPU, an offset in a tensor that leads outside of the tables.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
     """
     check_float("x", x)
     if cu_seqlens is None:

@@ -38,7 +38,7 @@ def scaled_dot_product_attention(
         query: ``[..., H, T, D]`` or ``[T, D]``, any strides.
         key: ``[..., Hk, S, D]``.
         value: ``[..., Hv, S, Dv]``. The dimensions in front of the heads are broadcast between all three.
-        attn_mask: must be None; the error says what serves which mask.
+        attn_mask: must be None; the error says what supports which mask.
         dropout_p: must be 0.
         is_causal: query i sees keys 0 .. i, the first query being aligned with the first key.
         scale: factor on the scores; ``1 / sqrt(D)`` if None. It may be negative; 0 weights all keys alike.
@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Broadcasting copies nothing where there is at most one dimension in front of the heads. With ``enable_gqa=True``
     and Hk unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
@@ -88,7 +88,7 @@ def _positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | Non
 
 
 def _grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `enable_gqa` says: each head of k, and each of v, repeated until there are as many as of q."""
+    """Repeats each head of k, and each of v, until there are as many as of q, as `enable_gqa` says."""
     heads, of_k, of_v = q.shape[-3], k.shape[-3], v.shape[-3]
     for name, n in (("key", of_k), ("value", of_v)):
         if n == 0 or heads % n:
@@ -101,7 +101,7 @@ def _grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _broadcast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     heads = q.shape[-3]
-    if k.shape[-3] == heads == v.shape[-3] or k.shape[-3] == 1 == v.shape[-3]:  # one head serves any number of queries
+    if k.shape[-3] == heads == v.shape[-3] or k.shape[-3] == 1 == v.shape[-3]:  # one head for any number of queries
         return q, k, v
     heads = next((n for n in (heads, k.shape[-3], v.shape[-3]) if n != 1), 1)
     for name, x in (("key", k), ("value", v)):
@@ -115,7 +115,7 @@ def _broadcast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _broadcast_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """The dimensions in front of the heads, as all three are broadcast to."""
+    """Returns the dimensions in front of the heads, as all three are broadcast to."""
     batch = tuple(q.shape[:-3])
     for name, x in (("key", k), ("value", v)):
         own = tuple(x.shape[:-3])

@@ -21,7 +21,7 @@ Encode = Callable[[str], list[int]]
 
 
 def load(path: Path) -> tuple[Transformer, Encode]:
-    """A model, and what makes tokens of a text: the tokenizer that lies with the model, or its bytes.
+    """Returns a model, and what makes tokens of a text: the tokenizer that lies with the model, or its bytes.
 
     Args:
         path: a folder that transformers has saved; or a file of ``torch.save({"config": dataclasses.asdict(config),

@@ -37,8 +37,8 @@ class QKClip:
         clip = QKClip(model, limit=100.0)
         optimizer.register_step_post_hook(clip)
 
-    A logit is a product of a query and a key: where a key head serves one query head both are multiplied by
-    ``sqrt(limit / max_logit)``, where it serves several only the queries, by ``limit / max_logit``, as the others' keys
+    A logit is a product of a query and a key: where a key head has one query head both are multiplied by
+    ``sqrt(limit / max_logit)``, where it has several only the queries, by ``limit / max_logit``, as the others' keys
     are theirs too. Biases are scaled with their rows. What ALiBi adds is not scaled; it is never positive.
 
     The largest logits come from the attention kernels in the forward passes since the last step, of all parts of an
@@ -86,19 +86,19 @@ class QKClip:
 
     @property
     def max_logits(self) -> list[Tensor | None]:
-        """Of each layer ``[H]``, since the last step; None where there was no forward pass."""
+        """The largest logits of each layer, ``[H]``, since the last step; None where there was no forward pass."""
         return list(self._largest)
 
     @torch.no_grad()
     def __call__(self, *_: Any) -> None:
-        """To be called behind an optimizer's step, as it is by a hook."""
+        """Rescales the weights; a hook calls it after each step of the optimizer."""
         for index, (attention, largest) in enumerate(zip(self._attentions, self._largest, strict=True)):
             if largest is not None:
                 _scale(attention, (self.limit / largest.clamp_min(self.limit)).nan_to_num(1.0))
                 self._largest[index] = None
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Takes the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: A head whose entropy is a smaller share of the largest one looks at one token and nothing else.
+#: A head whose entropy is a smaller fraction of the largest one looks at one token and nothing else.
 LEAST_ENTROPY = 0.05
-#: Activations with a smaller share of the directions that they could have are nearly the same for every token.
+#: Activations with a smaller fraction of the directions that they could have are nearly the same for every token.
 LEAST_RANK = 0.05
 #: Logits beyond this leave bfloat16's steps of half a nat, and grow from step to step where they are not clipped.
 MOST_LOGIT = 100.0
@@ -24,8 +24,8 @@ class LayerHealth:
     """One layer.
 
     Attributes:
-        entropy: of each head, the mean over all rows of attention's entropy, as a share of the mean of the largest that
-            there is (the logarithm of the number of keys seen): 0 is one key, 1 is all alike.
+        entropy: of each head, the mean over all rows of attention's entropy, as a fraction of the mean of the largest
+            that there is (the logarithm of the number of keys seen): 0 is one key, 1 is all alike.
         max_logit: of each head, the largest score of any row, after scale, cap and ALiBi.
         qk_rank: of each head, :func:`qk_ranks`.
         activation_rank: the effective rank of the tokens' activations behind the layer; `most_ranks` is the most.
@@ -48,7 +48,7 @@ class Health:
     head_dim: int
 
     def concerns(self) -> list[str]:
-        """A line for each thing that is wrong or soon will be; empty if nothing is."""
+        """Returns a line for each thing that is wrong or soon will be; empty if nothing is."""
         return list(self._concerns())
 
     def _concerns(self) -> Iterator[str]:
@@ -75,7 +75,7 @@ class Health:
                     yield f"{where}: gradients explode, norm {layer.gradient_norm:.1e}; the median is {middle:.1e}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the layers as they are, and the concerns."""
+        """Returns what JSON can hold: the layers as they are, and the concerns."""
         return {**dataclasses.asdict(self), "concerns": self.concerns()}
 
 

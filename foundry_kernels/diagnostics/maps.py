@@ -20,7 +20,7 @@ from foundry_kernels.ops.flash_attention import reference
 def attention_maps(
     model: Transformer, tokens: Tensor, heads: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], Tensor]:
-    """The weights of attention of one text, by the reference.
+    """Returns the weights of attention of one text, by the reference.
 
     Args:
         model: a :class:`foundry_kernels.models.Transformer`; it is run in evaluation mode, and left as it was.

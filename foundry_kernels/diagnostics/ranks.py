@@ -11,7 +11,7 @@ from foundry_kernels.nn import Attention
 
 @torch.no_grad()
 def effective_rank(x: Tensor) -> Tensor:
-    """The exponential of the entropy of the singular values, each as a share of their sum.
+    """Returns the exponential of the entropy of the singular values, each as a fraction of their sum.
 
     Args:
         x: ``[..., M, N]`` floating-point, M and N at least 1.
@@ -33,8 +33,8 @@ def effective_rank(x: Tensor) -> Tensor:
     finite = wide.isfinite().all(-1).all(-1)
     values = torch.linalg.svdvals(wide.masked_fill(~finite[..., None, None], 0.0))
     total = values.sum(-1, keepdim=True)
-    share = values / total.masked_fill(total == 0, 1.0)
-    rank = torch.special.entr(share).sum(-1).exp().masked_fill(total.squeeze(-1) == 0, 0.0)
+    fraction = values / total.masked_fill(total == 0, 1.0)
+    rank = torch.special.entr(fraction).sum(-1).exp().masked_fill(total.squeeze(-1) == 0, 0.0)
     return rank.masked_fill(~finite, torch.nan)
 
 

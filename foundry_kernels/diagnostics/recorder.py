@@ -55,7 +55,7 @@ class Recorder:
         self._activations[index] = rows[:: max(1, rows.shape[0] // _ROWS)][:_ROWS]
 
     def health(self) -> Health:
-        """Of the last forward pass and, where a backward pass followed, of its gradients.
+        """Returns the health of the last forward pass and, where a backward pass followed, of its gradients.
 
         Raises:
             RuntimeError: there was no forward pass.
@@ -87,7 +87,7 @@ def _gradient_norm(module: nn.Module) -> float | None:
 
 @contextmanager
 def record(model: Transformer) -> Iterator[Recorder]:
-    """Record the forward passes of `model` while it lasts; the results of the model do not change.
+    """Records the forward passes of `model` while it lasts; the results of the model do not change.
 
     Args:
         model: a :class:`foundry_kernels.models.Transformer`. Not one that was compiled, whose layers are not called,
@@ -117,7 +117,7 @@ def record(model: Transformer) -> Iterator[Recorder]:
 
 
 def with_statistics(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A hook before attention that asks for its statistics; one behind it is to give them to `taken`."""
+    """Asks attention for its statistics, as a hook before it; one behind it is to give them to `taken`."""
     return args, kwargs | {"return_stats": True}
 
 

@@ -40,7 +40,7 @@ def _contiguous(x: Any) -> Any:
 
 
 class _Gathered(PrepareModuleInput):
-    """torch's `PrepareModuleInput` for a block whose input is divided along the sequence: the whole of it."""
+    """torch's `PrepareModuleInput` for a block whose input is sharded along the sequence: the whole of it."""
 
     def __init__(self) -> None:
         super().__init__(input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -50,7 +50,7 @@ class _Gathered(PrepareModuleInput):
 
 
 class _Scattering(RowwiseParallel):
-    """torch's `RowwiseParallel` whose result is divided along the sequence, and its gradient gathered."""
+    """torch's `RowwiseParallel` whose result is sharded along the sequence, and its gradient gathered."""
 
     def __init__(self) -> None:
         super().__init__(output_layouts=Shard(1), use_local_output=False)
@@ -97,7 +97,7 @@ DIVIDED: dict[str, tuple[Any, ...] | None] = {
     "norm_placement": ("pre", "post"),
     "activation": ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"),
 }
-#: Why others are not divided.
+#: Why others are not sharded.
 _REASONS = {
     "positions=alibi": "each device would need the slopes of its own heads",
     "positions=sinusoidal": "the table is not divided along the sequence",
@@ -111,9 +111,9 @@ _REASONS = {
 def tensor_parallel_plan(
     model: Transformer, mesh: DeviceMesh, *, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
-    """The plan by which ``parallelize_module(model, mesh, plan)`` divides a model over the devices of `mesh`.
+    """Returns the plan by which ``parallelize_module(model, mesh, plan)`` shards a model over the devices of `mesh`.
 
-    Heads, the feed-forward width and the vocabulary are divided; the residual stream and its norms are divided along
+    Heads, the feed-forward width and the vocabulary are sharded; the residual stream and its norms are sharded along
     the sequence (Korthikanti et al., 2022, arXiv:2205.05198). A block gathers the sequence before attention and before
     the feed-forward part and scatters the sums after them: four collectives forward and four backward. Rotary
     embedding, SwiGLU and attention run on plain tensors, each device on its own heads.
@@ -124,13 +124,13 @@ def tensor_parallel_plan(
     Args:
         model: with an output matrix of its own.
         mesh: of one dimension (of a larger mesh, the slice for tensor parallelism).
-        loss_parallel: leave the logits divided along the vocabulary, as DTensors. A loss with ``return_logits=True``,
+        loss_parallel: leave the logits sharded along the vocabulary, as DTensors. A loss with ``return_logits=True``,
             forward and backward, must then be computed inside ``torch.distributed.tensor.parallel.loss_parallel()``.
 
     Raises:
         TypeError: `model` is not a Transformer.
         ValueError: the mesh has several dimensions, its size does not divide both numbers of heads, the model has a
-            choice that is not in `DIVIDED` or a parameter of which the plan does not know how it is divided.
+            choice that is not in `DIVIDED` or a parameter of which the plan does not know how it is sharded.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")

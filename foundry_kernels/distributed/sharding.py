@@ -1,7 +1,7 @@
 """DTensor rules: how the operators of the kernels run on tensors that are sharded over devices.
 
 The `sharding` module of an operation names the dimensions of its tensors by letters, and the letters along which the
-work may be divided. Each such letter gives a rule: a tensor with the letter is sharded along it, an input without it
+work may be sharded. Each such letter gives a rule: a tensor with the letter is sharded along it, an input without it
 is replicated, and a gradient that lacks it is a partial sum. So an activation that is sharded along such a dimension
 is never gathered, and a weight's gradient stays unreduced until it is read.
 
@@ -25,13 +25,14 @@ from foundry_kernels.core.registry import OPS
 #: `sharding(args)` of an operation's `sharding` module, for the arguments of one call by name.
 Rule = Callable[[Mapping[str, Any]], tuple[dict[str, str], str]]
 
-#: One way to run an operator on one dimension of a mesh: the placements of its outputs and of its arguments (None for
-#: an argument that is no tensor).
+#: One strategy of running an operator on one dimension of a mesh: the placements of its outputs and of its arguments
+#: (None for an argument that is no tensor).
 Strategy = tuple[list[Placement], list[Placement | None]]
 
 
 def expand(dims: str, rank: int) -> tuple[str, ...]:
-    """The letters of a tensor's dimensions; "..." stands for all that are not named: "...n", 3 -> ("0", "1", "n")."""
+    """Returns the letters of a tensor's dimensions; "..." stands for all that are not named: "...n", 3 -> ("0", "1",
+    "n")."""
     before, dots, after = dims.partition("...")
     named = len(before) + len(after)
     if rank < named or (rank > named and not dots):
@@ -40,7 +41,7 @@ def expand(dims: str, rank: int) -> tuple[str, ...]:
 
 
 def letters(dims: Mapping[str, str], name: str, rank: int) -> tuple[str, ...]:
-    """The letters of the tensor `name`; a gradient "dx" has those of "x"."""
+    """Returns the letters of the tensor `name`; a gradient "dx" has those of "x"."""
     known = dims.get(name) or dims.get(name.removeprefix("d"))
     if known is None:
         raise KeyError(f"no dimensions are known of {name!r}")
@@ -48,7 +49,7 @@ def letters(dims: Mapping[str, str], name: str, rank: int) -> tuple[str, ...]:
 
 
 def strategies(op: torch._ops.OpOverload, rule: Rule, given: Sequence[Any]) -> list[Strategy]:
-    """All ways to run `op` on arguments of which the tensors are DTensor specs: whole on every device, or split.
+    """Returns all strategies of running `op` on arguments whose tensors are DTensor specs: whole or sharded.
 
     A tensor of shape ``[0]`` stands for one that is absent, and is whole everywhere.
     """
@@ -67,17 +68,17 @@ def strategies(op: torch._ops.OpOverload, rule: Rule, given: Sequence[Any]) -> l
             return Replicate()
         return Shard(found.index(letter)) if letter in found else otherwise
 
-    ways: list[Strategy] = []
+    found: list[Strategy] = []
     for letter in ("", *divisible):
         if letter and not (_splits(letter, tensors, inputs) and _sums(letter, op, outputs)):
             continue
-        ways.append(
+        found.append(
             (
                 [place(found, letter, Partial()) for found in outputs],
                 [place(inputs[n], letter, Replicate()) if n in inputs else None for n in names],
             )
         )
-    return ways
+    return found
 
 
 def _is_spec(value: Any) -> bool:
@@ -85,7 +86,7 @@ def _is_spec(value: Any) -> bool:
 
 
 def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence[Any]) -> list[tuple[str, ...] | None]:
-    """The letters of each output; None for an output that was not asked for, which is an empty tensor."""
+    """Returns the letters of each output; None for an output that was not asked for, which is an empty tensor."""
     fakes = op(*(torch.empty(v.shape, dtype=v.tensor_meta.dtype, device="meta") if _is_spec(v) else v for v in given))
     fakes = fakes if isinstance(fakes, tuple) else (fakes,)
     found: list[tuple[str, ...] | None] = []
@@ -95,8 +96,8 @@ def _outputs(op: torch._ops.OpOverload, dims: Mapping[str, str], given: Sequence
 
 
 def _splits(letter: str, tensors: Mapping[str, Any], inputs: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether the shards along `letter` belong together on each device. Where sizes differ (several query heads to a
-    key-value head) they do only if every size divides evenly."""
+    """Returns whether the shards along `letter` belong together on each device. Where sizes differ (several query
+    heads to a key-value head) they do only if every size divides evenly."""
     sizes, split_by = set(), set()
     for name, spec in tensors.items():
         if letter in inputs[name]:
@@ -111,7 +112,7 @@ def _splits(letter: str, tensors: Mapping[str, Any], inputs: Mapping[str, tuple[
 
 
 def _sums(letter: str, op: torch._ops.OpOverload, outputs: Sequence[tuple[str, ...] | None]) -> bool:
-    """Whether every output that lacks `letter` is a sum over it, as a gradient is and nothing else."""
+    """Returns whether every output that lacks `letter` is a sum over it, as a gradient is and nothing else."""
     named = zip(op._schema.returns, outputs, strict=True)
     return all(found is None or letter in found or (out.name or "y").startswith("d") for out, found in named)
 
@@ -124,14 +125,14 @@ def _register(op: torch._ops.OpOverload, rule: Rule) -> None:
 
 
 def composed(name: str) -> bool:
-    """Whether the operator of this package called `name` is composed of other operators."""
+    """Returns whether the operator of this package called `name` is composed of other operators."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"foundry_kernels::{name}", key))
 
 
 def operators() -> dict[torch._ops.OpOverload, Rule]:
-    """Every operator of a kernel that exists in this process, with the rule of its operation; an operation without a
-    `sharding` module has none."""
+    """Returns every operator of a kernel that exists in this process, with the rule of its operation; an operation
+    without a `sharding` module has none."""
     found: dict[torch._ops.OpOverload, Rule] = {}
     for spec in OPS.values():
         if (module := spec.sharding) is None:

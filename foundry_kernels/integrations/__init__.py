@@ -1,4 +1,4 @@
-"""Other people's models on the operations of this package. `foundry_kernels.patch` is the way in.
+"""Other people's models on the operations of this package. `foundry_kernels.patch` is where to begin.
 
 `foundry_kernels.integrations.transformers` registers the attention of Hugging Face transformers; it is imported when a
 model of that package is patched, or by whoever wants ``attn_implementation="foundry"`` without a patch.

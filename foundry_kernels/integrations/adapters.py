@@ -1,4 +1,4 @@
-"""How modules of other packages are served by the operations here.
+"""How modules of other packages are made to run on the operations here.
 
 A module is patched by giving the instance another class (`swap.py`), whose methods are here. All that differs between
 classes of modules is in the rows of a table (`table.py`).
@@ -36,7 +36,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def names_of(code: CodeType) -> set[str]:
-    """The globals and attributes that a function uses, those inside of it too."""
+    """Returns the globals and attributes that a function uses, those inside of it too."""
     inner = (names_of(part) for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*inner)
 
@@ -52,7 +52,7 @@ class State:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One class of modules: which operations serve it, and with what method.
+    """One class of modules: which operations it runs on, and by which method.
 
     names: all names that the method which is overridden may use; one that uses another is of a version that the row was
     not written for, and is left alone.
@@ -64,33 +64,33 @@ class Adapter:
     transparent: ClassVar[bool] = False
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
-        """The operations that can serve `module`."""
+        """Returns the operations that `module` can run on."""
         raise NotImplementedError
 
     def why_not(self, module: nn.Module) -> str | None:
-        """The reason why this one module cannot be served, or None."""
+        """Returns the reason why this one module is not supported, or None."""
         return None
 
     def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
-        """What the report says of this module though it is served, by `ops`, or None."""
+        """Returns what the report says of this module though it runs on `ops`, or None."""
         return None
 
     def members(self, original: type) -> dict[str, Any]:
-        """What the subclass of `original` defines."""
+        """Returns what the subclass of `original` defines."""
         raise NotImplementedError
 
     def bases(self, original: type) -> tuple[type, ...]:
         return (original,)
 
     def name(self, original: type) -> tuple[str, str]:
-        """Module and name of the subclass."""
+        """Returns module and name of the subclass."""
         return __name__, f"Foundry{original.__name__}"
 
     def known(self) -> frozenset[str]:
         return self.names
 
     def why_changed(self, original: type) -> str | None:
-        """The reason why `original` is not the class that the row describes, or None."""
+        """Returns the reason why `original` is not the class that the row describes, or None."""
         code = getattr(inspect.unwrap(getattr(original, self.method)), "__code__", None)
         unknown = sorted(names_of(code) - self.known()) if code else ["something that is not Python"]
         if self.known() and unknown:
@@ -170,12 +170,12 @@ def activation(act: object) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Gated(Adapter):
-    """What a gated MLP and a mixture of experts share: an activation, in `act`, that must be one we have."""
+    """A gated MLP or a mixture of experts, which have an activation, in `act`, that must be one we have."""
 
     act: str = "act_fn"
 
     def activation(self, module: nn.Module) -> tuple[str, str] | None:
-        """As the function of this name."""
+        """Returns the same as the function of this name."""
         return activation(getattr(module, self.act, None))
 
     def why_not(self, module: nn.Module) -> str | None:
@@ -230,7 +230,7 @@ class Attention(Adapter):
     optional_rope: bool = False
     passes: Callable[[Any], dict[str, Any]] = nothing
     uses: tuple[str, ...] = field(default=())
-    #: Whether all of it is served, or nothing.
+    #: Whether all of it is replaced, or nothing.
     whole: ClassVar[bool] = False
 
     names = words(
@@ -250,7 +250,7 @@ class Attention(Adapter):
         return None
 
     def why_not_attend(self, module: nn.Module) -> str | None:
-        """The reason why the attention function is left, though the rest can be served, or None.
+        """Returns the reason why the attention function is left, though the rest is supported, or None.
 
         "eager" is somebody's choice (for weights, or for dropout) where transformers would have taken "sdpa" by itself.
         Where it would not, nobody can tell.
@@ -263,7 +263,8 @@ class Attention(Adapter):
         )
 
     def may_be_sdpa(self, module: nn.Module) -> bool:
-        """Whether transformers lets the models of this module's family have an attention with "sdpa" in its name."""
+        """Returns whether transformers lets the models of this module's family have an attention with "sdpa" in its
+        name."""
         home = sys.modules[next(c for c in type(module).__mro__ if self.method in vars(c)).__module__]
         own = (c for n, c in vars(home).items() if n.endswith("PreTrainedModel") and c.__module__ == home.__name__)
         return all(getattr(model, "_supports_sdpa", False) for model in own)
@@ -273,8 +274,8 @@ class Attention(Adapter):
             return ("flash_attention",)
         return ("qk_norm_rope" if self.norms == "heads" else "rope", "flash_attention")
 
-    def serves_dense_masks(self, module: nn.Module) -> str:
-        """What ``dense_masks="sdpa"`` means for this module."""
+    def runs_dense_masks(self, module: nn.Module) -> str:
+        """Returns what ``dense_masks="sdpa"`` means for this module."""
         passed = self.passes(module)  # SDPA has neither a soft cap nor sinks
         own = passed.get("softcap") is not None or passed.get("s_aux") is not None
         return "SDPA" if self.may_be_sdpa(module) and not own else "the model's own eager attention"
@@ -354,7 +355,8 @@ def _rotate(
 
 
 def _fusable(q_norm: Any, k_norm: Any) -> bool:
-    """Whether nothing but one and the same norm happens when these are called: no hook, and no wrapper around them."""
+    """Returns whether nothing but one and the same norm happens when these are called: no hook, and no wrapper
+    around them."""
     for norm in (q_norm, k_norm):
         if getattr(type(norm), "_foundry_class", None) is not type(norm):
             return False

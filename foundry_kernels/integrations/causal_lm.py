@@ -23,7 +23,7 @@ from foundry_kernels.nn._head import PLANNED_INPUT, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
-#: What the report says of a model that is served.
+#: What the report says of a model whose loss makes no logits.
 NO_LOGITS = "logits of a call with labels are None in training mode; return_logits=True keeps them"
 
 
@@ -43,17 +43,18 @@ def _no_cap(module: Any) -> float | None:
 class CausalLM(Adapter):
     """A decoder, a head without a bias of its own making, and the loss of the next token.
 
-    scale, cap: what the logits are multiplied by, and their soft cap, of a module. mixture: whether the loss of a
-    router is added. uses: names that only this row's forward uses.
+    decoder: its name in the model. scale, cap: what the logits are multiplied by, and their soft cap, of a module.
+    mixture: whether the loss of a router is added. uses: names that only this row's forward uses.
     """
 
+    decoder: str = "model"
     scale: Callable[[Any], float] = _one
     cap: Callable[[Any], float | None] = _no_cap
     mixture: bool = False
     uses: tuple[str, ...] = field(default=())
 
     names = words(
-        "model last_hidden_state slice_logits_to_keep slice isinstance int lm_head loss_function config vocab_size "
+        "last_hidden_state slice_logits_to_keep slice isinstance int lm_head loss_function config vocab_size "
         "CausalLMOutputWithPast past_key_values hidden_states attentions"
     )
     transparent: ClassVar[bool] = True
@@ -66,7 +67,7 @@ class CausalLM(Adapter):
             "output_router_logits load_balancing_loss_func router_logits num_experts num_experts_per_tok to device "
             "router_aux_loss_coef MoeCausalLMOutputWithPast"
         )
-        return self.names | {*self.uses} | (mixture if self.mixture else set())
+        return self.names | {self.decoder, *self.uses} | (mixture if self.mixture else set())
 
     def why_changed(self, original: type) -> str | None:
         losses = importlib.import_module("transformers.loss.loss_utils")
@@ -76,131 +77,68 @@ class CausalLM(Adapter):
         return super().why_changed(original)
 
     def why_not_without_logits(self, module: nn.Module) -> str | None:
-        """The reason why the logits are made in any case, or None."""
+        """Returns the reason why the logits are made in any case, or None."""
         head = getattr(module, "lm_head", None)
         if matrix_of(head) is None:
             return f"its lm_head is no plain linear layer ({type(head).__name__}) or has hooks, so its logits are made"
         return None
 
     def name(self, original: type) -> tuple[str, str]:
-        """The original's: transformers writes it into saved configs, and reads the file of the module."""
+        """Returns the original's: transformers writes it into saved configs, and reads the file of the module."""
         return original.__module__, original.__name__
-
-    @staticmethod
-    def returns(forward: Any) -> Any:
-        """A forward whose result is a tuple where the caller or the config wants one."""
-        return importlib.import_module("transformers.utils.generic").can_return_tuple(forward)
 
     def members(self, original: Any) -> dict[str, Any]:
         theirs = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
+        can_return_tuple = importlib.import_module("transformers.utils.generic").can_return_tuple
         return {
-            "forward": self.returns(_mixture_forward if self.mixture else _forward),
+            "forward": can_return_tuple(_forward_of(original.forward)),
             "loss_function": property(_get_loss_function, _set_loss_function),
             "_foundry_get_loss": original.loss_function.fget,  # which the compiler cannot look up
             "_foundry_their_loss": staticmethod(theirs),
         }
 
 
-def _forward(
-    self: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    inputs_embeds: Tensor | None = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    given = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "past_key_values": past_key_values,
-        "inputs_embeds": inputs_embeds,
-        "use_cache": use_cache,
-        **kwargs,
-    }
-    return trained_without_logits(self, self.model, given, labels, logits_to_keep, kwargs)
+def _forward_of(theirs: Any) -> Any:
+    """Returns a forward with the signature of `theirs`, which is called wherever logits are made."""
+    signature = inspect.signature(theirs)
+    positional = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+    for_decoder = tuple(name for name in positional if name not in ("labels", "logits_to_keep", "return_dict"))
+    # A decoder of a model that has this argument takes only what it names: what else there is goes to the loss.
+    named_only = "return_dict" in positional
 
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        labels, logits_to_keep = given.get("labels"), given.get("logits_to_keep", 0)
+        refused = len(given) < len(args) + len(kwargs)  # too many arguments, or one given twice: theirs says so
+        if labels is None or refused or not _makes_no_logits(self, logits_to_keep):
+            return self._foundry_original.forward(self, *args, **{**kwargs, "return_dict": True})
+        row, home = self._foundry_row, self._foundry_home
+        rest = {name: value for name, value in given.items() if name not in positional}
+        given = {name: given.get(name) for name in for_decoder}
+        if row.mixture and given["output_router_logits"] is None:
+            given["output_router_logits"] = self.config.output_router_logits
+        outputs = getattr(self, row.decoder)(**given, **({"return_dict": True} if named_only else rest))
+        result = {
+            "loss": _loss_of_hidden(self, outputs.last_hidden_state, labels, logits_to_keep, **rest),
+            "logits": None,
+            "past_key_values": outputs.past_key_values,
+            "hidden_states": outputs.hidden_states,
+            "attentions": outputs.attentions,
+        }
+        if row.mixture:
+            balance = None
+            if given["output_router_logits"]:
+                routed = (outputs.router_logits, self.num_experts, self.num_experts_per_tok, given["attention_mask"])
+                balance = home.load_balancing_loss_func(*routed)
+                result["loss"] = result["loss"] + self.router_aux_loss_coef * balance.to(result["loss"].device)
+            return home.MoeCausalLMOutputWithPast(**result, aux_loss=balance, router_logits=outputs.router_logits)
+        if hasattr(outputs, "cross_attentions"):
+            return home.CausalLMOutputWithCrossAttentions(**result, cross_attentions=outputs.cross_attentions)
+        return home.CausalLMOutputWithPast(**result)
 
-def trained_without_logits(
-    self: Any,
-    decoder: Any,
-    given: dict[str, Any],
-    labels: Tensor | None,
-    logits_to_keep: int | Tensor,
-    kwargs: dict[str, Any],
-    apart: bool = False,
-) -> Any:
-    """A forward: the model's own where logits are made, else `decoder` and the loss of what it gives.
-
-    `kwargs` are those of the loss, and `given` has them too; with `apart` it has not, and the decoder takes a
-    `return_dict`.
-    """
-    more = {"return_dict": True, **(kwargs if apart else {})}
-    if labels is None or not _makes_no_logits(self, logits_to_keep):
-        original = self._foundry_original.forward
-        return original(self, labels=labels, logits_to_keep=logits_to_keep, **more, **given)
-    outputs = decoder(**given, return_dict=True) if apart else decoder(**given)
-    across = {"cross_attentions": outputs.cross_attentions} if hasattr(outputs, "cross_attentions") else {}
-    kind = "CausalLMOutputWithCrossAttentions" if across else "CausalLMOutputWithPast"
-    return getattr(self._foundry_home, kind)(
-        loss=_loss_of_hidden(self, outputs.last_hidden_state, labels, logits_to_keep, **kwargs),
-        logits=None,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-        **across,
-    )
-
-
-def _mixture_forward(
-    self: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    inputs_embeds: Tensor | None = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    output_router_logits: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    if output_router_logits is None:
-        output_router_logits = self.config.output_router_logits
-    given = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "past_key_values": past_key_values,
-        "inputs_embeds": inputs_embeds,
-        "use_cache": use_cache,
-        "output_router_logits": output_router_logits,
-        **kwargs,
-    }
-    if labels is None or not _makes_no_logits(self, logits_to_keep):
-        original = self._foundry_original.forward
-        return original(self, labels=labels, logits_to_keep=logits_to_keep, return_dict=True, **given)
-    home = self._foundry_home
-    outputs = self.model(**given)
-    loss = _loss_of_hidden(self, outputs.last_hidden_state, labels, logits_to_keep, **kwargs)
-    balance = None
-    if output_router_logits:
-        routed = (outputs.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask)
-        balance = home.load_balancing_loss_func(*routed)
-        loss = loss + self.router_aux_loss_coef * balance.to(loss.device)
-    return home.MoeCausalLMOutputWithPast(
-        loss=loss,
-        aux_loss=balance,
-        logits=None,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-        router_logits=outputs.router_logits,
-    )
+    made: Any = forward
+    made.__signature__ = signature  # trainers and `generate` look at it
+    return made
 
 
 def _makes_no_logits(self: Any, logits_to_keep: int | Tensor) -> bool:
@@ -247,11 +185,11 @@ def _loss_of_hidden(
         logit_scale=row.scale(self),
         backend=self._foundry.backends["linear_cross_entropy"],
     )
-    return _divided(loss.full_tensor() if is_dtensor(loss) else loss, num_items_in_batch)
+    return _by_items(loss.full_tensor() if is_dtensor(loss) else loss, num_items_in_batch)
 
 
 def _on_mesh(hidden: Tensor, head: nn.Module) -> Tensor:
-    """What the head would make of its input, whose classes are divided over devices."""
+    """Returns what the head would make of its input, whose classes are sharded over devices."""
     if is_dtensor(hidden):
         return hidden
     mesh, layouts = getattr(head, PLANNED_INPUT)
@@ -260,14 +198,14 @@ def _on_mesh(hidden: Tensor, head: nn.Module) -> Tensor:
 
 
 def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The label of each position: the token that follows it, and none for the last."""
+    """Returns the label of each position: the token that follows it, and none for the last."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1)
 
 
-def _divided(loss: Tensor, num_items_in_batch: Any) -> Tensor:
-    """float32 whatever the model's dtype, as from transformers."""
+def _by_items(loss: Tensor, num_items_in_batch: Any) -> Tensor:
+    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype."""
     loss = loss.float()
     if num_items_in_batch is None:
         return loss
@@ -281,7 +219,7 @@ def _set_loss_function(self: Any, value: Any) -> None:
 
 
 def _get_loss_function(self: Any) -> Any:
-    """That of the next token on the kernels; any other loss is the caller's choice, or that of another task."""
+    """Returns the loss of the next token on the kernels; any other loss is the caller's, or that of another task."""
     theirs = self._foundry_get_loss()
     state = getattr(self, "_foundry", None)
     if state is None or "cross_entropy" not in state.backends or theirs is not self._foundry_their_loss:
@@ -300,7 +238,7 @@ def _loss_of_logits(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    if is_dtensor(logits) or logits.shape[-1] != vocab_size:  # divided over devices; or a matter of `view`
+    if is_dtensor(logits) or logits.shape[-1] != vocab_size:  # sharded over devices; or a matter of `view`
         options = {"ignore_index": ignore_index, "shift_labels": shift_labels, **kwargs}
         loss: Tensor = theirs(logits, labels, vocab_size, num_items_in_batch, **options)
         return loss
@@ -311,4 +249,4 @@ def _loss_of_logits(
         reduction="mean" if num_items_in_batch is None else "sum",
         backend=backend,
     )
-    return _divided(loss, num_items_in_batch)
+    return _by_items(loss, num_items_in_batch)

@@ -57,8 +57,8 @@ class Configs:
 
 
 def inner_config(outer: Any, attention: str) -> Any:
-    """A config that holds what `outer` holds, also what is set in either of them later, but has another attention; that
-    of `outer` once somebody sets it."""
+    """Returns a config that holds what `outer` holds, also what is set in either of them later, but has another
+    attention; that of `outer` once somebody sets it."""
     members = {
         "__reduce_ex__": lambda self, protocol: (inner_config, (outer, attention)),
         ATTENTION: property(_inner_attention, getattr(type(outer), ATTENTION).fset),
@@ -78,7 +78,7 @@ def _inner_attention(self: Any) -> Any:
 
 
 def give_back(config: Any, previous: str | None) -> None:
-    """Undo what `Configs.switch` made of `config`, unless its attention has been set since."""
+    """Undoes what `Configs.switch` made of `config`, unless its attention has been set since."""
     if hasattr(config, "_foundry_outer"):
         config.__class__ = type(config._foundry_outer)
     elif str(config._attn_implementation).startswith("foundry"):

@@ -1,4 +1,4 @@
-"""How the experts of a mixture of transformers are served: see `adapters.py`."""
+"""Adapters of the experts of transformers' mixtures: see `adapters.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foundry_kernels.nn.moe import dispatch, run_experts
 class Experts(Gated):
     """The experts of a mixture: their products, the gated activation between and the weighted sum of a token's choices.
 
-    Where grouped_mm is not asked for, the activation alone is served, which `_apply_gate` is.
+    Where grouped_mm is not asked for, the activation alone is replaced, which `_apply_gate` is.
 
     passes: what the gated activation gets besides, of a module.
     """

@@ -36,7 +36,7 @@ class DenseMask(ValueError):
 def padding_layout(
     padding: Tensor | None, batch: int, queries: int, keys: int, first: int | Tensor, device: Any, traced: bool
 ) -> Tensor | None:
-    """The layout of a batch with padding, or of keys that are not there yet; None where there is neither.
+    """Returns the layout of a batch with padding, or of keys that are not there yet; None where there is neither.
 
     Args:
         padding: ``[B, S]`` bool, True for a token, or None.
@@ -75,11 +75,11 @@ def padding_layout(
 
 
 def dense_causal(layout: tuple[Tensor, Tensor], batch: int, queries: int, keys: int) -> Tensor:
-    """A layout as a mask ``[B, 1, T, S]``, True where a query sees a key; one that sees none, which is padding, sees
-    all, as in transformers' own masks."""
+    """Returns a layout as a mask ``[B, 1, T, S]``, True where a query sees a key; one that sees none, which is
+    padding, sees all, as in transformers' own masks."""
 
     def place(totals: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """The sequence of each token ``[B, tokens]``, and how far it is from the sequence's end."""
+        """Returns the sequence of each token ``[B, tokens]``, and how far it is from the sequence's end."""
         token = torch.arange(batch * tokens, device=totals.device, dtype=totals.dtype)
         sequence = torch.searchsorted(totals, token, right=True) - 1
         return sequence.view(batch, tokens), (totals[sequence + 1] - token).view(batch, tokens)
@@ -93,7 +93,8 @@ def dense_causal(layout: tuple[Tensor, Tensor], batch: int, queries: int, keys: 
 
 
 def packed_layout(follows: Tensor) -> Tensor | None:
-    """The layout of sequences packed in a row: `follows` ``[B, T - 1]`` says whether token t + 1 continues token t's.
+    """Returns the layout of sequences packed in a row: `follows` ``[B, T - 1]`` says whether token t + 1 continues
+    token t's.
 
     None where every row is one sequence. Reads values.
     """

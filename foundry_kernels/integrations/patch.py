@@ -31,7 +31,7 @@ DENSE_MASKS = {"refuse": ("foundry", "foundry"), "sdpa": ("foundry_or_sdpa", "fo
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one module: the operations that serve it now, and the reason why it, or one of them, was left."""
+    """What became of one module: the operations that it runs on, and the reason why it, or one of them, was left."""
 
     name: str
     module_class: str
@@ -77,7 +77,8 @@ class Report:
 
 
 def parts(report: Report) -> tuple[str, str, str, str, str]:
-    """The report in five words for a row of a table: norms, MLPs and experts, attention, loss, what was left."""
+    """Returns the report in five words for a row of a table: norms, MLPs and experts, attention, loss, what was
+    left."""
 
     def of(*kinds: str) -> str:
         entries = [e for e in report.replaced if e.module_class.endswith(kinds)]
@@ -96,14 +97,14 @@ class PatchHandle:
         self._undone = False
 
     def report(self) -> Report:
-        """What was replaced, and what was left and why: ``print(handle.report())``."""
+        """Returns what was replaced, and what was left and why: ``print(handle.report())``."""
         return self._report
 
     def undo(self) -> None:
-        """Give every module its own class, and the model's config its attention, back.
+        """Gives every module its own class, and the model's config its attention, back.
 
         Raises:
-            RuntimeError: it was undone before, or a module has been changed since in a way that rules it out.
+            RuntimeError: it was undone before, or a module has been changed since so that it is impossible.
                 Nothing is undone then.
         """
         if self._undone:
@@ -129,7 +130,7 @@ def _revert(modules: list[nn.Module]) -> None:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo the patch of a model whose handle is not at hand: a deep copy of a patched model, or one that was loaded.
+    """Undoes the patch of a model whose handle is not at hand: a deep copy of a patched model, or one that was loaded.
 
     Raises:
         ValueError: no module of it is patched. RuntimeError: as :meth:`PatchHandle.undo`.
@@ -148,10 +149,10 @@ def patch(
     dense_masks: str = "refuse",
     return_logits: bool = False,
 ) -> PatchHandle:
-    """Replace the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
+    """Replaces the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
     know.
 
-    Known are the families of `foundry_kernels.integrations.table.FAMILIES` and `OLDER` in Hugging Face transformers,
+    Known are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
     ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
     Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
     wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is
@@ -212,7 +213,7 @@ def patch(
         for (module, adapter, entry), state in zip(changes, states, strict=True)
         if isinstance(adapter, Attention) and "flash_attention" in entry.ops
     ]
-    dense = {adapter.serves_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
+    dense = {adapter.runs_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
     report = _report(model, entries, backends, " and ".join(sorted(dense)))
     done: list[nn.Module] = []
     configs = Configs(model)
@@ -256,7 +257,7 @@ def _with_companions(ops: Iterable[str]) -> list[str]:
 
 
 def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
-    """The norms of queries and keys that are done together with the rotation."""
+    """Returns the norms of queries and keys that are done together with the rotation."""
     if "qk_norm_rope" not in wanted:
         return set()
     norms: set[nn.Module] = set()
@@ -270,7 +271,7 @@ def _fused_norms(model: nn.Module, wanted: tuple[str, ...]) -> set[nn.Module]:
 def _find(
     name: str, module: nn.Module, wanted: tuple[str, ...], fused: set[nn.Module], asked: bool
 ) -> tuple[Adapter | None, Entry | None]:
-    """How `module` is served, None for one of ours; and the line of the report, None where there is none.
+    """Returns the adapter of `module`, None for one of ours; and the line of the report, None where there is none.
 
     asked: whether the caller named the operations.
     """
@@ -302,7 +303,7 @@ def _find(
 
 
 def _without_containers(entries: list[Entry]) -> list[Entry]:
-    """Without the modules that were left but hold others of the list: those tell what there is to know."""
+    """Leaves out the modules that were left but hold others of the list: those tell what there is to know."""
     names = [e.name for e in entries]
     return [e for e in entries if e.ops or not any(n.startswith(e.name + ".") for n in names)]
 
@@ -325,7 +326,7 @@ def _report(model: nn.Module, entries: list[Entry], backends: dict[str, str], de
 
 
 def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:
-    """Those of the first floating-point parameter."""
+    """Returns those of the first floating-point parameter."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             return parameter.device.type, parameter.dtype

@@ -21,14 +21,14 @@ _CLASSES: dict[tuple[type, Adapter], type] = {}
 
 
 def patched_class(original: type, adapter: Adapter) -> type:
-    """The subclass that instances of `original` are given; always the same one."""
+    """Returns the subclass that instances of `original` are given; always the same one."""
     known = _CLASSES.get((original, adapter))
     if known is not None:
         return known
     module, name = adapter.name(original)
     members = {
         "__module__": module,
-        "__doc__": f"{original.__name__} served by foundry_kernels.",
+        "__doc__": f"{original.__name__} on the operations of foundry_kernels.",
         "__reduce_ex__": _reduce,
         "_foundry_row": adapter,
         "_foundry_original": original,
@@ -60,7 +60,7 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def apply(module: Any, adapter: Adapter | None, state: State) -> None:
-    """Patch `module`; `adapter` is None for one of this package's own modules, whose `backends` are set."""
+    """Patches `module`; `adapter` is None for one of this package's own modules, whose `backends` are set."""
     if adapter is None:
         state.previous["backends"] = module.backends
         module.backends = state.backends
@@ -70,7 +70,7 @@ def apply(module: Any, adapter: Adapter | None, state: State) -> None:
 
 
 def revert(module: Any) -> None:
-    """Undo `apply`."""
+    """Undoes `apply`."""
     previous = module._foundry.previous
     if "backends" in previous:
         module.backends = previous["backends"]
@@ -82,12 +82,12 @@ def revert(module: Any) -> None:
 
 
 def _is_last(module: nn.Module) -> bool:
-    """Whether nobody has derived a class of their own from the subclass."""
+    """Returns whether nobody has derived a class of their own from the subclass."""
     return getattr(type(module), "_foundry_class", None) is type(module)
 
 
 def why_not_revertible(module: Any) -> str | None:
-    """The reason why `revert` would not give back what was there, or None."""
+    """Returns the reason why `revert` would not give back what was there, or None."""
     if not is_patched(module):
         return "is not patched any more"
     if "backends" in module._foundry.previous or _is_last(module):

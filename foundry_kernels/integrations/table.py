@@ -1,28 +1,46 @@
-"""The table: which class of which package is served how.
+"""The table of Hugging Face families: what `patch` does with the classes of each, and how `from_hf` reads it.
 
 Classes are named by module and name, so that nothing has to be imported to know them. A row says in what a family
-differs; what all share is in `adapters.py`.
+differs; what all share is in `adapters.py` and `reading.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from foundry_kernels.integrations import readings
 from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm, TorchNorm
 from foundry_kernels.integrations.causal_lm import CausalLM
 from foundry_kernels.integrations.experts import ClampedExperts, Experts
-from foundry_kernels.integrations.older import GPT2Attention, GPT2Model, NeoXAttention, NeoXModel, PlainMLP
-from foundry_kernels.integrations.older_alibi import BloomAttention, BloomMLP, FalconAttention, TransformerModel
+from foundry_kernels.integrations.pre_llama import GPT2Attention, NeoXAttention, PlainMLP
+from foundry_kernels.integrations.pre_llama_alibi import BloomAttention, BloomMLP, FalconAttention
+from foundry_kernels.integrations.reading import Reading
 
-# Where the division by the root mean square is rounded: before the weight (Llama), or once, after it.
-LLAMA = Norm(round_before_weight=True)
-ROUNDED_ONCE = Norm()
-GEMMA = Norm(eps="eps", weight_offset=1.0)
 
-GATED = MLP()
-PACKED = MLP(act="activation_fn", packed=True)
+@dataclass(frozen=True)
+class Family:
+    """A row of the table.
+
+    Attributes:
+        name: what the names of its classes begin with.
+        classes: what follows in the name of a class, and the adapter of that class or the reason why it is left; empty
+            where `patch` does not know the family.
+        reads: None where `from_hf` does not know it.
+        head: what follows in the name of its language model.
+    """
+
+    name: str
+    classes: Mapping[str, Adapter | str] = field(default_factory=dict)
+    reads: Reading | None = None
+    head: str = "ForCausalLM"
+
+
+# --- patch: what modules pass to a kernel -----------------------------------------------------------------------------
 
 
 def _config_window(module: Any) -> dict[str, Any]:
@@ -50,59 +68,12 @@ def _final_cap(module: Any) -> float | None:
     return cap
 
 
-def _divided_logits(module: Any) -> float:
+def _inverse_scaling(module: Any) -> float:
     return 1.0 / float(module.config.logits_scaling)
 
 
 def _clamped_gate(module: Any) -> dict[str, Any]:
     return {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0, "interleaved": True}
-
-
-PLAIN = Attention()
-WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
-CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
-QWEN3 = Attention(norms="heads", passes=_layer_window, uses=("sliding_window",))
-
-#: Families of transformers: model type -> name of its classes, norm, MLP or experts, attention.
-FAMILIES: dict[str, tuple[str, Norm, Adapter | str, Attention]] = {
-    "llama": ("Llama", LLAMA, GATED, PLAIN),
-    "mistral": ("Mistral", LLAMA, GATED, CONFIG_WINDOW),
-    "mixtral": ("Mixtral", LLAMA, Experts(), CONFIG_WINDOW),
-    "qwen2": ("Qwen2", LLAMA, GATED, WINDOW),
-    "qwen2_moe": ("Qwen2Moe", LLAMA, Experts(), Attention(passes=_window_if_any)),
-    "qwen3": ("Qwen3", LLAMA, GATED, QWEN3),
-    "qwen3_moe": ("Qwen3Moe", LLAMA, Experts(), QWEN3),
-    "gemma": ("Gemma", GEMMA, GATED, PLAIN),
-    "gemma2": (
-        "Gemma2",
-        GEMMA,
-        GATED,
-        Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")),
-    ),
-    "gemma3": ("Gemma3", GEMMA, GATED, QWEN3),
-    "phi3": ("Phi3", LLAMA, PACKED, Attention(packed=True, passes=_config_window, uses=("getattr",))),
-    "granite": ("Granite", LLAMA, GATED, PLAIN),
-    "olmo2": ("Olmo2", ROUNDED_ONCE, GATED, Attention(norms="projection")),
-    "olmo3": (
-        "Olmo3",
-        ROUNDED_ONCE,
-        GATED,
-        Attention(norms="projection", passes=_layer_window, uses=("sliding_window",)),
-    ),
-    "smollm3": (
-        "SmolLM3",
-        LLAMA,
-        GATED,
-        Attention(optional_rope=True, passes=_layer_window, uses=("sliding_window",)),
-    ),
-    "gpt_oss": (
-        "GptOss",
-        ROUNDED_ONCE,
-        ClampedExperts(passes=_clamped_gate),
-        Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
-    ),
-    "glm4": ("Glm4", LLAMA, PACKED, Attention(interleaved=True)),
-}
 
 
 def _dropout_module(module: Any) -> float:
@@ -113,79 +84,155 @@ def _attn_dropout(module: Any) -> float:
     return float(module.attn_dropout.p)
 
 
-#: Families before Llama: model type -> the adapter of each of its classes.
-OLDER: dict[str, dict[str, Adapter]] = {
-    "gpt2": {
-        "GPT2Attention": GPT2Attention(dropout=_attn_dropout),
-        "GPT2MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
-        "GPT2LMHeadModel": GPT2Model(),
-    },
-    "gpt_neox": {
-        "GPTNeoXAttention": NeoXAttention(),
-        "GPTNeoXMLP": PlainMLP(first="dense_h_to_4h", second="dense_4h_to_h"),
-        "GPTNeoXForCausalLM": NeoXModel(),
-    },
-    "bloom": {
-        "BloomAttention": BloomAttention(dropout=_dropout_module),
-        "BloomMLP": BloomMLP(first="dense_h_to_4h", second="dense_4h_to_h", act="gelu_impl"),
-        "BloomForCausalLM": TransformerModel(),
-    },
-    "falcon": {
-        "FalconAttention": FalconAttention(dropout=_dropout_module),
-        "FalconMLP": PlainMLP(first="dense_h_to_4h", second="dense_4h_to_h"),
-        "FalconForCausalLM": TransformerModel(uses=("position_ids",)),
-    },
-}
+# Where the division by the root mean square is rounded: before the weight (Llama), or once, after it.
+LLAMA = Norm(round_before_weight=True)
+ROUNDED_ONCE = Norm()
+GEMMA = Norm(eps="eps", weight_offset=1.0)
 
+GATED = MLP()
+PACKED = MLP(act="activation_fn", packed=True)
+DENSE = PlainMLP(first="dense_h_to_4h", second="dense_4h_to_h")
 
+CROSS = ("CausalLMOutputWithCrossAttentions", "cross_attentions")
 CAPPED = CausalLM(cap=_final_cap, uses=("final_logit_softcapping", "torch", "tanh"))
+PLAIN_LOSS = CausalLM()
 MIXTURE = CausalLM(mixture=True)
+NAMED = CausalLM(decoder="transformer", uses=(*CROSS, "return_dict"))
 
-#: The model with its head and its loss, where it is more than decoder, product and loss.
-LANGUAGE_MODELS = {
-    "gemma2": CAPPED,
-    "gemma3": CAPPED,
-    "granite": CausalLM(scale=_divided_logits, uses=("logits_scaling",)),
-    "mixtral": MIXTURE,
-    "qwen2_moe": MIXTURE,
-    "qwen3_moe": MIXTURE,
-    "gpt_oss": MIXTURE,
+WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
+CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
+QWEN3 = Attention(norms="heads", passes=_layer_window, uses=("sliding_window",))
+
+
+def _like_llama(
+    name: str,
+    norm: Norm,
+    mlp: Adapter | str,
+    attention: Attention,
+    loss: CausalLM = PLAIN_LOSS,
+    reads: Reading | None = None,
+    **others: Adapter,
+) -> Family:
+    """Returns the row of a family with RMSNorm and gates; what `patch` and `from_hf` both need is given once."""
+    feed_forward = "Experts" if isinstance(mlp, (Experts, str)) else "MLP"
+    classes = {"RMSNorm": norm, feed_forward: mlp, "Attention": attention, "ForCausalLM": loss, **others}
+    if reads is not None:
+        shared = {"norm_round_before_weight": norm.round_before_weight, "qk_norm": attention.norms == "heads"}
+        reads = dataclasses.replace(reads, choices={**shared, **reads.choices})
+    return Family(name, classes, reads)
+
+
+#: The families, by the names of their folders in transformers.
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2",
+        {
+            "Attention": GPT2Attention(dropout=_attn_dropout),
+            "MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
+            "LMHeadModel": CausalLM(decoder="transformer", uses=CROSS),
+        },
+        readings.GPT2,
+        head="LMHeadModel",
+    ),
+    "openai": Family("OpenAIGPT", reads=readings.OPENAI, head="LMHeadModel"),
+    "gpt_neox": Family(
+        "GPTNeoX",
+        {"Attention": NeoXAttention(), "MLP": DENSE, "ForCausalLM": CausalLM(decoder="gpt_neox")},
+        readings.GPT_NEOX,
+    ),
+    "bloom": Family(
+        "Bloom",
+        {
+            "Attention": BloomAttention(dropout=_dropout_module),
+            "MLP": BloomMLP(first="dense_h_to_4h", second="dense_4h_to_h", act="gelu_impl"),
+            "ForCausalLM": NAMED,
+        },
+        readings.BLOOM,
+    ),
+    "falcon": Family(
+        "Falcon",
+        {"Attention": FalconAttention(dropout=_dropout_module), "MLP": DENSE, "ForCausalLM": NAMED},
+        readings.FALCON,
+    ),
+    "opt": Family("OPT", reads=readings.OPT),
+    "phi": Family("Phi", reads=readings.PHI),
+    "stablelm": Family("StableLm", reads=readings.STABLELM),
+    "starcoder2": Family("Starcoder2", reads=readings.STARCODER2),
+    "llama": _like_llama("Llama", LLAMA, GATED, Attention(), reads=readings.LLAMA),
+    "mistral": _like_llama("Mistral", LLAMA, GATED, CONFIG_WINDOW, reads=readings.LLAMA),
+    "mixtral": _like_llama("Mixtral", LLAMA, Experts(), CONFIG_WINDOW, MIXTURE, readings.MIXTRAL),
+    "qwen2": _like_llama("Qwen2", LLAMA, GATED, WINDOW, reads=readings.QWEN2),
+    # Besides its experts a mixture has an MLP for the shared expert, and for layers without experts.
+    "qwen2_moe": _like_llama(
+        "Qwen2Moe",
+        LLAMA,
+        Experts(),
+        Attention(passes=_window_if_any),
+        MIXTURE,
+        readings.QWEN2_MOE,
+        MLP=GATED,
+    ),
+    "qwen3": _like_llama("Qwen3", LLAMA, GATED, QWEN3, reads=readings.QWEN3),
+    "qwen3_moe": _like_llama("Qwen3Moe", LLAMA, Experts(), QWEN3, MIXTURE, readings.QWEN3_MOE, MLP=GATED),
+    "gemma": _like_llama("Gemma", GEMMA, GATED, Attention()),
+    "gemma2": _like_llama(
+        "Gemma2",
+        GEMMA,
+        GATED,
+        Attention(passes=_window_and_cap, uses=("sliding_window", "attn_logit_softcapping")),
+        CAPPED,
+    ),
+    "gemma3": _like_llama("Gemma3", GEMMA, GATED, QWEN3, CAPPED),
+    "phi3": _like_llama("Phi3", LLAMA, PACKED, Attention(packed=True, passes=_config_window, uses=("getattr",))),
+    "granite": _like_llama(
+        "Granite", LLAMA, GATED, Attention(), CausalLM(scale=_inverse_scaling, uses=("logits_scaling",))
+    ),
+    "olmo2": _like_llama("Olmo2", ROUNDED_ONCE, GATED, Attention(norms="projection")),
+    "olmo3": _like_llama(
+        "Olmo3",
+        ROUNDED_ONCE,
+        GATED,
+        Attention(norms="projection", passes=_layer_window, uses=("sliding_window",)),
+    ),
+    "smollm3": _like_llama(
+        "SmolLM3",
+        LLAMA,
+        GATED,
+        Attention(optional_rope=True, passes=_layer_window, uses=("sliding_window",)),
+    ),
+    "gpt_oss": _like_llama(
+        "GptOss",
+        ROUNDED_ONCE,
+        ClampedExperts(passes=_clamped_gate),
+        Attention(half_tables=True, passes=_window_and_sinks, uses=("sliding_window", "sinks")),
+        MIXTURE,
+    ),
+    "glm4": _like_llama("Glm4", LLAMA, PACKED, Attention(interleaved=True)),
 }
 
+#: The families that `patch` knows: those like Llama, and those before it, whose norm is a LayerNorm.
+LLAMA_LIKE = tuple(family for family, row in FAMILIES.items() if "RMSNorm" in row.classes)
+PRE_LLAMA = tuple(family for family, row in FAMILIES.items() if row.classes and family not in LLAMA_LIKE)
+PATCHED = (*LLAMA_LIKE, *PRE_LLAMA)
 
-def _table() -> dict[tuple[str, str], Adapter | str]:
-    torchs = "torch.nn.modules.normalization"
-    table: dict[tuple[str, str], Adapter | str] = {
-        (torchs, "RMSNorm"): TorchNorm(),
-        (torchs, "LayerNorm"): TorchNorm("layer_norm"),
-    }
-    for family, (name, norm, mlp, attention) in FAMILIES.items():
-        home = f"transformers.models.{family}.modeling_{family}"
-        mixture = isinstance(mlp, (Experts, str))
-        table |= {
-            (home, f"{name}RMSNorm"): norm,
-            (home, f"{name}{'Experts' if mixture else 'MLP'}"): mlp,
-            (home, f"{name}Attention"): attention,
-            (home, f"{name}ForCausalLM"): LANGUAGE_MODELS.get(family, CausalLM()),
-        }
-    for family, classes in OLDER.items():
-        home = f"transformers.models.{family}.modeling_{family}"
-        table |= {(home, name): adapter for name, adapter in classes.items()}
-    # Shared experts, and the dense layers that may lie between those of experts.
-    for family, name in (("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe")):
-        table[f"transformers.models.{family}.modeling_{family}", f"{name}MLP"] = GATED
-    return table
-
+_TORCH = "torch.nn.modules.normalization"
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE = _table()
+TABLE: dict[tuple[str, str], Adapter | str] = {
+    (_TORCH, "RMSNorm"): TorchNorm(),
+    (_TORCH, "LayerNorm"): TorchNorm("layer_norm"),
+} | {
+    (f"transformers.models.{family}.modeling_{family}", row.name + end): adapter
+    for family, row in FAMILIES.items()
+    for end, adapter in row.classes.items()
+}
 
-#: What a class of modules that this package could serve is usually called.
+#: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
 
 
 def adapter_for(module: nn.Module) -> Adapter | str | None:
-    """The adapter that serves `module`, or the reason why there is none; None where it is not of a kind we serve."""
+    """Returns the adapter of `module`, or the reason why there is none; None where it is of no kind that we support."""
     cls = type(module)
     for base in cls.__mro__:
         if "_foundry_class" in vars(base):  # has the original's name, perhaps

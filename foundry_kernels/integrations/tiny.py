@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from foundry_kernels.integrations.table import FAMILIES, OLDER
+from foundry_kernels.integrations.table import PATCHED
 
 SIZES = {
     "vocab_size": 128,
@@ -70,13 +70,13 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """A configuration of `family` of two layers and width 64.
+    """Returns a configuration of `family` of two layers and width 64.
 
     Raises:
         ImportError: transformers is not installed. ValueError: `family` is not in the table.
     """
-    if family not in (*FAMILIES, *OLDER):
-        raise ValueError(f"family must be one of {', '.join((*FAMILIES, *OLDER))}; got {family!r}")
+    if family not in PATCHED:
+        raise ValueError(f"family must be one of {', '.join(PATCHED)}; got {family!r}")
     from transformers import CONFIG_MAPPING
 
     name = "gemma3_text" if family == "gemma3" else family
@@ -84,7 +84,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A model of `tiny_config`, in eval mode. Norm weights and sinks are random: 0 or 1 would hide much."""
+    """Returns a model of `tiny_config`, in eval mode. Norm weights and sinks are random: 0 or 1 would hide much."""
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(seed)

@@ -156,7 +156,7 @@ def _is_causal(module: nn.Module) -> bool:
 
 
 def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """The running totals of the sequences' lengths, of queries and of keys; None for one sequence a row."""
+    """Returns the running totals of the sequences' lengths, of queries and of keys; None for one sequence a row."""
     if mask is not None and mask.dim() == 5:
         mask = mask[0]
     if mask is not None and mask.shape[2] == 2:
@@ -218,8 +218,8 @@ def _refuse_weights_and_dropout(kwargs: dict[str, Any]) -> None:
 
 
 def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The function that `module` takes for "eager": each modeling module of transformers has its own, which knows the
-    soft cap or the sinks of its family."""
+    """Returns the function that `module` takes for "eager": each modeling module of transformers has its own, which
+    knows the soft cap or the sinks of its family."""
     for cls in type(module).__mro__:
         found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if found is not None and "forward" in vars(cls):
@@ -306,7 +306,7 @@ def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
 
 
 def _window_without_blocks(mask_function: Any, config: Any) -> int:
-    """The window of a mask that Gemma 3 makes of `token_type_ids`, where these say that there is no image.
+    """Returns the window of a mask that Gemma 3 makes of `token_type_ids`, where these say that there is no image.
 
     Raises:
         DenseMask: there is one, or the mask is another.

@@ -1,4 +1,4 @@
-"""The blocks of a model, one class for each way in which norms and branches follow each other.
+"""The blocks of a model, one class for each order of norms and branches.
 
 A block gets a stream and the branch that is still to be added to it, and returns the same two, so that the sum is made
 in the pass of the next norm, and the branch is dropped out there too. Asked for the statistics of its router, it
@@ -32,7 +32,7 @@ Passed = tuple[Any, ...]  # (branch, stream), or (branch, stream, shares, probab
 
 
 def operations(config: ModelConfig) -> tuple[str, ...]:
-    """The operations that a model calls."""
+    """Returns the operations that a model calls."""
     ops = [config.norm, f"add_{config.norm}"]
     if config.qk_norm:
         ops.append("qk_norm_rope" if config.positions == "rope" else "rms_norm")
@@ -76,7 +76,8 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any]) -> GatedMLP 
 
 
 def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """The norm of the stream with the branch, and that stream. In training of the norm, the branch is dropped out."""
+    """Returns the norm of the stream with the branch, and that stream. In training of the norm, the branch is
+    dropped out."""
     branch = branch.to(stream.dtype)
     return norm(branch, stream, dropout_p=dropout) if dropout and norm.training else norm(branch, stream)
 

@@ -58,7 +58,7 @@ class KVCache:
         return self.k[0].dtype
 
     def check(self, tokens: Tensor, dtype: torch.dtype, n_layers: int) -> None:
-        """Raise ValueError where the keys and values of `tokens` ``[B, T]`` cannot be appended."""
+        """Raises ValueError where the keys and values of `tokens` ``[B, T]`` cannot be appended."""
         if len(self.k) != n_layers:
             raise ValueError(f"cache holds {len(self.k)} layers; the model has {n_layers}")
         if tokens.shape[0] != self.batch_size:
@@ -76,11 +76,11 @@ class KVCache:
             raise ValueError("cache is for inference: gradients do not flow through it; use torch.no_grad()")
 
     def layer(self, index: int) -> LayerCache:
-        """One layer's part, as :class:`foundry_kernels.nn.Attention` takes it."""
+        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it."""
         return LayerCache(self, index)
 
     def advance(self, count: int) -> None:
-        """Advance the length by `count`, after every layer has appended."""
+        """Advances the length by `count`, after every layer has appended."""
         self.length += count
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class LayerCache(KeyValueMemory):
         return self._cache.length
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v ``[B, Hk, T, D]`` behind what is there; returns views of all S positions ``[B, Hk, S, D]``.
+        """Stores k and v ``[B, Hk, T, D]`` behind what is there; returns views of all S positions ``[B, Hk, S, D]``.
 
         Raises:
             ValueError: they do not fit the cache.
@@ -125,8 +125,8 @@ class LayerCache(KeyValueMemory):
         return stored_k[:, :, :stop], stored_v[:, :, :stop]
 
     def memory(self, new: Tensor, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """The layer's whole memory ``[B, Hk, max_len, D]``, for `new` ``[B, T, ...]`` of so many heads to be written
-        behind what is there.
+        """Returns the layer's whole memory ``[B, Hk, max_len, D]``, for `new` ``[B, T, ...]`` of so many heads to be
+        written behind what is there.
 
         Raises:
             ValueError: it does not fit the cache.

@@ -59,7 +59,7 @@ class ModelConfig:
             (:func:`foundry_kernels.nn.alibi_slopes`); "learned" and "sinusoidal" add a vector to the embedding; "none".
         rope_dim: rotated dimensions of a head, even; None is all of them.
         norm: "rms_norm" or "layer_norm".
-        norm_bias: whether norms have a bias; None is what is usual, True for "layer_norm" and False for "rms_norm".
+        norm_bias: whether norms have a bias; None is the default, True for "layer_norm" and False for "rms_norm".
         norm_placement: "pre", a norm before each branch and one at the end, or "post", a norm of each sum (GPT-1).
         embedding_norm: a norm of the embeddings, with the positions added (BLOOM).
         activation: gated "swiglu", "geglu" or "geglu_tanh", or "gelu", "gelu_tanh" (GPT-2) or "relu" of one product.
@@ -331,7 +331,7 @@ class ModelConfig:
 def refuse_choices(
     config: ModelConfig, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
 ) -> None:
-    """Refuse what is not known: a field that has neither its default nor one of the values in `known` (None: any).
+    """Refuses what is not known: a field that has neither its default nor one of the values in `known` (None: any).
 
     Raises:
         ValueError: ``field=value`` and `what`, with the reason that `why` has of the field or of ``field=value``.
@@ -345,7 +345,7 @@ def refuse_choices(
 
 
 def _contradictions(config: ModelConfig) -> Iterator[str]:
-    """What no model can be, and why."""
+    """Yields what no model can be, and why."""
     if config.positions == "rope":
         if config.rope_dim is None and config.head_width % 2:
             yield f"head_dim must be even, for the rotary pairs; got {config.head_width}"

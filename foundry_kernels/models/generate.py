@@ -36,7 +36,7 @@ def generate(
     generator: torch.Generator | None = None,
     compile: bool | Mapping[str, Any] = False,
 ) -> list[Tensor]:
-    """Continue each prompt by at most `max_new_tokens` tokens.
+    """Continues each prompt by at most `max_new_tokens` tokens.
 
     Prompts may differ in length, and a greedy continuation is that of the prompt alone: all rows read as many tokens as
     the shortest prompt has in one pass, and then continue token by token: a row takes its prompt's tokens while there
@@ -55,7 +55,7 @@ def generate(
         stop_token: ends a row; it is kept as the row's last token. One inside a prompt ends nothing.
         generator: source of the draws, on the model's device.
         compile: run the steps of one token through ``torch.compile``; a mapping is passed to it as keyword arguments.
-            One graph serves all lengths, and later calls with the same model; the prompts' common part is read without
+            One graph runs all lengths, and later calls with the same model; the prompts' common part is read without
             it. A model that is compiled already is called as it is.
 
     Returns:
@@ -145,7 +145,7 @@ def _fix_heads(cache: KVCache) -> None:
 def _choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One token a row ``[B]`` from logits ``[B, V]``."""
+    """Returns one token a row ``[B]`` from logits ``[B, V]``."""
     if temperature == 0.0:
         return logits.argmax(-1)
     size = logits.shape[-1]
@@ -176,7 +176,7 @@ def _most_likely(likely: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _read_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
-    """The prompts as int64 tensors on the CPU, checked."""
+    """Returns the prompts as int64 tensors on the CPU, checked."""
     if isinstance(prompts, Tensor) and prompts.dim() != 2:
         raise ValueError(f"prompts must be a [B, T] tensor or a sequence of 1-D prompts; got {tuple(prompts.shape)}")
     if isinstance(prompts, str) or not isinstance(prompts, Tensor | Sequence):

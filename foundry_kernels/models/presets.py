@@ -97,7 +97,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def fields(family: str, size: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a size, changed.
+    """Returns the fields of a size, changed.
 
     Raises:
         ValueError: an unknown size.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_integer, check_rank
 from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.models import from_hf
 from foundry_kernels.models.blocks import add_branch, block_class, make_norm, operations
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
@@ -58,10 +57,10 @@ class Transformer(nn.Module):
     Args:
         config: the shape.
         backend: "auto", "reference", "triton", "native", or a mapping of operations to these. "auto" takes the first
-            that can serve each call: on a GPU triton, native, reference; on a CPU native, reference. A named backend is
-            used for every operation that it has a kernel for, and never replaced silently: if a kernel cannot serve a
-            call, that raises `BackendUnavailable`. Operations without such a kernel run on the reference, as a warning
-            and `backends` say.
+            that supports each call: on a GPU triton, native, reference; on a CPU native, reference. A named backend is
+            used for every operation that it has a kernel for, and never replaced silently: if a kernel does not support
+            a call, that raises `BackendUnavailable`. Operations without such a kernel run on the reference, as a
+            warning and `backends` say.
         device, dtype: of the parameters. On the meta device nothing is initialised: ``to_empty(device=...)``, then
             `init_weights()` or a checkpoint.
 
@@ -121,7 +120,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Set embeddings and projections to N(0, init_std), norms to 1, biases to 0, and compute the tables of
+        """Sets embeddings and projections to N(0, init_std), norms to 1, biases to 0, and computes the tables of
         positions."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -135,7 +134,8 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> Transformer:
-        """The same model as one of transformers, with copies of its weights, in their dtype and on their device.
+        """Returns the same model as one of transformers, with copies of its weights, in their dtype and on their
+        device.
 
         Known are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3, GPT-NeoX,
         OPT, Phi, StarCoder2, StableLM and the first GPT; with experts Mixtral, Qwen2-MoE and Qwen3-MoE. Logits are
@@ -152,6 +152,8 @@ class Transformer(nn.Module):
             ValueError: an option of the checkpoint that this model does not have, or weights that are missing, not
                 known, or of another shape; the message names them.
         """
+        from foundry_kernels.integrations import from_hf  # which imports this module
+
         config, state = from_hf.read(model, changes)
         weight = state["tok_embeddings.weight"]
         with torch.device("meta"):
@@ -197,7 +199,7 @@ class Transformer(nn.Module):
             ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
                 not fit, and, where they are on the CPU and nothing is being compiled, tokens or targets outside the
                 vocabulary. (Elsewhere that would need a synchronization; the embedding then raises its own error.)
-            BackendUnavailable: a named backend cannot serve this device or dtype.
+            BackendUnavailable: a named backend does not support this device or dtype.
         """
         self._check(tokens, targets, cache, last_only, ignore_index)
         if return_router_stats and self.config.n_experts is None:
@@ -231,7 +233,7 @@ class Transformer(nn.Module):
         return kept, self._with_router_losses(loss, stats) if balances else loss, *asked
 
     def _loss(self, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool) -> tuple[Tensor | None, Tensor]:
-        """The logits, where they are asked for, and the cross entropy."""
+        """Returns the logits, where they are asked for, and the cross entropy."""
         if not return_logits and (head := self._head()) is not None:
             return None, self._loss_without_logits(y, head, targets, ignore_index)
         logits = self._logits(y)
@@ -294,7 +296,8 @@ class Transformer(nn.Module):
         return F.linear(y, self.tok_embeddings.weight) if head is None else head(y)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
-        """An empty cache on the model's device, of the dtype that its keys have (autocast's, inside autocast)."""
+        """Returns an empty cache on the model's device, of the dtype that its keys have (autocast's, inside
+        autocast)."""
         weight = self.tok_embeddings.weight
         return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
@@ -302,11 +305,11 @@ class Transformer(nn.Module):
     def generate(
         self, prompts: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, **options: Any
     ) -> list[Tensor]:
-        """Continue the prompts; see :func:`foundry_kernels.models.generate`."""
+        """Continues the prompts; see :func:`foundry_kernels.models.generate`."""
         return generate(self, prompts, max_new_tokens, **options)
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """`backends` with "auto" resolved: for each operation the backend that serves tensors of `dtype` on
+        """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on
         `device` ("cpu", "cuda"), None being those of the parameters."""
         weight = self.tok_embeddings.weight
         return serving(self.backends, device or weight.device.type, dtype or weight.dtype)
@@ -368,7 +371,7 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
 
 
 def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """The same of logits that are divided along the vocabulary, inside torch's `loss_parallel`."""
+    """Computes the same of logits that are sharded along the vocabulary, inside torch's `loss_parallel`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets = targets.flatten().long()
     total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")

@@ -1,9 +1,5 @@
 """What tests/core/test_launch.py runs in a process of its own, where kernels are not interpreted: that a launch from
-a kept plan is the one that Triton would make.
-
-The stub of a GPU records what is launched. Nothing is compiled: the stand-in of a compiled kernel is what it would have
-been compiled from, so that two launches are of equal kernels where Triton specialises them equally.
-"""
+a kept plan is the one that Triton would make."""
 
 from __future__ import annotations
 
@@ -16,13 +12,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from launch_recorder import Recorder
 from torch import Tensor
 from triton import knobs
-from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import foundry_kernels as fk
-from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
+from benchmarks.stub_gpu import stub_gpu
 from foundry_kernels._triton import devices, rows, tuning
 from foundry_kernels._triton import launch as launches
 from foundry_kernels._triton.launch import Plan, launch
@@ -32,58 +28,9 @@ from foundry_kernels.tools import tune
 from foundry_kernels.tools.inspect import aot
 from foundry_kernels.tools.tune import ahead, measuring
 
+pytest_plugins = ["launch_recorder"]
+
 OPS = [pytest.param(op, id=op.name) for op in fk.OPS.values() if op.impl("triton")]
-
-
-class Recorder(StubDriver):
-    def __init__(self) -> None:
-        super().__init__()
-        self.device, self.stream = 0, 100
-        self.launches: list[tuple[Any, ...]] = []
-        self.get_current_device = lambda: self.device
-        self.get_current_stream = lambda device: 1000 * device + self.stream
-
-    def launch(self, *args: Any) -> None:
-        self.launches.append(args)
-
-    def take(self) -> list[tuple[Any, ...]]:
-        taken, self.launches = self.launches, []
-        return taken
-
-
-def compiled(driver: Recorder, src: Any, options: dict[str, Any]) -> CompiledKernel:
-    made_of = (src.fn.__name__, driver.device, str(src.signature), str(src.constants), str(src.attrs), str(options))
-    return uncompiled(driver, src, made_of)
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Recorder]:
-    driver = Recorder()
-    with pytest.MonkeyPatch.context() as patch, stub_gpu(driver):
-        patch.setattr(triton.compiler, "compile", lambda src, target, options: compiled(driver, src, options))
-        yield driver
-
-
-@pytest.fixture
-def gpu(process: Recorder) -> Recorder:
-    process.take()
-    process.device, process.stream = 0, 100
-    return process
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels launched by Triton itself, which is not disturbed by being watched."""
-    seen: list[str] = []
-    own = JITFunction.run
-
-    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(kernel.__name__)
-        return own(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(launches, "_RUN", run)
-    return seen
 
 
 @triton.jit

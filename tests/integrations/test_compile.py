@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.integrations.table import LLAMA_LIKE
 from foundry_kernels.integrations.tiny import tiny_model
 
 IDS = torch.randint(3, 128, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ def test_export_for_any_length() -> None:
 FIRST = ("llama", "gemma2", "gpt_oss")
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in LLAMA_LIKE])
 def test_every_family_in_one_graph(family: str) -> None:
     """Tracing only: what differs between families is Python."""
     model = tiny_model(family)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.integrations.table import LLAMA_LIKE
 from foundry_kernels.integrations.tiny import tiny_model
 from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR
 
@@ -23,7 +23,7 @@ LEFT[0, :4] = LEFT[1, :1] = 0
 RIGHT[0, 8:] = RIGHT[2, 3:] = 0
 PADDING = {"no padding": None, "left padding": LEFT, "right padding": RIGHT}
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", LLAMA_LIKE)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -89,7 +89,7 @@ def test_bfloat16_is_no_farther_from_float32() -> None:
     and 1.7. So no family may be beyond the policy's largest factor, and all together not beyond that of its means.
     """
     ratios: dict[tuple[str, str], list[float]] = {}
-    for family in FAMILIES:
+    for family in LLAMA_LIKE:
         routing = (
             {"num_experts_per_tok": 4} if family in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss") else {}
         )  # all: no expert comes and goes
@@ -102,7 +102,7 @@ def test_bfloat16_is_no_farther_from_float32() -> None:
             for what in plain:
                 ratios.setdefault((family, what), []).append(ours[what] / plain[what])
     for what in ("logits", "gradients"):
-        means = {family: mean(ratios[family, what]) for family in FAMILIES}
+        means = {family: mean(ratios[family, what]) for family in LLAMA_LIKE}
         assert max(means.values()) <= MAX_FACTOR, f"{what}: {means}"
         assert mean(list(means.values())) <= RMS_FACTOR, f"{what}: {means}"
 

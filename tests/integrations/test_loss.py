@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.causal_lm import NO_LOGITS
-from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.integrations.table import LLAMA_LIKE
 from foundry_kernels.integrations.tiny import tiny_model
 
 #: What makes the heads differ, large enough to be seen.
@@ -57,7 +57,7 @@ def same(model: Any, return_logits: bool = False, **given: Any) -> None:
         assert close(out.aux_loss, expected.aux_loss)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LLAMA_LIKE)
 def test_loss_and_gradients_of_a_step(family: str) -> None:
     model = tiny_model(family, **CHANGES.get(family, {}))
     with fk.patch(model) as handle:

@@ -300,14 +300,14 @@ def test_transformers_is_not_imported_unless_it_is_needed() -> None:
 
 def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
     from foundry_kernels.__main__ import main
-    from foundry_kernels.integrations.table import FAMILIES
+    from foundry_kernels.integrations.table import LLAMA_LIKE
 
     assert main(["patch-report"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines[1:]}
-    assert rows.keys() == {"family", "------", *FAMILIES}
-    assert all("flash_attention" in rows[family] and "rms_norm" in rows[family] for family in FAMILIES)
-    assert not [family for family in FAMILIES if "Experts:" in rows[family]]
+    assert rows.keys() == {"family", "------", *LLAMA_LIKE}
+    assert all("flash_attention" in rows[family] and "rms_norm" in rows[family] for family in LLAMA_LIKE)
+    assert not [family for family in LLAMA_LIKE if "Experts:" in rows[family]]
     with pytest.raises(SystemExit):
         main(["patch-report", "bert"])
     assert "family must be one of llama" in capsys.readouterr().err

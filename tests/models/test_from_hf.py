@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foundry_kernels.integrations.from_hf import READINGS
+from foundry_kernels.integrations.reading import SILENT, Asked
 from foundry_kernels.models import Transformer
-from foundry_kernels.models.hf_config import SILENT, Asked
-from foundry_kernels.models.hf_families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,7 +134,7 @@ def test_logits_loss_gradients_and_continuations_are_equal(name):
 
 
 def test_every_family_is_tried():
-    assert {type(build(name)).__name__ for name in MODELS} == FAMILIES.keys()
+    assert {type(build(name)).__name__ for name in MODELS} == READINGS.keys()
 
 
 def test_dtype_and_mode_are_kept_and_weights_are_copies():
@@ -275,10 +275,10 @@ def test_a_class_of_the_same_name_elsewhere_is_refused():
 def test_every_option_is_declared(name):
     """Read, or said to be silent: a new one of another version of transformers fails here."""
     config = transformers.CONFIG_MAPPING[MODELS[name][0]](**MODELS[name][1])
-    family = FAMILIES[transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    reading = READINGS[transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     asked = Asked(config)
-    family.fields(asked)
+    reading.fields(asked)
     read = {config.attribute_map.get(option, option) for option in asked.names}
     of_others = {"is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"}
-    undeclared = type(config)().to_dict().keys() - read - SILENT - family.silent - of_others
+    undeclared = type(config)().to_dict().keys() - read - SILENT - reading.silent - of_others
     assert not undeclared

@@ -4,7 +4,7 @@ taking part, and that nothing is kept of weights between calls."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,13 +26,6 @@ CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97,
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture
-def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = extension.build_info()["instruction_set"]
-    yield extension._C.force_instruction_set
-    extension._C.force_instruction_set(chosen)
 
 
 class Called(TorchDispatchMode):

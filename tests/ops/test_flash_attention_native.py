@@ -4,7 +4,7 @@ or a head's rows, the exponential, memory, what is computed and kept."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,6 @@ def inputs(
     shapes = ((b, h, t, d), (b, hk, s or t, d), (b, hk, s or t, d))
     q, k, v = (torch.randn(x, generator=g).to(dtype or torch.float32).requires_grad_() for x in shapes)
     return q, k, v
-
-
-@pytest.fixture
-def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = extension.build_info()["instruction_set"]
-    yield extension._C.force_instruction_set
-    extension._C.force_instruction_set(chosen)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -146,13 +146,6 @@ def test_every_key_is_seen_once(
         if name == "backward":
             assert (rows == 1).all()
             assert (keys == 1).all()
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 SHAPES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -153,13 +153,6 @@ def test_extremes_of_the_dtype(backend: str, device: str, dtype: torch.dtype) ->
         assert torch.equal(fk.rms_norm(a, weight, eps, backend=backend), expected)
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @needs_native
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", [(1, 70001), (37, 4096), (3001, 65)], ids=str)
@@ -174,13 +167,6 @@ def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> 
         results.append((y, h, *torch.autograd.grad((y, h), (a, weight), (b.detach(), a.detach()))))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
-
-
-@pytest.fixture
-def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = extension.build_info()["instruction_set"]
-    yield extension._C.force_instruction_set
-    extension._C.force_instruction_set(chosen)
 
 
 @needs_native

@@ -3,7 +3,7 @@ storage order, positions outside the table, what is computed and what is saved."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,13 +43,6 @@ def arguments(op: str, q: Tensor, k: Tensor, **options: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.fixture
-def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = extension.build_info()["instruction_set"]
-    yield extension._C.force_instruction_set
-    extension._C.force_instruction_set(chosen)
-
-
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SETS)
@@ -82,13 +75,6 @@ def outputs_and_gradients(op: str, q: Tensor, k: Tensor, **options: Any) -> tupl
     wanted = {n: t.detach().requires_grad_() for n, t in made.items() if n in ("q", "k") or n.endswith("weight")}
     outputs = fk.OPS[op].public(**made | wanted, backend="native")
     return (*outputs, *torch.autograd.grad(outputs, list(wanted.values()), (q, k)))
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

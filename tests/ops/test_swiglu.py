@@ -4,7 +4,7 @@ what is refused."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -220,13 +220,6 @@ def test_offsets_beyond_32_bits(backend: str, device: str) -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @needs_native
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", [(1, 70002), (37, 4096), (3001, 66)], ids=str)
@@ -239,13 +232,6 @@ def test_the_number_of_threads_does_not_change_a_bit(shape: tuple[int, int]) -> 
         results.append((y, *torch.autograd.grad(y, packed, y.detach())))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
-
-
-@pytest.fixture
-def instruction_set() -> Iterator[Callable[[str], None]]:
-    chosen = extension.build_info()["instruction_set"]
-    yield extension._C.force_instruction_set
-    extension._C.force_instruction_set(chosen)
 
 
 @needs_native

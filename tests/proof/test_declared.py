@@ -277,8 +277,8 @@ UNSEEN = {"multiple_of", "norm_round_before_weight", "embedding_dropout", "resid
 UNSEEN |= {"init_std", "max_seq_len", "load_balancing_coef", "router_z_coef"}
 
 #: The choices in `OTHER` that tensor parallelism and QK-clip refuse.
-NOT_DIVIDED = {"tie_embeddings", "positions", "qk_norm", "embedding_dropout", "residual_dropout", "attention_dropout"}
-NOT_DIVIDED |= {"n_experts", *EXPERT_FIELDS}
+NOT_SHARDED = {"tie_embeddings", "positions", "qk_norm", "embedding_dropout", "residual_dropout", "attention_dropout"}
+NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
 NOT_CLIPPED = {"qk_norm", "attention_dropout"}
 
 
@@ -345,7 +345,7 @@ def divide(model: Transformer) -> Any:
 
 @pytest.mark.parametrize(
     ("check", "unserved", "values"),
-    [(divide, NOT_DIVIDED, {"alibi", "sinusoidal"}), (QKClip, NOT_CLIPPED, set())],
+    [(divide, NOT_SHARDED, {"alibi", "sinusoidal"}), (QKClip, NOT_CLIPPED, set())],
     ids=["tensor parallelism", "QK-clip"],
 )
 def test_a_choice_that_is_not_declared_is_refused(

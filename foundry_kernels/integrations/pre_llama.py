@@ -1,4 +1,4 @@
-"""Adapters of the families before Llama: a LayerNorm, biases, an MLP without a gate, and dropout.
+"""Adapters of pre-Llama families: a LayerNorm, biases, an MLP without a gate, and dropout.
 
 Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout stays where the model has it: that of
 residuals and embeddings is done by the model, and a call whose attention drops weights out runs as it would have
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters import Adapter, Attention, activation, words
-from foundry_kernels.integrations.causal_lm import CausalLM, trained_without_logits
 from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.rope import rope
@@ -26,7 +25,7 @@ def _own_dropout(module: Any) -> float:
 
 
 @dataclass(frozen=True)
-class OlderAttention(Attention):
+class PreLlamaAttention(Attention):
     """An attention that calls the function of the model's config. dropout: its probability, of a module."""
 
     dropout: Callable[[Any], float] = _own_dropout
@@ -44,8 +43,8 @@ class OlderAttention(Attention):
 
 
 @dataclass(frozen=True)
-class GPT2Attention(OlderAttention):
-    """Without positions of its own, so that nothing is left to do but the attention function; its forward stays."""
+class GPT2Attention(PreLlamaAttention):
+    """GPT-2's has no positions of its own: nothing is left to do but the attention function, and its forward stays."""
 
     names = words(
         "isinstance EncoderDecoderCache is_updated get layer_idx cross_attention_cache self_attention_cache hasattr "
@@ -67,7 +66,7 @@ class GPT2Attention(OlderAttention):
 
 
 @dataclass(frozen=True)
-class NeoXAttention(OlderAttention):
+class NeoXAttention(PreLlamaAttention):
     """One projection for q, k and v, head by head; the first of a head's dimensions are rotated."""
 
     names = words(
@@ -114,7 +113,7 @@ MORE_GELUS = {
 
 
 def gelu_of(act: object) -> str | None:
-    """The approximation of an activation module that is GELU, else None."""
+    """Returns the approximation of an activation module that is GELU, else None."""
     found = activation(act)
     if found is not None and found[0] == "geglu":
         return found[1]
@@ -157,7 +156,7 @@ def activated(self: Any, x: Tensor) -> Tensor:
     """``gelu(first(x))``."""
     row: PlainMLP = self._foundry_row
     approximate = gelu_of(getattr(self, row.act))
-    assert approximate is not None  # or the module is not served
+    assert approximate is not None  # or the module is left as it was
     product, bias = _product(getattr(self, row.first), x)
     return bias_gelu(product, bias, approximate=approximate, backend=self._foundry.backends["bias_gelu"])
 
@@ -173,83 +172,3 @@ def _product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if name == ("transformers.pytorch_utils", "Conv1D"):
             return torch.matmul(x, layer.weight), layer.bias
     return layer(x), None
-
-
-@dataclass(frozen=True)
-class GPT2Model(CausalLM):
-    """The model with its head; its forward takes arguments in an order of its own."""
-
-    names = words(
-        "transformer last_hidden_state slice_logits_to_keep lm_head loss_function config vocab_size "
-        "CausalLMOutputWithCrossAttentions past_key_values hidden_states attentions cross_attentions"
-    )
-
-    def members(self, original: Any) -> dict[str, Any]:
-        return super().members(original) | {"forward": self.returns(_gpt2_model)}
-
-
-def _gpt2_model(
-    self: Any,
-    input_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    given = {
-        "input_ids": input_ids,
-        "past_key_values": past_key_values,
-        "attention_mask": attention_mask,
-        "token_type_ids": token_type_ids,
-        "position_ids": position_ids,
-        "inputs_embeds": inputs_embeds,
-        "encoder_hidden_states": encoder_hidden_states,
-        "encoder_attention_mask": encoder_attention_mask,
-        "use_cache": use_cache,
-        **kwargs,
-    }
-    return trained_without_logits(self, self.transformer, given, labels, logits_to_keep, kwargs)
-
-
-@dataclass(frozen=True)
-class NeoXModel(CausalLM):
-    """As `GPT2Model`."""
-
-    names = words(
-        "gpt_neox last_hidden_state slice_logits_to_keep lm_head loss_function config vocab_size "
-        "CausalLMOutputWithPast past_key_values hidden_states attentions"
-    )
-
-    def members(self, original: Any) -> dict[str, Any]:
-        return super().members(original) | {"forward": self.returns(_neox_model)}
-
-
-def _neox_model(
-    self: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    past_key_values: Any = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    given = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "inputs_embeds": inputs_embeds,
-        "past_key_values": past_key_values,
-        "use_cache": use_cache,
-        **kwargs,
-    }
-    return trained_without_logits(self, self.gpt_neox, given, labels, logits_to_keep, kwargs)

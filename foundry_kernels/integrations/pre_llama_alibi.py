@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters import words
-from foundry_kernels.integrations.causal_lm import CausalLM, trained_without_logits
-from foundry_kernels.integrations.older import OlderAttention, PlainMLP, activated
+from foundry_kernels.integrations.pre_llama import PlainMLP, PreLlamaAttention, activated
 from foundry_kernels.ops.rope import rope
 
 
 @dataclass(frozen=True)
-class WholeAttention(OlderAttention):
+class WholeAttention(PreLlamaAttention):
     """Products, rotation, cache and attention in one forward."""
 
     leaves_dropout: ClassVar[bool] = False
@@ -29,7 +28,7 @@ class WholeAttention(OlderAttention):
         p = self.dropout(module)
         return f"calls in training mode drop weights out (p={p}), and run as before" if p else None
 
-    def serves_dense_masks(self, module: nn.Module) -> str:
+    def runs_dense_masks(self, module: nn.Module) -> str:
         return "the model's own eager attention"
 
     def members(self, original: type) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def _is_dense(mask: Tensor | None) -> bool:
 
 
 def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Tensor:
-    """A mask of "foundry" as the model's own attention adds it."""
+    """Returns a mask of "foundry" as the model's own attention adds it."""
     batch, queries = x.shape[:2]
     keys = queries + (0 if layer_past is None else layer_past.get_seq_length(self.layer_idx))
     seen: Tensor = self._foundry_dense(mask, batch, queries, keys, x.device)
@@ -205,69 +204,3 @@ def _falcon_slopes(self: Any, device: torch.device) -> Tensor:
     ones = torch.ones(1, 2, device=device, dtype=torch.long)
     slopes: Tensor = self._foundry_home.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
     return slopes * self.inv_norm_factor
-
-
-@dataclass(frozen=True)
-class TransformerModel(CausalLM):
-    """A model whose decoder takes no more than it names: what else there is goes to the loss."""
-
-    names = words(
-        "config return_dict transformer slice_logits_to_keep lm_head loss_function vocab_size "
-        "CausalLMOutputWithCrossAttentions past_key_values hidden_states attentions"
-    )
-
-    def members(self, original: Any) -> dict[str, Any]:
-        forward = _falcon_model if "position_ids" in self.uses else _bloom_model
-        return super().members(original) | {"forward": self.returns(forward)}
-
-
-def _bloom_model(
-    self: Any,
-    input_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    output_attentions: bool | None = None,
-    output_hidden_states: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    given = {
-        "input_ids": input_ids,
-        "past_key_values": past_key_values,
-        "attention_mask": attention_mask,
-        "inputs_embeds": inputs_embeds,
-        "use_cache": use_cache,
-        "output_attentions": output_attentions,
-        "output_hidden_states": output_hidden_states,
-    }
-    return trained_without_logits(self, self.transformer, given, labels, logits_to_keep, kwargs, apart=True)
-
-
-def _falcon_model(
-    self: Any,
-    input_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    labels: Tensor | None = None,
-    use_cache: bool | None = None,
-    output_attentions: bool | None = None,
-    output_hidden_states: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **kwargs: Any,
-) -> Any:
-    given = {
-        "input_ids": input_ids,
-        "past_key_values": past_key_values,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "inputs_embeds": inputs_embeds,
-        "use_cache": use_cache,
-        "output_attentions": output_attentions,
-        "output_hidden_states": output_hidden_states,
-    }
-    return trained_without_logits(self, self.transformer, given, labels, logits_to_keep, kwargs, apart=True)

@@ -11,10 +11,10 @@ from patching import IDS, close, gradients, logits
 from torch import Tensor, nn
 
 import foundry_kernels as fk
-from foundry_kernels.integrations.table import OLDER
+from foundry_kernels.integrations.table import PRE_LLAMA
 from foundry_kernels.integrations.tiny import tiny_model
 
-every_family = pytest.mark.parametrize("family", OLDER)
+every_family = pytest.mark.parametrize("family", PRE_LLAMA)
 
 LEFT, RIGHT = torch.ones_like(IDS), torch.ones_like(IDS)
 LEFT[0, :4] = RIGHT[1, 7:] = 0

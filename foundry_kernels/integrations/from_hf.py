@@ -1,0 +1,160 @@
+"""Configurations and weights of models of transformers, read into ours by the rows of `table.py`.
+
+Nothing of transformers is imported: classes are known by their names, options by their configuration, and weights by
+the names of the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from foundry_kernels.integrations.reading import Asked, refuse_unread
+from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.models.config import ModelConfig
+
+State = dict[str, Tensor]
+
+#: Language models by the names of their classes.
+READINGS = {row.name + row.head: row.reads for row in FAMILIES.values() if row.reads is not None}
+
+
+def _by_their_names(ours: Mapping[str, str]) -> dict[str, str]:
+    return {theirs: name for name, all_theirs in ours.items() for theirs in all_theirs.split()}
+
+
+#: What the families call our modules. No two of them mean different things by one name.
+MODULES = _by_their_names(
+    {
+        "tok_embeddings": (
+            "model.embed_tokens model.decoder.embed_tokens transformer.wte transformer.tokens_embed "
+            "transformer.word_embeddings gpt_neox.embed_in"
+        ),
+        "pos_embeddings": "transformer.wpe transformer.positions_embed model.decoder.embed_positions",
+        "embedding_norm": "transformer.word_embeddings_layernorm",
+        "norm": (
+            "model.norm model.final_layernorm model.decoder.final_layer_norm transformer.ln_f gpt_neox.final_layer_norm"
+        ),
+        "output": "lm_head",
+    }
+)
+LAYER = re.compile(r"(?:model\.layers|model\.decoder\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.")
+#: The same of the modules in a layer; `attention.wqkv` is split.
+LAYER_MODULES = _by_their_names(
+    {
+        "attention_norm": "input_layernorm ln_1 ln_attn self_attn_layer_norm",
+        "attention.wqkv": "attn.c_attn attention.query_key_value self_attention.query_key_value",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "attention.wo": (
+            "self_attn.o_proj self_attn.out_proj self_attn.dense attn.c_proj attention.dense self_attention.dense"
+        ),
+        "ffn_norm": "post_attention_layernorm ln_2 ln_mlp final_layer_norm",
+        "feed_forward.w1": "mlp.gate_proj mlp.c_fc mlp.dense_h_to_4h mlp.fc1 fc1",
+        "feed_forward.w2": "mlp.down_proj mlp.c_proj mlp.dense_4h_to_h mlp.fc2 fc2",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.router": "mlp.gate",
+        "feed_forward.experts.gate_up_proj": "mlp.experts.gate_up_proj",
+        "feed_forward.experts.down_proj": "mlp.experts.down_proj",
+        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
+        "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
+        "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
+        "feed_forward.shared_gate": "mlp.shared_expert_gate",
+    }
+)
+
+
+def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]:
+    """Returns the configuration, with `changes`, and the weights of a model of transformers; see
+    `Transformer.from_hf`."""
+    name, home = type(model).__name__, type(model).__module__
+    if name not in READINGS or not hasattr(model, "config") or home.partition(".")[0] != "transformers":
+        raise TypeError(f"model must be one of {', '.join(READINGS)} of transformers; got {name} of {home}")
+    reading, theirs = READINGS[name], dict(model.named_parameters())
+    asked = Asked(model.config)
+    fields = reading.fields(asked)
+    refuse_unread(model.config, asked.names | reading.silent)
+    fields["tie_embeddings"] = "lm_head.weight" not in theirs  # a shared parameter has one name
+    config = ModelConfig(**fields)
+    rows = config.max_seq_len
+    config = dataclasses.replace(config, **changes)
+    if config.positions == "learned" and config.max_seq_len > rows:
+        raise ValueError(f"max_seq_len is beyond the {rows} rows of the table of positions; got {config.max_seq_len}")
+    dtypes = {weight.dtype for weight in theirs.values()}
+    if len(dtypes) != 1 or len({weight.device for weight in theirs.values()}) != 1:
+        kinds = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in theirs.values()}))
+        raise ValueError(f"model must have weights of one dtype on one device; got {kinds}")
+    state: State = {}
+    unknown = []
+    for their_name, parameter in theirs.items():
+        our_name, kind = _ours(their_name)
+        if our_name is None:
+            unknown.append(their_name)
+            continue
+        weight = parameter.detach()
+        if reading.transposed and weight.dim() == 2 and our_name.startswith("layers."):
+            weight = weight.t()
+        if our_name == "pos_embeddings":
+            weight = weight[reading.skipped_positions :][: config.max_seq_len]
+        if our_name.endswith("attention.wqkv"):
+            state |= _split(our_name.removesuffix("qkv"), kind, weight, config, reading.qkv, their_name)
+        else:
+            state[our_name + kind] = weight
+    if unknown:
+        raise ValueError(f"model has weights that {name} has no place for here: {_few(sorted(unknown))}")
+    return config, state
+
+
+def _ours(their_name: str) -> tuple[str | None, str]:
+    """Returns our name of the module that has a parameter, or None; and what follows in the parameter's name, which is
+    nothing where the parameter has a name of its own (those of experts)."""
+    last = their_name.rpartition(".")[2]
+    kind = f".{last}" if last in ("weight", "bias") else ""
+    module, layer = their_name.removesuffix(kind), LAYER.match(their_name)
+    if layer is None:
+        return MODULES.get(module), kind
+    ours = LAYER_MODULES.get(module[layer.end() :])
+    return ours and f"layers.{layer[1]}.{ours}", kind
+
+
+def check(state: State, expected: State, model: nn.Module) -> None:
+    """Raises ValueError where weights are missing, too many or of another shape."""
+    name = type(model).__name__
+    if missing := sorted(expected.keys() - state.keys()):
+        raise ValueError(f"{name} lacks the weights of {_few(missing)}")
+    if unknown := sorted(state.keys() - expected.keys()):
+        raise ValueError(f"{name} has weights that its configuration does not ask for: {_few(unknown)}")
+    for key, weight in state.items():
+        if weight.shape != expected[key].shape:
+            raise ValueError(
+                f"{name}'s {key} must have shape {tuple(expected[key].shape)}, by its configuration; "
+                f"got {tuple(weight.shape)}"
+            )
+
+
+def _split(prefix: str, kind: str, weight: Tensor, config: ModelConfig, how: str, name: str) -> State:
+    """wq, wk and wv of one matrix, or of one bias."""
+    queries, keys, width = config.n_heads, config.kv_heads, config.head_width
+    if weight.shape[0] != (queries + 2 * keys) * width:
+        raise ValueError(
+            f"{name} must hold {queries} query and 2 x {keys} key and value heads of {width}, "
+            f"{(queries + 2 * keys) * width} rows; got {weight.shape[0]}"
+        )
+    if how == "columns":
+        parts = weight.split((queries * width, keys * width, keys * width))
+    else:
+        group = queries // keys
+        heads = weight.unflatten(0, (keys, group + 2, width)).split((group, 1, 1), 1)
+        parts = tuple(part.flatten(0, 2) for part in heads)
+    return {f"{prefix}{part}{kind}": w for part, w in zip("qkv", parts, strict=True)}
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,206 @@
+"""How `Transformer.from_hf` reads the configuration of a family: the rows of `table.py` hold a `Reading` each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+from foundry_kernels.ops.rope import RopeScaling
+
+#: Activations by their names in transformers: those of a plain feed-forward block, and those of a gate.
+PLAIN = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu"
+}  # fmt: skip
+GATES = {
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh"
+}  # fmt: skip
+
+
+#: Options of every configuration that say nothing of what a language model computes: names and numbers of tokens and
+#: labels, what a call returns and keeps, and where the configuration comes from. That a head is tied is seen by the
+#: parameters.
+SILENT = frozenset((
+    "_name_or_path", "name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
+    "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "use_cache", "prefix",
+    "id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "task_specific_params",
+    "finetuning_task", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "sep_token_id", "cls_token_id", "decoder_start_token_id", "tie_word_embeddings", "pretraining_tp",
+    "chunk_size_feed_forward",
+))  # fmt: skip
+
+
+#: Where each option of a size stands in most configurations: our field and theirs.
+SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "init_std": "initializer_range",
+}
+#: Options that some classes lack; our field then has its default.
+OPTIONAL = frozenset((
+    "initializer_range", "n_inner", "seq_length", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the language model of a family is read.
+
+    Attributes:
+        options: fields of ours and the options that hold them, besides `SIZES`.
+        parts: functions that read what takes more than a name.
+        choices: fields of ours that are the same in all models of the family, unless they are read too.
+        needs: options that must have the value which our model has.
+        qkv: how queries, keys and values lie in one matrix: "columns", one behind the other, or "groups", for each
+            key-value head its queries, the key and the value.
+        transposed: matrices are ``[in, out]`` (`Conv1D`).
+        skipped_positions: rows of the table of positions before that of position 0.
+        silent: options that say nothing of what this class computes, besides `SILENT`.
+    """
+
+    options: Mapping[str, str]
+    parts: tuple[Callable[[Any], dict[str, Any]], ...] = ()
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    qkv: str = "columns"
+    transposed: bool = False
+    skipped_positions: int = 0
+    silent: frozenset[str] = frozenset()
+
+    def fields(self, config: Any) -> dict[str, Any]:
+        """Returns the fields of `ModelConfig` that `config` means.
+
+        Raises:
+            ValueError: an option has a value that our model does not have.
+        """
+        without(config, **self.needs)
+        fields = dict(self.choices)
+        for ours, theirs in {**SIZES, **self.options}.items():
+            if theirs not in OPTIONAL or hasattr(config, theirs):
+                fields[ours] = getattr(config, theirs)
+        for part in self.parts:
+            fields |= part(config)
+        return fields
+
+
+class Asked:
+    """A configuration that keeps the names of the options which were read of it."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self._config, name)
+
+
+def refuse_unread(config: Any, read: AbstractSet[str]) -> None:
+    """Raises ValueError where an option that nobody has read is not as the configuration's class has it by default: it
+    is not known here, and may change what is computed."""
+    aliases = getattr(config, "attribute_map", {})
+    known = SILENT | {aliases.get(name, name) for name in read}
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of what some classes have by default
+    try:
+        default = type(config)().to_dict()
+    finally:
+        logging.disable(before)
+    for name, value in config.to_dict().items():
+        if name not in known and (name in default or name == "quantization_config") and value != default.get(name):
+            raise ValueError(
+                f"{name} must be {default.get(name)!r}: Transformer does not know this option; got {value!r}"
+            )
+
+
+def without(config: Any, **values: Any) -> None:
+    """Raises ValueError where an option has another value than the one that this model has."""
+    for name, value in values.items():
+        got = getattr(config, name, value)
+        if got != value:
+            raise ValueError(f"{name} must be {value!r}: Transformer does not have this option; got {got!r}")
+
+
+def activation(name: str, known: Mapping[str, str]) -> Callable[[Any], dict[str, Any]]:
+    """Returns a part of a `Reading`: the activation that the option `name` names."""
+
+    def part(config: Any) -> dict[str, Any]:
+        got = getattr(config, name)
+        if got not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; got {got!r}")
+        return {"activation": known[got]}
+
+    return part
+
+
+def rope(config: Any) -> dict[str, Any]:
+    given = dict(getattr(config, "rope_parameters", None) or {})
+    kind = given.pop("rope_type", "default")
+    base, part = given.pop("rope_theta", None), given.pop("partial_rotary_factor", None)
+    if kind not in ("default", "linear", "yarn", "llama3") or base is None:
+        raise ValueError(
+            "rope_parameters must be of type default, linear, yarn or llama3, and the same in all layers; "
+            f"got {getattr(config, 'rope_parameters', None)}"
+        )
+    fields: dict[str, Any] = {"rope_base": float(base), "rope_interleaved": False}
+    if kind != "default":
+        if kind == "yarn":
+            given.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+        if unknown := sorted(given.keys() - RopeScaling.__dataclass_fields__.keys()):
+            raise ValueError(f"rope_parameters must not hold {', '.join(unknown)}, which no RopeScaling has")
+        fields["rope_scaling"] = RopeScaling(rope_type=kind, **given)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if part is not None and int(width * part) != width:
+        fields["rope_dim"] = int(width * part)
+    return fields
+
+
+def window(config: Any) -> dict[str, Any]:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    width = getattr(config, "sliding_window", None)
+    if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            "layer_types must be one for all layers, full_attention or sliding_attention; "
+            f"got {', '.join(sorted(kinds))}"
+        )
+    return {"sliding_window": None if kinds == {"full_attention"} else width}
+
+
+def experts(count: str) -> Callable[[Any], dict[str, Any]]:
+    """Returns a part of a `Reading`: a mixture of as many experts as the option `count` says."""
+
+    def part(config: Any) -> dict[str, Any]:
+        coef = config.router_aux_loss_coef  # their loss has that of the routers where their logits are asked for
+        return {
+            "n_experts": getattr(config, count),
+            "top_k": config.num_experts_per_tok,
+            "load_balancing_coef": coef if config.output_router_logits else 0.0,
+        }
+
+    return part
+
+
+def opt(config: Any) -> dict[str, Any]:
+    without(config, word_embed_proj_dim=config.hidden_size)
+    return {"norm_placement": "pre" if config.do_layer_norm_before else "post"}
+
+
+def falcon(config: Any) -> dict[str, Any]:
+    if config.alibi:
+        raise ValueError("alibi must be False: Falcon's slopes are rounded to bfloat16 and scaled with the scores")
+    grouped, parallel = config.new_decoder_architecture, config.parallel_attn
+    if grouped:
+        without(config, parallel_attn=True)
+        kv_heads = config.num_kv_heads
+    else:
+        kv_heads = 1 if config.multi_query else config.num_attention_heads
+    if parallel:
+        without(config, hidden_dropout=0.0)  # of the sum of the branches, not of each
+    else:
+        without(config, attention_dropout=config.hidden_dropout)  # which it applies to the residual
+    two_norms = not parallel or (grouped and config.num_ln_in_parallel_attn in (None, 2))
+    return {"n_kv_heads": kv_heads, "parallel_residual": parallel, "shared_attention_norm": not two_norms}

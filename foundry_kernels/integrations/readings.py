@@ -1,0 +1,188 @@
+"""What `from_hf` reads of each family, as data: see `Reading`. The rows of `table.py` name these.
+
+Options and fields that several families share are given once, above them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from foundry_kernels.integrations.reading import (
+    GATES,
+    PLAIN,
+    Reading,
+    activation,
+    experts,
+    falcon,
+    opt,
+    rope,
+    window,
+)
+from foundry_kernels.models.presets import FAMILIES as PRESETS
+
+_GPT_OPTIONS = {
+    "max_seq_len": "n_positions",
+    "hidden_dim": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "embedding_dropout": "embd_pdrop",
+    "residual_dropout": "resid_pdrop",
+    "attention_dropout": "attn_pdrop",
+}
+_GPT_NEEDS = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+_OPTIONS = {
+    "n_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
+    "hidden_dim": "intermediate_size",
+    "attention_dropout": "attention_dropout",
+}
+_QWEN_OPTIONS = {**_OPTIONS, "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "mlp_bias": "mlp_bias"}
+_LLAMA_OPTIONS = {**_QWEN_OPTIONS, "attention_bias": "attention_bias"}
+_LLAMA_PARTS = rope, window, activation("hidden_act", GATES)
+_ROUTED_OPTIONS = {"hidden_dim": "moe_intermediate_size", "router_renormalize": "norm_topk_prob"}
+
+#: Of a summary of all tokens, which a language model does not make.
+_SUMMARY = frozenset(
+    f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+)
+#: What transformers makes `sliding_window` and `layer_types` of.
+_WINDOWS = frozenset({"use_sliding_window", "max_window_layers"})
+
+GPT2 = Reading(
+    _GPT_OPTIONS,
+    (activation("activation_function", PLAIN),),
+    choices=PRESETS["gpt2"],
+    needs=_GPT_NEEDS,
+    transposed=True,
+    silent=_SUMMARY | {"reorder_and_upcast_attn"},
+)
+OPENAI = Reading(
+    _GPT_OPTIONS,
+    (activation("afn", {**PLAIN, "gelu": "gelu_tanh"}),),  # its "gelu" is the approximation by tanh
+    choices={**PRESETS["gpt2"], "norm_placement": "post"},
+    needs=_GPT_NEEDS,
+    transposed=True,
+    silent=_SUMMARY,
+)
+GPT_NEOX = Reading(
+    {
+        **_OPTIONS,
+        "norm_eps": "layer_norm_eps",
+        "attention_bias": "attention_bias",
+        "parallel_residual": "use_parallel_residual",
+        "embedding_dropout": "hidden_dropout",
+        "residual_dropout": "hidden_dropout",
+    },
+    (rope, activation("hidden_act", PLAIN)),
+    choices={"norm": "layer_norm", "mlp_bias": True},
+    qkv="groups",
+)
+BLOOM = Reading(
+    {
+        "max_seq_len": "seq_length",
+        "norm_eps": "layer_norm_epsilon",
+        "residual_dropout": "hidden_dropout",
+        "attention_dropout": "attention_dropout",
+    },
+    choices=PRESETS["bloom"],
+    needs={"apply_residual_connection_post_layernorm": False},
+    qkv="groups",
+    silent=frozenset({"slow_but_exact"}),  # a matter of rounding
+)
+FALCON = Reading(
+    {
+        "max_seq_len": "max_position_embeddings",
+        "hidden_dim": "ffn_hidden_size",
+        "norm_eps": "layer_norm_epsilon",
+        "attention_bias": "bias",
+        "mlp_bias": "bias",
+        "residual_dropout": "hidden_dropout",
+    },
+    (falcon, rope, activation("activation", PLAIN)),
+    choices=PRESETS["falcon"],
+    qkv="groups",
+    # Each counts in one of the two architectures alone, and dropout of weights with ALiBi alone.
+    silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}),
+)
+OPT = Reading(
+    {
+        "init_std": "init_std",
+        "max_seq_len": "max_position_embeddings",
+        "hidden_dim": "ffn_dim",
+        "attention_bias": "enable_bias",
+        "mlp_bias": "enable_bias",
+        "embedding_dropout": "dropout",
+        "residual_dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+    },
+    (opt, activation("activation_function", PLAIN)),
+    choices={"norm": "layer_norm", "positions": "learned"},
+    needs={"_remove_final_layer_norm": False, "layerdrop": 0.0, "layer_norm_elementwise_affine": True},
+    skipped_positions=2,
+)
+PHI = Reading(
+    {
+        **_OPTIONS,
+        "norm_eps": "layer_norm_eps",
+        "embedding_dropout": "embd_pdrop",
+        "residual_dropout": "resid_pdrop",
+    },
+    (rope, activation("hidden_act", PLAIN)),
+    choices={
+        "norm": "layer_norm",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "output_bias": True,
+        "parallel_residual": True,
+        "shared_attention_norm": True,
+    },
+    needs={"qk_layernorm": False},
+)
+STABLELM = Reading(
+    {
+        **_OPTIONS,
+        "norm_eps": "layer_norm_eps",
+        "attention_bias": "use_qkv_bias",
+        "parallel_residual": "use_parallel_residual",
+        "shared_attention_norm": "use_parallel_residual",
+    },
+    (rope, activation("hidden_act", GATES)),
+    choices={"norm": "layer_norm", "attention_out_bias": False},
+    needs={"qk_layernorm": False, "hidden_dropout": 0.0},  # this dropout is of the feed-forward branch alone
+)
+STARCODER2 = Reading(
+    {
+        **_OPTIONS,
+        "norm_eps": "norm_epsilon",
+        "attention_bias": "use_bias",
+        "mlp_bias": "use_bias",
+        "embedding_dropout": "embedding_dropout",
+        "residual_dropout": "residual_dropout",
+    },
+    (rope, window, activation("hidden_act", PLAIN)),
+    choices={"norm": "layer_norm"},
+)
+LLAMA = Reading(_LLAMA_OPTIONS, _LLAMA_PARTS)
+MIXTRAL = Reading(_LLAMA_OPTIONS, (*_LLAMA_PARTS, experts("num_local_experts")), needs={"router_jitter_noise": 0.0})
+QWEN2 = Reading(
+    _QWEN_OPTIONS,
+    _LLAMA_PARTS,
+    choices={"attention_bias": True, "attention_out_bias": False},
+    silent=_WINDOWS,
+)
+QWEN3 = Reading(_LLAMA_OPTIONS, _LLAMA_PARTS, silent=_WINDOWS)
+QWEN3_MOE = Reading(
+    {**_LLAMA_OPTIONS, **_ROUTED_OPTIONS},
+    (*_LLAMA_PARTS, experts("num_experts")),
+    needs={"decoder_sparse_step": 1, "mlp_only_layers": []},
+    silent=_WINDOWS | {"intermediate_size"},  # the width of layers without experts
+)
+QWEN2_MOE = dataclasses.replace(
+    QWEN3_MOE,
+    options={
+        **_QWEN_OPTIONS,
+        **_ROUTED_OPTIONS,
+        "attention_bias": "qkv_bias",
+        "shared_expert_dim": "shared_expert_intermediate_size",
+    },
+    choices={"attention_out_bias": False, "shared_expert_gate": True},
+)

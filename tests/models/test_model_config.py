@@ -1,0 +1,121 @@
+"""The fields of a model: widths, published sizes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tiny_model import TINY, draw
+
+import foundry_kernels as fk
+from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.models.presets import SIZES
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({}, 48),  # int(8 * 16 / 3) = 42, up to a multiple of 8
+        ({"activation": "relu"}, 64),
+        ({"ffn_rule": "4d"}, 64),
+        ({"activation": "gelu", "ffn_rule": "two_thirds_of_4d", "multiple_of": 5}, 45),
+        ({"activation": "gelu", "ffn_dim_multiplier": 1.3}, 83),
+        ({"activation": "gelu", "hidden_dim": 7}, 7),
+    ],
+)
+def test_widths_of_the_feed_forward_part(changes, width):
+    assert dataclasses.replace(TINY, **changes).ffn_width == width
+
+
+COUNTS = {
+    "gpt2": {"small": 124_439_808, "medium": 354_823_168, "large": 774_030_080, "xl": 1_557_611_200},
+    "llama": {
+        "llama-2-7b": 6_738_415_616,
+        "llama-2-13b": 13_015_864_320,
+        "llama-2-70b": 68_976_648_192,
+        "llama-3-8b": 8_030_261_248,
+        "llama-3-70b": 70_553_706_496,
+        "llama-3.1-8b": 8_030_261_248,
+        "llama-3.1-70b": 70_553_706_496,
+        "llama-3.2-1b": 1_235_814_400,
+        "llama-3.2-3b": 3_212_749_824,
+    },
+    "bloom": {
+        "560m": 559_214_592,
+        "1b1": 1_065_314_304,
+        "1b7": 1_722_408_960,
+        "3b": 3_002_557_440,
+        "7b1": 7_069_016_064,
+        "176b": 176_247_271_424,
+    },
+    # Of checkpoints that store the tied head too, 65024 times the width less.
+    "falcon": {"7b": 6_921_720_704, "40b": 41_303_293_952, "180b": 179_522_565_120 - 65024 * 14848},
+    "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_620_634_112},
+}
+DEFAULTS = {"gpt2": "small", "llama": "llama-2-7b", "bloom": "7b1", "falcon": "7b", "mixtral": "8x7b"}
+KV_HEADS = {"mixtral": {"n_kv_heads": 2}}  # it has 8, too many for the small one of the test
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_presets_have_their_parameters(family):
+    preset = getattr(ModelConfig, family)
+    assert {size: preset(size).n_parameters for size in SIZES[family]} == COUNTS[family]
+    assert preset() == preset(DEFAULTS[family])
+    with torch.device("meta"):
+        built = Transformer(preset())
+    assert sum(p.numel() for p in built.parameters()) == COUNTS[family][DEFAULTS[family]]
+    small = preset(n_layers=2, dim=64, n_heads=4, vocab_size=11, multiple_of=8, **KV_HEADS.get(family, {}))
+    width = {"llama": 176, "mixtral": 224}.get(family, 256)
+    assert (small.n_layers, small.head_width, small.ffn_width) == (2, 16, width)
+    assert Transformer(small)(draw()).shape == (3, 7, 11)
+    with pytest.raises(ValueError, match=f"size must be one of {DEFAULTS[family] if family == 'gpt2' else ''}.*'tiny'"):
+        preset("tiny")
+
+
+# --- contradictions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"positions": "rotary"}, "positions must be one of 'rope', 'alibi', .* got 'rotary'"),
+        ({"activation": "silu"}, "activation must be one of 'swiglu', .*'relu'; got 'silu'"),
+        ({"positions": "alibi", "rope_scaling": fk.RopeScaling("linear", 2.0)}, "rope_scaling needs positions='rope'"),
+        ({"positions": "learned", "rope_base": 5e5}, "rope_base needs positions='rope'; got 500000.0 .*'learned'"),
+        ({"positions": "none", "rope_dim": 2}, "rope_dim needs positions='rope'; got 2"),
+        ({"positions": "alibi", "rope_interleaved": False}, "rope_interleaved needs positions='rope'; got False"),
+        ({"rope_dim": 3}, "rope_dim must be even and at most head_dim=4; got 3"),
+        ({"rope_dim": 6}, "rope_dim must be even and at most head_dim=4; got 6"),
+        ({"norm_placement": "post", "parallel_residual": True}, "parallel_residual needs norm_placement='pre'"),
+        ({"shared_attention_norm": True}, "shared_attention_norm needs parallel_residual=True"),
+        ({"norm_bias": True}, "norm_bias needs norm='layer_norm'"),
+        ({"norm": "layer_norm", "norm_round_before_weight": True}, "norm_round_before_weight needs norm='rms_norm'"),
+        ({"tie_embeddings": True, "output_bias": True}, "output_bias needs tie_embeddings=False"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1; got 0"),
+        ({"residual_dropout": 1.0}, r"residual_dropout must be in \[0, 1\); got 1.0"),
+        ({"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\); got -0.1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_contradictions_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
+
+
+def test_types_and_modules_are_refused():
+    with pytest.raises(TypeError, match="qk_norm must be a bool; got int"):
+        dataclasses.replace(TINY, qk_norm=1)
+    with pytest.raises(TypeError, match="sliding_window must be an int; got float"):
+        dataclasses.replace(TINY, sliding_window=4.0)
+    assert dataclasses.replace(TINY, positions="none", head_dim=5).head_width == 5  # odd without pairs
+    with pytest.raises(ValueError, match="alibi must have a slope for each of n_heads=2; got 4"):
+        fk.nn.Attention(8, 2, alibi=fk.nn.AlibiSlopes(4))
+    with pytest.raises(ValueError, match="sliding_window must be None or at least 1; got 0"):
+        fk.nn.Attention(8, 2, sliding_window=0)
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\); got 1.5"):
+        fk.nn.Attention(8, 2, dropout=1.5)
+    with pytest.raises(ValueError, match="activation must be one of gelu, gelu_tanh, relu; got 'swiglu'"):
+        fk.nn.MLP(8, 16, activation="swiglu")
+    with pytest.raises(ValueError, match="recompute must be one of none, product; got 'projections'"):
+        fk.nn.MLP(8, 16, recompute="projections")

@@ -1,0 +1,68 @@
+"""A stub of a GPU that records what is launched, for launches.py.
+
+Nothing is compiled: the stand-in of a compiled kernel is what it would have been compiled from, so that two launches
+are of equal kernels where Triton specialises them equally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
+
+
+class Recorder(StubDriver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.stream = 0, 100
+        self.launches: list[tuple[Any, ...]] = []
+        self.get_current_device = lambda: self.device
+        self.get_current_stream = lambda device: 1000 * device + self.stream
+
+    def launch(self, *args: Any) -> None:
+        self.launches.append(args)
+
+    def take(self) -> list[tuple[Any, ...]]:
+        taken, self.launches = self.launches, []
+        return taken
+
+
+def compiled(driver: Recorder, src: Any, options: dict[str, Any]) -> CompiledKernel:
+    made_of = (src.fn.__name__, driver.device, str(src.signature), str(src.constants), str(src.attrs), str(options))
+    return uncompiled(driver, src, made_of)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Recorder]:
+    driver = Recorder()
+    with pytest.MonkeyPatch.context() as patch, stub_gpu(driver):
+        patch.setattr(triton.compiler, "compile", lambda src, target, options: compiled(driver, src, options))
+        yield driver
+
+
+@pytest.fixture
+def gpu(process: Recorder) -> Recorder:
+    process.take()
+    process.device, process.stream = 0, 100
+    return process
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels launched by Triton itself, which is not disturbed by being watched."""
+    seen: list[str] = []
+    own = JITFunction.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kernel.__name__)
+        return own(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(launch, "_RUN", run)
+    return seen
