@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -132,6 +132,10 @@ class Transformer(nn.Module):
             elif isinstance(module, RMSNorm | LayerNorm | FixedTables):
                 module.reset_parameters()
 
+    #: What knows the classes of transformers: `foundry_kernels.integrations.from_hf`, which is on a floor above.
+    read_hf: ClassVar[Callable[[nn.Module, dict[str, Any]], tuple[ModelConfig, dict[str, Tensor]]]]
+    check_hf: ClassVar[Callable[[dict[str, Tensor], dict[str, Tensor], nn.Module], None]]
+
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> Transformer:
         """Returns the same model as one of transformers, with copies of its weights, in their dtype and on their
@@ -152,13 +156,11 @@ class Transformer(nn.Module):
             ValueError: an option of the checkpoint that this model does not have, or weights that are missing, not
                 known, or of another shape; the message names them.
         """
-        from foundry_kernels.integrations import from_hf  # which imports this module
-
-        config, state = from_hf.read(model, changes)
+        config, state = cls.read_hf(model, changes)
         weight = state["tok_embeddings.weight"]
         with torch.device("meta"):
             empty = cls(config, backend, dtype=weight.dtype)
-        from_hf.check(state, empty.state_dict(), model)
+        cls.check_hf(state, empty.state_dict(), model)
         ours = empty.to_empty(device=weight.device)
         ours.load_state_dict(state)
         return ours.train(model.training)

@@ -15,6 +15,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
+from foundry_kernels._triton import launch
 
 
 class Recorder(StubDriver):
