@@ -59,8 +59,8 @@ def _tokens(kept: dict[str, Any]) -> list[Row]:
 
 
 def _speedups(kept: dict[str, Any]) -> list[list[tuple[str, float, float | None]]]:
-    """In the dtype that has most of them, each operation with how many times faster it is than eager, and than its
-    rival."""
+    """Returns, in the dtype that has most of them, each operation with how many times faster it is than eager, and than
+    its rival."""
     by_dtype: dict[str, list[tuple[str, float, float | None]]] = {}
     for op, rows in forward(kept).items():
         for dtype, row in rows.items():

@@ -1,5 +1,5 @@
-"""Where our kernels pay on this machine and where they do not, from the rows of a run: in a screen, and what is slower
-than a peer one and all."""
+"""Says where our kernels pay on this machine and where they do not, from the rows of a run: in a screen, and what is
+slower than a peer one and all."""
 
 from __future__ import annotations
 

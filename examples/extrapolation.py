@@ -47,7 +47,8 @@ ROWS: dict[str, tuple[str, str | None]] = {
 
 
 def scaling_of(kind: str, trained: int, length: int) -> RopeScaling:
-    """As it is usually set, for windows of `length`; "dynamic" follows the table's length by itself."""
+    """Returns the scaling as it is usually set for windows of `length`; "dynamic" follows the table's length by
+    itself."""
     factor = length / trained
     if kind == "linear":
         return RopeScaling("linear", factor)
@@ -181,7 +182,7 @@ def _perplexity(losses: Any) -> float:
 
 
 def report(folder: Path, trained: int, lengths: Sequence[int], seeds: Sequence[int], page: Path | None) -> None:
-    """As that of the ablation: print the tables, and write them and the picture into the folder or `page`."""
+    """Prints the tables as the ablation does, and writes them and the picture into the folder or `page`."""
     results = collect(folder, trained, lengths, seeds)
     no_rows = f"no rows beyond {trained}"
     rows = [

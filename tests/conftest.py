@@ -1,4 +1,4 @@
-"""Before anything is imported: without a GPU, Triton's kernels run in its interpreter."""
+"""Settings that come before any import: without a GPU, Triton's kernels run in its interpreter."""
 
 import os
 

@@ -25,7 +25,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Of all variants alike. `dtype` bfloat16 is autocast, with parameters in float32."""
+    """The settings that all variants share. `dtype` bfloat16 is autocast, with parameters in float32."""
 
     dim: int = Shape.dim
     layers: int = Shape.layers

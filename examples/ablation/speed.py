@@ -60,8 +60,8 @@ def _dateless(context: Any) -> Any:
 
 
 def timed(contenders: Contenders, seconds: float, rounds: int = 15) -> dict[str, Any]:
-    """Of each contender the median of milliseconds a unit, and the median over rounds of its time over the first
-    one's."""
+    """Returns for each contender the median of milliseconds a unit, and the median over rounds of its time over the
+    first one's."""
     times = interleaved({name: prepare for name, (prepare, _) in contenders.items()}, seconds, rounds)
     base = times[next(iter(times))]
     return {
@@ -76,7 +76,7 @@ def steps(settings: Settings, configs: dict[str, ModelConfig]) -> Contenders:
 
 
 def ready(run: Callable[[], object]) -> Prepare:
-    """Of a run that needs no preparation."""
+    """Prepares nothing."""
     return lambda: run
 
 

@@ -1,4 +1,5 @@
-"""By themselves: heads that share keys and values, attention without its matrix, and RMSNorm against LayerNorm."""
+"""Parts measured by themselves: heads that share keys and values, attention without its matrix, and RMSNorm against
+LayerNorm."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def measure(folder: Path) -> None:
 
 
 def heads(sizes: Sizes) -> dict[str, Any]:
-    """Of a model with so many key-value heads, in float32: bytes of the cache, generation behind `tokens` positions,
-    and reading as many at once; and both of attention alone."""
+    """Measures a model with so many key-value heads, in float32: bytes of the cache, generation behind `tokens`
+    positions, and reading as many at once; and both of attention alone."""
     dim, tokens = sizes.heads * sizes.head_dim, sizes.tokens
     config = ModelConfig(
         dim, sizes.layers, sizes.heads, vocab_size=256, max_seq_len=tokens + sizes.new_tokens, rope_interleaved=False
@@ -120,7 +121,7 @@ def _repeated(times: int, q: Tensor, k: Tensor, v: Tensor) -> Prepare:
 
 
 def materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As it is written down: T x T scores, masked, their softmax, its product with the values."""
+    """Computes attention as it is written down: T x T scores, masked, their softmax, its product with the values."""
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v

@@ -34,7 +34,7 @@ class Change:
 
 
 def changes(shape: Shape) -> dict[str, Change]:
-    """From GPT-2 to LLaMA, by name."""
+    """Returns the variants from GPT-2 to LLaMA, by name."""
     return {
         "rope": Change("RoPE", "learned positions", {"positions": "rope"}),
         "rms_norm": Change("RMSNorm", "LayerNorm", {"norm": "rms_norm"}),
@@ -111,7 +111,7 @@ def check_parameters(configs: dict[str, ModelConfig]) -> None:
 
 
 def title(name: str, shape: Shape) -> str:
-    """As the tables call it."""
+    """Returns the name that the tables use."""
     known = changes(shape)
     if name == "gpt2":
         return "GPT-2 style"

@@ -63,7 +63,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of the model after `step` steps, on held-out windows that are always the same."""
+    """Evaluates the model after `step` steps on held-out windows that are always the same."""
 
     step: int
     loss: float  # nats a token
@@ -224,7 +224,7 @@ def _seed_dropout(recipe: Recipe, step: int, rank: int) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, recipe: Recipe, text: Text, step: int) -> Evaluation:
-    """On windows of the held-out tail, without their logits in memory."""
+    """Returns the mean loss on windows of the held-out tail, without their logits in memory."""
     model.eval()
     tokens, targets = text.held_out_batch(HELD_OUT_WINDOWS, recipe.seq_len)
     losses = []

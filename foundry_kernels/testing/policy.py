@@ -183,7 +183,7 @@ class Expected:
         device: str = "cpu",
         args: dict[str, Tensor | None] | None = None,
     ) -> Expected:
-        """Of the case's arguments, or of `args` with the case's options."""
+        """Computes what is expected of the case's arguments, or of `args` with the case's options."""
         args = case.make(dtype, device) if args is None else args
         reference = run(op, args, case.options, backend="reference")
         cotangents = make_cotangents(reference.outputs, case.cotangent)
@@ -195,7 +195,7 @@ class Expected:
         return cls(op, case, dtype, args, cotangents, reference, oracle, scales)
 
     def _of_output(self, out: Tensor) -> dict[str, Tensor]:
-        """In float64, the gradients that belong to `out` in place of the oracle's output, of `FROM_OUTPUT`."""
+        """Returns, in float64, the gradients that belong to `out` in place of the oracle's output, of `FROM_OUTPUT`."""
         cases, error = self.op.cases, out.detach().double() - self.oracle.outputs[0].detach()
         cotangents = tuple(c.double() for c in self.cotangents)
         call = cases.of_output(self.case.options, cotangents, error)

@@ -104,7 +104,7 @@ def cuda_graph(op: OpSpec, backend: str, case: Case, dtype: torch.dtype = torch.
 
 
 def second_device(op: OpSpec, backend: str, case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """With tensors on cuda:1 results are the same, bit for bit, whichever device is the current one."""
+    """Results of tensors on cuda:1 are the same, bit for bit, whichever device is the current one."""
     results = []
     for current in (0, 1):
         with torch.cuda.device(current):

@@ -136,8 +136,8 @@ def test_kvcache_without_sequences() -> None:
 @over_backends
 @pytest.mark.parametrize("ragged", [False, True], ids=["one-length", "ragged"])
 def test_the_cache_is_used_where_it_lies(backend: str, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In flash-attn's layout and in [B, Hk, S, D] memory: attention is given views of it, and a kernel makes no tensor
-    as large as one sequence's part of it."""
+    """Caches lie in flash-attn's layout and in [B, Hk, S, D] memory: attention is given views of it, and a kernel makes
+    no tensor as large as one sequence's part of it."""
     seen: list[Tensor] = []
 
     def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

@@ -341,7 +341,7 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
 
 
 def test_this_version_of_triton_is_known() -> None:
-    """Where it is not: read JITFunction.run and CompiledKernel of the new one, then add it to `launches.KNOWN`."""
+    """If this fails, read JITFunction.run and CompiledKernel of the new one, then add it to `launches.KNOWN`."""
     assert launches.DIRECT, f"Triton {triton.__version__} is launched the slow way"
 
 
@@ -379,7 +379,7 @@ def test_capability_recorded_is_part_of_a_plan() -> None:
 
 
 def test_what_is_timed_is_the_launch_of_the_row(gpu: Recorder, runs: list[str]) -> None:
-    """On a GPU launches are recorded by replacing `JITFunction.run`, and repeated by it: the same calls."""
+    """Launches are recorded on a GPU by replacing `JITFunction.run`, and repeated by it: the same calls."""
     op = fk.OPS["swiglu"]
     (job, *_) = tune.find_jobs([op], [torch.bfloat16], "cpu")
     forward, _ = tune.calls(job.op, job.case, job.dtype, "cpu")

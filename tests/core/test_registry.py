@@ -105,7 +105,7 @@ def test_native_refuses_float64() -> None:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a fresh process, without the interpreter that these tests switch on."""
+    """Runs code in a fresh process, without the interpreter that these tests switch on."""
     import os
 
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
@@ -161,7 +161,8 @@ def test_import_where_something_is_missing(names: tuple[str, ...]) -> None:
 
 @pytest.mark.skipif(not NATIVE, reason=str(extension.MISSING))
 def test_an_extension_older_than_the_package_costs_only_what_it_lacks() -> None:
-    """As after an update of the sources that brings an operation, before the extension is built again."""
+    """The registry is as after an update of the sources that brings an operation, before the extension is built
+    again."""
     done = run_python("""
     import torch
     namespace = type(torch.ops.foundry_kernels)

@@ -83,7 +83,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
 
 
 def forward(op: OpSpec, device: str) -> tuple[Tensor, ...]:
-    """Of a case that needs no copy, in tensors without memory."""
+    """Makes arguments of a case that needs no copy, in tensors without memory."""
     case = next(c for c in op.cases.CASES[op.name] if all(a is None or _regular(a) for a in c.args.values()))
     detached = {name: None if x is None else x.detach() for name, x in case.make(torch.bfloat16).items()}
     with torch.no_grad(), FakeTensorMode() as mode, override(op, "triton", devices=("cpu", "cuda")), Launchers():

@@ -59,7 +59,7 @@ def test_which_operations_are_called_directly() -> None:
 @pytest.mark.parametrize("spec", DIRECT, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_same_bits_as_the_general_way(spec: OpSpec, dtype: torch.dtype) -> None:
-    """Of each kind of case, outputs, gradients and strides."""
+    """Each kind of case has equal outputs, gradients and strides."""
     cases = [case for case in spec.cases.CASES[spec.name] if sum(map(elements, case.args.values())) < 20000]
     with counted(spec) as served:
         for case in cases:

@@ -73,7 +73,7 @@ def test_run_reports_and_leaves_what_it_says(text_file, tmp_path, capsys):
 
 
 def test_a_log_gets_a_line_every_few_seconds(text_file, capsys, monkeypatch):
-    """With the time that is left, and the last step however soon it comes."""
+    """The line has the time that is left; the last step is shown however soon it comes."""
     clock = itertools.count(0.0, 3.0)  # a step takes three seconds
     monkeypatch.setattr(train_progress.time, "perf_counter", lambda: next(clock))
     longer = recipe(arguments=["--steps", "10", "--evaluate-every", "0"])
@@ -245,7 +245,7 @@ def newer(path: Path, state: dict) -> None:
 
 
 def older(path: Path, state: dict) -> None:
-    """Without the schedule's state, and with the shape of the model alone."""
+    """The checkpoint lacks the schedule's state, and has the shape of the model alone."""
     torch.save(state | {"version": 1}, path)
 
 

@@ -67,7 +67,7 @@ def test_copies(family: str) -> None:
 
 
 def test_loaded_where_nothing_was_patched_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process, which has not imported what `patch` imports."""
+    """The process is like a new one, which has not imported what `patch` imports."""
     model = tiny_model("llama")
     fk.patch(model)
     expected, pickled = logits(model), pickle.dumps(model)

@@ -32,7 +32,7 @@ WITHOUT_SDPA = pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 
 
 def loss_gradients(model: Any, **options: Any) -> Tensor:
-    """Of the tokens that predict a token; what a model computes at padding is arbitrary."""
+    """Compares the tokens that predict a token; what a model computes at padding is arbitrary."""
     model.zero_grad()
     before = torch.nn.functional.pad(REAL, (1, 0))[:, :-1]
     model(IDS, labels=IDS.masked_fill(~(REAL & before), -100), **options).loss.backward()
@@ -54,7 +54,7 @@ def test_padding_with_a_hole(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
 def test_by_name(family: str) -> None:
-    """Without a patch, where the modules have their own classes."""
+    """The modules have their own classes where there is no patch."""
     plain, ours = tiny_model(family), tiny_model(family, attn_implementation="foundry_or_eager")
     assert close(logits(ours, attention_mask=HOLE)[REAL], logits(plain, attention_mask=HOLE)[REAL])
     assert close(logits(ours), logits(plain))

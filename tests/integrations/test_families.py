@@ -126,7 +126,7 @@ def mean(ratios: list[float]) -> float:
 
 @every_family
 def test_norms_round_where_the_family_rounds(family: str) -> None:
-    """In bfloat16 a norm of another order differs in a third of its results; of the same order, by a rare last bit."""
+    """A norm of another order differs in bfloat16 in a third of its results; of the same order, by a rare last bit."""
     model = tiny_model(family, dtype=torch.bfloat16)
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     name, norm = next(

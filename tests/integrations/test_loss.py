@@ -115,7 +115,7 @@ def test_mixed_precision(family: str) -> None:
 
 
 def _redrawn(model: Any, seed: int) -> Any:
-    """With other weights, of the same deviation."""
+    """Draws other weights of the same deviation."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -284,7 +284,7 @@ def test_another_version_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_loss_that_takes_more_is_left(monkeypatch):
-    """As another version of transformers might have it."""
+    """Stands for another version of transformers."""
     from transformers.loss import loss_utils
 
     def newer(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, label_smoothing=0.0, **kwargs):

@@ -128,7 +128,7 @@ def test_dropout_of_attention_is_left_to_the_model(family: str) -> None:
 
 @every_family
 def test_a_layer_that_must_be_called_is_called(family: str) -> None:
-    """With a hook on it the product is the layer's own, and GELU follows without a bias."""
+    """A product with a hook on it is the layer's own, and GELU follows without a bias."""
     model = tiny_model(family)
     expected, calls = logits(model), []
     with fk.patch(model):

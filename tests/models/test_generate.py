@@ -147,7 +147,7 @@ def test_top_k_keeps_k_of_equal_tokens():
 
 @pytest.mark.parametrize("top_p", [0.3, 0.999])
 def test_top_p_of_a_large_vocabulary(top_p):
-    """Where the first tokens by likelihood are enough, and where all have to be put in order."""
+    """The first tokens by likelihood are enough, or all have to be put in order."""
     logits = torch.linspace(0.0, 6.0, 1000)[torch.randperm(1000, generator=torch.Generator().manual_seed(0))]
     ordered, order = logits.softmax(-1).sort(descending=True)
     count = int((ordered.cumsum(-1) - ordered < top_p).sum())

@@ -33,7 +33,7 @@ def test_dropout_is_of_training_alone_and_repeats_with_its_seed(name, kind):
 
 
 def test_residual_dropout_drops_whole_elements_of_both_branches():
-    """With all of it dropped but a part, the stream is the embedding plus twice some elements of the branches."""
+    """The stream with all but a part dropped is the embedding plus twice some elements of the branches."""
     block, following = make(config("no-bias", residual_dropout=0.5)).layers[:2].train()
     seen: list[Tensor] = []
     for part in (block.attention, block.feed_forward):
@@ -50,7 +50,7 @@ def test_residual_dropout_drops_whole_elements_of_both_branches():
 
 
 def test_each_block_drops_a_branch_once():
-    """With nearly all of it dropped, the stream that reaches the last norm is nearly the embedding: a branch that was
+    """Nearly all is dropped, so the stream that reaches the last norm is nearly the embedding: a branch that was
     forgotten, the last one too, would be there whole."""
     torch.manual_seed(0)
     for name in ("no-bias", "gpt2", "falcon"):

@@ -31,7 +31,7 @@ PLAIN = {
 
 
 def slopes(n: int) -> list[float]:
-    """As the authors of ALiBi compute them."""
+    """Computes slopes as the authors of ALiBi do."""
     if math.log2(n).is_integer():
         start = 2 ** (-(2 ** -(math.log2(n) - 3)))
         return [start * start**i for i in range(n)]

@@ -69,7 +69,7 @@ def test_no_logits_are_made_for_the_loss(tied):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, "autocast"], ids=str)
 def test_loss_and_gradients_without_logits_are_those_with_them(dtype, tied):
-    """Of the kernels beside the reference's, which keeps all logits; tokens that do not count included.
+    """Compares the kernels' memory with the reference's, which keeps all logits; tokens that do not count included.
 
     In 16 bits rounding inside the layers decides: of one draw either may be twice as far off as the other, so the root
     mean square of many is judged.

@@ -146,7 +146,8 @@ def test_patched_experts_run_grouped_where_that_is_asked_for(monkeypatch):
 
 
 def test_patched_experts_that_live_on_several_devices():
-    """As under expert parallelism: this device has experts 0 to 3, and others' come with a weight of 0."""
+    """Experts are split as under expert parallelism: this device has experts 0 to 3, and others' come with a weight of
+    0."""
     model, handle = patched()
     experts = model.model.layers[0].mlp.experts
     x = torch.randn(5, 64)

@@ -207,7 +207,7 @@ def test_steps_give_what_the_reference_gives(batch: int, tied: bool) -> None:
 
 
 class Scaled(nn.Linear):
-    """As an adapter: its forward is not that of nn.Linear."""
+    """Stands for an adapter: its forward is not that of nn.Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)

@@ -18,7 +18,7 @@ OPERATIONS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention")
 
 @pytest.fixture
 def rope_without_kernels(monkeypatch):
-    """As if the package had nothing but a reference of rope."""
+    """Behaves as if the package had nothing but a reference of rope."""
     spec = OPS["rope"]
     reference = tuple(impl for impl in spec.impls if impl.backend == "reference")
     monkeypatch.setitem(OPS, "rope", dataclasses.replace(spec, impls=reference))

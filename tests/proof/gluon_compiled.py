@@ -54,7 +54,7 @@ def code(width: int, causal: bool) -> tuple[list[str], dict[str, int]]:
 
 
 def loops(width: int, causal: bool) -> tuple[list[Loop], list[Loop]]:
-    """Of tiles with a mask, and of those without one: of each consumer one."""
+    """Each consumer has a loop of tiles with a mask and one of tiles without."""
     found = compiled(width, causal).loops()
     masked = [loop for loop in found if loop.counts.get("select", 0) > 16]
     return masked, [loop for loop in found if loop not in masked]
@@ -76,7 +76,7 @@ def test_it_fits(width: int, causal: bool) -> None:
 
 @over_cases
 def test_products_are_under_way_during_the_softmax(width: int, causal: bool) -> None:
-    """In every loop all products, those of the next scores and those with values, have exponentials between them and
+    """All products of every loop, those of the next scores and those with values, have exponentials between them and
     the wait for them; at 128 wide without a mask these are all exponentials."""
     masked, plain = loops(width, causal)
     assert len(plain) == 2

@@ -61,7 +61,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def assert_compiles_whole(function: Any, inputs: Callable[[int], Tensor], parameters: list[nn.Parameter]) -> None:
-    """Without fullgraph=True, which would forbid a break rather than count it."""
+    """Compiles without fullgraph=True, which would forbid a break rather than count it."""
     counters.clear()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, backend=graphs)

@@ -52,7 +52,7 @@ def test_every_option_is_in_a_case(spec: OpSpec) -> None:
 
 
 def rows_a_head(case: Case) -> int:
-    """Of attention's cases: below 9 the CPU, below 17 Triton has a path of its own."""
+    """Lengths of attention's cases: below 9 the CPU, below 17 Triton has a path of its own."""
     q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None
@@ -299,7 +299,7 @@ class Mesh:
 
 
 def model_of(fields: dict[str, Any]) -> Transformer:
-    """With weights that hide nothing: no bias is 0, no norm 1."""
+    """Makes a model with weights that hide nothing: no bias is 0, no norm 1."""
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**SMALL, **fields}))
     with torch.no_grad():

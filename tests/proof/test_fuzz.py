@@ -40,8 +40,8 @@ TORCH_PRODUCTS = {"linear_cross_entropy"}
 
 
 def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, threads: int) -> None:
-    """As exact as the reference (some 16-bit gradients: for the rounded output), with its strides; bitwise equal on one
-    thread; inputs are not modified in place."""
+    """Kernels are as exact as the reference (some 16-bit gradients: for the rounded output), with its strides; bitwise
+    equal on one thread; inputs are not modified in place."""
     with cpu_setting(instruction_set, threads):
         result = assert_parity(op, case, backend="native", dtype=dtype, of_its_output=True)
     expected = call(op, case.make(dtype), case.options, backend="reference")

@@ -48,7 +48,7 @@ def hopper() -> Iterator[None]:
 
 
 class Emulator:
-    """In place of the kernel: runs what the launcher launches, in the interleavings of a seed."""
+    """Stands in for the kernel: runs what the launcher launches, in the interleavings of a seed."""
 
     def __init__(self, module: Any, seed: int, programs: list[int] | None = None) -> None:
         from gluon_emulation import emulated, stand_ins
@@ -122,7 +122,7 @@ HARD = {
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.usefixtures("hopper")
 def test_results(name: str, dtype: torch.dtype) -> None:
-    """By the same policy as every kernel's. Each program runs in an interleaving of its own."""
+    """Results obey the policy of every kernel. Each program runs in an interleaving of its own."""
     expected = Expected.of(fk.OPS["flash_attention"], HARD[name], dtype)
     args = {n: x.detach() for n, x in expected.args.items() if x is not None}
     options = {n: x for n, x in HARD[name].options.items() if n != "return_lse"}
@@ -252,7 +252,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.usefixtures("hopper")
 def test_errors_are_reported(name: str, tmp_path: Path) -> None:
-    """In a few interleavings at most; races whether or not the interleaving shows them."""
+    """Faults show in a few interleavings at most; races whether or not the interleaving shows them."""
     edited, replacement, expected = ERRORS[name]
     source = Path(gluon_forward.__file__).read_text()
     assert source.count(edited) == 1, "the kernel was changed: plant the error anew"

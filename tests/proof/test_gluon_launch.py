@@ -28,7 +28,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 
 class Launches:
-    """In place of the kernels: what was launched, by which name."""
+    """Stands in for the kernels, and keeps what was launched by which name."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names  # of the Gluon kernel's arguments
@@ -49,7 +49,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """As on compute capability 9.0."""
+    """Launches are chosen as on compute capability 9.0."""
     made = Launches(gluon_launch.flash_attention_fwd_gluon_kernel.arg_names)
     before = devices._RECORDED
     monkeypatch.setattr(gluon_launch, "flash_attention_fwd_gluon_kernel", made)
@@ -84,7 +84,7 @@ def measured(tmp_path: Path) -> Iterator[Path]:
 def draw(
     b: int = 2, h: int = 4, hk: int = 2, t: int = 200, s: int = 300, d: int = 64, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As a model makes them: [B, T, H, D] in memory."""
+    """Makes tensors as a model does: [B, T, H, D] in memory."""
     shapes = ((b, t, h, d), (b, s, hk, d), (b, s, hk, d))
     q, k, v = (torch.zeros(shape, dtype=dtype).transpose(1, 2) for shape in shapes)
     return q, k, v
@@ -98,7 +98,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, save_lse: bool = True, save_stats: b
 
 
 def test_it_is_off(launches: Launches) -> None:
-    """Until it was measured on the GPU at hand."""
+    """It is not taken until it was measured on the GPU at hand."""
     attend(*draw())
     attend(*draw(d=128))
     with tuning.pretend(GPU):
@@ -107,7 +107,7 @@ def test_it_is_off(launches: Launches) -> None:
 
 
 def test_the_usual_rows_can_be_measured_where_it_is_on(launches: Launches, measured: Path) -> None:
-    """On the same calls: what is measured of them is for others too."""
+    """Both serve the same calls: what is measured of them is for others too."""
     with tuning.watched() as seen:
         attend(*draw())
     usual, choice = seen.values()

@@ -236,7 +236,7 @@ def test_the_check_of_triton_sees_an_access_outside(outside: int) -> None:
 
 @pytest.mark.parametrize("backend", fk.OPS["combine_experts"].backends("cpu"))
 def test_the_experts_of_tokens_are_checked_again(backend: str) -> None:
-    """By the public function, on which the gradient of a layer's gathered rows is built."""
+    """Calls the public function, on which the gradient of a layer's gathered rows is built."""
     call = Call("combine_experts", "slots", 4, [5, 0, 4, 2, 1, 3], gather)
     with pytest.raises(IndexError, match=r"^slots must be -1 or a row of x, 0 \.\. 5; got 8589934592"):
         gradients(call, backend, torch.int64, 2**33)

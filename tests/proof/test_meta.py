@@ -23,7 +23,7 @@ Seen = tuple[torch.Size, torch.dtype, tuple[int, ...]]
 
 
 def on_meta(x: Tensor) -> Tensor:
-    """Without values, and laid out alike."""
+    """Returns a tensor without values, laid out alike."""
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return made.requires_grad_(x.requires_grad and x.is_leaf)
 
@@ -87,7 +87,7 @@ def step(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
 
 
 def initialise(module: nn.Module) -> None:
-    """As FSDP does it: what each module does by itself."""
+    """Materializes as FSDP does: what each module does by itself."""
     for part in module.modules():
         if hasattr(part, "reset_parameters"):
             part.reset_parameters()

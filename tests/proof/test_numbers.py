@@ -196,7 +196,7 @@ def test_what_generate_refuses(model: Transformer, options: dict[str, Any], mess
 
 
 def test_a_sparse_head_is_called_in_decoding(model: Transformer) -> None:
-    """As any layer whose weight is not dense."""
+    """Stands for any layer whose weight is not dense."""
     layer = torch.nn.Linear(16, 8, bias=False)
     dense = layer.weight.detach().clone()
     layer.weight = torch.nn.Parameter(dense.to_sparse_csr(), requires_grad=False)

@@ -180,7 +180,7 @@ def test_every_make_target_is_there(page: str) -> None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_link_leads_somewhere(page: str) -> None:
-    """To a file, and to a heading where one is named."""
+    """Links lead to a file, and to a heading where one is named."""
     for target in re.findall(r"\]\(([^)]+)\)", TEXTS[page]):
         path, _, anchor = target.partition("#")
         if path.startswith("http"):

@@ -109,7 +109,7 @@ def set_up() -> None:
 
 
 def unpack_system() -> None:
-    """As apt-get would install it on an ARM machine with nothing on it, but only unpacked. Not root's work."""
+    """Unpacks what apt-get would install on an ARM machine with nothing on it. Not root's work."""
     apt = HERE / "apt"
     for folder in ("state/lists/partial", "cache/archives/partial"):
         (apt / folder).mkdir(parents=True)
@@ -137,7 +137,7 @@ def unpack_system() -> None:
 
 
 def environment(cpu: str = BF16) -> dict[str, str]:
-    """Of this machine's settings, those alone that concern no Python."""
+    """Keeps those of this machine's settings that concern no Python."""
     kept = ("PATH", "HOME", "TMPDIR", "MAX_JOBS")
     here = {k: v for k, v in os.environ.items() if k in kept or k.startswith("CCACHE_")}
     include = SYSTEM / "usr" / "include"
@@ -180,7 +180,7 @@ def run_suite(cpu: str, *arguments: str) -> tuple[int, str]:
 
 
 def inside(arguments: Sequence[str]) -> int:
-    """In the emulated Python."""
+    """Runs in the emulated Python."""
     sys.path.append(str(ROOT / "tests" / "support"))
     import pytest
     from sanitize import Plugin

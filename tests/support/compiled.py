@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(_triton.MISSING is not None, reason=str(_trito
 
 @cache
 def inspect(*args: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: kernels that this one may interpret cannot be compiled here."""
+    """Runs in a process of its own: kernels that this one may interpret cannot be compiled here."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "foundry_kernels", "inspect", *args]
     return subprocess.run(command, capture_output=True, text=True, env=env)

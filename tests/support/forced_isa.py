@@ -42,7 +42,7 @@ CHOICE = "not (triton or cuda_on_cpu or compile or every_instruction_set) and (b
 
 
 def to_run(names: Sequence[str], usable: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of these instruction sets those to hold the tests to, and why not the others; `usable` are the processor's, the
+    """Chooses the instruction sets to hold the tests to, and why not the others; `usable` are the processor's, the
     best one last."""
     chosen, skipped = [], []
     for name in names:

@@ -78,7 +78,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "lt", "eq"
 
 
 class Pointer:
-    """To elements of a tensor in global memory; `written` counts the stores to each."""
+    """Points to elements of a tensor in global memory; `written` counts the stores to each."""
 
     def __init__(self, tensor: torch.Tensor, at: Any = 0) -> None:
         self.tensor, self.at = tensor, at
@@ -262,7 +262,7 @@ def language(real: Any) -> SimpleNamespace:
 
 
 def stand_ins(real: Any) -> dict[str, Any]:
-    """By the names that kernels import them under."""
+    """Returns stand-ins by the names that kernels import them under."""
     return {
         "gl": language(real),
         "tl": language(real),

@@ -214,7 +214,8 @@ class World:
         return agent
 
     def specialize(self, functions: Any, warps: Any, registers: Any = None) -> None:
-        """As Gluon: the first function is run by the 4 warps that there are, the others by so many warps more."""
+        """Does what Gluon does: the first function is run by the 4 warps that there are, the others by so many warps
+        more."""
         assert len(functions) == len(warps) + 1 == (len(registers) + 1 if registers else len(warps) + 1)
         threads = []
         for i, (function, args) in enumerate(functions):

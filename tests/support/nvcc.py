@@ -59,7 +59,7 @@ def compile_kernels(source: Path, arch: str) -> list[Kernel]:
 
 
 def _content(source: Path, program: str) -> str:
-    """Of all that the report depends on."""
+    """Returns a digest of all that the report depends on."""
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     headers = [p for folder in ("common", "cuda") for p in sorted((ROOT / "csrc" / folder).glob("*.*h"))]
     texts = [version, *(p.read_text() for p in (Path(__file__), source, *headers))]

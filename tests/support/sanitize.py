@@ -97,8 +97,8 @@ def run_suite(extension: Path, *arguments: str) -> tuple[int, str]:
 
 
 class Plugin:
-    """For pytest: the parity suite once for each instruction set that was built and that this machine has, without its
-    larger cases where `--most-elements` is given; random cases are printed."""
+    """Makes pytest run the parity suite once for each instruction set that was built and that this machine has, without
+    its larger cases where `--most-elements` is given; random cases are printed."""
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         parser.addoption("--most-elements", type=int, help="leave out cases of more elements of their arguments")
@@ -132,7 +132,8 @@ class Plugin:
 
 
 def inside(extension: str, arguments: list[str]) -> int:
-    """In the process that has the sanitizers: put `extension` in the place of the package's own, then run pytest."""
+    """Runs in the process that has the sanitizers: puts `extension` in the place of the package's own, then run
+    pytest."""
     spec = importlib.util.spec_from_file_location("foundry_kernels._C", extension)
     assert spec is not None
     assert spec.loader is not None

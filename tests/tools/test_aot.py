@@ -95,8 +95,8 @@ def no_spills_and_within_the_limits(op: str, arch: int, *options: str) -> str:
 
 @needs_triton
 def test_the_backward_pass_of_norms_has_enough_bytes_in_flight() -> None:
-    """Of 16-bit rows of 4096 (two programs on a multiprocessor) and 8192 values. To fill its bandwidth an H200 needs
-    about 25 KB in flight to each multiprocessor, by Little's law, and an H100 16."""
+    """Rows are of 16 bits, of 4096 (two programs on a multiprocessor) and 8192 values. To fill its bandwidth an H200
+    needs about 25 KB in flight to each multiprocessor, by Little's law, and an H100 16."""
     done = inspect("rms_norm", "--arch", "90", "--timed", "--kernel", "rms_norm_bwd_kernel")
     assert done.returncode == 0, done.stderr
     ahead = {}
@@ -148,7 +148,7 @@ def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def best_loops(stdout: str) -> dict[tuple[str, int], float]:
-    """Of what `inspect` prints of causal attention: by kernel and head dimension the TFLOP/s of the fastest loop."""
+    """Reads what `inspect` prints of causal attention: by kernel and head dimension the TFLOP/s of the fastest loop."""
     found: dict[tuple[str, int], float] = {}
     for launch in re.split(r"\n(?=flash_attention_)", stdout):
         made = re.match(
@@ -260,7 +260,7 @@ def test_bytes_that_are_loaded_before_any_is_used(body: tuple[str, ...], expecte
 
 
 def test_bytes_in_flight() -> None:
-    """Of all programs of a multiprocessor: 64 registers leave room for 8 of 4 warps."""
+    """Bytes of all programs of a multiprocessor count: 64 registers leave room for 8 of 4 warps."""
     assert cost(loaded_ahead=32).in_flight(GPU) == 32 * 32 * 4 * 8
     assert cost(loaded_ahead=32, registers=128).in_flight(GPU) == 32 * 32 * 4 * 4
     copies = {"ptx": "cp.async.cg.shared.global", "shared": 64 << 10}
@@ -275,7 +275,7 @@ def test_occupancy() -> None:
 
 
 def loop(*body: str) -> str:
-    """As nvdisasm prints a loop, with an outer loop around it and a loop without products after it."""
+    """Writes a loop as nvdisasm prints it, with an outer loop around it and a loop without products after it."""
     lines = [".L_x_0:", "S2R R0, SR_TID.X ;", ".L_x_1:", *(f"{text} ;" for text in body), "@P0 BRA `(.L_x_1) ;"]
     lines += ["@P1 BRA `(.L_x_0) ;", ".L_x_2:", "FADD R1, R1, R2 ;", "@!P0 BRA `(.L_x_2) ;", "EXIT ;"]
     return "\n".join(x if x.startswith(".") else f"        /*{i:04x}*/    {x}" for i, x in enumerate(lines))

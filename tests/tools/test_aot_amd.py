@@ -38,7 +38,7 @@ def fits(op: str, *options: str) -> list[str]:
 @needs_triton
 @pytest.mark.parametrize("op", FEW)
 def test_a_few_launches_fit(op: str) -> None:
-    """On both architectures."""
+    """A few launches fit on both architectures."""
     lines = fits(op, *FEW[op], "--arch", "gfx942", "gfx950")
     assert len(lines) >= 4
     assert all("mfma" in line for line in lines) == (op == "flash_attention")
@@ -50,7 +50,8 @@ def test_a_few_launches_fit(op: str) -> None:
 @pytest.mark.parametrize("arch", amd.GPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_all_launches_fit(op: str, arch: str) -> None:
-    """On gfx950, but for attention, those that are not the same as on gfx942: it has more LDS and as many registers."""
+    """Compiles for gfx950, but for attention, those that are not the same as on gfx942: it has more LDS and as many
+    registers."""
     unlike = ("--unlike", "gfx942") if arch == "gfx950" and "attention" not in op else ()
     assert len(fits(op, "--arch", arch, *unlike)) >= (0 if unlike else 5)
 

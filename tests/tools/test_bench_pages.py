@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as tests here set Triton to be interpreted."""
+    """Runs the command in a process of its own, as tests here set Triton to be interpreted."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST")}
     call = [sys.executable, "-m", *arguments]
     return subprocess.run(call, cwd=ROOT, env=env, capture_output=True, text=True, **options)
@@ -27,7 +27,7 @@ def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a short run of rms_norm."""
+    """The results of a short run of rms_norm."""
     path = tmp_path_factory.mktemp("run") / "run.json"
     chosen = "rms_norm-forward-float32-512x2048-cached-warm or rms_norm-overhead"
     if torch.cuda.is_available():

@@ -119,7 +119,7 @@ def test_every_operation_is_in_the_quick_set_and_that_is_part_of_the_full_one() 
 
 @pytest.mark.skipif(suite.DEVICE != "cpu", reason="the quick set of a CPU")
 def test_every_native_kernel_of_a_cpu_is_timed_forward_and_backward_in_the_quick_set() -> None:
-    """Where the forward pass makes the gradients, both in one; the sums with dropout inside too."""
+    """Both directions are timed in one where the forward pass makes the gradients; the sums with dropout inside too."""
     timed = {(g.op.name, g.direction, bool(g.case.options.get("dropout_p")), g.dtype) for g in suite.groups(False)}
     kernels = [op for op in fk.OPS.values() if (impl := op.impl("native")) is not None and "cpu" in impl.sources]
     assert len(kernels) > 10
@@ -206,7 +206,7 @@ def wrong_of(group: suite.Group, name: str) -> str | None:
 def test_a_result_that_is_wrong_in_late_rows_alone_is_found(
     name: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the last row on too: the first and the last are always among the rows that are checked."""
+    """Rows are sampled to the last one: the first and the last are always among the rows that are checked."""
     case = Case("4000x64", {"x": Arg((4000, 64)), "weight": Arg((64,))}, {"round_before_weight": True})
     group = small_group(case=case)
     name = group.ours[0] if name == "ours" else name

@@ -35,7 +35,7 @@ HELP = [
 
 
 def run(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int | str | None:
-    """As `python -m module` does, in this process, which has imported torch already; the exit status."""
+    """Runs what `python -m module` does, in this process, which has imported torch already; the exit status."""
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     monkeypatch.syspath_prepend(str(ROOT))
     with pytest.raises(SystemExit) as stopped:

@@ -70,7 +70,7 @@ def test_ranks_of_the_product_of_query_and_key_weights(kv_heads: int) -> None:
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_statistics_are_those_of_the_matrices(name: str) -> None:
-    """Of each head, from the maps; and the model computes what it computes without."""
+    """Ranks of each head come from the maps; and the model computes what it computes without."""
     model = make_model(**CHOICES[name]).eval()
     tokens = tokens_of(model, batch=1)
     expected = model(tokens)
@@ -144,7 +144,7 @@ def test_concerns() -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_clipped_logits_are_at_the_limit(kv_heads: int) -> None:
-    """Of the same tokens after a step that changes nothing else; the heads below it keep their bits."""
+    """Compares maps of the same tokens after a step that changes nothing else; the heads below it keep their bits."""
     model = make_model(n_kv_heads=kv_heads, attention_bias=True)
     tokens = tokens_of(model)
     clip = QKClip(model, limit=4.0)

@@ -71,7 +71,7 @@ def test_what_cannot_be_rendered_is_named_with_the_reason(reason: str, monkeypat
 
 
 def loop(products: int, cycles: float, width: int = 128) -> Loop:
-    """Of 64 x 64 scores a warpgroup, and 2 rows a thread forward."""
+    """A warpgroup has 64 x 64 scores, and a thread 2 rows forward."""
     exponentials = 34 if products == 2 else 32
     return Loop(400, {"exponential": exponentials}, 0, 0, 0, products * 64 * 64 * width, cycles)
 

@@ -97,7 +97,7 @@ def test_winners_are_kept_and_taken(tmp_path: Path, capsys: Captured, timed: Any
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS.values()])
 def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
-    """By being registered: its launchers say what is tried, and all of it is right."""
+    """An operation is measured by being registered: its launchers say what is tried, and all of it is right."""
     tuner, kinds = tune.Tuner("cpu", MadeUp(lambda name: 1.0)), set()
     for job in tune.find_jobs([op], [torch.float32], "cpu"):
         if (kind := (job.choice.kernel, job.backward)) in kinds:
@@ -194,7 +194,7 @@ def test_a_row_that_does_not_fit_is_dropped() -> None:
 def test_a_kernel_that_no_gpu_has_run_is_measured_where_that_is_asked_for(
     untried: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its row is the only other one there is nothing to measure, and what was measured before stays."""
+    """There is nothing to measure where its row is the only other one, and what was measured before stays."""
     asked = tune._asked
 
     def ask(*args: Any) -> list[tune.Job]:

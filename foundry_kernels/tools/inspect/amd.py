@@ -127,7 +127,7 @@ def compile_for(launch: Launch, arch: str, brief: bool = False) -> AmdCost:
 
 
 def _number(code: str, name: str) -> int:
-    """From the description of the kernel that follows its code."""
+    """Reads a number from the description of the kernel that follows its code."""
     found = re.search(rf"^ .*\.{name}: +(\d+)$", code, re.M)
     assert found, name
     return int(found[1])

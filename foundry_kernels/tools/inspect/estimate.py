@@ -40,7 +40,7 @@ class Estimate:
 
 
 def estimate(loop: Loop, warps: int) -> Estimate | None:
-    """Of one program of so many warps; None of a loop without asynchronous products."""
+    """Estimates a loop of one program of so many warps; None for a loop without asynchronous products."""
     if not loop.multiply_adds:
         return None
     groups = warps / 4

@@ -173,7 +173,7 @@ def _read(name: str) -> str:
 
 
 def _function(source: str, name: str) -> Any:
-    """Of a module in a file, since Triton reads a kernel's source from there."""
+    """Imports a module from a file, since Triton reads a kernel's source from there."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.py"
         path.write_text(source)

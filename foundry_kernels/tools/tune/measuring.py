@@ -29,7 +29,7 @@ def ratio(own: Sequence[float], other: Sequence[float]) -> float:
 
 
 class WallTimer:
-    """In the interpreter."""
+    """Times calls in the interpreter."""
 
     def __init__(self, turns: int = 3) -> None:
         self.turns = turns

@@ -80,7 +80,7 @@ def _work(rank: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, 
 
 
 def start(rank: int, size: int, port: int) -> None:
-    """As torchrun leaves a process, and a process group."""
+    """Sets up a process as torchrun leaves it, and a process group."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
