@@ -13,32 +13,36 @@ torch.compile traces. FOUNDRY_KERNELS_TUNING names another file, or is "off": th
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from foundry_kernels import _triton
 from foundry_kernels._triton import devices
 from foundry_kernels._triton.launch import forget_plans
+from foundry_kernels._triton.tuning_file import (
+    Entry,
+    LaunchConfig,
+    Table,
+    TuningFileError,
+    config_key,
+    default_path,
+    read,
+)
 from foundry_kernels.core import registry
 
-FORMAT, VERSION = "foundry_kernels tuning", 1
 VARIABLE = "FOUNDRY_KERNELS_TUNING"
 OFF = "off"
 #: Measured by the authors; `python -m foundry_kernels tune --write-table` adds to it.
 PACKAGED = Path(__file__).with_name("tuned.json")
 #: Where kernels are interpreted: nothing that is measured there says anything about a GPU.
 INTERPRETER = "Triton's interpreter"
-
-Row = dict[str, int]  # flags among them
 
 #: A row with such a flag launches, in place of the kernel that it is a candidate of, one that no GPU has run, and that
 #: could hang one. It is measured where the user asks for that (`tune --untried`), and taken by nothing before.
@@ -47,7 +51,7 @@ NEVER_RUN = frozenset({"GLUON"})
 STANDS_FOR = {"flash_attention_fwd_gluon_kernel": "flash_attention_fwd_kernel"}
 
 
-def has_run(row: Row) -> bool:
+def has_run(row: LaunchConfig) -> bool:
     """Whether any GPU has run the kernel that the row launches."""
     return NEVER_RUN.isdisjoint(row)
 
@@ -55,174 +59,6 @@ def has_run(row: Row) -> bool:
 def asked_as(kernel: str) -> str:
     """The name by which the rows of a kernel are asked for."""
     return STANDS_FOR.get(kernel, kernel)
-
-
-class TuningFileError(ValueError):
-    """A tuning file that cannot be read or written; the message names it and says why."""
-
-
-@dataclass
-class Entry:
-    """What was measured on GPUs of one name with one version of Triton."""
-
-    gpu: str
-    triton: str
-    capability: int  # 90 for 9.0
-    torch: str = ""
-    measured: str = ""  # the day
-    #: By kernel and by the row that is replaced (`row_key`): {"row": ..., "speedup": ..., "case": ...}.
-    rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    #: By operation and dtype: the order of `backend="auto"`.
-    auto: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        return f"{self.gpu}, Triton {self.triton}"
-
-    def update(self, newer: Entry, asked: set[tuple[str, str]]) -> None:
-        """Take over what was measured later: of the kernels and rows `asked` those that won, and no older winner."""
-        for kernel, key in asked:
-            self.rows.get(kernel, {}).pop(key, None)
-        for kernel, rows in newer.rows.items():
-            self.rows.setdefault(kernel, {}).update(rows)
-        self.rows = {kernel: rows for kernel, rows in self.rows.items() if rows}
-        for op, orders in newer.auto.items():
-            self.auto.setdefault(op, {}).update(orders)
-        self.capability, self.torch, self.measured = newer.capability, newer.torch, newer.measured
-
-
-Table = dict[str, Entry]  # by `Entry.key`
-
-
-def row_key(tags: str, own: Row) -> str:
-    """What a measured row is for: the tags, and the row of the code that it replaces."""
-    return f"{tags}: {describe(own)}"
-
-
-def describe(row: Row) -> str:
-    return " ".join(f"{name}={value}" for name, value in sorted(row.items()))
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def default_path() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "foundry_kernels" / "tuning.json"
-
-
-def read(path: Path) -> Table:
-    """The table in a file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        TuningFileError: it is damaged, of another version, or something else altogether.
-    """
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise TuningFileError(f"{path} is no tuning file that can be read ({error})") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise TuningFileError(f'{path} is no tuning file: its "format" must be {FORMAT!r}')
-    if found.get("version") != VERSION:
-        raise TuningFileError(f"{path} is of version {found.get('version')!r}; this package reads version {VERSION}")
-    entries = found.get("entries")
-    if not isinstance(entries, list):
-        raise TuningFileError(f'{path} is damaged: its "entries" must be a list')
-    table: Table = {}
-    for number, fields in enumerate(entries):
-        try:
-            entry = Entry(**fields)
-            _check(entry)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise TuningFileError(f"{path} is damaged: entry {number} ({type(error).__name__}: {error})") from error
-        table[entry.key] = entry
-    return table
-
-
-def _check(entry: Entry) -> None:
-    """Raise an error unless everything is of the kind that look-ups rely on."""
-    kinds = {"gpu": str, "triton": str, "torch": str, "measured": str, "capability": int, "rows": dict, "auto": dict}
-    for name, kind in kinds.items():
-        _of_kind(repr(name), getattr(entry, name), kind)
-    for kernel, rows in entry.rows.items():
-        for key, found in _of_kind(f"what replaces the rows of {kernel}", rows, dict).items():
-            of = f"of {kernel}, {key}"
-            row = _of_kind(f"the row {of}", _of_kind(f"what is said {of}", found, dict)["row"], dict)
-            if not row or not all(isinstance(v, int) for v in row.values()):
-                raise ValueError(f"the row {of} must be whole numbers or flags by name")
-            float(_of_kind(f"the speedup {of}", found.get("speedup", 0), (int, float)))
-    for op, by_dtype in entry.auto.items():
-        for dtype, order in _of_kind(f"the orders of {op}", by_dtype, dict).items():
-            if not _of_kind(f"the order of {op} in {dtype}", order, list) or not set(order) <= set(registry.BACKENDS):
-                raise ValueError(f"the order of {op} in {dtype} must be some of {', '.join(registry.BACKENDS)}")
-
-
-def _of_kind(what: str, value: Any, kind: type | tuple[type, ...]) -> Any:
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise ValueError(f"{what} must be a {' or '.join(k.__name__ for k in kinds)}; got {value!r:.60}")
-    return value
-
-
-def write(path: Path, newer: Entry, asked: set[tuple[str, str]]) -> None:
-    """Merge what was measured into a file, all of it or nothing.
-
-    Raises:
-        TuningFileError: the file cannot be written, or what is there is no tuning file; it is left as it was.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            try:
-                table = read(path)
-            except FileNotFoundError:
-                table = {}
-            table.setdefault(newer.key, Entry(newer.gpu, newer.triton, newer.capability)).update(newer, asked)
-            text = json.dumps(
-                {"format": FORMAT, "version": VERSION, "entries": [vars(table[key]) for key in sorted(table)]}, indent=1
-            )
-            _replace(path, text + "\n")
-    except OSError as error:
-        raise TuningFileError(f"{path} cannot be written ({error})") from error
-
-
-def check_writable(path: Path) -> None:
-    """Before anything is measured: raise TuningFileError unless `write` would succeed."""
-    with suppress(FileNotFoundError):
-        read(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(f".{path.name}.{os.getpid()}")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise TuningFileError(f"{path} cannot be written ({error})") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    """The file, changed in one step: a reader, or a machine that stops, finds the old one or the new one."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Two processes that tune at a time merge one after the other."""
-    import fcntl
-
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # --- what is in use ---------------------------------------------------------------------------------------------------
@@ -343,22 +179,22 @@ class Choice:
 
     kernel: str
     key: str
-    rows: tuple[Row, ...]
-    row: Row
+    rows: tuple[LaunchConfig, ...]
+    row: LaunchConfig
     origin: str
 
 
-_forced: dict[tuple[str, str], Row] = {}
+_forced: dict[tuple[str, str], LaunchConfig] = {}
 _watching: list[Callable[[Choice], None]] = []
 
 
-def choose(kernel: str, tags: str, rows: Sequence[Row], device: torch.device) -> Row:
+def choose(kernel: str, tags: str, rows: Sequence[LaunchConfig], device: torch.device) -> LaunchConfig:
     """The row of a launch of `kernel`: of `rows`, all of which give right results, the one that was measured to be the
     fastest on this GPU, or the first, which is the code's own. Called when a launch is planned, not when it is made.
 
     tags: what tells launches apart for which the code has the same row, but the best one may differ: a dtype's size.
     """
-    key, row, origin = row_key(tags, rows[0]), rows[0], "built in"
+    key, row, origin = config_key(tags, rows[0]), rows[0], "built in"
     if (kernel, key) in _forced:
         row, origin = _forced[kernel, key], "forced"
     else:
@@ -373,13 +209,13 @@ def choose(kernel: str, tags: str, rows: Sequence[Row], device: torch.device) ->
     return dict(row)
 
 
-def is_forced(kernel: str, tags: str, rows: Sequence[Row]) -> bool:
+def is_forced(kernel: str, tags: str, rows: Sequence[LaunchConfig]) -> bool:
     """Whether `choose` would answer with a row that is forced."""
-    return (kernel, row_key(tags, rows[0])) in _forced
+    return (kernel, config_key(tags, rows[0])) in _forced
 
 
 @contextmanager
-def forced(kernel: str, key: str, row: Row) -> Iterator[None]:
+def forced(kernel: str, key: str, row: LaunchConfig) -> Iterator[None]:
     """While it lasts, launches that ask by this key get `row`. It holds for every thread of the process."""
     _forced[kernel, key] = row
     forget_plans()

@@ -16,14 +16,14 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels._triton import tuning
-from foundry_kernels._triton.tuning import Entry, TuningFileError
+from foundry_kernels._triton import tuning, tuning_file
+from foundry_kernels._triton.tuning_file import Entry, TuningFileError
 from foundry_kernels.core import registry
 from foundry_kernels.core.registry import override
 
 CPU = torch.device("cpu")
 ROWS = [{"BLOCK": 64, "num_warps": 4}, {"BLOCK": 128, "num_warps": 4}, {"BLOCK": 128, "num_warps": 8}]
-KEY = tuning.row_key("16-bit", ROWS[0])
+KEY = tuning_file.config_key("16-bit", ROWS[0])
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def entry(gpu: str = "Some GPU", row: dict[str, int] = ROWS[2], kernel: str = "a
 
 def written(path: Path, *entries: Entry) -> Path:
     for each in entries:
-        tuning.write(path, each, set())
+        tuning_file.write(path, each, set())
     return path
 
 
@@ -86,7 +86,7 @@ def test_what_was_measured_for_something_else_is_not(other: dict[str, Any], tmp_
 
 def test_flags_survive_the_file(tmp_path: Path, gpu: str) -> None:
     flagged = [row | {"AHEAD": i == 2} for i, row in enumerate(ROWS)]
-    key = tuning.row_key("16-bit", flagged[0])
+    key = tuning_file.config_key("16-bit", flagged[0])
     tuning.use(written(tmp_path / "a.json", entry(rows={"a_kernel": {key: {"row": flagged[2], "speedup": 1.2}}})))
     assert chosen(rows=flagged) == flagged[2]
 
@@ -106,7 +106,7 @@ def test_the_users_file_goes_before_the_packages(tmp_path: Path, gpu: str, monke
 
 
 def test_the_package_has_a_table() -> None:
-    assert isinstance(tuning.read(tuning.PACKAGED), dict)
+    assert isinstance(tuning_file.read(tuning.PACKAGED), dict)
 
 
 @pytest.mark.skipif(not _triton.INTERPRET, reason="launches kernels on the CPU")
@@ -131,7 +131,7 @@ def test_kernels_are_launched_with_it_and_plans_follow_a_change(tmp_path: Path) 
 
 def test_files_are_read_once(tmp_path: Path, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tuning.use(written(tmp_path / "a.json", entry()))
-    read, paths = tuning.read, []
+    read, paths = tuning_file.read, []
     monkeypatch.setattr(tuning, "read", lambda path: (paths.append(path), read(path))[1])
     for device in (CPU, torch.device("cuda:0"), torch.device("cuda:1")) * 3:
         assert tuning.choose("a_kernel", "16-bit", ROWS, device) == ROWS[2]
@@ -142,7 +142,7 @@ def test_files_are_read_once(tmp_path: Path, gpu: str, monkeypatch: pytest.Monke
 def test_no_file_is_read_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph is whole, and the first launch, which reads, comes after it was traced."""
     tuning.forget()
-    read = tuning.read
+    read = tuning_file.read
 
     def reads(path: Path) -> Any:
         assert not torch.compiler.is_compiling()
@@ -195,10 +195,10 @@ def test_the_cache_folder(tmp_path: Path, gpu: str, monkeypatch: pytest.MonkeyPa
     tuning.forget()
     assert chosen() == ROWS[2]
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert tuning.default_path() == Path.home() / ".cache" / "foundry_kernels" / "tuning.json"
+    assert tuning_file.default_path() == Path.home() / ".cache" / "foundry_kernels" / "tuning.json"
 
 
-GOOD = {"format": tuning.FORMAT, "version": tuning.VERSION, "entries": [vars(entry())]}
+GOOD = {"format": tuning_file.FORMAT, "version": tuning_file.VERSION, "entries": [vars(entry())]}
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot|can be read"),
     "truncated": (json.dumps(GOOD).encode()[:-40], "can be read"),
@@ -206,7 +206,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "something else": (b'{"learning_rate": 0.1}', "no tuning file"),
     "a list": (b"[1, 2]", "no tuning file"),
     "another version": (json.dumps(GOOD | {"version": 2}).encode(), "is of version 2; this package reads version 1"),
-    "no entries": (json.dumps({"format": tuning.FORMAT, "version": 1}).encode(), "damaged"),
+    "no entries": (json.dumps({"format": tuning_file.FORMAT, "version": 1}).encode(), "damaged"),
     "fields of another version": (json.dumps(GOOD | {"entries": [{"gpu": "x", "cpu": "y"}]}).encode(), "damaged"),
     "numbers that are text": (json.dumps(GOOD).replace("128", '"128"').encode(), "whole numbers"),
     "a speedup that is text": (
@@ -279,9 +279,9 @@ def test_a_damaged_file_is_named_and_left_alone(
         tuning.use(path)
     assert str(path) in str(refused.value)
     with pytest.raises(TuningFileError, match=reason):
-        tuning.write(path, entry(), set())
+        tuning_file.write(path, entry(), set())
     with pytest.raises(TuningFileError, match=reason):
-        tuning.check_writable(path)
+        tuning_file.check_writable(path)
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     tuning.forget()
     with pytest.warns(UserWarning, match=reason) as warned:
@@ -308,16 +308,16 @@ def test_a_file_that_is_not_there(tmp_path: Path, gpu: str, monkeypatch: pytest.
 def test_what_is_there_is_kept(tmp_path: Path) -> None:
     path = written(tmp_path / "deep" / "er" / "a.json", entry("GPU A"), entry("GPU B"), entry("GPU A", triton="3.5.1"))
     newer = entry("GPU A", kernel="b_kernel", measured="2026-11-22", auto={"rope": {"float32": ["native", "triton"]}})
-    tuning.write(path, newer, {("b_kernel", KEY)})
-    table = tuning.read(path)
+    tuning_file.write(path, newer, {("b_kernel", KEY)})
+    table = tuning_file.read(path)
     assert len(table) == 3
     merged = table[newer.key]
     assert set(merged.rows) == {"a_kernel", "b_kernel"}
     assert merged.auto == newer.auto
     assert merged.measured == "2026-11-22"
-    tuning.write(path, entry("GPU A", rows={}), {("a_kernel", KEY)})
-    assert set(tuning.read(path)[newer.key].rows) == {"b_kernel"}, "measured again, it does not win any more"
-    assert tuning.read(path)[newer.key].auto == newer.auto
+    tuning_file.write(path, entry("GPU A", rows={}), {("a_kernel", KEY)})
+    assert set(tuning_file.read(path)[newer.key].rows) == {"b_kernel"}, "measured again, it does not win any more"
+    assert tuning_file.read(path)[newer.key].auto == newer.auto
 
 
 def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TuningFileError, match=r"a\.json cannot be written .*No space left"):
-        tuning.write(path, entry(kernel="b_kernel"), set())
+        tuning_file.write(path, entry(kernel="b_kernel"), set())
     assert path.read_bytes() == before
     assert {p.name for p in tmp_path.iterdir()} == {"a.json", ".a.json.lock"}
 
@@ -338,19 +338,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A file is in the folder's place: permissions do not stop root."""
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "a.json"
-    for refused in (lambda: tuning.check_writable(path), lambda: tuning.write(path, entry(), set())):
+    for refused in (lambda: tuning_file.check_writable(path), lambda: tuning_file.write(path, entry(), set())):
         with pytest.raises(TuningFileError, match=r"file/a\.json .*(cannot be written|can be read)"):
             refused()
 
 
 def test_several_write_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    threads = [threading.Thread(target=tuning.write, args=(path, entry(kernel=f"kernel_{i}"), set())) for i in range(8)]
+    threads = [
+        threading.Thread(target=tuning_file.write, args=(path, entry(kernel=f"kernel_{i}"), set())) for i in range(8)
+    ]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    (found,) = tuning.read(path).values()
+    (found,) = tuning_file.read(path).values()
     assert set(found.rows) == {f"kernel_{i}" for i in range(8)}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import _triton
-from foundry_kernels._triton import devices, tuning
+from foundry_kernels._triton import devices, tuning, tuning_file
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 if _triton.MISSING is None:
@@ -73,8 +73,10 @@ def measured(tmp_path: Path) -> Iterator[Path]:
         assert usual.rows[0] == choice.rows[0]
         chosen[choice.key] = {"row": next(row for row in choice.rows if not tuning.has_run(row)), "speedup": 1.5}
     file = tmp_path / "tuning.json"
-    entry = tuning.Entry(GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": chosen})
-    file.write_text(json.dumps({"format": tuning.FORMAT, "version": tuning.VERSION, "entries": [vars(entry)]}))
+    entry = tuning_file.Entry(GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": chosen})
+    file.write_text(
+        json.dumps({"format": tuning_file.FORMAT, "version": tuning_file.VERSION, "entries": [vars(entry)]})
+    )
     tuning.use(file)
     with tuning.pretend(GPU):
         yield file

@@ -13,8 +13,8 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
-from foundry_kernels._triton import tuning
-from foundry_kernels._triton.tuning import TuningFileError, describe
+from foundry_kernels._triton import tuning, tuning_file
+from foundry_kernels._triton.tuning_file import TuningFileError, describe
 from foundry_kernels.core import registry
 from foundry_kernels.testing import Expected
 from foundry_kernels.tools import tune
@@ -66,8 +66,8 @@ def swiglu(path: Path, *more: str) -> int:
     return tune.main(["swiglu", "--dtype", "float32", "--no-auto", "--file", str(path), *more], ["the versions"])
 
 
-def measured(path: Path) -> tuning.Entry:
-    (entry,) = tuning.read(path).values()
+def measured(path: Path) -> tuning_file.Entry:
+    (entry,) = tuning_file.read(path).values()
     return entry
 
 
@@ -321,7 +321,7 @@ def test_and_a_disk_that_is_full(timed: Any, tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise TuningFileError("a.json cannot be written (No space left on device)")
 
-    monkeypatch.setattr(tuning, "write", full)
+    monkeypatch.setattr(tuning_file, "write", full)
     assert swiglu(tmp_path / "a.json", "--seconds", "0") == 2
     shown = capsys.readouterr().out
     assert "a.json cannot be written (No space left on device). What was measured:" in shown

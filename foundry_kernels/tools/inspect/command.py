@@ -9,6 +9,7 @@ import torch
 
 from foundry_kernels import OPS, _triton
 from foundry_kernels._triton import tuning
+from foundry_kernels._triton.tuning_file import TuningFileError
 from foundry_kernels.tools.inspect import amd, aot, peers
 from foundry_kernels.tools.inspect.estimate import estimate
 
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         parser.error(_triton.MISSING or "interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
     try:
         tuning.use(options.tuning)
-    except (OSError, tuning.TuningFileError) as error:
+    except (OSError, TuningFileError) as error:
         parser.error(f"--tuning: {error}")
     return 1 if sum(_inspect_for(arch, options) for arch in options.arch) else 0
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from foundry_kernels import OPS, _triton, tuning
-from foundry_kernels._triton import devices, rows
-from foundry_kernels._triton.tuning import Choice, Entry, Row, TuningFileError, describe, has_run
+from foundry_kernels._triton import devices, rows, tuning_file
+from foundry_kernels._triton.tuning import Choice, has_run
+from foundry_kernels._triton.tuning_file import Entry, LaunchConfig, TuningFileError, describe
 from foundry_kernels.core.registry import AUTO_ORDER, OpSpec, short_dtype
 from foundry_kernels.testing import Case, Expected, call, make_cotangents
 from foundry_kernels.tools.check import device_is_lost, numel
@@ -44,7 +45,7 @@ class Job:
     choice: Choice
     dropped: dict[str, str] = field(default_factory=dict)  # rows and why they take no part
     speedups: dict[str, float] = field(default_factory=dict)
-    winner: Row | None = None
+    winner: LaunchConfig | None = None
 
     @property
     def what(self) -> str:
@@ -229,7 +230,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("op", nargs="*", help=f"operations (default: all of {', '.join(OPS)})")
     made.add_argument("--dtype", choices=[short_dtype(d) for d in DTYPES], help="only this one (default: all)")
     made.add_argument("--seconds", type=float, default=300.0, help="the time for everything together (default: 300)")
-    made.add_argument("--file", type=Path, help=f"where to (default: {tuning.default_path()}, or ${tuning.VARIABLE})")
+    made.add_argument(
+        "--file", type=Path, help=f"where to (default: {tuning_file.default_path()}, or ${tuning.VARIABLE})"
+    )
     made.add_argument("--no-auto", action="store_true", help="do not compare the backends")
     made.add_argument(
         "--untried", action="store_true", help="also measure kernels that no GPU has run yet; one could hang it"
@@ -265,11 +268,11 @@ def main(argv: list[str], environment: list[str]) -> int:
         print(f"nothing to measure: {reason}")
         print(f"`{COMMAND} --arch 90` says which launches fit such a GPU, without one.")
         return 2
-    path = options.file or tuning.path_in_use() or tuning.default_path()
+    path = options.file or tuning.path_in_use() or tuning_file.default_path()
     paths = [path, tuning.PACKAGED] if options.write_table and device == "cuda" else [path]
     try:
         for each in paths:
-            tuning.check_writable(each)
+            tuning_file.check_writable(each)
     except TuningFileError as error:
         print(f"nothing was measured: {error}")
         return 2
@@ -286,7 +289,7 @@ def main(argv: list[str], environment: list[str]) -> int:
         print("\ninterrupted; what was measured is kept")
     for each in paths:
         try:
-            tuning.write(each, found.entry, found.asked)
+            tuning_file.write(each, found.entry, found.asked)
         except TuningFileError as error:
             print(f"{error}. What was measured:\n{vars(found.entry)}")
             return 2

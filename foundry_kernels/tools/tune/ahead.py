@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from foundry_kernels import _triton
 from foundry_kernels._triton import tuning
-from foundry_kernels._triton.tuning import Choice, Row, describe
+from foundry_kernels._triton.tuning import Choice
+from foundry_kernels._triton.tuning_file import LaunchConfig, describe
 from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.tools.inspect import aot
 
@@ -42,7 +43,9 @@ def _launches(op: OpSpec, arch: int) -> list[aot.Launch]:
     return aot.record(op, arch, everything=False, timed_alone=True)
 
 
-def of_rows(op: OpSpec, choice: Choice, arch: int, usual: list[aot.Launch]) -> Iterator[tuple[Row, list[aot.Launch]]]:
+def of_rows(
+    op: OpSpec, choice: Choice, arch: int, usual: list[aot.Launch]
+) -> Iterator[tuple[LaunchConfig, list[aot.Launch]]]:
     """Each row with its launches: those that change when it is forced. Those of the code's own row, the first, are the
     usual ones that are then made no more."""
     for i, row in enumerate(choice.rows):
