@@ -40,7 +40,7 @@ class Family:
     head: str = "ForCausalLM"
 
 
-# --- patch: what modules pass to a kernel -----------------------------------------------------------------------------
+# What an attention function, a gate or a loss gets besides, read from the module.
 
 
 def _config_window(module: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ CROSS = ("CausalLMOutputWithCrossAttentions", "cross_attentions")
 CAPPED = CausalLM(cap=_final_cap, uses=("final_logit_softcapping", "torch", "tanh"))
 PLAIN_LOSS = CausalLM()
 MIXTURE = CausalLM(mixture=True)
-NAMED = CausalLM(decoder="transformer", uses=(*CROSS, "return_dict"))
+BLOOM_LIKE = CausalLM(decoder="transformer", uses=(*CROSS, "return_dict"))
 
 WINDOW = Attention(passes=_layer_window, uses=("sliding_window",))
 CONFIG_WINDOW = Attention(passes=_config_window, uses=("getattr",))
@@ -145,13 +145,13 @@ FAMILIES = {
         {
             "Attention": BloomAttention(dropout=_dropout_module),
             "MLP": BloomMLP(first="dense_h_to_4h", second="dense_4h_to_h", act="gelu_impl"),
-            "ForCausalLM": NAMED,
+            "ForCausalLM": BLOOM_LIKE,
         },
         readings.BLOOM,
     ),
     "falcon": Family(
         "Falcon",
-        {"Attention": FalconAttention(dropout=_dropout_module), "MLP": DENSE, "ForCausalLM": NAMED},
+        {"Attention": FalconAttention(dropout=_dropout_module), "MLP": DENSE, "ForCausalLM": BLOOM_LIKE},
         readings.FALCON,
     ),
     "opt": Family("OPT", reads=readings.OPT),
