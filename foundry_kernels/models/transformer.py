@@ -38,11 +38,6 @@ from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.registry import is_dtensor
 
-#: The operations that a model of the default choices, LLaMA's, calls; of others, see `blocks.operations`.
-OPERATIONS = (
-    "rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy", "linear_cross_entropy"
-)  # fmt: skip
-
 
 class Transformer(nn.Module):
     """A decoder-only transformer. By default RMSNorm, rotary positions, grouped-query attention, SwiGLU and no biases;

@@ -10,11 +10,13 @@ from torch import Tensor
 from foundry_kernels._checks import check_integer, check_rank, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import Layers, layers_for
-from foundry_kernels.nn._dropout import attention_with_dropout
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.checks import window_sides
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.reference import attention_with_dropout
 from foundry_kernels.ops.rope import qk_norm_rope
 from foundry_kernels.registry import BackendUnavailable
 
@@ -215,14 +217,18 @@ class Attention(torch.nn.Module):
         return_stats: bool,
     ) -> tuple[Tensor, ...]:
         """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
-        options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
-        options["backend"] = self.backends["flash_attention"]
-        if self.sliding_window is not None:
-            options["window"] = (self.sliding_window - 1, self.sliding_window - 1)
-        if self.alibi is not None:
-            options["alibi_slopes"] = self.alibi.slopes
+        window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
+        slopes = None if self.alibi is None else self.alibi.slopes
         if self.dropout and self.training:
-            return (self._attend_with_dropout(q, k, v, cu_seqlens, options),)
+            self._check_dropout(return_lse or return_stats)
+            left, right = window_sides(window, self.causal)
+            dropped = AttentionOptions(
+                cu_seqlens, cu_seqlens, q.shape[2], k.shape[2], q.shape[3] ** -0.5, left, right, None, slopes, None,
+                bottom_right=True, deterministic=True, return_lse=False, return_stats=False,
+            )  # fmt: skip
+            return (attention_with_dropout(q, k, v, dropped, self.dropout),)
+        options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
+        options |= {"window": window, "alibi_slopes": slopes, "backend": self.backends["flash_attention"]}
         if cu_seqlens is None:
             result = flash_attention(q, k, v, **options)
             return result if isinstance(result, tuple) else (result,)
@@ -244,18 +250,14 @@ class Attention(torch.nn.Module):
             backend=self.backends["qk_norm_rope"],
         )  # fmt: skip
 
-    def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        backend, rows = options.pop("backend"), options.pop("return_lse") | options.pop("return_stats")
-        if backend not in ("auto", "reference"):
+    def _check_dropout(self, returns_rows: bool) -> None:
+        if (backend := self.backends["flash_attention"]) not in ("auto", "reference"):
             raise BackendUnavailable(
                 f"backend {backend!r} has no dropout of attention's weights; got dropout={self.dropout} in training. "
                 "Use backend 'auto' or 'reference' for flash_attention, or dropout=0"
             )
-        if rows:
+        if returns_rows:
             raise ValueError("return_lse and return_stats need attention without dropout; got it in training")
-        return attention_with_dropout(q, k, v, self.dropout, cu_seqlens=cu_seqlens, **options)
 
     def extra_repr(self) -> str:
         extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "
