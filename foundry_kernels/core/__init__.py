@@ -1,0 +1,1 @@
+"""What operations and backends are built on: it knows of none of them."""
