@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import foundry_kernels as fk
-from foundry_kernels.core.extension import INTERNAL_OPERATORS
 from foundry_kernels.core.registry import OpSpec
 
 ROOT = Path(__file__).parents[1]
@@ -35,14 +34,14 @@ def digest(paths: list[Path], root: Path = ROOT) -> str:
 
 
 def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
-    """Returns the operation's folder; of csrc the files that are called like it, like operations of a folder that it
-    imports or like internal operators that it names; and what these include."""
+    """The operation's folder; of csrc the files that are called like it, like operations of a folder that it imports or
+    like operators that it looks up by their names; and what these include."""
     folder = root / Path(*op.package.split("."))
     python = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
     text = "\n".join(p.read_text(encoding="utf-8") for p in python)
     imported = set(re.findall(r"foundry_kernels\.ops(?:\.| import )([a-z]\w*)", text)) | {folder.name}
     names = imported | {other.name for other in fk.OPS.values() if other.package.rpartition(".")[2] in imported}
-    names |= {name.rstrip("_") for name in INTERNAL_OPERATORS if name in text}
+    names |= set(re.findall(r'operator\("(\w+?)_?"\)', text))
 
     def belongs(path: Path) -> bool:
         parts = path.relative_to(root).with_suffix("").parts

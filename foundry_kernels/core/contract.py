@@ -160,15 +160,17 @@ class Fuzz(Protocol):
 class Sharding(Protocol):
     """`sharding.py`: how DTensor divides the operators of the kernels (`foundry_kernels.distributed.sharding`)."""
 
-    @property
-    @abstractmethod
-    def OPERATORS(self) -> tuple[str, ...]:
-        """Names of the operators: `name` and `triton_name`, which have the same arguments, both follow the rule."""
+    #: Names of the operators: `name` and `triton_name`, which have the same arguments, both follow the rule.
+    OPERATORS: tuple[str, ...] = ()
 
-    @abstractmethod
+    #: Names of the operators without a rule: they are called with plain tensors alone, inside of others or by `nn`.
+    UNSHARDED: tuple[str, ...] = ()
+
     def sharding(self, args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
         """For the arguments of one call by name: the dimensions of each tensor, a letter each, and the letters along
-        which the work may be divided. A gradient "dx" has the dimensions of "x"; "..." stands for any number."""
+        which the work may be divided. A gradient "dx" has the dimensions of "x"; "..." stands for any number. Needed
+        where `OPERATORS` names any."""
+        raise NotImplementedError
 
 
 Module = TypeVar("Module")

@@ -38,12 +38,9 @@ NO_CUDA = (
     "CUDA_HOME)"
 )
 
-#: Operators that belong to no operation: used inside others or by the model, on plain CPU tensors, without derivatives.
-INTERNAL_OPERATORS = ("decode_linear", "rope_append", "accumulate_product_", "cross_entropy_bwd_classes_")
-
 
 def operator(name: str) -> Any:
-    """One of these; None where the extension is not built, or older than this package."""
+    """The extension's operator `name`; None where the extension is not built, or older than this package."""
     found = getattr(torch.ops.foundry_kernels, name, None) if MISSING is None else None
     return None if found is None else found.default
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters import Adapter, Attention, activation, words
-from foundry_kernels.nn._head import count_hooks
+from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.rope import rope
 
@@ -166,7 +166,7 @@ def _product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     another class (LoRA's, a quantised one), or has hooks."""
     kind = type(layer)
     name = kind.__module__, kind.__qualname__
-    if "forward" not in vars(layer) and not count_hooks(layer):
+    if not is_observed(layer):
         if kind is nn.Linear or name == ("transformers.models.falcon.modeling_falcon", "FalconLinear"):
             return nn.functional.linear(x, layer.weight), layer.bias
         if name == ("transformers.pytorch_utils", "Conv1D"):

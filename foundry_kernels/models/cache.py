@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.nn.attention import KeyValueMemory
+from foundry_kernels.nn._decode import KeyValueMemory
 
 
 class KVCache:

@@ -26,20 +26,16 @@ from foundry_kernels.nn import (
     Router,
     RouterStats,
     SinusoidalEmbedding,
-    _decode,
     load_balancing_loss,
     router_z_loss,
 )
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
+from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._head import matrix_of
+from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
-
-#: The operations that a model of the default choices, LLaMA's, calls; of others, see `blocks.operations`.
-OPERATIONS = (
-    "rms_norm", "add_rms_norm", "rope", "swiglu", "flash_attention", "cross_entropy", "linear_cross_entropy"
-)  # fmt: skip
 
 
 class Transformer(nn.Module):
@@ -270,7 +266,7 @@ class Transformer(nn.Module):
         # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
         table = self.tok_embeddings
         looks = type(table) is nn.Embedding and table.num_embeddings == self.config.vocab_size
-        if not looks or _decode.is_observed(table):
+        if not looks or is_observed(table):
             _check_range("tokens", tokens, self.config.vocab_size)
         try:
             return table(tokens)
@@ -290,12 +286,9 @@ class Transformer(nn.Module):
         return F.dropout(stream, dropout, self.training) if dropout else stream
 
     def _logits(self, y: Tensor) -> Tensor:
-        head, backend = self.output, self._head_backend
-        if _decode.serves(y, backend):
-            few = _decode.multiply(y, self.tok_embeddings.weight) if head is None else _decode.project(y, head)
-            if few is not None:
-                return few
-        return F.linear(y, self.tok_embeddings.weight) if head is None else head(y)
+        layers = layers_for(y, self._head_backend)
+        head = self.output
+        return layers.product(y, self.tok_embeddings.weight) if head is None else layers.linear(y, head)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache on the model's device, of the dtype that its keys have (autocast's, inside

@@ -1,4 +1,5 @@
-"""Few rows at a time, as in decoding: several projections of one input in one pass over their weights.
+"""How a forward pass calls its linear layers: each as it is, or, of few rows as in decoding, several in one pass over
+their weights, with keys and values that go straight into the cache.
 
 The operator `decode_linear` reads each layer's own weight where it is. Nothing is packed, copied or kept between calls,
 so loading, moving, casting or replacing a weight needs no thought. A layer is called as it is wherever calling it could
@@ -8,47 +9,109 @@ with a weight that is no plain dense tensor.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from foundry_kernels.core import extension
 from foundry_kernels.core.registry import _transformed
-
-#: Rows up to which a pass over the weights is faster than torch's products; the operator takes no more.
-MAX_ROWS = 8
+from foundry_kernels.nn._layers import is_observed, is_plain
+from foundry_kernels.nn.rotary import RotaryEmbedding
+from foundry_kernels.ops.decode_linear import DECODE_LINEAR, MAX_ROWS
+from foundry_kernels.ops.rope import ROPE
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
 
-
-_linear = extension.operator("decode_linear")
-#: Rotates queries into a new tensor and keys into a cache, and copies values into another; see csrc/torch.
-rope_append = extension.operator("rope_append")
-
-
-def is_observed(module: nn.Module) -> bool:
-    """Whether something else is to happen when the module is called: hooks, or a `forward` of its own."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or "forward" in module.__dict__
-    )
+#: Why no forward pass decodes in this process, if that is so.
+MISSING = DECODE_LINEAR.why_not("native", "cpu") or ROPE.why_not("native", "cpu")
+if MISSING is None:
+    from foundry_kernels.ops.decode_linear.native import decode_linear
+    from foundry_kernels.ops.rope.native import rope_append
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether calling `layer` is `F.linear` with its weight and nothing more."""
-    return type(layer) is nn.Linear and layer.bias is None and not is_observed(layer)
+class KeyValueMemory:
+    """Base of a store whose memory may be written to directly: in decoding, the rotation's kernel does."""
+
+    @property
+    def length(self) -> int:
+        raise NotImplementedError
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def memory(self, new: Tensor, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Contiguous keys and values ``[B, Hk, S, D]``, into which those in `new` ``[B, T, ...]`` are to be written at
+        ``length`` and behind it; ValueError where they do not fit."""
+        raise NotImplementedError
 
 
-def serves(x: Tensor, backend: str) -> bool:
-    """Whether `project` may take x ``[..., dim]``, as far as that does not depend on the layers."""
-    return (
-        _linear is not None
+class Layers:
+    """Linear layers that are called as they are."""
+
+    def linear(self, x: Tensor, layer: nn.Module) -> Tensor:
+        """The layer's result."""
+        y: Tensor = layer(x)
+        return y
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The result of a layer that is nothing but its `weight` ``[N, dim]``."""
+        return F.linear(x, weight)
+
+    def together(self, x: Tensor, *layers: nn.Module) -> Tensor | None:
+        """The layers' results one behind the other in the last dimension; None where each is to be called."""
+        return None
+
+    def append(
+        self, packed: Tensor, cache: object, rope: nn.Module | None, n_heads: int, n_kv_heads: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Of queries, keys and values from `together`: the queries, rotated, and keys and values of all positions,
+        the new ones in the cache; None where the rotation and the cache are to be called."""
+        return None
+
+
+class Decoding(Layers):
+    """Linear layers of few rows, for which reading the weights is all the work."""
+
+    def linear(self, x: Tensor, layer: nn.Module) -> Tensor:
+        y = self.together(x, layer)
+        return super().linear(x, layer) if y is None else y
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = _products(x, [weight])
+        return super().product(x, weight) if y is None else y
+
+    def together(self, x: Tensor, *layers: nn.Module) -> Tensor | None:
+        weights: list[Tensor] = []
+        for layer in layers:
+            if not is_plain(layer):
+                return None
+            weights.append(layer.weight)  # type: ignore[arg-type]  # of nn.Linear
+        return _products(x, weights)
+
+    def append(
+        self, packed: Tensor, cache: object, rope: nn.Module | None, n_heads: int, n_kv_heads: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not isinstance(cache, KeyValueMemory) or type(rope) is not RotaryEmbedding or is_observed(rope):
+            return None
+        if rope.backends["rope"] not in ("auto", "native"):
+            return None
+        start, end = cache.length, cache.length + packed.shape[1]
+        rope.check_positions(start, end)
+        k, v = cache.memory(packed, n_kv_heads, head_dim)
+        q = rope_append(packed, rope.cos, rope.sin, rope.interleaved, k, v, n_heads, start)
+        return q, k.narrow(2, 0, end), v.narrow(2, 0, end)
+
+
+_LAYERS, _DECODING = Layers(), Decoding()
+
+
+def layers_for(x: Tensor, backend: str) -> Layers:
+    """How a forward pass on `x` ``[..., dim]`` calls its linear layers; `backend` is that of its operations."""
+    decodes = (
+        MISSING is None
         and backend in ("auto", "native")
         and not torch.is_grad_enabled()
         and type(x) is Tensor
@@ -59,24 +122,14 @@ def serves(x: Tensor, backend: str) -> bool:
         and not _transformed()
         and not _has_any_global_hook()
     )
+    return _DECODING if decodes else _LAYERS
 
 
-def project(x: Tensor, *layers: nn.Module) -> Tensor | None:
-    """The layers' results for an x that is served, one behind the other in the last dimension; None where one of them
-    has to be called."""
-    weights: list[Any] = []
-    for layer in layers:
-        if not is_plain(layer):
-            return None
-        weights.append(layer.weight)
-    return multiply(x, *weights)
-
-
-def multiply(x: Tensor, *weights: Tensor) -> Tensor | None:
-    """The same with the layers' weights ``[N, dim]``."""
+def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+    """`x` times the transposes of `weights` in one pass; None where the operator does not take one of them."""
     for weight in weights:
         plain = type(weight) in _PLAIN and weight.layout is torch.strided
         if not plain or weight.dtype != x.dtype or not weight.is_cpu:
             return None
-    assert _linear is not None
-    return _linear(x, weights)
+    y: Tensor = decode_linear(x, weights)
+    return y

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
 from foundry_kernels.core.registry import BackendUnavailable
-from foundry_kernels.nn import _decode
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._dropout import attention_with_dropout
+from foundry_kernels.nn._decode import Layers, layers_for
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.checks import window_sides
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.reference import attention_with_dropout
 from foundry_kernels.ops.rope import qk_norm_rope
 
 
@@ -28,22 +30,6 @@ class KeyValueStore(Protocol):
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v ``[B, Hk, T, D]`` of the next T positions; return those of all positions ``[B, Hk, S, D]``."""
-
-
-class KeyValueMemory:
-    """Base of a store whose memory may be written to directly: in decoding, the rotation's kernel does."""
-
-    @property
-    def length(self) -> int:
-        raise NotImplementedError
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def memory(self, new: Tensor, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Contiguous keys and values ``[B, Hk, S, D]``, into which those in `new` ``[B, T, ...]`` are to be written at
-        ``length`` and behind it; ValueError where they do not fit."""
-        raise NotImplementedError
 
 
 class Attention(torch.nn.Module):
@@ -122,7 +108,6 @@ class Attention(torch.nn.Module):
         self.backends = plan(backend, ("flash_attention", *fused))  # packed or not
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
         self.causal, self.sliding_window, self.dropout = causal, sliding_window, dropout
-        self._plain = sliding_window is None and alibi is None and not dropout
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=bias, **factory)
         self.wk = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=bias, **factory)
@@ -167,6 +152,15 @@ class Attention(torch.nn.Module):
             ValueError: x has another rank or width, a packed batch comes with more than one row or with a cache, or the
                 rotary embedding's, the cache's or the operations' own conditions.
         """
+        self._check(x, cache, cu_seqlens, max_seqlen)
+        layers = layers_for(x, self.backends["flash_attention"])
+        q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens)
+        out, *rows = self._attend(q, k, v, cu_seqlens, max_seqlen, return_lse, return_stats)
+        # A view where the operation kept q's storage order, as it promises.
+        y = layers.linear(out.transpose(1, 2).flatten(2), self.wo)
+        return (y, *rows) if rows else y
+
+    def _check(self, x: Tensor, cache: KeyValueStore | None, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
         check_tensor("x", x)
         check_rank("x", x, 3, f"[B, T, {self.dim}]")
         if x.shape[-1] != self.dim:
@@ -179,75 +173,70 @@ class Attention(torch.nn.Module):
                 raise ValueError("cu_seqlens and cache exclude each other; got both")
         elif max_seqlen is not None:
             raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
-        length = x.shape[1]
-        decodes = _decode.serves(x, self.backends["flash_attention"])
-        packed = _decode.project(x, self.wq, self.wk, self.wv) if decodes else None
-        memory = self._memory_of(cache) if packed is not None and positions is None else None
-        if packed is not None and memory is not None:
-            q, k, v = self._append(packed, memory)
+
+    def _queries_keys_values(
+        self,
+        layers: Layers,
+        x: Tensor,
+        positions: Tensor | int | None,
+        cache: KeyValueStore | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x, rotated, and the keys and values that they see: x's own behind those in the cache."""
+        packed = layers.together(x, self.wq, self.wk, self.wv)
+        if packed is not None:
+            if positions is None and self.q_norm is None:
+                found = layers.append(packed, cache, self.rope, self.n_heads, self.n_kv_heads, self.head_dim)
+                if found is not None:
+                    return found
+            heads = packed.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 1)
         else:
-            q, k, v = self._split(x, packed)
-            if self.rope is not None:
-                if positions is None and cache is not None:
-                    positions = cache.length
-                elif positions is None and cu_seqlens is not None:
-                    positions = _packed_positions(cu_seqlens, length)
-                q, k = self.rope(q, k, positions) if self.q_norm is None else self._norm_and_rotate(q, k, positions)
-            elif self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if cache is not None:
-                k, v = cache.append(k, v)
+            # Heads are counted from what the projections give: under tensor parallelism a device has a part of them.
+            q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        if self.rope is not None:
+            if positions is None and cache is not None:
+                positions = cache.length
+            elif positions is None and cu_seqlens is not None:
+                positions = _packed_positions(cu_seqlens, x.shape[1])
+            q, k = self.rope(q, k, positions) if self.q_norm is None else self._norm_and_rotate(q, k, positions)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return q, k, v
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        return_lse: bool,
+        return_stats: bool,
+    ) -> tuple[Tensor, ...]:
+        """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
+        window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
+        slopes = None if self.alibi is None else self.alibi.slopes
+        if self.dropout and self.training:
+            self._check_dropout(return_lse or return_stats)
+            left, right = window_sides(window, self.causal)
+            dropped = AttentionOptions(
+                cu_seqlens, cu_seqlens, q.shape[2], k.shape[2], q.shape[3] ** -0.5, left, right, None, slopes, None,
+                bottom_right=True, deterministic=True, return_lse=False, return_stats=False,
+            )  # fmt: skip
+            return (attention_with_dropout(q, k, v, dropped, self.dropout),)
         options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
-        options["backend"] = self.backends["flash_attention"]
-        if not self._plain:
-            if self.sliding_window is not None:
-                options["window"] = (self.sliding_window - 1, self.sliding_window - 1)
-            if self.alibi is not None:
-                options["alibi_slopes"] = self.alibi.slopes
-            if self.dropout and self.training:
-                out = self._attend_with_dropout(q, k, v, cu_seqlens, options)
-                return self.wo(out.transpose(1, 2).flatten(2))
+        options |= {"window": window, "alibi_slopes": slopes, "backend": self.backends["flash_attention"]}
         if cu_seqlens is None:
             result = flash_attention(q, k, v, **options)
-        else:
-            q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
-            max_seqlen = length if max_seqlen is None else max_seqlen
-            result = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+            return result if isinstance(result, tuple) else (result,)
+        max_seqlen = q.shape[2] if max_seqlen is None else max_seqlen
+        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
+        result = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
         out, *rows = result if isinstance(result, tuple) else (result,)
-        if cu_seqlens is not None:
-            out, rows = out.transpose(0, 1).unsqueeze(0), [t.unsqueeze(0) for t in rows]
-        # A view where the operation kept q's storage order, as it promises.
-        out = out.transpose(1, 2).flatten(2)
-        y = _decode.project(out, self.wo) if decodes else None
-        y = self.wo(out) if y is None else y
-        return (y, *rows) if rows else y
-
-    def _split(self, x: Tensor, packed: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries, keys and values from x, or from their projections in one tensor where these are there."""
-        if packed is None:
-            # Heads are counted from what the projections give: under tensor parallelism a device has a part of them.
-            return tuple(w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        heads = packed.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 1)
-
-    def _memory_of(self, cache: KeyValueStore | None) -> KeyValueMemory | None:
-        """The cache, if it has memory that the rotation may write to and nothing wants to see the rotation's call."""
-        rope = self.rope
-        if not isinstance(cache, KeyValueMemory) or type(rope) is not RotaryEmbedding or _decode.is_observed(rope):
-            return None
-        if self.q_norm is not None:
-            return None
-        return cache if rope.backends["rope"] in ("auto", "native") else None
-
-    def _append(self, packed: Tensor, cache: KeyValueMemory) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries rotated, and keys and values of all positions, the new ones among them."""
-        rope, start, length = self.rope, cache.length, packed.shape[1]
-        assert rope is not None
-        if start + length > rope.max_positions:
-            raise ValueError(f"positions {start} to {start + length - 1} do not fit max_positions={rope.max_positions}")
-        k, v = cache.memory(packed, self.n_kv_heads, self.head_dim)
-        q = _decode.rope_append(packed, rope.cos, rope.sin, rope.interleaved, k, v, self.n_heads, start)
-        return q, k.narrow(2, 0, start + length), v.narrow(2, 0, start + length)
+        return out.transpose(0, 1).unsqueeze(0), *(t.unsqueeze(0) for t in rows)
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, positions: Tensor | int | None) -> tuple[Tensor, Tensor]:
         rope, q_norm, k_norm = self.rope, self.q_norm, self.k_norm
@@ -261,18 +250,14 @@ class Attention(torch.nn.Module):
             backend=self.backends["qk_norm_rope"],
         )  # fmt: skip
 
-    def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
-        backend, rows = options.pop("backend"), options.pop("return_lse") | options.pop("return_stats")
-        if backend not in ("auto", "reference"):
+    def _check_dropout(self, returns_rows: bool) -> None:
+        if (backend := self.backends["flash_attention"]) not in ("auto", "reference"):
             raise BackendUnavailable(
                 f"backend {backend!r} has no dropout of attention's weights; got dropout={self.dropout} in training. "
                 "Use backend 'auto' or 'reference' for flash_attention, or dropout=0"
             )
-        if rows:
+        if returns_rows:
             raise ValueError("return_lse and return_stats need attention without dropout; got it in training")
-        return attention_with_dropout(q, k, v, self.dropout, cu_seqlens=cu_seqlens, **options)
 
     def extra_repr(self) -> str:
         extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "

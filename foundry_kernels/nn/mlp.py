@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foundry_kernels.nn import _decode
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._decode import is_observed, is_plain
+from foundry_kernels.nn._decode import layers_for
+from foundry_kernels.nn._layers import is_linear, is_plain
 from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
@@ -85,10 +85,9 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
         w1, w2, w3, backend = self.w1, self.w2, self.w3, self.backends[self.op]
-        if _decode.serves(x, backend) and (both := _decode.project(x, w1, w3)) is not None:
-            product = self._gate(both, backend=backend)
-            y = _decode.project(product, w2)
-            return w2(product) if y is None else y
+        layers = layers_for(x, backend)
+        if (both := layers.together(x, w1, w3)) is not None:
+            return layers.linear(self._gate(both, backend=backend), w2)
         again = self.recompute if torch.is_grad_enabled() else "none"
         if again == "projections" and all(map(is_plain, (w1, w2, w3))):
             return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
@@ -151,19 +150,14 @@ class MLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
         w1, w2 = self.w1, self.w2
-        few = _decode.serves(x, self._backend)
-        up = _decode.project(x, w1) if few else None
-        bias = None
-        if up is None:
-            if _is_product(w1):
-                up, bias = F.linear(x, w1.weight), w1.bias
-            else:
-                up = w1(x)
-        if self.recompute == "product" and torch.is_grad_enabled() and _is_product(w2) and w2.weight.requires_grad:
+        layers = layers_for(x, self._backend)
+        if is_linear(w1) and w1.bias is not None:  # which the activation adds
+            up, bias = F.linear(x, w1.weight), w1.bias
+        else:
+            up, bias = layers.linear(x, w1), None
+        if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
             return _recomputed(self._down, up, bias, w2.weight, w2.bias)
-        product = self._activate(up, bias, backend=self._backend)
-        y = _decode.project(product, w2) if few else None
-        return w2(product) if y is None else y
+        return layers.linear(self._activate(up, bias, backend=self._backend), w2)
 
     def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None) -> Tensor:
         return F.linear(self._activate(up, bias, backend=self._backend), w2, bias2)
@@ -171,11 +165,6 @@ class MLP(torch.nn.Module):
     def extra_repr(self) -> str:
         backend = f", backend={describe(self.backends)}" if self.backends else ""
         return f"activation={self.activation!r}, recompute={self.recompute!r}{backend}"
-
-
-def _is_product(layer: torch.nn.Module) -> bool:
-    """Whether calling `layer` is `F.linear` with its weight and bias and nothing more."""
-    return type(layer) is torch.nn.Linear and not is_observed(layer)
 
 
 def _check(

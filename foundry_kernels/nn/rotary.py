@@ -82,9 +82,13 @@ class RotaryEmbedding(FixedTables):
         if isinstance(positions, Tensor):
             return self.cos, self.sin, positions
         start = 0 if positions is None else positions
-        if start < 0 or start + length > self.max_positions:
-            raise ValueError(f"positions {start} to {start + length - 1} do not fit max_positions={self.max_positions}")
+        self.check_positions(start, start + length)
         return self.cos[start : start + length], self.sin[start : start + length], None
+
+    def check_positions(self, start: int, end: int) -> None:
+        """Raise ValueError unless the tables have a row for each position from `start` to before `end`."""
+        if start < 0 or end > self.max_positions:
+            raise ValueError(f"positions {start} to {end - 1} do not fit max_positions={self.max_positions}")
 
     def extra_repr(self) -> str:
         scaling = "" if self.scaling is None else f", scaling={self.scaling}"

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import OPS, BackendUnavailable
-from foundry_kernels.nn._dropout import attention_with_dropout
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.reference import attention_with_dropout
 
 KINDS = ("embedding_dropout", "residual_dropout", "attention_dropout")
 
@@ -65,20 +66,24 @@ def test_each_block_drops_a_branch_once():
         assert not torch.equal(model.eval()(draw()), model.train()(draw()))
 
 
+def attend_with_dropout(q, k, v, dropout_p, *, window=(None, None), alibi_slopes=None):
+    options = AttentionOptions(
+        None, None, q.shape[2], k.shape[2], q.shape[3] ** -0.5, *window, None, alibi_slopes, None,
+        bottom_right=True, deterministic=True, return_lse=False, return_stats=False,
+    )  # fmt: skip
+    return attention_with_dropout(q, k, v, options, dropout_p)
+
+
 def test_attention_with_dropout_of_nothing_is_attention():
     q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 5)
     for options in (
-        {"causal": True},
-        {"causal": False, "window": (2, 2)},
-        {"causal": True, "window": (1, 1), "alibi_slopes": fk.nn.alibi_slopes(6)},
+        {"window": (None, 0)},
+        {"window": (2, 2)},
+        {"window": (1, 0), "alibi_slopes": fk.nn.alibi_slopes(6)},
     ):
-        torch.testing.assert_close(
-            attention_with_dropout(q, k, v, 0.0, **options), fk.flash_attention(q, k, v, **options)
-        )
+        torch.testing.assert_close(attend_with_dropout(q, k, v, 0.0, **options), fk.flash_attention(q, k, v, **options))
     # The heads that are kept whole: of one query and key, the value is kept and doubled, or gone.
-    out = attention_with_dropout(
-        torch.ones(1, 400, 1, 4), torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0.5, causal=True
-    )
+    out = attend_with_dropout(torch.ones(1, 400, 1, 4), torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0.5)
     assert set(out.unique().tolist()) == {0.0, 2.0}
     assert abs(out.mean().item() - 1.0) < 0.25  # five standard deviations
 

@@ -1,4 +1,4 @@
-"""Few rows at a time: projections in one pass over their weights, keys rotated into the cache, what keeps a layer from
+"""Few rows at a time: keys rotated into the cache, projections in one pass over their weights, what keeps a layer from
 taking part, and that nothing is kept of weights between calls."""
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
-from foundry_kernels.core import extension
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
 from foundry_kernels.nn import _decode
 
-pytestmark = pytest.mark.skipif(_decode.rope_append is None, reason=str(extension.MISSING or "an old extension"))
-SETS = extension.build_info().get("usable_instruction_sets", [])
+pytestmark = pytest.mark.skipif(_decode.MISSING is not None, reason=str(_decode.MISSING))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, max_seq_len=64, init_std=0.2)
 
@@ -47,77 +45,14 @@ def called(call: Callable[[], object]) -> list[str]:
     return seen.names
 
 
-# --- the products -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SETS)
-def test_products_of_few_rows(name: str, dtype: torch.dtype, instruction_set: Callable[[str], None]) -> None:
-    instruction_set(name)
-    op = torch.ops.foundry_kernels.decode_linear
-    for rows in (1, 2, 3, 4, 5, 8):
-        for width, sizes in ((1, (3,)), (40, (64, 1, 100)), (256, (65,)), (33, (1, 2, 3, 130)), (96, (0, 17))):
-            x = draw(rows, width, dtype=dtype, seed=rows)
-            weights = [draw(n, width + 3, dtype=dtype, seed=n)[:, :width] for n in sizes]
-            y = op(x, weights)
-            whole = torch.cat(weights)
-            exact = x.double() @ whole.double().T
-            terms = x.double().abs() @ whole.double().abs().T  # what rounding errors are in proportion to
-            unit = torch.finfo(dtype).eps
-            assert y.dtype == dtype
-            assert ((y.double() - exact).abs() <= unit * exact.abs() + 2e-6 * terms).all(), (rows, width, sizes)
-
-
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads() -> None:
-    x, weights = draw(8, 1000), [draw(700, 1000, seed=1), draw(1200, 1000, seed=2)]
-    op, threads = torch.ops.foundry_kernels.decode_linear, torch.get_num_threads()
-    whole = op(x, weights)
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            for rows in (1, 2, 3, 5):
-                assert torch.equal(op(x[:rows], weights), whole[:rows])
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(op(x, weights[:1]), whole[:, :700])
-
-
-def test_products_of_any_layout() -> None:
-    op = torch.ops.foundry_kernels.decode_linear
-    x, weight = draw(7, 12).T, draw(7, 5, seed=1).T  # neither has a unit last stride
-    torch.testing.assert_close(op(x[:6], [weight]), x[:6] @ weight.T)
-    assert op(x[:0].reshape(2, 0, 7), [weight]).shape == (2, 0, 5)
-    assert op(x[0], [weight, weight]).shape == (10,)
-    assert not op(x[:2, :0], [weight[:, :0]]).any()
-
-
-def test_products_refuse() -> None:
-    op, x, weight = torch.ops.foundry_kernels.decode_linear, draw(2, 4), draw(3, 4)
-    with pytest.raises(ValueError, match=r"weights must be \[N, K\]"):
-        op(x, [weight.T])
-    with pytest.raises(TypeError, match="weights must have x's dtype"):
-        op(x, [weight.half()])
-    with pytest.raises(ValueError, match="weights must be 1 to 4 matrices; got 0"):
-        op(x, [])
-    with pytest.raises(ValueError, match="at most 8 rows; got 9"):
-        op(draw(9, 4), [weight])
-    with pytest.raises(TypeError, match="unsupported dtype"):
-        op(x.double(), [weight.double()])
-    with pytest.raises(ValueError, match="has no gradient"):
-        op(x, [weight.requires_grad_()])
+# --- the rotation into a cache ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def test_operators_by_opcheck() -> None:
-    ops = torch.ops.foundry_kernels
-    torch.library.opcheck(ops.decode_linear.default, (draw(2, 1, 8), [draw(3, 8), draw(5, 8)]))
+def test_the_rotation_by_opcheck() -> None:
     cos, sin = fk.rope_table(8, 16)
     args = (draw(2, 3, 8 * 8), cos, sin, False, torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 8), 4, 5)
-    torch.library.opcheck(ops.rope_append.default, args)
-
-
-# --- the rotation into a cache ----------------------------------------------------------------------------------------
+    torch.library.opcheck(torch.ops.foundry_kernels.rope_append.default, args)
 
 
 @torch.no_grad()

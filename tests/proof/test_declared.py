@@ -20,7 +20,7 @@ from foundry_kernels.core.registry import OPS, OpSpec, no_direct_call
 from foundry_kernels.diagnostics import QKClip
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.models.config import CHOICES, EXPERT_FIELDS
-from foundry_kernels.nn import _decode
+from foundry_kernels.nn._layers import is_plain
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case
 
@@ -390,6 +390,6 @@ def test_hooks_of_a_layer_are_all_known() -> None:
     assert own >= {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
     for name in own:
         layer = torch.nn.Linear(4, 4, bias=False)
-        assert _decode.is_plain(layer)
+        assert is_plain(layer)
         getattr(layer, name)[0] = print
-        assert not _decode.is_plain(layer), name
+        assert not is_plain(layer), name

@@ -67,6 +67,10 @@ class Row:
         return tuple(d for d in FLOATS if d in impl.dtypes)
 
     @property
+    def has_gradients(self) -> bool:
+        return any(a is not None and a.grad for case in self.op.cases.CASES[self.op.name] for a in case.args.values())
+
+    @property
     def cases(self) -> tuple[Case, ...]:
         interpreted = self.backend == "triton" and _triton.INTERPRET
         return tuple(c for c in self.op.cases.CASES[self.op.name] if c.interpreted or not interpreted)
@@ -89,15 +93,17 @@ def checked_rows() -> tuple[Row, ...]:
     return rows() + tuple(replace(r, cuda_on_cpu=True) for r in rows("native") if r.device == "cpu" and r.has_cuda)
 
 
-def over_rows(*backends: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Those of the backends in `slow` are left to `make test-slow`."""
+def over_rows(*backends: str, slow: tuple[str, ...] = (), gradients: bool = False) -> pytest.MarkDecorator:
+    """Those of the backends in `slow` are left to `make test-slow`; `gradients`: of operations that have some."""
     marks = dict.fromkeys(slow, pytest.mark.slow)
-    params = [pytest.param(r, id=r.id, marks=marks.get(r.backend, ())) for r in rows(*backends)]
+    chosen = [r for r in rows(*backends) if r.has_gradients or not gradients]
+    params = [pytest.param(r, id=r.id, marks=marks.get(r.backend, ())) for r in chosen]
     return pytest.mark.parametrize("row", params)
 
 
-def over_dtypes(*backends: str) -> pytest.MarkDecorator:
-    params = [pytest.param(r, d, id=f"{r.id}-{short_dtype(d)}") for r in rows(*backends) for d in r.dtypes]
+def over_dtypes(*backends: str, gradients: bool = False) -> pytest.MarkDecorator:
+    chosen = [r for r in rows(*backends) if r.has_gradients or not gradients]
+    params = [pytest.param(r, d, id=f"{r.id}-{short_dtype(d)}") for r in chosen for d in r.dtypes]
     return pytest.mark.parametrize(("row", "dtype"), params)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OPERATORS = ("cross_entropy_fwd", "cross_entropy_bwd")
+UNSHARDED = ("cross_entropy_bwd_classes_",)
 
 _OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss")
 

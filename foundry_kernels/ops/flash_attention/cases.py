@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens, bench_case
 from foundry_kernels.ops.flash_attention.checks import window_sides
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 
@@ -324,23 +326,22 @@ def _scales(
     group = q.shape[1] // k.shape[1]
     if q.numel() == 0 or k.numel() == 0:
         return {}
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     t, s = q.shape[2], k.shape[2]
-    scale = options.get("scale", q.shape[-1] ** -0.5)
-    scores = scale * q @ k.transpose(-1, -2)
+    scale, cap = options.get("scale", q.shape[-1] ** -0.5), options.get("softcap")
+    sides = window_sides(options.get("window"), options.get("causal", False))
+    asked = AttentionOptions(
+        None, None, t, s, scale, *sides, cap, None if alibi_slopes is None else alibi_slopes.detach(), sinks,
+        options.get("align") != "top_left", deterministic=True, return_lse=False, return_stats=False,
+    )  # fmt: skip
+    whole = asked._replace(window_left=None, window_right=None)
+    scores, unmasked = reference.scores(q, k, asked), reference.scores(q, k, whole)
+    unbiased = reference.scores(q, k, whole._replace(alibi_slopes=None))
+    hidden = scores == -torch.inf
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     error2 = scale**2 * q.square() @ k.square().transpose(-1, -2)  # of a score, as tiny() counts errors
-    if (cap := options.get("softcap")) is not None:
-        scores = cap * (scores / cap).tanh()
-        error2 = error2 * (1 - (scores / cap).square()).square()
-    offset = 0 if options.get("align") == "top_left" else s - t
-    rel_pos = torch.arange(s) - torch.arange(t)[:, None] - offset
-    if alibi_slopes is not None:
-        bias = alibi_slopes.detach()[..., None, None] * rel_pos.abs()
-        scores, error2 = scores - bias, error2 + (_ROUNDING * bias).square()
-    left, right = window_sides(options.get("window"), options.get("causal", False))
-    hidden = torch.zeros_like(rel_pos, dtype=torch.bool) if left is None else rel_pos < -left
-    hidden = hidden if right is None else hidden | (rel_pos > right)
-    scores = scores.masked_fill(hidden, -torch.inf)
+    if cap is not None:
+        error2 = error2 * (1 - (unbiased / cap).square()).square()
+    error2 = error2 + (_ROUNDING * (unbiased - unmasked)).square()
     sink = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if sinks is not None:
         sink = sink.masked_fill(~hidden.all(-1, keepdim=True), 0.0) + sinks[:, None, None]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from foundry_kernels.core.layout import inverse, storage_order
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.flash_attention.options import AttentionOptions, refuse_others
 
 #: The options that this backend serves, in the order of the fields.
@@ -34,15 +36,37 @@ def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOp
     return options.select(*(x.contiguous() for x in attend(q, k, v, options)))
 
 
+def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_p: float) -> Tensor:
+    """The output of attention each of whose weights is 0 with the probability `dropout_p` and else divided by
+    ``1 - dropout_p``, for q ``[B, H, T, D]``; of packed sequences B is 1. Sinks are not among its options."""
+    bias = _packed_bias(q.shape[2], k.shape[2], options) if options.packed else _dense_bias(q, k, options)
+    weights = dropout(_scores(q, k, options, bias).softmax(-1), dropout_p)
+    return _weighted(weights, v)
+
+
+def scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
+    """The logits ``[B, H, T, S]`` of the softmax of ``[B, H, T, D]`` queries; -inf where a query does not see a key."""
+    return _scores(q, k, options, _dense_bias(q, k, options))
+
+
+#: ``[T, S]``: the key's position minus the query's, and which keys a query does not see; then ALiBi's slopes, which
+#: broadcast to ``[B, H, T, S]``. Each is None where it is not needed.
+_Bias = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """(out, lse, entropy, max_logit) of ``[B, H, T, D]`` queries."""
+    return _attend(q, k, v, options, _dense_bias(q, k, options))
+
+
+def _dense_bias(q: Tensor, k: Tensor, options: AttentionOptions) -> _Bias:
     rel_pos = None
     if options.alibi_slopes is not None or options.window_left is not None or options.window_right is not None:
         t, s = q.shape[2], k.shape[2]
         q_pos = torch.arange(t, device=q.device) + (s - t if options.bottom_right else 0)
         rel_pos = torch.arange(s, device=q.device) - q_pos[:, None]
     slopes = None if options.alibi_slopes is None else options.alibi_slopes[..., None, None]
-    return _attend(q, k, v, options, rel_pos, _outside_window(rel_pos, options), slopes)
+    return rel_pos, _outside_window(rel_pos, options), slopes
 
 
 def _outside_window(rel_pos: Tensor | None, options: AttentionOptions) -> Tensor | None:
@@ -58,31 +82,31 @@ def _outside_window(rel_pos: Tensor | None, options: AttentionOptions) -> Tensor
     return hidden
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    rel_pos: Tensor | None,
-    hidden: Tensor | None,
-    slopes: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """(out, lse, entropy, max_logit); `rel_pos` and `hidden` are ``[T, S]``, slopes broadcast to ``[B, H, T, S]``."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: _Bias) -> tuple[Tensor, ...]:
+    """(out, lse, entropy, max_logit)."""
+    probabilities, *per_row = _softmax(_scores(q, k, options, bias), options.sinks)
+    return (_weighted(probabilities, v), *per_row)
+
+
+def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Tensor:
+    rel_pos, hidden, slopes = bias
     b, h, t, d = q.shape
-    hk, s, dv = k.shape[1], k.shape[2], v.shape[3]
-    rows = (h // hk) * t
-    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.matmul(q.reshape(b, hk, rows, d), k.transpose(-1, -2)).view(b, h, t, s).to(compute) * options.scale
+    hk, s = k.shape[1:3]
+    folded = q.reshape(b, hk, (h // hk) * t, d)
+    scores = torch.matmul(folded, k.transpose(-1, -2)).view(b, h, t, s).to(wide_dtype(q.dtype)) * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if slopes is not None:
         assert rel_pos is not None
-        scores = scores - slopes.to(compute) * rel_pos.abs()
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    probabilities, *per_row = _softmax(scores, options.sinks)
-    probabilities = probabilities.to(v.dtype).view(b, hk, rows, s)
-    return (torch.matmul(probabilities, v).view(b, h, t, dv), *per_row)
+        scores = scores - slopes.to(scores.dtype) * rel_pos.abs()
+    return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+
+def _weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """``[B, H, T, Dv]``: the sums of the values by their weights ``[B, H, T, S]``."""
+    b, h, t, s = weights.shape
+    hk, dv = v.shape[1], v.shape[3]
+    return torch.matmul(weights.to(v.dtype).view(b, hk, (h // hk) * t, s), v).view(b, h, t, dv)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,11 +160,18 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> t
 
 def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """All sequences as one, with the pairs of different ones hidden: torch.compile can trace it, as nothing is read."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out, *rows = _attend(q, k, v, options, _packed_bias(q.shape[2], k.shape[2], options))
+    return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))
+
+
+def _packed_bias(n_queries: int, n_keys: int, options: AttentionOptions) -> _Bias:
+    """Of packed sequences in one matrix, in which tokens of different ones do not see each other."""
     cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
-    index_q = torch.arange(q.shape[0], device=q.device)
-    index_k = torch.arange(k.shape[0], device=q.device)
+    index_q = torch.arange(n_queries, device=cu_seqlens_q.device)
+    index_k = torch.arange(n_keys, device=cu_seqlens_q.device)
     sequence_q = torch.searchsorted(cu_seqlens_q[1:], index_q, right=True)
     sequence_k = torch.searchsorted(cu_seqlens_k[1:], index_k, right=True)
     q_pos = index_q - cu_seqlens_q[sequence_q]
@@ -154,6 +185,4 @@ def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -
     slopes = options.alibi_slopes
     if slopes is not None:
         slopes = slopes[:, None, None] if slopes.dim() == 1 else slopes[sequence_q].t()[..., None]
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out, *rows = _attend(q, k, v, options, rel_pos, hidden, slopes)
-    return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))
+    return rel_pos, hidden, slopes

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OPERATORS = ("linear_cross_entropy_fwd", "linear_cross_entropy_bwd")
+UNSHARDED = ("accumulate_product_",)
 
 _OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss", "dscale")
 

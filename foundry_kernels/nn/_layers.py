@@ -1,0 +1,26 @@
+"""Whether the call of a module is what its class does and nothing more."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether something else is to happen when the module is called: hooks, or a `forward` of its own."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether calling `layer` is `F.linear` with its weight and bias and nothing more."""
+    return type(layer) is nn.Linear and not is_observed(layer)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether calling `layer` is `F.linear` with its weight and nothing more."""
+    return type(layer) is nn.Linear and layer.bias is None and not is_observed(layer)

@@ -1,0 +1,109 @@
+"""The base of the objects that hold the options of an operation."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.options import Options
+from foundry_kernels.core.registry import BackendUnavailable
+
+
+class Example(Options, not_in_schema=("return_lse",), schema_types={"ignore_index": "int"}):
+    """An option of every kind."""
+
+    scale: float
+    lengths: Tensor
+    longest: int
+    reduction: str
+    ignore_index: int
+    window: int | None = None
+    softcap: float | None = 1.5
+    slopes: Tensor | None = None
+    exact: bool = True
+    return_lse: bool = False
+
+    @property
+    def causal(self) -> bool:
+        return self.window == 0
+
+
+LENGTHS, SLOPES = torch.tensor([0, 4]), torch.ones(2)
+OPTIONS = Example(0.5, LENGTHS, 7, "mean", -100, 3, slopes=SLOPES, return_lse=True)
+
+
+def test_the_schema_follows_from_the_fields() -> None:
+    assert Example.SCHEMA == (
+        "float scale, Tensor lengths, SymInt longest, str reduction, int ignore_index, SymInt? window=None, "
+        "float? softcap=1.5, Tensor? slopes=None, bool exact=True"
+    )
+    schema = torch._C.parse_schema(f"example({Example.SCHEMA}) -> Tensor")
+    assert tuple(a.name for a in schema.arguments) == Example._fields[:-1]
+    assert [a.default_value for a in schema.arguments[5:]] == [None, 1.5, None, True]
+
+
+def test_it_is_a_named_tuple() -> None:
+    assert OPTIONS[:3] == (0.5, LENGTHS, 7)
+    assert (OPTIONS.softcap, OPTIONS.exact, OPTIONS.causal) == (1.5, True, False)
+    assert OPTIONS._replace(window=0).causal
+    assert Example.__doc__ == "An option of every kind."
+    plain = OPTIONS.without_tensors()
+    assert pickle.loads(pickle.dumps(plain)) == plain
+    with pytest.raises(AttributeError):
+        OPTIONS.scale = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'ignore_index'"):
+        Example(0.5, LENGTHS, 7, "mean")  # type: ignore[call-arg]
+
+
+def test_flattened_options_are_restored() -> None:
+    restored, rest = Example.from_operator_args((*OPTIONS.operator_args(), True, 5))
+    assert rest == (True, 5)
+    assert type(restored) is Example
+    assert restored == OPTIONS._replace(return_lse=False)
+
+
+def test_tensors_are_kept_apart() -> None:
+    assert OPTIONS.tensors() == (LENGTHS, SLOPES)
+    bare = OPTIONS.without_tensors()
+    assert bare.tensors() == (None, None)
+    assert (bare.scale, bare.return_lse) == (0.5, True)
+    assert bare.with_tensors((LENGTHS, SLOPES)) == OPTIONS
+    with pytest.raises(ValueError, match="shorter"):
+        bare.with_tensors((LENGTHS,))
+
+
+def test_options_that_a_backend_does_not_support_are_refused() -> None:
+    OPTIONS.refuse_others(Example._fields, "example", "native")
+    known = tuple(name for name in Example._fields if name != "window")
+    OPTIONS._replace(window=None).refuse_others(known, "example", "native")
+    with pytest.raises(BackendUnavailable, match=r"example: backend 'native' does not serve window; got 3"):
+        OPTIONS.refuse_others(known, "example", "native")
+
+
+def test_a_class_that_cannot_be_flattened_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Sides: its fields must have the types of SCHEMA_TYPES; got .*window"):
+
+        class Sides(Options):
+            window: tuple[int, int]
+
+    with pytest.raises(TypeError, match="Mixed: fields that are not in the schema must come last"):
+
+        class Mixed(Options, not_in_schema=("first",)):
+            first: bool = False
+            second: bool = False
+
+
+def test_they_can_be_traced() -> None:
+    def call(x: Tensor, scale: float) -> Tensor:
+        options = Example(scale, x, 7, "sum", -1)
+        options, _ = Example.from_operator_args((*options.without_tensors().operator_args(), True))
+        options = options.with_tensors((x, None))
+        options.refuse_others(Example._fields, "example", "native")
+        return options.lengths * options.scale + len(options.tensors()) + options.causal
+
+    x = torch.randn(3)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, 0.5), call(x, 0.5))

@@ -1,0 +1,118 @@
+"""decode_linear beyond the parity suite: every instruction set, bits, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from foundry_kernels import BackendUnavailable
+from foundry_kernels.core import extension
+from foundry_kernels.ops.decode_linear import DECODE_LINEAR, decode_linear
+
+NATIVE = DECODE_LINEAR.why_not("native", "cpu")
+needs_native = pytest.mark.skipif(NATIVE is not None, reason=str(NATIVE))
+SETS = extension.build_info().get("usable_instruction_sets", [])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture
+def instruction_set() -> Iterator[Callable[[str], None]]:
+    chosen = extension.build_info()["instruction_set"]
+    yield extension._C.force_instruction_set
+    extension._C.force_instruction_set(chosen)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_products_of_few_rows(name: str, dtype: torch.dtype, instruction_set: Callable[[str], None]) -> None:
+    instruction_set(name)
+    for rows in (1, 2, 3, 4, 5, 8):
+        for width, sizes in ((1, (3,)), (40, (64, 1, 100)), (256, (65,)), (33, (1, 2, 3, 130)), (96, (0, 17))):
+            x = draw(rows, width, dtype=dtype, seed=rows)
+            weights = [draw(n, width + 3, dtype=dtype, seed=n)[:, :width] for n in sizes]
+            y = decode_linear(x, *weights, backend="native")
+            whole = torch.cat(weights)
+            exact = x.double() @ whole.double().T
+            terms = x.double().abs() @ whole.double().abs().T  # what rounding errors are in proportion to
+            unit = torch.finfo(dtype).eps
+            assert y.dtype == dtype
+            assert ((y.double() - exact).abs() <= unit * exact.abs() + 2e-6 * terms).all(), (rows, width, sizes)
+
+
+@needs_native
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads() -> None:
+    x, weights = draw(8, 1000), [draw(700, 1000, seed=1), draw(1200, 1000, seed=2)]
+    threads = torch.get_num_threads()
+    whole = decode_linear(x, *weights)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in (1, 2, 3, 5):
+                assert torch.equal(decode_linear(x[:rows], *weights), whole[:rows])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(decode_linear(x, weights[0]), whole[:, :700])
+
+
+@pytest.mark.parametrize("backend", DECODE_LINEAR.backends("cpu"))
+def test_any_layout(backend: str) -> None:
+    x, weight = draw(7, 12).T, draw(7, 5, seed=1).T  # neither has a unit last stride
+    torch.testing.assert_close(decode_linear(x[:6], weight, backend=backend), x[:6] @ weight.T)
+    assert decode_linear(x[:0].reshape(2, 0, 7), weight, backend=backend).shape == (2, 0, 5)
+    assert decode_linear(x[0], weight, weight4=weight, backend=backend).shape == (10,)
+    assert not decode_linear(x[:2, :0], weight[:, :0], backend=backend).any()
+
+
+X, W = draw(2, 4), draw(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((None, W), TypeError, r"x must be a torch\.Tensor; got NoneType"),
+        ((X, None), TypeError, r"weight must be a torch\.Tensor; got NoneType"),
+        ((X.int(), W), TypeError, "x must be float32"),
+        ((X[0, 0], W), ValueError, "x must have at least one dimension"),
+        ((draw(3, 3, 4), W), ValueError, r"x must have at most 8 rows; got shape \(3, 3, 4\)"),
+        ((X, W[0]), ValueError, r"weight must be \[N, K\]; got shape \(4,\)"),
+        ((X, W, W.T), ValueError, r"weight2 must be \[N, K\] with x's last dimension 4; got \(4, 3\)"),
+        ((X, W, None, W.half()), ValueError, r"weight3 must have x's dtype torch\.float32; got torch\.float16"),
+        ((X, W, None, None, W.to("meta")), ValueError, "weight4 must be on x's device cpu; got meta"),
+        ((X, W.clone().requires_grad_()), ValueError, r"decode_linear has no gradient; use torch\.no_grad\(\)"),
+    ],
+)
+def test_refusals(args: tuple[Tensor, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        decode_linear(*args)
+
+
+def test_there_is_no_other_kernel() -> None:
+    with torch.no_grad():
+        assert decode_linear(X, W.clone().requires_grad_()).shape == (2, 3)
+    with pytest.raises(BackendUnavailable, match="decode_linear has no triton kernel"):
+        decode_linear(X, W, backend="triton")
+
+
+@needs_native
+def test_the_operator_refuses_what_is_called_without_checks() -> None:
+    op = torch.ops.foundry_kernels.decode_linear
+    with pytest.raises(ValueError, match=r"weights must be \[N, K\]"):
+        op(X, [W.T])
+    with pytest.raises(TypeError, match="weights must have x's dtype"):
+        op(X, [W.half()])
+    with pytest.raises(ValueError, match="weights must be 1 to 4 matrices; got 0"):
+        op(X, [])
+    with pytest.raises(ValueError, match="at most 8 rows; got 9"):
+        op(draw(9, 4), [W])
+    with pytest.raises(TypeError, match="unsupported dtype"):
+        op(X.double(), [W.double()])
+    with pytest.raises(ValueError, match="has no gradient"):
+        op(X, [W.clone().requires_grad_()])
