@@ -7,6 +7,7 @@ those of this tree, so that both are measured alike; a row that only one side ha
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchmarks.isa import SWITCHES, force
@@ -33,6 +35,8 @@ sys.path.insert(0, tree)
 import foundry_kernels
 assert foundry_kernels.__file__.startswith(tree), foundry_kernels.__file__
 sys.path[0] = root
+from benchmarks.compare import alias_old_modules
+alias_old_modules(tree)
 from benchmarks.compare import serve
 serve(*sys.argv[3:])
 """
@@ -61,6 +65,18 @@ def main(argv: list[str]) -> int:
             side.close()
     print(f"\nThe other tree is kept for the next run; to remove it: git worktree remove --force {other}")
     return int(options.fail_above is not None and worst > options.fail_above)
+
+
+#: Where modules that benchmarks import were in commits without `foundry_kernels/core`.
+_OLD_MODULES = {"core.registry": "registry", "core.contract": "op_modules", "core.extension": "_native"}
+
+
+def alias_old_modules(tree: str) -> None:
+    """Lets the benchmarks of this tree run on the package of a commit whose modules all lay at its top."""
+    if not (Path(tree) / "foundry_kernels" / "core").is_dir():
+        sys.modules["foundry_kernels.core"] = ModuleType("foundry_kernels.core")
+        for new, old in _OLD_MODULES.items():
+            sys.modules[f"foundry_kernels.{new}"] = importlib.import_module(f"foundry_kernels.{old}")
 
 
 def prepare(commit: str) -> Path:
