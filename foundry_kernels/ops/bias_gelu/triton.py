@@ -28,6 +28,7 @@ from foundry_kernels._triton import (
     empty_like,
     programs,
     refuse_second_derivative,
+    requires_grad,
     round_to,
     row_offset,
     row_strides,
@@ -248,6 +249,6 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if requires_grad(x, bias):
         return _BiasGelu.apply(x, bias, approximate)
     return _bias_gelu_fwd(x, bias, approximate)
