@@ -9,6 +9,16 @@ from typing import Any
 import torch
 
 from foundry_kernels._triton import INTERPRET
+from foundry_kernels.core.options import Options
+
+
+def requires_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call of these tensors has to be recorded for a backward pass."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def refuse_second_derivative(op: str) -> None:
@@ -39,7 +49,9 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {}  # by the operator's name
 _SERVE_CPU: set[str] = set()
 
 
-def define(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(
+    schema: str, launcher: Callable[..., Any], fake: Callable[..., Any], *options: type[Options]
+) -> Callable[..., Any]:
     """Register `foundry_kernels::<schema>` with a launcher and a fake; returns what is to be called.
 
     Kernels are launched by operators so that torch.compile does not trace into the launch, and so that selective
@@ -47,28 +59,64 @@ def define(schema: str, launcher: Callable[..., Any], fake: Callable[..., Any]) 
     (no mode is active; tensors are just memory: no subclass, no lazy negation, no wrapper), it is called directly: that
     costs the host less. `launcher` and `fake` return None in place of a result that is not wanted; the operator, whose
     results are all tensors, an empty one.
+
+    The operator takes the fields of `options`, classes whose `SCHEMA` is in the schema, one by one; the launcher, the
+    fake and what is returned take an object of each.
     """
     name = schema.split("(")[0]
-    direct = on_its_device(launcher)
-    LAUNCHERS[name] = _filled(direct)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    operator = getattr(torch.ops.foundry_kernels, name).default
+    types = {a.name: str(a.type) for a in operator._schema.arguments}
+    inner = {field for kind in options for field in kind._fields[1:]}
+    by_first_field = {kind._fields[0]: kind for kind in options}
+    taken = [argument for argument in types if argument not in inner]
+    layout = [by_first_field.get(argument) for argument in taken]
+    direct = on_its_device(launcher)
+    LAUNCHERS[name] = _filled(_with_objects(direct, layout))
     _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
     if INTERPRET:
         _SERVE_CPU.add(name)
-    torch.library.register_fake(f"foundry_kernels::{name}", _filled(fake), lib=_LIBRARY)
-    operator = getattr(torch.ops.foundry_kernels, name).default
-    tensors = tuple(i for i, a in enumerate(operator._schema.arguments) if "Tensor" in str(a.type))
+    torch.library.register_fake(f"foundry_kernels::{name}", _filled(_with_objects(fake, layout)), lib=_LIBRARY)
+    tensors: list[tuple[int, int | None]] = []  # which argument, and which field of one that is an object
+    for i, kind in enumerate(layout):
+        if kind is not None:
+            tensors += [(i, at) for at in kind._tensors_at]
+        elif "Tensor" in types[taken[i]]:
+            tensors.append((i, None))
+
+    def flat(args: tuple[Any, ...]) -> list[Any]:
+        return [x for i, arg in enumerate(args) for x in (arg.operator_args() if layout[i] else (arg,))]
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or _watched():
-            return operator(*args)
-        for i in tensors:
-            x = args[i]
+            return operator(*flat(args))
+        for i, at in tensors:
+            x = args[i] if at is None else args[i][at]
             if x is not None and (type(x) not in _PLAIN_TYPES or _keys(x).raw_repr() & _FOREIGN):
-                return operator(*args)
+                return operator(*flat(args))
         return direct(*args)
 
     return call
+
+
+def _with_objects(function: Callable[..., Any], layout: list[type[Options] | None]) -> Callable[..., Any]:
+    """The function of an operator's arguments, of which the fields of each class in `layout` become an object."""
+    if not any(layout):
+        return function
+
+    @wraps(function)
+    def of_arguments(*args: Any) -> Any:
+        given: list[Any] = []
+        for kind in layout:
+            if kind is not None:
+                made, args = kind.from_operator_args(args)
+                given.append(made)
+            elif args:  # the dispatcher leaves out what is at its default at the end
+                given.append(args[0])
+                args = args[1:]
+        return function(*given)
+
+    return of_arguments
 
 
 def _filled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from foundry_kernels.ops.flash_attention import (
     flash_attention,
     flash_attention_varlen,
 )
-from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 OPTIONS = AttentionOptions(
     cu_seqlens_q=torch.tensor([0, 4, 9]),
@@ -45,11 +45,11 @@ def test_every_operator_spells_the_options_alike(name: str) -> None:
     if not hasattr(torch.ops.foundry_kernels, name):
         pytest.skip(f"there is no {name} here")
     schema = str(getattr(torch.ops.foundry_kernels, name).default._schema)
-    assert f", {SCHEMA}, bool {OPERATORS[name]}" in schema
+    assert f", {AttentionOptions.SCHEMA}, bool {OPERATORS[name]}" in schema
 
 
 def test_flattened_options_are_restored() -> None:
-    restored, flags = from_operator_args((*OPTIONS.operator_args(), True, False, True))
+    restored, flags = AttentionOptions.from_operator_args((*OPTIONS.operator_args(), True, False, True))
     assert flags == (True, False, True)
     assert restored == OPTIONS._replace(return_stats=False)  # which of the results are wanted is for the flags to say
     assert [type(x) for x in OPTIONS.tensors()] == [torch.Tensor, torch.Tensor, torch.Tensor, type(None)]

@@ -23,7 +23,7 @@ from foundry_kernels._triton.activations import derivative, share
 from foundry_kernels._triton.devices import programs
 from foundry_kernels._triton.functions import round_to, row_offset
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, sum_partials
 from foundry_kernels._triton.tuning import choose
 
@@ -240,6 +240,6 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if requires_grad(x, bias):
         return _BiasGelu.apply(x, bias, approximate)
     return _bias_gelu_fwd(x, bias, approximate)

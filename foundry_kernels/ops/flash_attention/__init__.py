@@ -41,15 +41,7 @@ from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
-from foundry_kernels.ops.flash_attention.checks import (
-    check_dense,
-    check_options,
-    check_varlen,
-    is_bottom_right,
-    scale_or_default,
-    window_sides,
-)
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.checks import check_dense, check_varlen, make_options
 
 
 class Options(TypedDict, total=False):
@@ -165,12 +157,10 @@ def flash_attention(
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)
     check_dense(q, k, v)
-    left, right = window_sides(window, causal)
-    options = AttentionOptions(  # by position, which takes half the time
-        None, None, q.shape[2], k.shape[2], scale_or_default(scale, q), left, right, softcap, alibi_slopes, sinks,
-        is_bottom_right(align), deterministic, return_lse, return_stats,
+    options = make_options(
+        q, None, None, q.shape[2], k.shape[2], causal, scale, window, softcap, alibi_slopes, sinks, align,
+        deterministic, return_lse, return_stats,
     )  # fmt: skip
-    check_options(q, options)
     return resolve(FLASH_ATTENTION, backend, q)(q, k, v, options)
 
 
@@ -270,12 +260,10 @@ def flash_attention_varlen(
     check_tensor("q", q)
     q, k, v = _autocast(q, k, v)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    left, right = window_sides(window, causal)
-    options = AttentionOptions(  # by position, which takes half the time
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale_or_default(scale, q), left, right, softcap,
-        alibi_slopes, sinks, is_bottom_right(align), deterministic, return_lse, return_stats,
+    options = make_options(
+        q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
+        align, deterministic, return_lse, return_stats,
     )  # fmt: skip
-    check_options(q, options)
     return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
 
 

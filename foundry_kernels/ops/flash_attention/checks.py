@@ -116,18 +116,45 @@ def _check_heads(n_heads: int, n_kv_heads: int, head_dim: int, head_dim_k: int, 
         raise ValueError(f"k must have q's head dimension {head_dim}; got {head_dim_k}")
 
 
-def check_options(q: Tensor, options: AttentionOptions) -> None:
-    """The options that `scale_or_default`, `is_bottom_right` and `window_sides` have not checked while making them."""
-    if options.softcap is not None:
-        check_positive("softcap", options.softcap)
-        check_positive("scale / softcap", options.scale / options.softcap)  # which kernels multiply by
-    if not isinstance(options.deterministic, bool):
-        raise TypeError(f"deterministic must be a bool; got {type(options.deterministic).__name__}")
-    if options.alibi_slopes is not None:
-        batch = q.shape[0] if options.cu_seqlens_q is None else options.cu_seqlens_q.shape[0] - 1
-        check_alibi_slopes(options.alibi_slopes, q, batch, n_heads=q.shape[1])
-    if options.sinks is not None:
-        _check_sinks(options.sinks, q, n_heads=q.shape[1])
+def make_options(
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    scale: float | None,
+    window: tuple[int | None, int | None] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    align: str,
+    deterministic: bool,
+    return_lse: bool,
+    return_stats: bool,
+) -> AttentionOptions:
+    """The options of a call, checked; the tensors and lengths are those of `check_dense` or `check_varlen`."""
+    left, right = window_sides(window, causal)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        check_positive("scale", scale)
+    if align not in ALIGNMENTS:
+        raise ValueError(f"align must be one of {', '.join(ALIGNMENTS)}; got {align!r}")
+    if softcap is not None:
+        check_positive("softcap", softcap)
+        check_positive("scale / softcap", scale / softcap)  # which kernels multiply by
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool; got {type(deterministic).__name__}")
+    if alibi_slopes is not None:
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        check_alibi_slopes(alibi_slopes, q, batch, n_heads=q.shape[1])
+    if sinks is not None:
+        _check_sinks(sinks, q, n_heads=q.shape[1])
+    return AttentionOptions(  # by position, which takes half the time
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, softcap, alibi_slopes, sinks,
+        align == "bottom_right", deterministic, return_lse, return_stats,
+    )  # fmt: skip
 
 
 def check_alibi_slopes(alibi_slopes: Tensor, q: Tensor, batch: int, n_heads: int) -> None:
@@ -149,19 +176,6 @@ def _check_sinks(sinks: Tensor, q: Tensor, n_heads: int) -> None:
     check_device("sinks", sinks, "q", q)
     if sinks.dtype == torch.float64 != q.dtype:
         raise TypeError(f"sinks may be float64 only where q is; got q of {q.dtype}")
-
-
-def scale_or_default(scale: float | None, q: Tensor) -> float:
-    if scale is None:
-        return q.shape[-1] ** -0.5
-    check_positive("scale", scale)
-    return scale
-
-
-def is_bottom_right(align: str) -> bool:
-    if align not in ALIGNMENTS:
-        raise ValueError(f"align must be one of {', '.join(ALIGNMENTS)}; got {align!r}")
-    return align == "bottom_right"
 
 
 def window_sides(window: tuple[int | None, int | None] | None, causal: bool) -> tuple[int | None, int | None]:

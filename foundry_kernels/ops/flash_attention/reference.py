@@ -13,24 +13,18 @@ from torch.nn.functional import dropout
 
 from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.ops.flash_attention.options import AttentionOptions, refuse_others
-
-#: The options that this backend serves, in the order of the fields.
-SERVED = (
-    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap",
-    "alibi_slopes", "sinks", "bottom_right", "deterministic", "return_lse", "return_stats",
-)  # fmt: skip
+from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    refuse_others(options, SERVED, "reference")
+    options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "reference")
     out, *rows = _dense(q, k, v, options)
     order = storage_order(q)
     return options.select(out.permute(order).contiguous().permute(inverse(order)), *rows)
 
 
 def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    refuse_others(options, SERVED, "reference")
+    options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "reference")
     unknown = torch.compiler.is_compiling() or (options.cu_seqlens_q is not None and options.cu_seqlens_q.is_meta)
     attend = _in_one_matrix if unknown else _one_by_one
     return options.select(*(x.contiguous() for x in attend(q, k, v, options)))

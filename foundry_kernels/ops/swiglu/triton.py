@@ -15,7 +15,7 @@ block of values, o_ offsets.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,9 +25,10 @@ from torch import Tensor
 from foundry_kernels._triton.activations import derivative, share
 from foundry_kernels._triton.functions import round_to, row_offset
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, strides_of
 from foundry_kernels._triton.tuning import choose
+from foundry_kernels.ops.swiglu.options import GatedOptions
 
 
 @triton.jit
@@ -208,22 +209,17 @@ def _tiles(
     return grid, block, n_tiles
 
 
-class Options(NamedTuple):
-    """Those of swiglu."""
+PLAIN = GatedOptions()
 
-    alpha: float = 1.0
-    limit: float | None = None
-    up_offset: float = 0.0
-    interleaved: bool = False
 
-    def constants(self) -> dict[str, Any]:
-        """Of the kernels. One that is not there is always the same constant, whatever number stood for it."""
-        return {
-            "ALPHA": float(self.alpha),
-            "LIMIT": None if self.limit is None else float(self.limit),
-            "UP_OFFSET": float(self.up_offset),
-            "INTERLEAVED": self.interleaved,
-        }
+def _constants(options: GatedOptions) -> dict[str, Any]:
+    """Of the kernels. One that is not there is always the same constant, whatever number stood for it."""
+    return {
+        "ALPHA": float(options.alpha),
+        "LIMIT": None if options.limit is None else float(options.limit),
+        "UP_OFFSET": float(options.up_offset),
+        "INTERLEAVED": options.interleaved,
+    }
 
 
 def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -270,31 +266,22 @@ def _plan_fwd(
     dtype: torch.dtype,
     device: torch.device,
     activation: str,
-    options: Options,
+    options: GatedOptions,
 ) -> Plan | None:
     layout = _layout(shape, 0, gate_strides, up_strides, pairs=0 if options.interleaved else -1)
     if layout is None:
         return None
     rank, n_rows, n_cols, n1, n2, strides = layout
     grid, block, n_tiles = _tiles("glu_fwd_kernel", n_rows, n_cols, dtype, activation, device)
-    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)} | options.constants()
+    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)} | _constants(options)
     return Plan(grid, (n_rows, n_cols, n_tiles, n1, n2, *strides), constants | block)
 
 
-def _fwd(
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
-) -> Tensor:
-    options = Options(alpha, limit, up_offset, interleaved)
+def _fwd(gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions) -> Tensor:
     y = _empty_fwd(gate, up)
     if y.numel() == 0:
         return y
-    gate, up = _halves(gate, up, interleaved)
+    gate, up = _halves(gate, up, options.interleaved)
     plan = _plan_fwd(y.shape, gate.stride(), strides_of(up), gate.dtype, gate.device, activation, options)
     if plan is None:
         gate, up = gate.contiguous(), contiguous(up)
@@ -322,7 +309,7 @@ def _plan_bwd(
     activation: str,
     need_dgate: bool,
     need_dup: bool,
-    options: Options,
+    options: GatedOptions,
 ) -> Plan | None:
     out_width = shape[-1] * (2 if packed else 1)
     out_gap = 0 if options.interleaved else out_width - shape[-1]
@@ -331,7 +318,7 @@ def _plan_bwd(
         return None
     rank, n_rows, n_cols, n1, n2, strides = layout
     grid, block, n_tiles = _tiles("glu_bwd_kernel", n_rows, n_cols, dtype, activation, device)
-    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)} | options.constants()
+    constants = {"RANK": rank, "ACTIVATION": activation, "COMPUTE": compute_dtype(dtype)} | _constants(options)
     needed = {"NEED_DGATE": need_dgate, "NEED_DUP": need_dup}
     return Plan(grid, (out_width, n_rows, n_cols, n_tiles, n1, n2, *strides), constants | needed | block)
 
@@ -343,19 +330,15 @@ def _bwd(
     activation: str,
     need_dgate: bool,
     need_dup: bool,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
+    options: GatedOptions,
 ) -> tuple[Tensor | None, Tensor | None]:
     dgate, dup = _empty_bwd(gate, up, need_dgate, need_dup)
     if dy.numel() == 0 or (dgate is None and dup is None):
         return dgate, dup
     packed = up is None
-    into_gate, into_up = (dgate, dup) if dgate is None or not packed else _halves(dgate, None, interleaved)
-    gate, up = _halves(gate, up, interleaved)
+    into_gate, into_up = (dgate, dup) if dgate is None or not packed else _halves(dgate, None, options.interleaved)
+    gate, up = _halves(gate, up, options.interleaved)
     wanted = gate.dtype, gate.device, packed, activation, into_gate is not None, into_up is not None
-    options = Options(alpha, limit, up_offset, interleaved)
     plan = _plan_bwd(dy.shape, dy.stride(), gate.stride(), strides_of(up), *wanted, options)
     if plan is None:
         dy, gate, up = dy.contiguous(), gate.contiguous(), contiguous(up)
@@ -365,52 +348,63 @@ def _bwd(
     return dgate, dup
 
 
-def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str, *options: Any) -> Tensor:
+def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions) -> Tensor:
     return _empty_fwd(gate, up)
 
 
 def _bwd_fake(
-    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, need_dgate: bool, need_dup: bool, *options: Any
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    need_dgate: bool,
+    need_dup: bool,
+    options: GatedOptions,
 ) -> tuple[Tensor | None, Tensor | None]:
     return _empty_bwd(gate, up, need_dgate, need_dup)
 
 
-_OPTIONS = "float alpha=1.0, float? limit=None, float up_offset=0.0, bool interleaved=False"
-_glu_fwd = define(f"triton_glu_fwd(Tensor gate, Tensor? up, str activation, {_OPTIONS}) -> Tensor", _fwd, _fwd_fake)
+_glu_fwd = define(
+    f"triton_glu_fwd(Tensor gate, Tensor? up, str activation, {GatedOptions.SCHEMA}) -> Tensor",
+    _fwd,
+    _fwd_fake,
+    GatedOptions,
+)
 _glu_bwd = define(
     "triton_glu_bwd(Tensor dy, Tensor gate, Tensor? up, str activation, bool need_dgate, bool need_dup, "
-    f"{_OPTIONS}) -> (Tensor dgate, Tensor dup)",
+    f"{GatedOptions.SCHEMA}) -> (Tensor dgate, Tensor dup)",
     _bwd,
     _bwd_fake,
+    GatedOptions,
 )
 
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, *options: Any) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.options = activation, options
-        return _glu_fwd(gate, up, activation, *options)
+        return _glu_fwd(gate, up, activation, options)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         refuse_second_derivative("swiglu" if ctx.activation == "silu" else "geglu")
         gate, up = ctx.saved_tensors
         need_dgate, need_dup, *_ = ctx.needs_input_grad
-        dgate, dup = _glu_bwd(dy, gate, up, ctx.activation, need_dgate, need_dup, *ctx.options)
-        return dgate if need_dgate else None, dup if need_dup else None, None, *(None for _ in ctx.options)
+        dgate, dup = _glu_bwd(dy, gate, up, ctx.activation, need_dgate, need_dup, ctx.options)
+        return dgate if need_dgate else None, dup if need_dup else None, None, None
 
 
-def _glu(gate: Tensor, up: Tensor | None, activation: str, *options: Any) -> Tensor:
-    if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
-        return _GLU.apply(gate, up, activation, *options)
-    return _glu_fwd(gate, up, activation, *options)
+def _glu(gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions) -> Tensor:
+    if requires_grad(gate, up):
+        return _GLU.apply(gate, up, activation, options)
+    return _glu_fwd(gate, up, activation, options)
 
 
 def swiglu(gate: Tensor, up: Tensor | None, *options: Any) -> Tensor:
     """`options` are those of the public function, in its order."""
-    return _glu(gate, up, "silu", *options)
+    return _glu(gate, up, "silu", GatedOptions(*options) if options else PLAIN)
 
 
 def geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Tensor:
-    return _glu(gate, up, "gelu" if approximate == "none" else "gelu_tanh")
+    return _glu(gate, up, "gelu" if approximate == "none" else "gelu_tanh", PLAIN)

@@ -7,54 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import define, refuse_second_derivative
-from foundry_kernels.ops.flash_attention.options import SCHEMA, AttentionOptions, from_operator_args, refuse_others
+from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
+from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd
 
-#: The options that this backend serves, in the order of the fields.
-SERVED = (
-    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap",
-    "alibi_slopes", "sinks", "bottom_right", "deterministic", "return_lse", "return_stats",
-)  # fmt: skip
 
-
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    options, (save_lse, save_stats) = from_operator_args(args)
-    return launch_fwd(q, k, v, options, save_lse, save_stats)
-
-
-def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    options, (save_lse, save_stats) = from_operator_args(args)
+def _fake_fwd(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, save_lse: bool, save_stats: bool
+) -> tuple[Tensor | None, ...]:
     return empty_fwd(q, v, options, save_lse, save_stats, fake_rows)
 
 
-def _bwd(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any
-) -> tuple[Tensor | None, ...]:
-    options, need = from_operator_args(args)
-    return launch_bwd(dout, dlse, q, k, v, out, lse, options, *need)
-
-
 def _fake_bwd(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any
-) -> tuple[Tensor | None, ...]:
-    options, (need_dq, need_dk, need_dv, need_dsinks) = from_operator_args(args)
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: AttentionOptions, need_dq: bool, need_dk: bool, need_dv: bool, need_dsinks: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     return empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, fake_rows)
 
 
 flash_attention_fwd = define(
-    f"triton_flash_attention_fwd(Tensor q, Tensor k, Tensor v, {SCHEMA}, bool save_lse, bool save_stats) "
-    "-> (Tensor out, Tensor lse, Tensor entropy, Tensor max_logit)",
-    _fwd,
+    f"triton_flash_attention_fwd(Tensor q, Tensor k, Tensor v, {AttentionOptions.SCHEMA}, "
+    "bool save_lse, bool save_stats) -> (Tensor out, Tensor lse, Tensor entropy, Tensor max_logit)",
+    launch_fwd,
     _fake_fwd,
+    AttentionOptions,
 )
 flash_attention_bwd = define(
     "triton_flash_attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{SCHEMA}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) "
+    f"{AttentionOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    _bwd,
+    launch_bwd,
     _fake_bwd,
+    AttentionOptions,
 )
 
 
@@ -73,9 +58,7 @@ class _FlashAttention(torch.autograd.Function):
         if sinks is not None:
             options = options._replace(sinks=sinks)
         save_lse = True
-        out, lse, entropy, max_logit = flash_attention_fwd(
-            q, k, v, *options.operator_args(), save_lse, options.return_stats
-        )
+        out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, save_lse, options.return_stats)
         ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
         ctx.options = options.without_tensors()
         if options.return_lse:
@@ -99,7 +82,7 @@ class _FlashAttention(torch.autograd.Function):
         if dout is None:
             dout, need_dv = torch.zeros_like(out), False  # lse does not depend on v
         dq, dk, dv, dsinks = flash_attention_bwd(
-            dout, dlse, q, k, v, out, lse, *options.operator_args(), need_dq, need_dk, need_dv, need_dsinks
+            dout, dlse, q, k, v, out, lse, options, need_dq, need_dk, need_dv, need_dsinks
         )
         return (
             dq if need_dq else None,
@@ -111,17 +94,13 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
-    refuse_others(options, SERVED, "triton")
+    options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "triton")
     sinks = options.sinks
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-    ):
+    if requires_grad(q, k, v, sinks):
         bare = options if sinks is None else options._replace(sinks=None)
         results = _FlashAttention.apply(q, k, v, sinks, bare)
         return results if len(results) > 1 else results[0]
-    out, lse, entropy, max_logit = flash_attention_fwd(
-        q, k, v, *options.operator_args(), options.return_lse, options.return_stats
-    )
+    out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, options.return_lse, options.return_stats)
     if options.return_lse:
         lse = _returned(lse, q)
     return options.select(out, lse, entropy, max_logit)

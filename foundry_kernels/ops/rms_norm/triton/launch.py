@@ -14,6 +14,8 @@ from foundry_kernels._triton.launch import Plan, launch, planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, strides_of, sum_partials
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core import dropout
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.rms_norm.options import NO_DROPOUT, DropoutOptions, WeightOptions
 from foundry_kernels.ops.rms_norm.triton.kernels import (
     rms_norm_bwd_kernel,
     rms_norm_bwd_wide_kernel,
@@ -154,11 +156,12 @@ def empty_forward(
     x: Tensor, residual: Tensor | None, y_dtype: torch.dtype, *, save_mean: bool, save_rstd: bool
 ) -> Forward:
     y = empty_like(x) if y_dtype == x.dtype else torch.empty(x.shape, dtype=y_dtype, device=x.device)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean, rstd = (
-        torch.empty(x.shape[:-1], dtype=compute, device=x.device) if save else None for save in (save_mean, save_rstd)
-    )
-    return y, None if residual is None else empty_like(x), mean, rstd
+    mean = _a_number_a_row(x) if save_mean else None
+    return y, None if residual is None else empty_like(x), mean, _a_number_a_row(x) if save_rstd else None
+
+
+def _a_number_a_row(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[:-1], dtype=wide_dtype(x.dtype), device=x.device)
 
 
 @planned
@@ -172,8 +175,7 @@ def _plan_forward(
     has_bias: bool,
     centered: bool,
     eps: float,
-    weight_offset: float,
-    round_before_weight: bool,
+    options: WeightOptions,
     save_stats: bool,
     dropout_p: float | None,
 ) -> tuple[bool, Plan] | None:
@@ -187,15 +189,15 @@ def _plan_forward(
     n_rows = math.prod(shape[:-1])
     few = dtype.itemsize == 2 and not has_residual and not centered
     found = rows(n_cols, backward=False, needs_few_registers=few, centered=centered, capability=capability(device))
-    options = _choose("rms_norm_fwd_kernel", dtype, centered, device, found, dropout_p is not None)
-    wide = options.pop("wide")
+    row = _choose("rms_norm_fwd_kernel", dtype, centered, device, found, dropout_p is not None)
+    wide = row.pop("wide")
     constants = dict(
         RANK=rank, HAS_RESIDUAL=has_residual, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias, CENTERED=centered,
-        ROUND_FIRST=round_before_weight, SAVE_STATS=save_stats, DROPOUT=dropout_p is not None,
-        COMPUTE=compute_dtype(dtype), **options,
+        ROUND_FIRST=options.round_before_weight, SAVE_STATS=save_stats, DROPOUT=dropout_p is not None,
+        COMPUTE=compute_dtype(dtype), **row,
     )  # fmt: skip
-    grid = (triton.cdiv(n_rows, options["BLOCK_ROWS"]),)
-    numbers = n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, weight_offset, *_dropout_numbers(dropout_p)
+    grid = (triton.cdiv(n_rows, row["BLOCK_ROWS"]),)
+    numbers = n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, options.weight_offset, *_dropout_numbers(dropout_p)
     return wide, Plan(grid, numbers, constants)
 
 
@@ -204,12 +206,10 @@ def forward(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    results: Forward,
     eps: float,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
+    options: WeightOptions,
+    dropout: DropoutOptions,
+    results: Forward,
     *,
     centered: bool = False,
 ) -> None:
@@ -217,17 +217,16 @@ def forward(
     y, h, mean, rstd = results
     if y.numel() == 0:
         return
-    affine = weight is not None, bias is not None
-    p = None if dropout_seed is None else dropout_p
-    options = x.dtype, x.device, *affine, centered, eps, weight_offset, round_before_weight, rstd is not None, p
-    found = _plan_forward(x.shape, x.stride(), strides_of(residual), *options)
+    p, seed = None if dropout.dropout_seed is None else dropout.dropout_p, dropout.dropout_seed
+    key = x.dtype, x.device, weight is not None, bias is not None, centered, eps, options, rstd is not None, p
+    found = _plan_forward(x.shape, x.stride(), strides_of(residual), *key)
     if found is None:
         x, residual = x.contiguous(), contiguous(residual)
-        found = _plan_forward(x.shape, x.stride(), strides_of(residual), *options)
+        found = _plan_forward(x.shape, x.stride(), strides_of(residual), *key)
         assert found is not None
     wide, plan = found
     kernel = rms_norm_fwd_wide_kernel if wide else rms_norm_fwd_kernel
-    launch(kernel, plan, x, residual, contiguous(weight), contiguous(bias), y, h, mean, rstd, dropout_seed)
+    launch(kernel, plan, x, residual, contiguous(weight), contiguous(bias), y, h, mean, rstd, seed)
 
 
 def empty_backward(
@@ -247,8 +246,7 @@ def _plan_backward(
     has_weight: bool,
     device: torch.device,
     centered: bool,
-    weight_offset: float,
-    round_before_weight: bool,
+    options: WeightOptions,
     need_dx: bool,
     need_dw: bool,
     need_db: bool,
@@ -265,15 +263,15 @@ def _plan_backward(
     row_bytes = (2 + (dh_strides is not None)) * triton.next_power_of_2(n_cols) * dtype.itemsize if regular else None
     needs = {"needs_few_registers": dh_strides is None, "centered": centered, "dropout": dropout_p is not None}
     found = rows(n_cols, backward=True, **needs, row_bytes=row_bytes, capability=capability(device))
-    options = _choose("rms_norm_bwd_kernel", dtype, centered, device, found, dropout_p is not None)
-    wide = options.pop("wide")
+    row = _choose("rms_norm_bwd_kernel", dtype, centered, device, found, dropout_p is not None)
+    wide = row.pop("wide")
     constants = dict(
         RANK=rank, HAS_DH=dh_strides is not None, HAS_WEIGHT=has_weight, CENTERED=centered,
-        ROUND_FIRST=round_before_weight, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db,
-        DROPOUT=dropout_p is not None, COMPUTE=compute_dtype(dtype), **options,
+        ROUND_FIRST=options.round_before_weight, NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db,
+        DROPOUT=dropout_p is not None, COMPUTE=compute_dtype(dtype), **row,
     )  # fmt: skip
-    grid = (min(triton.cdiv(n_rows, options["BLOCK_ROWS"]), programs(device)),)
-    numbers = n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, weight_offset, *_dropout_numbers(dropout_p)
+    grid = (min(triton.cdiv(n_rows, row["BLOCK_ROWS"]), programs(device)),)
+    numbers = n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, options.weight_offset, *_dropout_numbers(dropout_p)
     return wide, Plan(grid, numbers, constants)
 
 
@@ -284,11 +282,9 @@ def backward(
     weight: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor,
+    options: WeightOptions,
     results: Backward,
-    weight_offset: float = 0.0,
-    round_before_weight: bool = False,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
+    dropout: DropoutOptions = NO_DROPOUT,
     dresidual: Tensor | None = None,
     *,
     centered: bool = False,
@@ -303,18 +299,17 @@ def backward(
     needed = dx is not None, dw is not None, db is not None
     if not any(needed):
         return
-    p = None if dropout_seed is None or dx is None else dropout_p
-    options = x.dtype, weight is not None, x.device, centered, weight_offset, round_before_weight, *needed, p
-    found = _plan_backward(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
+    p, seed = (None, None) if dropout.dropout_seed is None or dx is None else dropout
+    key = x.dtype, weight is not None, x.device, centered, options, *needed, p
+    found = _plan_backward(x.shape, dy.stride(), strides_of(dh), x.stride(), *key)
     if found is None:
         dy, dh, x = dy.contiguous(), contiguous(dh), x.contiguous()
-        found = _plan_backward(x.shape, dy.stride(), strides_of(dh), x.stride(), *options)
+        found = _plan_backward(x.shape, dy.stride(), strides_of(dh), x.stride(), *key)
         assert found is not None
     wide, plan = found
     make = rstd.new_zeros if wide else rstd.new_empty
     of_w, of_b = (None if sums is None else make((plan.grid[0], x.shape[-1])) for sums in (dw, db))
     kernel = rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel
-    seed = None if p is None else dropout_seed
     launch(kernel, plan, dy, dh, x, contiguous(weight), mean, rstd, dx, of_w, of_b, dresidual, seed)
     for partial, sums in ((of_w, dw), (of_b, db)):
         if partial is not None and sums is not None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import empty_like
+from foundry_kernels.ops.rms_norm.options import NO_DROPOUT, PLAIN_WEIGHT, DropoutOptions
 from foundry_kernels.ops.rms_norm.triton.launch import (
     Backward,
     Forward,
@@ -20,63 +21,34 @@ from foundry_kernels.ops.rms_norm.triton.launch import (
 
 
 def _empty_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    save_stats: bool,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-) -> Forward:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool,
+    dropout: DropoutOptions,
+) -> Forward:  # fmt: skip
     return empty_forward(x, residual, x.dtype, save_mean=save_stats, save_rstd=save_stats)
 
 
 def _fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    save_stats: bool,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-) -> Forward:
-    results = _empty_fwd(x, residual, weight, bias, eps, save_stats)
-    drop = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
-    forward(x, residual, weight, bias, results, eps, **drop, centered=True)  # type: ignore[arg-type]
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, save_stats: bool,
+    dropout: DropoutOptions,
+) -> Forward:  # fmt: skip
+    results = _empty_fwd(x, residual, weight, bias, eps, save_stats, dropout)
+    forward(x, residual, weight, bias, eps, PLAIN_WEIGHT, dropout, results, centered=True)
     return results
 
 
 def _empty_bwd(
-    dy: Tensor,
-    dh: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-) -> Backward:
+    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool,
+) -> Backward:  # fmt: skip
     return empty_backward(x, weight, bias, need_dx, need_dw, need_db)
 
 
 def _bwd(
-    dy: Tensor,
-    dh: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-) -> Backward:
+    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool,
+) -> Backward:  # fmt: skip
     results = empty_backward(x, weight, bias, need_dx, need_dw, need_db)
-    backward(dy, dh, x, weight, mean, rstd, results, centered=True)
+    backward(dy, dh, x, weight, mean, rstd, PLAIN_WEIGHT, results, centered=True)
     return results
 
 
@@ -85,49 +57,29 @@ _DropoutBackward = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 def _empty_dropout_bwd(
-    dy: Tensor,
-    dh: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-    dropout_p: float,
-    dropout_seed: Tensor,
-) -> _DropoutBackward:
+    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool, dropout_p: float, dropout_seed: Tensor,
+) -> _DropoutBackward:  # fmt: skip
     dx, dw, db = empty_backward(x, weight, bias, need_dx, need_dw, need_db)
     return dx, empty_like(x) if need_dx else None, dw, db
 
 
 def _dropout_bwd(
-    dy: Tensor,
-    dh: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-    dropout_p: float,
-    dropout_seed: Tensor,
-) -> _DropoutBackward:
-    needs = need_dx, need_dw, need_db
-    dx, dres, dw, db = _empty_dropout_bwd(dy, dh, x, weight, bias, mean, rstd, *needs, dropout_p, dropout_seed)
-    results = dx, dw, db
-    backward(dy, dh, x, weight, mean, rstd, results, 0.0, False, dropout_p, dropout_seed, dres, centered=True)
-    return dx, dres, dw, db
+    dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor,
+    need_dx: bool, need_dw: bool, need_db: bool, dropout_p: float, dropout_seed: Tensor,
+) -> _DropoutBackward:  # fmt: skip
+    dx, dw, db = results = empty_backward(x, weight, bias, need_dx, need_dw, need_db)
+    dresidual, dropout = empty_like(x) if need_dx else None, DropoutOptions(dropout_p, dropout_seed)
+    backward(dy, dh, x, weight, mean, rstd, PLAIN_WEIGHT, results, dropout, dresidual, centered=True)
+    return dx, dresidual, dw, db
 
 
 _layer_norm_fwd = define(
     "triton_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats, "
-    "float dropout_p=0.0, Tensor? dropout_seed=None) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
+    f"{DropoutOptions.SCHEMA}) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
     _fwd,
     _empty_fwd,
+    DropoutOptions,
 )
 _layer_norm_bwd = define(
     "triton_layer_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
@@ -153,13 +105,12 @@ class _LayerNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
+        dropout: DropoutOptions,
     ) -> Any:
         ctx.set_materialize_grads(False)  # as in _RMSNorm
-        y, h, mean, rstd = _layer_norm_fwd(x, residual, weight, bias, eps, True, dropout_p, dropout_seed)
-        ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd, dropout_seed)
-        ctx.dropout_p = dropout_p
+        y, h, mean, rstd = _layer_norm_fwd(x, residual, weight, bias, eps, True, dropout)
+        ctx.save_for_backward(x if residual is None else h, weight, bias, mean, rstd, dropout.dropout_seed)
+        ctx.dropout_p = dropout.dropout_p
         if residual is not None and not (x.requires_grad or residual.requires_grad):
             ctx.mark_non_differentiable(h)
         return y if residual is None else (y, h)
@@ -187,26 +138,20 @@ class _LayerNorm(torch.autograd.Function):
             db if need_db else None,
             None,
             None,
-            None,
         )
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        return _LayerNorm.apply(x, None, weight, bias, eps, 0.0, None)
-    return _layer_norm_fwd(x, None, weight, bias, eps, False, 0.0, None)[0]
+    if requires_grad(x, weight, bias):
+        return _LayerNorm.apply(x, None, weight, bias, eps, NO_DROPOUT)
+    return _layer_norm_fwd(x, None, weight, bias, eps, False, NO_DROPOUT)[0]
 
 
 def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *dropout_options: Any
 ) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight, bias)):
-        return _LayerNorm.apply(x, residual, weight, bias, eps, dropout_p, dropout_seed)
-    y, h, _, _ = _layer_norm_fwd(x, residual, weight, bias, eps, False, dropout_p, dropout_seed)
+    dropout = DropoutOptions(*dropout_options)
+    if requires_grad(x, residual, weight, bias):
+        return _LayerNorm.apply(x, residual, weight, bias, eps, dropout)
+    y, h, _, _ = _layer_norm_fwd(x, residual, weight, bias, eps, False, dropout)
     return y, h

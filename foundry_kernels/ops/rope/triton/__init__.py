@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from foundry_kernels._triton.launch import planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import empty_like
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
+from foundry_kernels.ops.rms_norm.options import WeightOptions
+from foundry_kernels.ops.rope.options import RopeOptions
 from foundry_kernels.ops.rope.triton.launch import Norms, launch_backward, launch_forward, unit_stride
 
 
@@ -46,57 +48,42 @@ def _empty_rope(
 
 
 def _apply(
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    positions: Tensor | None,
-    inverse: bool,
-    q_order: list[int] | None = None,
-    k_order: list[int] | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, options: RopeOptions, inverse: bool,
+    q_order: list[int] | None = None, k_order: list[int] | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     q_out, k_out = _empty_rope(q, k, q_order, k_order)
-    launch_forward(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse=inverse)
+    launch_forward(q, k, q_out, k_out, cos, sin, options, inverse=inverse)
     return q_out, k_out
 
 
 def _apply_fake(
-    q: Tensor | None,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    positions: Tensor | None,
-    inverse: bool,
-    q_order: list[int] | None = None,
-    k_order: list[int] | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, options: RopeOptions, inverse: bool,
+    q_order: list[int] | None = None, k_order: list[int] | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     return _empty_rope(q, k, q_order, k_order, _dense_fake)
 
 
 _rope_apply = define(
-    "triton_rope_apply(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, Tensor? positions, "
-    "bool inverse, int[]? q_order=None, int[]? k_order=None) -> (Tensor q_out, Tensor k_out)",
+    f"triton_rope_apply(Tensor? q, Tensor? k, Tensor cos, Tensor sin, {RopeOptions.SCHEMA}, bool inverse, "
+    "int[]? q_order=None, int[]? k_order=None) -> (Tensor q_out, Tensor k_out)",
     _apply,
     _apply_fake,
+    RopeOptions,
 )
 
 
-def _rope_gradients(q: Tensor | None, k: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+def _rope_gradients(q: Tensor | None, k: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
     """In the order of `_Rope.forward`; cos and what follows it have none."""
-    return q, k, None, None, None, None
+    return q, k, None, None, None
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, options: RopeOptions) -> Any:
         ctx.set_materialize_grads(False)  # zeros would cost a pass, and would not be DTensors where the outputs are
-        ctx.q_order, ctx.k_order, ctx.interleaved = storage_order(q), storage_order(k), interleaved
-        ctx.save_for_backward(cos, sin, positions)
-        q_out, k_out = _rope_apply(q, k, cos, sin, interleaved, positions, False, ctx.q_order, ctx.k_order)
+        ctx.q_order, ctx.k_order, ctx.interleaved = storage_order(q), storage_order(k), options.interleaved
+        ctx.save_for_backward(cos, sin, options.positions)
+        q_out, k_out = _rope_apply(q, k, cos, sin, options, False, ctx.q_order, ctx.k_order)
         if not (q.requires_grad and k.requires_grad):
             ctx.mark_non_differentiable(q_out if not q.requires_grad else k_out)
         return q_out, k_out
@@ -109,10 +96,11 @@ class _Rope(torch.autograd.Function):
         if dq_out is None and dk_out is None:
             return _rope_gradients(None, None)
         cos, sin, positions = ctx.saved_tensors
+        options = RopeOptions(ctx.interleaved, positions)
         if dq_out is None:  # a side that takes part goes first: DTensor of torch 2.11 looks for its mesh there only
-            dk, _ = _rope_apply(dk_out, None, cos, sin, ctx.interleaved, positions, True, ctx.k_order, ctx.q_order)
+            dk, _ = _rope_apply(dk_out, None, cos, sin, options, True, ctx.k_order, ctx.q_order)
             return _rope_gradients(None, dk)
-        dq, dk = _rope_apply(dq_out, dk_out, cos, sin, ctx.interleaved, positions, True, ctx.q_order, ctx.k_order)
+        dq, dk = _rope_apply(dq_out, dk_out, cos, sin, options, True, ctx.q_order, ctx.k_order)
         return _rope_gradients(dq, None if dk_out is None else dk)
 
 
@@ -133,49 +121,19 @@ def _empty_fwd(q: Tensor, k: Tensor, save_q_rstd: bool, save_k_rstd: bool, dense
 
 
 def _fwd(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    weight_offset: float,
-    round_before_weight: bool,
-    interleaved: bool,
-    positions: Tensor | None,
-    save_q_rstd: bool,
-    save_k_rstd: bool,
-) -> Results:
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
+    weight_options: WeightOptions, options: RopeOptions, save_q_rstd: bool, save_k_rstd: bool,
+) -> Results:  # fmt: skip
     q_out, k_out, q_rstd, k_rstd = _empty_fwd(q, k, save_q_rstd, save_k_rstd)
-    norms = Norms(
-        unit_stride(q_weight),
-        unit_stride(k_weight),
-        q_rstd,
-        k_rstd,
-        eps,
-        weight_offset,
-        round_before_weight,
-    )
-    launch_forward(q, k, q_out, k_out, cos, sin, positions, interleaved, norms=norms)
+    norms = Norms(unit_stride(q_weight), unit_stride(k_weight), q_rstd, k_rstd, eps, weight_options)
+    launch_forward(q, k, q_out, k_out, cos, sin, options, norms=norms)
     return q_out, k_out, q_rstd, k_rstd
 
 
 def _fwd_fake(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    weight_offset: float,
-    round_before_weight: bool,
-    interleaved: bool,
-    positions: Tensor | None,
-    save_q_rstd: bool,
-    save_k_rstd: bool,
-) -> Results:
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
+    weight_options: WeightOptions, options: RopeOptions, save_q_rstd: bool, save_k_rstd: bool,
+) -> Results:  # fmt: skip
     return _empty_fwd(q, k, save_q_rstd, save_k_rstd, _dense_fake)
 
 
@@ -199,25 +157,11 @@ def _empty_bwd(
 
 
 def _bwd(
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    q_rstd: Tensor | None,
-    k_rstd: Tensor | None,
-    weight_offset: float,
-    round_before_weight: bool,
-    interleaved: bool,
-    positions: Tensor | None,
-    need_dq: bool,
-    need_dk: bool,
-    need_dq_weight: bool,
-    need_dk_weight: bool,
-) -> Results:
+    dq_out: Tensor | None, dk_out: Tensor | None, q: Tensor | None, k: Tensor | None,
+    q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    q_rstd: Tensor | None, k_rstd: Tensor | None, weight_options: WeightOptions, options: RopeOptions,
+    need_dq: bool, need_dk: bool, need_dq_weight: bool, need_dk_weight: bool,
+) -> Results:  # fmt: skip
     """`dq_out`, q and its rstd are None where none of q's gradients is wanted; likewise those of k."""
     gradients = _empty_bwd(q, k, q_weight, k_weight, need_dq, need_dk, need_dq_weight, need_dk_weight)
     if all(x is None or x.numel() == 0 for x in (q, k)):
@@ -226,50 +170,39 @@ def _bwd(
                 gradient.zero_()
         return gradients
     launch_backward(
-        dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, weight_offset, round_before_weight,
-        interleaved, positions, *gradients,
-    )  # fmt: skip
+        dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, weight_options, options, *gradients
+    )
     return gradients
 
 
 def _bwd_fake(
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    q_rstd: Tensor | None,
-    k_rstd: Tensor | None,
-    weight_offset: float,
-    round_before_weight: bool,
-    interleaved: bool,
-    positions: Tensor | None,
-    need_dq: bool,
-    need_dk: bool,
-    need_dq_weight: bool,
-    need_dk_weight: bool,
-) -> Results:
+    dq_out: Tensor | None, dk_out: Tensor | None, q: Tensor | None, k: Tensor | None,
+    q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    q_rstd: Tensor | None, k_rstd: Tensor | None, weight_options: WeightOptions, options: RopeOptions,
+    need_dq: bool, need_dk: bool, need_dq_weight: bool, need_dk_weight: bool,
+) -> Results:  # fmt: skip
     needed = need_dq, need_dk, need_dq_weight, need_dk_weight
     return _empty_bwd(q, k, q_weight, k_weight, *needed, _dense_fake)
 
 
 _qk_norm_rope_fwd = define(
     "triton_qk_norm_rope_fwd(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
-    "float eps, float weight_offset, bool round_before_weight, bool interleaved, Tensor? positions, "
-    "bool save_q_rstd, bool save_k_rstd) -> (Tensor q_out, Tensor k_out, Tensor q_rstd, Tensor k_rstd)",
+    f"float eps, {WeightOptions.SCHEMA}, {RopeOptions.SCHEMA}, bool save_q_rstd, bool save_k_rstd) "
+    "-> (Tensor q_out, Tensor k_out, Tensor q_rstd, Tensor k_rstd)",
     _fwd,
     _fwd_fake,
+    WeightOptions,
+    RopeOptions,
 )
 _qk_norm_rope_bwd = define(
     "triton_qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, Tensor? q, Tensor? k, Tensor? q_weight, "
-    "Tensor? k_weight, Tensor cos, Tensor sin, Tensor? q_rstd, Tensor? k_rstd, float weight_offset, "
-    "bool round_before_weight, bool interleaved, Tensor? positions, bool need_dq, bool need_dk, "
+    "Tensor? k_weight, Tensor cos, Tensor sin, Tensor? q_rstd, Tensor? k_rstd, "
+    f"{WeightOptions.SCHEMA}, {RopeOptions.SCHEMA}, bool need_dq, bool need_dk, "
     "bool need_dq_weight, bool need_dk_weight) -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
     _bwd,
     _bwd_fake,
+    WeightOptions,
+    RopeOptions,
 )
 
 
@@ -280,8 +213,8 @@ def _qk_norm_rope_gradients(
     k_weight: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """In the order of `_QKNormRope.forward`; cos and what follows it have none."""
-    cos = sin = eps = weight_offset = round_before_weight = interleaved = positions = None
-    return q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions
+    cos = sin = eps = weight_options = options = None
+    return q, k, q_weight, k_weight, cos, sin, eps, weight_options, options
 
 
 class _QKNormRope(torch.autograd.Function):
@@ -295,22 +228,19 @@ class _QKNormRope(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         eps: float,
-        weight_offset: float,
-        round_before_weight: bool,
-        interleaved: bool,
-        positions: Tensor | None,
+        weight_options: WeightOptions,
+        options: RopeOptions,
     ) -> Any:
         ctx.set_materialize_grads(False)
         need_dq, need_dk, need_dq_weight, need_dk_weight, *_ = ctx.needs_input_grad
         save_q, save_k = need_dq or need_dq_weight, need_dk or need_dk_weight
         q_out, k_out, q_rstd, k_rstd = _qk_norm_rope_fwd(
-            q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions,
-            save_q, save_k,
-        )  # fmt: skip
+            q, k, q_weight, k_weight, cos, sin, eps, weight_options, options, save_q, save_k
+        )
         of_q = (q, q_weight, q_rstd) if save_q else (None, None, None)
         of_k = (k, k_weight, k_rstd) if save_k else (None, None, None)
-        ctx.save_for_backward(*of_q, *of_k, cos, sin, positions)
-        ctx.weight_offset, ctx.round_before_weight, ctx.interleaved = weight_offset, round_before_weight, interleaved
+        ctx.save_for_backward(*of_q, *of_k, cos, sin, options.positions)
+        ctx.weight_options, ctx.interleaved = weight_options, options.interleaved
         ctx.mark_non_differentiable(*(out for out, saved in ((q_out, save_q), (k_out, save_k)) if not saved))
         return q_out, k_out
 
@@ -328,7 +258,7 @@ class _QKNormRope(torch.autograd.Function):
             need_dk = need_dk_weight = False
         if q is None and k is None:
             return _qk_norm_rope_gradients()
-        options = ctx.weight_offset, ctx.round_before_weight, ctx.interleaved, positions
+        options = ctx.weight_options, RopeOptions(ctx.interleaved, positions)
         if q is None:  # as in `_Rope`
             dk, _, dk_weight, _ = _qk_norm_rope_bwd(
                 dk_out, None, k, None, k_weight, None, cos, sin, k_rstd, None, *options,
@@ -350,16 +280,13 @@ class _QKNormRope(torch.autograd.Function):
 # --- backends of the public functions -------------------------------------------------------------------------------
 
 
-def _any_requires_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if _any_requires_grad(q, k):
-        return _Rope.apply(q, k, cos, sin, interleaved, positions)
-    return _rope_apply(q, k, cos, sin, interleaved, positions, False)
+    options = RopeOptions(interleaved, positions)
+    if requires_grad(q, k):
+        return _Rope.apply(q, k, cos, sin, options)
+    return _rope_apply(q, k, cos, sin, options, False)
 
 
 def qk_norm_rope(
@@ -375,12 +302,7 @@ def qk_norm_rope(
     interleaved: bool,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if _any_requires_grad(q, k, q_weight, k_weight):
-        return _QKNormRope.apply(
-            q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions
-        )
-    q_out, k_out, _, _ = _qk_norm_rope_fwd(
-        q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions,
-        False, False,
-    )  # fmt: skip
-    return q_out, k_out
+    weight_options, options = WeightOptions(weight_offset, round_before_weight), RopeOptions(interleaved, positions)
+    if requires_grad(q, k, q_weight, k_weight):
+        return _QKNormRope.apply(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options)
+    return _qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options, False, False)[:2]

@@ -15,6 +15,8 @@ from foundry_kernels._triton.launch import Plan, launch, planned
 from foundry_kernels._triton.rows import compute_dtype, strides_of, sum_partials
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.layout import storage_order
+from foundry_kernels.ops.rms_norm.options import PLAIN_WEIGHT, WeightOptions
+from foundry_kernels.ops.rope.options import RopeOptions
 from foundry_kernels.ops.rope.triton.kernels import qk_norm_rope_bwd_kernel, rope_kernel
 
 
@@ -93,11 +95,10 @@ class Norms(NamedTuple):
     q_rstd: Tensor | None
     k_rstd: Tensor | None
     eps: float
-    weight_offset: float
-    round_before_weight: bool
+    options: WeightOptions
 
 
-NO_NORMS = Norms(None, None, None, None, 0.0, 0.0, False)
+NO_NORMS = Norms(None, None, None, None, 0.0, PLAIN_WEIGHT)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
@@ -116,8 +117,7 @@ def launch_forward(
     k_out: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
+    options: RopeOptions,
     *,
     inverse: bool = False,
     norms: Norms = NO_NORMS,
@@ -128,6 +128,7 @@ def launch_forward(
     x = q if q is not None else k
     assert x is not None
     cos, sin = with_unit_stride(cos), with_unit_stride(sin)
+    interleaved, positions = options
     check_positions(positions, cos)
     q, k = unit_stride(q), unit_stride(k)
     plan = _plan_forward(
@@ -153,8 +154,7 @@ def _plan_forward(
     direction: float,
     norm: bool,
     eps: float,
-    weight_offset: float,
-    round_before_weight: bool,
+    weight_options: WeightOptions,
 ) -> Plan:
     on_q = q is not None and 0 not in q[0]
     x, out = (q, q_out) if on_q else (k, k_out)
@@ -167,9 +167,9 @@ def _plan_forward(
     splits, items = _split(options, x[0], device, chunks)
     numbers = (
         x[0][2], _n_heads(q), _n_heads(k), cos[0][-2], splits, *strides, *_position_strides(positions),
-        direction, eps, weight_offset,
+        direction, eps, weight_options.weight_offset,
     )  # fmt: skip
-    constants = {"NORM": norm, "ROUND_FIRST": round_before_weight, "INTERLEAVED": interleaved}
+    constants = {"NORM": norm, "ROUND_FIRST": weight_options.round_before_weight, "INTERLEAVED": interleaved}
     return Plan((items,), numbers, constants | {"D": x[0][3], "HALF": cos[0][-1]} | options)
 
 
@@ -184,10 +184,8 @@ def launch_backward(
     sin: Tensor,
     q_rstd: Tensor | None,
     k_rstd: Tensor | None,
-    weight_offset: float,
-    round_before_weight: bool,
-    interleaved: bool,
-    positions: Tensor | None,
+    weight_options: WeightOptions,
+    options: RopeOptions,
     dq: Tensor | None,
     dk: Tensor | None,
     dq_weight: Tensor | None,
@@ -198,12 +196,13 @@ def launch_backward(
     assert x is not None
     order = storage_order(x)
     cos, sin = with_unit_stride(cos), with_unit_stride(sin)
+    interleaved, positions = options
     check_positions(positions, cos)
     dq_out, dk_out, q, k = unit_stride(dq_out), unit_stride(dk_out), unit_stride(q), unit_stride(k)
     plan = _plan_backward(
         strides_of(dq_out), strides_of(dk_out), _layout(q), _layout(k), strides_of(dq), strides_of(dk),
         layout(cos), layout(sin), _layout(positions), x.dtype, x.device, order.index(1) > order.index(2),
-        interleaved, weight_offset, round_before_weight,
+        interleaved, weight_options,
     )  # fmt: skip
     q_partial, k_partial = _partial(dq_weight, x, plan.grid[0]), _partial(dk_weight, x, plan.grid[0])
     launch(
@@ -230,8 +229,7 @@ def _plan_backward(
     device: torch.device,
     heads_inner: bool,
     interleaved: bool,
-    weight_offset: float,
-    round_before_weight: bool,
+    weight_options: WeightOptions,
 ) -> Plan:
     x = q if q is not None and 0 not in q[0] else k
     assert x is not None
@@ -243,9 +241,9 @@ def _plan_backward(
     grid = min(max(q_items, k_items), programs(device))
     numbers = (
         x[0][2], _n_heads(q), _n_heads(k), cos[0][-2], q_items, k_items, q_splits, k_splits,
-        *strides, *_position_strides(positions), weight_offset,
+        *strides, *_position_strides(positions), weight_options.weight_offset,
     )  # fmt: skip
-    constants = {"INTERLEAVED": interleaved, "ROUND_FIRST": round_before_weight}
+    constants = {"INTERLEAVED": interleaved, "ROUND_FIRST": weight_options.round_before_weight}
     return Plan((grid,), numbers, constants | {"D": x[0][3], "HALF": cos[0][-1]} | options)
 
 

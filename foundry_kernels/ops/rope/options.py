@@ -1,0 +1,12 @@
+"""What the operators of the rotation are told beside their tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from foundry_kernels.core.options import Options
+
+
+class RopeOptions(Options):
+    interleaved: bool
+    positions: Tensor | None
