@@ -51,7 +51,8 @@ _PLANNERS: list[Any] = []
 
 
 class Plan:
-    """A launch but for its tensors: the grid, the numbers that follow the tensors, constants and options by name."""
+    """A launch but for its tensors: the grid, the numbers that follow the tensors, and the rest by name: more numbers,
+    constants, options."""
 
     __slots__ = ("constants", "grid", "kept", "numbers")
 

@@ -12,7 +12,9 @@ import triton.language as tl
 from foundry_kernels import _triton
 from foundry_kernels._triton.launch import forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton import launch
+from foundry_kernels.ops.flash_attention.triton.kernel_options import numbers_of
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
@@ -82,7 +84,8 @@ def test_what_shares_a_cache() -> None:
         q, k = (torch.empty(b, h, t, 128, dtype=torch.bfloat16, device="meta") for h in heads)
         layouts = ((x.shape, x.stride()) for x in (q, k, k))
         device = torch.device("cpu")
-        return launch._Problem(*layouts, q.dtype, device, None, 0, t, t, 1.0, None, 0, None, True)
+        options = AttentionOptions(None, None, t, t, 1.0, None, 0, None, None, None, True, True, False, False)
+        return launch._Problem(*layouts, q.dtype, device, None, 0, numbers_of(options))
 
     assert problem(4, (32, 32), 4096).section(4096) == 8
     assert problem(1, (32, 8), 4096).section(4096) == 8

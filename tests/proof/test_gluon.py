@@ -192,26 +192,28 @@ def test_consumers_take_turns() -> None:
 # --- planted errors ---------------------------------------------------------------------------------------------------
 
 UNKNOWN, OVERWRITES, DEADLOCK = "which nothing has written|is known to have arrived", "which may still be", "deadlock: "
-WAIT = "    mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1)\n"
-FREE = "    mbarrier.wait(free.index(at), ((i // STAGES) & 1) ^ 1)\n"
-EXPECT = "    mbarrier.expect(ready.index(at), ROWS * D * 2)\n"
-KEYS_FREE = "    mbarrier.arrive(k_free.index((i + 1) % STAGES), count=1)\n"
-VALUES_FREE = "    mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)\n"
+WAIT = "    mbarrier.wait(tiles.ready.index(i % form.STAGES), (i // form.STAGES) & 1)\n"
+FREE = "    mbarrier.wait(tiles.free.index(at), ((i // form.STAGES) & 1) ^ 1)\n"
+EXPECT = "    mbarrier.expect(tiles.ready.index(at), form.BLOCK_N * form.D * 2)\n"
+KEYS_FREE = "    mbarrier.arrive(given.k.free.index((i + 1) % form.STAGES), count=1)\n"
+VALUES_FREE = "    mbarrier.arrive(given.v.free.index((i - 1) % form.STAGES), count=1)\n"
 BOTH = "    b_s, b_acc = hopper.warpgroup_mma_wait(0, deps=[t_s, t_acc])\n"
-SOFTMAX = "_softmax(b_s, b_m, b_l, stop, key, scale, MASKED, P_LAYOUT, DTYPE)\n"
+SOFTMAX = "_softmax(state.s, state.m, state.l, given.stop, key, given.scale, MASKED, form)\n"
 FIRST_WAIT = "    b_s = hopper.warpgroup_mma_wait(0, deps=[t_s])\n"
-FIRST_FREE = "    mbarrier.arrive(k_free.index(0), count=1)\n"
-TURN = "        mbarrier.arrive(turn.index(1 - WHO), count=1)\n"
+FIRST_FREE = "    mbarrier.arrive(k.free.index(0), count=1)\n"
+TURN = "        mbarrier.arrive(given.turn.index(1 - WHO), count=1)\n"
 
 #: What is edited, into what, and what the emulation must say of it.
 ERRORS: dict[str, tuple[str, str, str]] = {
     "no wait for a tile": (WAIT, "    pass\n", UNKNOWN),
-    "no wait for the queries": ("    mbarrier.wait(q_ready.index(WHO), 0)\n", "", UNKNOWN),
+    "no wait for the queries": ("    mbarrier.wait(q.ready.index(WHO), 0)\n", "", UNKNOWN),
     "no wait for a free buffer": (FREE, "", f"{OVERWRITES}|more arrivals"),
     "phase of a tile": (WAIT, WAIT.replace("& 1", "& 1 ^ 1"), f"{UNKNOWN}|{DEADLOCK}"),
-    "phase that never changes": (WAIT, WAIT.replace("(i // STAGES) & 1", "0"), f"{UNKNOWN}|{OVERWRITES}|{DEADLOCK}"),
+    "phase that never changes": (
+        WAIT, WAIT.replace("(i // form.STAGES) & 1", "0"), f"{UNKNOWN}|{OVERWRITES}|{DEADLOCK}"
+    ),
     "phase of a free buffer": (FREE, FREE.replace(" ^ 1)", ")"), DEADLOCK),
-    "another buffer's wait": (WAIT, WAIT.replace("i % STAGES", "(i + 1) % STAGES"), f"{UNKNOWN}|{DEADLOCK}"),
+    "another buffer's wait": (WAIT, WAIT.replace("i % form", "(i + 1) % form"), f"{UNKNOWN}|{DEADLOCK}"),
     "freed before the wait": (FIRST_WAIT + FIRST_FREE, FIRST_FREE + FIRST_WAIT, OVERWRITES),
     "values freed before the wait": (
         BOTH + KEYS_FREE + VALUES_FREE, VALUES_FREE + BOTH + KEYS_FREE, OVERWRITES
@@ -227,7 +229,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "too many bytes expected": (EXPECT, EXPECT.replace(" * 2", " * 4"), DEADLOCK),
     "nothing expected": (EXPECT, "", DEADLOCK),
     "waits for one of two products": (BOTH, BOTH.replace("wait(0", "wait(1"), "still under way"),
-    "scores used before the wait": (SOFTMAX, SOFTMAX.replace("b_s", "t_s"), "used before"),
+    "scores used before the wait": (SOFTMAX, SOFTMAX.replace("state.s", "t_s"), "used before"),
     "sums used before the wait": (
         BOTH, BOTH.replace("b_s, b_acc =", "b_s, _ =") + "    b_acc = t_acc\n", "used before"
     ),
@@ -241,7 +243,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "no wait for the store": ("    tma.store_wait(0)\n", "", "ends without a wait"),
     "one tile too few": ("in range(n_tiles):", "in range(n_tiles - 1):", DEADLOCK),
     "one tile too many": ("in range(n_tiles):", "in range(n_tiles + 1):", "nobody has read|being copied"),
-    "the other's queries": ("q = q_mem.index(WHO)", "q = q_mem.index(1 - WHO)", UNKNOWN),
+    "the other's queries": ("own = q.mem.index(WHO)", "own = q.mem.index(1 - WHO)", UNKNOWN),
     "not initialized": ("        mbarrier.init(v_ready.index(stage), count=1)\n", "", "not initialized"),
     "rows of the other consumer": ("n, head, at, row + BLOCK_M,", "n, head, at, row,", "an element of out"),
     "lse beyond the last row": ("mask=rows < tokens_q)", "mask=rows >= 0)", "a store to elements"),

@@ -15,12 +15,20 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
-from foundry_kernels.ops.flash_attention.triton.mask import between, in_window, seen_keys
+from foundry_kernels.ops.flash_attention.triton.bundles import Mask, Range, Rows, Saved, Scoring, Sizes
+from foundry_kernels.ops.flash_attention.triton.mask import in_window, seeing_queries, seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
-from foundry_kernels.ops.flash_attention.triton.tile_io import add_rows, load_rows, store_rows
+from foundry_kernels.ops.flash_attention.triton.tile_io import (
+    add_rows,
+    head_keys,
+    head_rows,
+    load_rows,
+    rows_from,
+    store_rows,
+)
 
 
 @triton.jit
@@ -45,10 +53,10 @@ def flash_attention_preprocess_kernel(
     rows = i0 + tl.arange(0, BLOCK_M)  # [M]
     m_rows = rows < tokens_q
     first = i0.to(tl.int64)
-    p_dout = dout_ptr + n * stride_dob + head * stride_doh + first * stride_dot
-    b_dout = load_rows(p_dout, stride_dot, tokens_q - i0, BLOCK_M, BLOCK_DV, DV, True)
-    p_out = out_ptr + n * stride_ob + head * stride_oh + first * stride_ot
-    b_out = load_rows(p_out, stride_ot, tokens_q - i0, BLOCK_M, BLOCK_DV, DV, True)
+    dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, first)
+    b_dout = load_rows(dout, tokens_q - i0, BLOCK_M, BLOCK_DV, DV, True)
+    out = head_rows(out_ptr, stride_ob, stride_oh, stride_ot, n, head, first)
+    b_out = load_rows(out, tokens_q - i0, BLOCK_M, BLOCK_DV, DV, True)
     at = (n * n_heads + head) * tokens_q + rows
     b_lse = tl.load(lse_ptr + at, mask=m_rows, other=-float("inf"))
     b_delta = tl.sum(b_dout.to(COMPUTE) * b_out.to(COMPUTE), 1)
@@ -69,70 +77,67 @@ def flash_attention_preprocess_kernel(
 
 
 @triton.jit
-def _hide(b_z, i0, k_pos, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-          BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+def _hide(b_z, i0, k_pos, scoring, mask, sizes):
     """The transposed scores [N, M] of the queries from i0 on, -inf where they do not see the key at k_pos [N, 1]. Of
     three ways to the same, the one that does not spill."""
-    rows = tl.arange(0, BLOCK_M)[None, :]
-    if BLOCK_D > 128:
-        m_seen = in_window(k_pos - (i0 + rows), left, right, HAS_LEFT, HAS_RIGHT)
-    elif HAS_SOFTCAP:
-        m_seen = between(rows, k_pos - right - i0, k_pos + left - i0, HAS_RIGHT, HAS_LEFT)
+    rows = tl.arange(0, sizes.BLOCK_M)[None, :]
+    if sizes.BLOCK_D > 128:
+        m_seen = in_window(k_pos - (i0 + rows), mask)
+    elif scoring.softcap is not None:
+        m_seen = seeing_queries(rows, k_pos, i0, mask)
     else:
-        m_seen = between(i0 + rows, k_pos - right, k_pos + left, HAS_RIGHT, HAS_LEFT)
+        m_seen = seeing_queries(i0 + rows, k_pos, 0, mask)
     return tl.where(m_seen, b_z, -float("inf"))
 
 
 @triton.jit
 def _accumulate_dkdv(
-    b_dk, b_dv, b_k, b_v, k_pos, q_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr, stride_qt, stride_dot,
-    begin, full_begin, full_end, end, seqlen_q, scale, softcap, slope, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr,
-    DELTA_FIRST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    b_dk, b_dv, b_k, b_v, k_pos, q, dout, saved, dq_ptr, queries, seqlen_q, scoring, mask,
+    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
 ):  # fmt: skip
-    """Add the queries begin .. end - 1 of one head; k_pos [N, 1] is the position of each key among the queries.
+    """Add the queries of one head in the `Range` queries; k_pos [N, 1] is the position of each key among them.
+    dq_ptr: the head's dq, to be added to, or None.
 
     All blocks of scores are transposed, [N, M], so that dout and q need no transposition. Keys past the last one need
-    no mask: they reach only rows of dk and dv that are not stored; with ADD_DQ they are out of every query's sight. Nor
-    do the queries full_begin .. full_end - 1, whose tiles the window's edges do not cross; a loop of their own would
-    cost registers, which are scarcest here.
+    no mask: they reach only rows of dk and dv that are not stored; with dq_ptr they are out of every query's sight.
+    Nor do the queries full_start .. full_stop - 1, whose tiles the window's edges do not cross; a loop of their own
+    would cost registers, which are scarcest here.
     """
-    factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
-    for i0 in range(begin, end, BLOCK_M):
-        i0 = tl.multiple_of(i0, BLOCK_M)
-        first = tl.cast(i0, tl.int64)
-        rows = i0 + tl.arange(0, BLOCK_M)[None, :]  # [1, M]
+    factor = score_factor(scoring)
+    for i0 in range(queries.start, queries.stop, sizes.BLOCK_M):
+        i0 = tl.multiple_of(i0, sizes.BLOCK_M)
+        first = tl.cast(i0, tl.int64)  # here, as registers are allotted differently where `rows_from` does it
+        rows = i0 + tl.arange(0, sizes.BLOCK_M)[None, :]  # [1, M]
         m_rows = rows < seqlen_q
-        b_q = load_rows(q_ptr + first * stride_qt, stride_qt, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)  # [M, D]
-        b_lse = tl.load(lse_log2_ptr + rows, mask=m_rows, other=float("inf"))
+        b_q = load_rows(rows_from(q, first), seqlen_q - i0, sizes.BLOCK_M, sizes.BLOCK_D, sizes.D, True)  # [M, D]
+        b_lse = tl.load(saved.lse_log2 + rows, mask=m_rows, other=float("inf"))
         if DELTA_FIRST:  # not where it is used: of two ways to the same, the one that does not spill
-            b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
-        b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
+            b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
+        b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring)
         b_z = b_s * factor - b_lse
-        if LSE_LOW:
-            b_z -= tl.load(lse_low_ptr + rows, mask=m_rows, other=0.0)
-        if HAS_LEFT or HAS_RIGHT:
-            if BLOCK_D > 128 or HAS_SOFTCAP:  # noqa: SIM114, this is known to the compiler. A branch takes registers
-                b_z = _hide(b_z, i0, k_pos, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_D, BLOCK_M)
-            elif (i0 < full_begin) | (i0 >= full_end):
-                b_z = _hide(b_z, i0, k_pos, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_D, BLOCK_M)
+        if saved.lse_low is not None:
+            b_z -= tl.load(saved.lse_low + rows, mask=m_rows, other=0.0)
+        if mask.left is not None or mask.right is not None:
+            # The compiler knows whether the first of these is so, and a branch takes registers.
+            if sizes.BLOCK_D > 128 or scoring.softcap is not None:  # noqa: SIM114
+                b_z = _hide(b_z, i0, k_pos, scoring, mask, sizes)
+            elif (i0 < queries.full_start) | (i0 >= queries.full_stop):
+                b_z = _hide(b_z, i0, k_pos, scoring, mask, sizes)
         b_p = tl.exp2(b_z)
-        p_dout = dout_ptr + first * stride_dot
-        b_dout = load_rows(p_dout, stride_dot, seqlen_q - i0, BLOCK_M, BLOCK_DV, DV, True)  # [M, DV]
+        b_dout = load_rows(rows_from(dout, first), seqlen_q - i0, sizes.BLOCK_M, sizes.BLOCK_DV, sizes.DV, True)
         if NEED_DV:
             b_dv = dot(round_to(b_p, b_dout.dtype), b_dout, b_dv)
         if NEED_DK:
             if not DELTA_FIRST:
-                b_delta = tl.load(delta_ptr + rows, mask=m_rows, other=0.0)
+                b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_dout)) - b_delta)
-            if HAS_SOFTCAP:
+            if scoring.softcap is not None:
                 b_ds = b_ds * (1.0 - b_t * b_t)
             b_ds = round_to(b_ds, b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
-            if ADD_DQ:
-                add_rows(dq_ptr + first * D, D, seqlen_q - i0, dot(tl.trans(b_ds), b_k), BLOCK_M, BLOCK_D, D)
+            if dq_ptr is not None:
+                add_rows(Rows(dq_ptr + first * sizes.D, sizes.D), seqlen_q - i0, dot(tl.trans(b_ds), b_k),
+                         sizes.BLOCK_M, sizes.BLOCK_D, sizes.D)  # fmt: skip
     return b_dk, b_dv
 
 
@@ -156,7 +161,9 @@ def flash_attention_dkdv_kernel(
     A share is `members` query heads of one key-value head, each of which has `num_splits` shares and as many heads in
     dk and dv."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap
+    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
+    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N)
     n, share, tile, tiles = program_order(n_batch, n_shares, section)
     kv_head = share // num_splits
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
@@ -170,44 +177,40 @@ def flash_attention_dkdv_kernel(
     first = tl.cast(start_k, tl.int64) + j0
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
     k_pos = (j0 + tl.arange(0, BLOCK_N) - offset)[:, None]  # [N, 1]
-    p_k = k_ptr + n * stride_kb + kv_head * stride_kh + first * stride_ks
-    b_k = load_rows(p_k, stride_ks, seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)
-    p_v = v_ptr + n * stride_vb + kv_head * stride_vh + first * stride_vs
-    b_v = load_rows(p_v, stride_vs, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)
+    k = head_rows(k_ptr, stride_kb, stride_kh, stride_ks, n, kv_head, first)
+    b_k = load_rows(k, seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)
+    v = head_rows(v_ptr, stride_vb, stride_vh, stride_vs, n, kv_head, first)
+    b_v = load_rows(v, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], COMPUTE)
     b_dv = tl.zeros([BLOCK_N, BLOCK_DV], COMPUTE)
     # Seen from a key the window is mirrored: the queries that see it lie from `right` before to `left` after it.
-    start, full_start, full_stop, stop = block_range(
-        j0, seqlen_k, seqlen_q, -offset, right, left, HAS_RIGHT, HAS_LEFT, BLOCK_N, BLOCK_M
-    )
+    mirrored = Mask(mask.right, mask.left)
+    queries = block_range(j0, seqlen_k, seqlen_q, -offset, mirrored, BLOCK_N, BLOCK_M)
     if ADD_DQ and j0 + BLOCK_N > seqlen_k:  # what is no key is so far to the right that no query sees it
         k_pos = tl.where((j0 + tl.arange(0, BLOCK_N) < seqlen_k)[:, None], k_pos, 1 << 30)
-        full_start = stop
+        queries = Range(queries.start, queries.stop, queries.full_stop, queries.stop)
     DELTA_FIRST: tl.constexpr = ADD_DQ or (
         VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
     )
     for head in range(share * members, share * members + members):
-        q_h = q_ptr + n * stride_qb + head * stride_qh + tl.cast(start_q, tl.int64) * stride_qt
-        dout_h = dout_ptr + n * stride_dob + head * stride_doh + tl.cast(start_q, tl.int64) * stride_dot
-        dq_h = None
-        if ADD_DQ:
-            dq_h = dq_ptr + (n * stride_lseb + head * tokens_q + start_q) * D  # its rows lie as those of lse do
+        q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, start_q)
+        dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, start_q)
         at = n * stride_lseb + head * tokens_q + start_q
-        slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
+        dq_h = dq_ptr + at * D if ADD_DQ else None  # its rows lie as those of lse do
+        slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, COMPUTE) if HAS_ALIBI else None
+        saved = Saved(lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
         b_dk, b_dv = _accumulate_dkdv(
-            b_dk, b_dv, b_k, b_v, k_pos, q_h, dout_h, lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None,
-            delta_ptr + at, dq_h, stride_qt, stride_dot, start, full_start, full_stop, stop, seqlen_q,
-            scale, softcap, slope, left, right, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW,
-            NEED_DK, NEED_DV, ADD_DQ, DELTA_FIRST, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M,
+            b_dk, b_dv, b_k, b_v, k_pos, q, dout, saved, dq_h, queries, seqlen_q, Scoring(scale, softcap, slope), mask,
+            NEED_DK, NEED_DV, DELTA_FIRST, sizes,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
-        p_dk = dk_ptr + n * stride_dkb + share * stride_dkh + first * stride_dks
-        store_rows(p_dk, stride_dks, seqlen_k - j0, b_dk, BLOCK_N, BLOCK_D, D)
+        dk = head_rows(dk_ptr, stride_dkb, stride_dkh, stride_dks, n, share, first)
+        store_rows(dk, seqlen_k - j0, b_dk, BLOCK_N, BLOCK_D, D)
     if NEED_DV:
         b_dv = round_to(b_dv, dv_ptr.dtype.element_ty)
-        p_dv = dv_ptr + n * stride_dvb + share * stride_dvh + first * stride_dvs
-        store_rows(p_dv, stride_dvs, seqlen_k - j0, b_dv, BLOCK_N, BLOCK_DV, DV)
+        dv = head_rows(dv_ptr, stride_dvb, stride_dvh, stride_dvs, n, share, first)
+        store_rows(dv, seqlen_k - j0, b_dv, BLOCK_N, BLOCK_DV, DV)
 
 
 @triton.jit
@@ -227,38 +230,33 @@ def flash_attention_sum_splits_kernel(
     p_parts = parts_ptr + (n * n_heads + head) * num_splits * stride_split + first * D
     b_sum = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
     for _ in range(num_splits):
-        b_sum += load_rows(p_parts, D, tokens - i0, BLOCK_M, BLOCK_D, D, True)
+        b_sum += load_rows(Rows(p_parts, D), tokens - i0, BLOCK_M, BLOCK_D, D, True)
         p_parts += stride_split
     b_sum = round_to(b_sum * scale, sum_ptr.dtype.element_ty)
-    p_sum = sum_ptr + n * stride_sb + head * stride_sh + first * stride_st
-    store_rows(p_sum, stride_st, tokens - i0, b_sum, BLOCK_M, BLOCK_D, D)
+    rows = head_rows(sum_ptr, stride_sb, stride_sh, stride_st, n, head, first)
+    store_rows(rows, tokens - i0, b_sum, BLOCK_M, BLOCK_D, D)
 
 
 @triton.jit
 def _accumulate_dq(
-    b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs, begin, end, seqlen_k,
-    scale, softcap, slope, left, right,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    b_dq, b_q, b_dout, saved, q_pos, keys, begin, end, scoring, mask, MASKED: tl.constexpr, sizes
 ):  # fmt: skip
     """Add the keys begin .. end - 1."""
-    factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
-    for j0 in range(begin, end, BLOCK_N):
-        j0 = tl.multiple_of(j0, BLOCK_N)
-        first = tl.cast(j0, tl.int64)
-        cols = j0 + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
-        b_k = load_rows(k_ptr + first * stride_ks, stride_ks, seqlen_k - j0, BLOCK_N, BLOCK_D, D, MASKED)  # [N, D]
-        b_v = load_rows(v_ptr + first * stride_vs, stride_vs, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, MASKED)  # [N, DV]
-        b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-        b_z = b_s * factor - b_lse
-        if LSE_LOW:
-            b_z -= b_low
+    factor = score_factor(scoring)
+    for j0 in range(begin, end, sizes.BLOCK_N):
+        j0 = tl.multiple_of(j0, sizes.BLOCK_N)
+        first = tl.cast(j0, tl.int64)  # here, as in `_accumulate_dkdv`
+        cols = j0 + tl.arange(0, sizes.BLOCK_N)[None, :]  # [1, N]
+        b_k = load_rows(rows_from(keys.k, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_D, sizes.D, MASKED)
+        b_v = load_rows(rows_from(keys.v, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)
+        b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring)
+        b_z = b_s * factor - saved.lse_log2
+        if saved.lse_low is not None:
+            b_z -= saved.lse_low
         if MASKED:
-            m_seen = seen_keys(j0, BLOCK_N, q_pos, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-            b_z = tl.where(m_seen, b_z, -float("inf"))
-        b_ds = tl.exp2(b_z) * (dot(b_dout, tl.trans(b_v)) - b_delta)
-        if HAS_SOFTCAP:
+            b_z = tl.where(seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask), b_z, -float("inf"))
+        b_ds = tl.exp2(b_z) * (dot(b_dout, tl.trans(b_v)) - saved.delta)
+        if scoring.softcap is not None:
             b_ds = b_ds * (1.0 - b_t * b_t)
         b_dq = dot(round_to(b_ds, b_k.dtype), b_k, b_dq)
     return b_dq
@@ -279,7 +277,9 @@ def flash_attention_dq_kernel(
 ):  # fmt: skip
     """Programs are ordered as in the forward kernel."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap
+    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
+    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N)
     n, head, tile, tiles = program_order(n_batch, n_heads, section)
     if HAS_RIGHT:
         tile = tiles - 1 - tile
@@ -294,36 +294,28 @@ def flash_attention_dq_kernel(
     m_rows = rows < seqlen_q
     offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
     q_pos = rows + offset
-    p_q = q_ptr + n * stride_qb + head * stride_qh + first * stride_qt
-    b_q = load_rows(p_q, stride_qt, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)
-    p_dout = dout_ptr + n * stride_dob + head * stride_doh + first * stride_dot
-    b_dout = load_rows(p_dout, stride_dot, seqlen_q - i0, BLOCK_M, BLOCK_DV, DV, True)
-    k_ptr += n * stride_kb + head // group * stride_kh + tl.cast(start_k, tl.int64) * stride_ks
-    v_ptr += n * stride_vb + head // group * stride_vh + tl.cast(start_k, tl.int64) * stride_vs
+    q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, first)
+    b_q = load_rows(q, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)
+    dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, first)
+    b_dout = load_rows(dout, seqlen_q - i0, BLOCK_M, BLOCK_DV, DV, True)
+    keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+                     n, head, group, start_k, seqlen_k)  # fmt: skip
     at = n * stride_lseb + head * tokens_q + start_q + rows
     b_lse = tl.load(lse_log2_ptr + at, mask=m_rows, other=float("inf"))
     b_low = tl.load(lse_low_ptr + at, mask=m_rows, other=0.0) if LSE_LOW else None
-    b_delta = tl.load(delta_ptr + at, mask=m_rows, other=0.0)
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI, COMPUTE)
+    saved = Saved(b_lse, b_low, tl.load(delta_ptr + at, mask=m_rows, other=0.0))
+    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, COMPUTE) if HAS_ALIBI else None
+    scoring = Scoring(scale, softcap, slope)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
-    start, full_start, full_stop, stop = block_range(i0, seqlen_q, seqlen_k, offset, left, right, HAS_LEFT, HAS_RIGHT,
-                                                     BLOCK_M, BLOCK_N)  # fmt: skip
+    cols = block_range(i0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
     if HAS_LEFT:
-        b_dq = _accumulate_dq(
-            b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
-            start, tl.minimum(full_start, stop), seqlen_k, scale, softcap, slope, left, right,
-            True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-        )  # fmt: skip
+        stop = tl.minimum(cols.full_start, cols.stop)
+        b_dq = _accumulate_dq(b_dq, b_q, b_dout, saved, q_pos, keys, cols.start, stop, scoring, mask, True, sizes)
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
-        full_start, full_stop, seqlen_k, scale, softcap, slope, left, right,
-        False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-    )  # fmt: skip
-    b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, b_lse, b_low, b_delta, q_pos, k_ptr, v_ptr, stride_ks, stride_vs,
-        tl.maximum(full_start, full_stop), stop, seqlen_k, scale, softcap, slope, left, right,
-        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, LSE_LOW, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N,
-    )  # fmt: skip
+        b_dq, b_q, b_dout, saved, q_pos, keys, cols.full_start, cols.full_stop, scoring, mask, False, sizes
+    )
+    start = tl.maximum(cols.full_start, cols.full_stop)
+    b_dq = _accumulate_dq(b_dq, b_q, b_dout, saved, q_pos, keys, start, cols.stop, scoring, mask, True, sizes)
     b_dq = round_to(b_dq * natural_scale, dq_ptr.dtype.element_ty)
-    p_dq = dq_ptr + n * stride_dqb + head * stride_dqh + first * stride_dqt
-    store_rows(p_dq, stride_dqt, seqlen_q - i0, b_dq, BLOCK_M, BLOCK_D, D)
+    dq = head_rows(dq_ptr, stride_dqb, stride_dqh, stride_dqt, n, head, first)
+    store_rows(dq, seqlen_q - i0, b_dq, BLOCK_M, BLOCK_D, D)

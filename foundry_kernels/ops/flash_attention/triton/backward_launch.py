@@ -114,12 +114,9 @@ def _launch_preprocess(
     return rows
 
 
-def _numbers(p: _Problem, natural_scale: float, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
+def _numbers(p: _Problem, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
     """That end those of both kernels; the strides are those of dout and of what is written."""
-    return (
-        p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors), p.stride_lseb, p.stride_alibi, p.scale, p.softcap,
-        natural_scale, *p.window,
-    )  # fmt: skip
+    return (p.tokens_q, p.tokens_k, *p.strides_qkv, *p.strides(*tensors), p.stride_lseb)
 
 
 #: What it costs a program to leave its sums to another kernel: as much as so many more rows of queries, by bytes.
@@ -174,8 +171,8 @@ def _plan_dkdv(
 ) -> tuple[Plan, int, tuple[Plan, ...]]:
     """The launch, into how many shares a group of heads is split and, where it is, the launches that sum dk and dv."""
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
-    config = p.config("dkdv")
     flags["ADD_DQ"] = add_dq
+    config = p.config("dkdv")
     if add_dq:
         config = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed) or config
     splits = _head_splits(p, config["BLOCK_N"])
@@ -190,13 +187,13 @@ def _plan_dkdv(
         written = _parts_strides(p, shares, p.head_dim), _parts_strides(p, shares, p.head_dim_v)
     numbers = (
         p.n_batch, shares, members, splits, p.section(members * p.max_seqlen_q, splits),
-        *_numbers(p, 1.0 if splits > 1 else p.natural_scale, dout, *written),
+        *_numbers(p, dout, *written),
     )  # fmt: skip
+    options = p.numbers | p.constants | {"natural_scale": 1.0 if splits > 1 else p.natural_scale}
     if add_dq and not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
-        numbers = (*numbers[:-1], p.tokens_q + p.tokens_k)
-        flags["HAS_RIGHT"] = True
+        options |= {"HAS_RIGHT": True, "right": p.reach}
     tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
-    return Plan((tiles * p.n_batch * shares,), numbers, p.constants | flags | config), splits, sums
+    return Plan((tiles * p.n_batch * shares,), numbers, options | flags | config), splits, sums
 
 
 def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
@@ -258,11 +255,9 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
         config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
-    constants = p.constants | {"LSE_LOW": p.dtype == torch.float32} | config
-    numbers = (
-        p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), *_numbers(p, p.natural_scale, dout, dq),
-    )  # fmt: skip
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, constants)
+    numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), *_numbers(p, dout, dq))
+    fixed = {"natural_scale": p.natural_scale, "LSE_LOW": p.dtype == torch.float32}
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | fixed | config)
 
 
 def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], lengths: tuple[Tensor | None, ...], dq: Tensor) -> None:

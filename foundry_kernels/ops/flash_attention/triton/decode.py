@@ -12,12 +12,13 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
+from foundry_kernels.ops.flash_attention.triton.bundles import Mask, Results, Scoring, State
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
-from foundry_kernels.ops.flash_attention.triton.tile_io import load_rows
+from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, load_rows, rows_from
 
 #: The most splits of a sequence: what `combine` reads at once.
 MAX_SPLITS = tl.constexpr(64)
@@ -49,7 +50,8 @@ def flash_attention_decode_kernel(
     the sums [splits, Hk, n_rows, DV] and three times `n_states` numbers, the states of the same rows, are written, else
     the results. All tiles are masked: time goes into reading the keys."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap
+    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
+    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
     pid = tl.program_id(0)
     kv_head = (pid % n_kv_heads).to(tl.int64)
     n = (pid // n_kv_heads % n_batch).to(tl.int64)
@@ -69,48 +71,45 @@ def flash_attention_decode_kernel(
     p_q = q_ptr + n * stride_qb + (tl.cast(start_q, tl.int64) + tokens) * stride_qt + heads * stride_qh
     dims = tl.arange(0, BLOCK_D)[None, :]
     b_q = tl.load(p_q[:, None] + dims, mask=m_rows[:, None] & (dims < D), other=0.0)  # [M, D]
-    k_ptr += n * stride_kb + kv_head * stride_kh + tl.cast(start_k, tl.int64) * stride_ks
-    v_ptr += n * stride_vb + kv_head * stride_vh + tl.cast(start_k, tl.int64) * stride_vs
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, heads[:, None], HAS_ALIBI, COMPUTE)
-    factor = score_factor(scale, HAS_SOFTCAP, HAS_ALIBI)
+    keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+                     n, kv_head, 1, start_k, seqlen_k)  # fmt: skip
+    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, heads[:, None], COMPUTE) if HAS_ALIBI else None
+    scoring = Scoring(scale, softcap, slope)
+    factor = score_factor(scoring)
     b_acc = tl.zeros([BLOCK_M, BLOCK_DV], COMPUTE)
     b_m = tl.full([BLOCK_M], -float("inf"), COMPUTE)
-    b_l = tl.zeros([BLOCK_M], COMPUTE)
-    b_e = tl.zeros([BLOCK_M], COMPUTE)
-    begin, _, _, end = block_range(0, seqlen_q, seqlen_k, offset, left, right, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    state = State(b_m, tl.zeros([BLOCK_M], COMPUTE), tl.zeros([BLOCK_M], COMPUTE))
+    begin, _, _, end = block_range(0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
     if SPLIT:
         begin += split * split_keys
         if split < num_splits - 1:  # the last one takes what is left
             end = tl.minimum(end, begin + split_keys)
     for j0 in range(begin, end, BLOCK_N):
         j0 = tl.multiple_of(j0, BLOCK_N)
-        first = tl.cast(j0, tl.int64)
-        b_k = load_rows(k_ptr + first * stride_ks, stride_ks, seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)  # [N, D]
-        b_v = load_rows(v_ptr + first * stride_vs, stride_vs, seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)  # [N, DV]
+        b_k = load_rows(rows_from(keys.k, j0), seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)  # [N, D]
+        b_v = load_rows(rows_from(keys.v, j0), seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)  # [N, DV]
         cols = j0 + tl.arange(0, BLOCK_N)[None, :]
-        b_qk = dot(b_q, tl.trans(b_k))  # [M, N]
-        b_s, _b_t = scores(b_qk, cols - q_pos, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-        m_seen = seen_keys(j0, BLOCK_N, q_pos, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-        b_s = tl.where(m_seen, b_s, -float("inf"))
-        b_p, b_shrink, b_m, b_l, b_e = online_softmax(b_s, factor, b_m, b_l, b_e, True, SAVE_STATS)
+        b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring)  # [M, N]
+        b_s = tl.where(seen_keys(j0, BLOCK_N, q_pos, seqlen_k, mask), b_s, -float("inf"))
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, True, SAVE_STATS)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
     if SPLIT:
         at = ((place + split) * n_kv_heads + kv_head) * n_rows + rows
         m_rows = rows < n_rows
-        tl.store(states_ptr + at, b_m, mask=m_rows)
-        tl.store(states_ptr + n_states + at, b_l, mask=m_rows)
+        tl.store(states_ptr + at, state.m, mask=m_rows)
+        tl.store(states_ptr + n_states + at, state.l, mask=m_rows)
         if SAVE_STATS:
-            tl.store(states_ptr + 2 * n_states + at, b_e, mask=m_rows)
+            tl.store(states_ptr + 2 * n_states + at, state.e, mask=m_rows)
         dims_v = tl.arange(0, BLOCK_DV)[None, :]
         tl.store(sums_ptr + at[:, None] * DV + dims_v, b_acc, mask=m_rows[:, None] & (dims_v < DV))
     else:
         tokens += start_q
         p_out = out_ptr + n * stride_ob + tokens.to(tl.int64) * stride_ot + heads * stride_oh
         at = n * stride_lseb + heads * tokens_q + tokens
-        finish_rows(
-            b_acc, b_m, b_l, b_e, m_rows, heads, p_out[:, None], at, lse_ptr, entropy_ptr, max_logit_ptr, sinks_ptr,
-            HAS_SINKS, SAVE_LSE, SAVE_STATS, DV, BLOCK_DV,
-        )  # fmt: skip
+        results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
+                          max_logit_ptr if SAVE_STATS else None)  # fmt: skip
+        sinks_ptr = sinks_ptr if HAS_SINKS else None
+        finish_rows(b_acc, state, m_rows, heads, p_out[:, None], at, results, sinks_ptr, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -157,7 +156,10 @@ def flash_attention_combine_kernel(
     token += start_q
     head = kv_head * group + row % group + tl.zeros([1], tl.int64)  # [1]
     p_out = out_ptr + n * stride_ob + tl.cast(token, tl.int64) * stride_ot + head * stride_oh
+    results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
+                      max_logit_ptr if SAVE_STATS else None)  # fmt: skip
+    state, sinks_ptr = State(b_m, b_l, b_e), sinks_ptr if HAS_SINKS else None
     finish_rows(
-        b_acc[None, :], b_m, b_l, b_e, head >= 0, head, p_out[:, None], n * stride_lseb + head * tokens_q + token,
-        lse_ptr, entropy_ptr, max_logit_ptr, sinks_ptr, HAS_SINKS, SAVE_LSE, SAVE_STATS, DV, BLOCK_DV,
+        b_acc[None, :], state, head >= 0, head, p_out[:, None], n * stride_lseb + head * tokens_q + token,
+        results, sinks_ptr, DV, BLOCK_DV,
     )  # fmt: skip

@@ -58,12 +58,10 @@ def _plan_decode(
         p.n_batch, p.n_kv_heads, p.group, rows, p.tokens_q, p.tokens_k, split_keys, num_splits, n_states,
     )  # fmt: skip
     strides = p.strides(out)
-    numbers = (
-        *counts, *p.strides_qkv, *strides, p.stride_lseb, p.stride_alibi, p.scale, p.softcap, *p.window,
-    )  # fmt: skip
+    numbers = (*counts, *p.strides_qkv, *strides, p.stride_lseb)
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
     grid = (num_splits * p.n_batch * p.n_kv_heads,)
-    decode = Plan(grid, numbers, p.constants | flags | {"SPLIT": num_splits > 1} | config)
+    decode = Plan(grid, numbers, p.numbers | p.constants | flags | {"SPLIT": num_splits > 1} | config)
     if num_splits == 1:
         return decode, None, 0, 0
     shared = {name: p.constants[name] for name in ("VARLEN", "COMPUTE", "DV", "BLOCK_DV")}

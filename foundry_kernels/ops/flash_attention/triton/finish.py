@@ -10,28 +10,25 @@ from foundry_kernels.ops.flash_attention.triton.softmax import LN2, add_sink
 
 
 @triton.jit
-def finish_rows(
-    b_acc, b_m, b_l, b_e, m_rows, head, p_out, at, lse_ptr, entropy_ptr, max_logit_ptr, sinks_ptr,
-    HAS_SINKS: tl.constexpr, SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
+def finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     """From the sums b_acc [M, DV] and the state of the softmax [M]: out to the rows p_out [M, 1], and to `at` [M] what
     is kept of a row. `head` is that of all rows, or of each [M]."""
+    b_m, b_l, b_e = state
     m_empty = b_m == -float("inf")
-    if SAVE_STATS:
-        tl.store(max_logit_ptr + at, b_m * LN2, mask=m_rows)
+    if results.max_logit is not None:
+        tl.store(results.max_logit + at, b_m * LN2, mask=m_rows)
     b_base = tl.where(m_empty, 0.0, b_m)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         logit = tl.load(sinks_ptr + head)
-        b_shrink, b_base, b_l, b_e = add_sink(logit, b_m, b_base, b_l, b_e, SAVE_STATS)
+        b_shrink, b_base, b_l, b_e = add_sink(logit, b_m, b_base, b_l, b_e, results.entropy is not None)
         b_acc = b_acc * b_shrink[:, None]
     b_l = tl.where(m_empty, 1.0, b_l)
     b_out = round_to(b_acc / b_l[:, None], p_out.dtype.element_ty)
     cols = tl.arange(0, BLOCK_DV)[None, :]
     tl.store(p_out + cols, b_out, mask=m_rows[:, None] & (cols < DV))
-    if SAVE_LSE:
+    if results.lse is not None:
         b_lse = (b_base.to(tl.float64) + tl.log2(b_l)) * LN2
-        tl.store(lse_ptr + at, tl.where(m_empty, -float("inf"), b_lse), mask=m_rows)
-    if SAVE_STATS:
+        tl.store(results.lse + at, tl.where(m_empty, -float("inf"), b_lse), mask=m_rows)
+    if results.entropy is not None:
         b_entropy = tl.maximum((tl.log2(b_l) - b_e / b_l) * LN2, 0.0)
-        tl.store(entropy_ptr + at, tl.where(m_empty, 0.0, b_entropy), mask=m_rows)
+        tl.store(results.entropy + at, tl.where(m_empty, 0.0, b_entropy), mask=m_rows)

@@ -11,6 +11,8 @@ consumer. b_ is a block of values, t_ the token of a product that is under way.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -25,54 +27,95 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 
 
+class Buffers(NamedTuple):
+    """Tiles in shared memory, and their barriers."""
+
+    mem: Any
+    ready: Any
+    free: Any  # None for the queries, whose buffers are filled once
+
+
+class Consumer(NamedTuple):
+    """What a consumer reads: the queries are its own, q [M, D]. Query r sees the keys before stop[r]."""
+
+    q: Any
+    k: Buffers
+    v: Buffers
+    turn: Any
+    stop: Any
+    scale: Any
+    n_tiles: Any
+
+
+class State(NamedTuple):
+    """The scores of a tile, the weights of the tile before, and the sums so far."""
+
+    s: Any
+    p: Any
+    acc: Any
+    m: Any
+    l: Any  # noqa: E741
+
+
+class Form(NamedTuple):
+    """Constants of the kernel."""
+
+    TURNS: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    D: Any
+    STAGES: Any
+    DTYPE: Any
+    S_LAYOUT: Any
+    O_LAYOUT: Any
+
+
 @gluon.jit
-def _wait(ready, i, STAGES: gl.constexpr):
+def _wait(tiles, i, form):
     """Until tile i is in its buffer."""
-    mbarrier.wait(ready.index(i % STAGES), (i // STAGES) & 1)
+    mbarrier.wait(tiles.ready.index(i % form.STAGES), (i // form.STAGES) & 1)
 
 
 @gluon.jit
-def _copy(desc, mem, ready, free, n, head, row, i, ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def _copy(desc, tiles, n, head, row, i, form):
     """Copy tile i of keys or values, once its buffer is free: at first it is, in the phase before the first."""
-    at = i % STAGES
-    mbarrier.wait(free.index(at), ((i // STAGES) & 1) ^ 1)
-    mbarrier.expect(ready.index(at), ROWS * D * 2)
-    tma.async_copy_global_to_shared(desc, [n, head, row, 0], ready.index(at), mem.index(at))
+    at = i % form.STAGES
+    mbarrier.wait(tiles.free.index(at), ((i // form.STAGES) & 1) ^ 1)
+    mbarrier.expect(tiles.ready.index(at), form.BLOCK_N * form.D * 2)
+    tma.async_copy_global_to_shared(desc, [n, head, row, 0], tiles.ready.index(at), tiles.mem.index(at))
 
 
 @gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, q_mem, k_mem, v_mem, q_ready, k_ready, k_free, v_ready, v_free,
-    n, head, kv_head, row, n_tiles,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _produce(q_desc, k_desc, v_desc, q, k, v, n, head, kv_head, row, n_tiles, form):
     """Rows beyond the end of a tensor are filled with zeros."""
     for who in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_ready.index(who), BLOCK_M * D * 2)
-        tma.async_copy_global_to_shared(q_desc, [n, head, row + who * BLOCK_M, 0], q_ready.index(who), q_mem.index(who))
+        at = [n, head, row + who * form.BLOCK_M, 0]
+        mbarrier.expect(q.ready.index(who), form.BLOCK_M * form.D * 2)
+        tma.async_copy_global_to_shared(q_desc, at, q.ready.index(who), q.mem.index(who))
     for i in range(n_tiles):
-        key = (n_tiles - 1 - i) * BLOCK_N
-        _copy(k_desc, k_mem, k_ready, k_free, n, kv_head, key, i, BLOCK_N, D, STAGES)
-        _copy(v_desc, v_mem, v_ready, v_free, n, kv_head, key, i, BLOCK_N, D, STAGES)
+        key = (n_tiles - 1 - i) * form.BLOCK_N
+        _copy(k_desc, k, n, kv_head, key, i, form)
+        _copy(v_desc, v, n, kv_head, key, i, form)
 
 
 @gluon.jit
-def _scores(q, k_mem, k_ready, i, b_zero, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def _scores(q, k, i, b_zero, form):
     """Begin the products of the queries with the keys of tile i [M, N]."""
-    _wait(k_ready, i, STAGES)
-    keys = k_mem.index(i % STAGES).reshape([BLOCK_N, D]).permute((1, 0))
+    _wait(k, i, form)
+    keys = k.mem.index(i % form.STAGES).reshape([form.BLOCK_N, form.D]).permute((1, 0))
     return hopper.warpgroup_mma(q, keys, b_zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_values(b_p, b_acc, v_mem, v_ready, i, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def _add_values(b_p, b_acc, v, i, form):
     """Begin b_acc + b_p @ the values of tile i [M, D]."""
-    _wait(v_ready, i, STAGES)
-    return hopper.warpgroup_mma(b_p, v_mem.index(i % STAGES).reshape([BLOCK_N, D]), b_acc, is_async=True)
+    _wait(v, i, form)
+    values = v.mem.index(i % form.STAGES).reshape([form.BLOCK_N, form.D])
+    return hopper.warpgroup_mma(b_p, values, b_acc, is_async=True)
 
 
 @gluon.jit
-def _softmax(b_s, b_m, b_l, stop, key, scale, MASKED: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
+def _softmax(b_s, b_m, b_l, stop, key, scale, MASKED: gl.constexpr, form):
     """Add the scores of the keys from `key` on, of which row r sees those before stop[r], to the running softmax: its
     weights, what earlier sums shrink by, and the state (see `softmax.py`)."""
     if MASKED:
@@ -85,121 +128,101 @@ def _softmax(b_s, b_m, b_l, stop, key, scale, MASKED: gl.constexpr, P_LAYOUT: gl
     b_p = gl.exp2(b_s * scale - gl.expand_dims(b_base, 1))
     b_shrink = gl.exp2(b_m - b_base)
     b_l = b_l * b_shrink + gl.sum(b_p, 1)
-    return gl.convert_layout(b_p.to(DTYPE), P_LAYOUT), b_shrink, b_new, b_l
+    return gl.convert_layout(b_p.to(form.DTYPE), gl.DotOperandLayout(0, form.O_LAYOUT, 2)), b_shrink, b_new, b_l
 
 
 @gluon.jit
-def _attend_tile(
-    b_s, b_p, b_acc, b_m, b_l, b_zero, i, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free, turn,
-    stop, scale, WHO: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, P_LAYOUT: gl.constexpr,
-    O_ROWS: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Tile i, neither the first nor the last. b_s are its scores, b_p the weights of the tile before: while its softmax
-    runs, the next tile's scores and the values of the one before are multiplied.
+def _by_row(b_x, form):
+    """Returns b_x [M] as [M, 1], in the layout of the sums."""
+    return gl.expand_dims(gl.convert_layout(b_x, gl.SliceLayout(1, form.O_LAYOUT)), 1)
+
+
+@gluon.jit
+def _attend_tile(state, b_zero, i, given, WHO: gl.constexpr, MASKED: gl.constexpr, form):
+    """Tile i, neither the first nor the last: while its softmax runs, the next tile's scores and the values of the one
+    before are multiplied.
 
     TURNS: a consumer begins its products when the other has begun its own, so that one multiplies while the other is
     at its exponentials. The second consumer's turn comes once the first has had as many more.
     """
-    if TURNS:
-        mbarrier.wait(turn.index(WHO), (i & 1) ^ WHO)
-    t_s = _scores(q, k_mem, k_ready, i + 1, b_zero, BLOCK_N, D, STAGES)
-    t_acc = _add_values(b_p, b_acc, v_mem, v_ready, i - 1, BLOCK_N, D, STAGES)
-    if TURNS:
-        mbarrier.arrive(turn.index(1 - WHO), count=1)
-    key = (n_tiles - 1 - i) * BLOCK_N
-    b_p, b_shrink, b_m, b_l = _softmax(b_s, b_m, b_l, stop, key, scale, MASKED, P_LAYOUT, DTYPE)
+    if form.TURNS:
+        mbarrier.wait(given.turn.index(WHO), (i & 1) ^ WHO)
+    t_s = _scores(given.q, given.k, i + 1, b_zero, form)
+    t_acc = _add_values(state.p, state.acc, given.v, i - 1, form)
+    if form.TURNS:
+        mbarrier.arrive(given.turn.index(1 - WHO), count=1)
+    key = (given.n_tiles - 1 - i) * form.BLOCK_N
+    b_p, b_shrink, b_m, b_l = _softmax(state.s, state.m, state.l, given.stop, key, given.scale, MASKED, form)
     b_s, b_acc = hopper.warpgroup_mma_wait(0, deps=[t_s, t_acc])
-    mbarrier.arrive(k_free.index((i + 1) % STAGES), count=1)
-    mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
-    b_acc = b_acc * gl.expand_dims(gl.convert_layout(b_shrink, O_ROWS), 1)
-    return b_s, b_p, b_acc, b_m, b_l
+    mbarrier.arrive(given.k.free.index((i + 1) % form.STAGES), count=1)
+    mbarrier.arrive(given.v.free.index((i - 1) % form.STAGES), count=1)
+    return State(b_s, b_p, b_acc * _by_row(b_shrink, form), b_m, b_l)
 
 
 @gluon.jit
-def _attend_range(
-    b_s, b_p, b_acc, b_m, b_l, begin, end, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free, turn,
-    stop, scale, WHO: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, P_LAYOUT: gl.constexpr,
-    O_ROWS: gl.constexpr, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _attend_range(state, begin, end, given, WHO: gl.constexpr, MASKED: gl.constexpr, form):
     """The tiles begin .. end - 1. Two at a time without a mask: the scores of one are then where those of the other
     were, and need not be moved there."""
-    b_zero = gl.full([b_s.shape[0], BLOCK_N], 0.0, gl.float32, b_s.type.layout)
+    b_zero = gl.full([state.s.shape[0], form.BLOCK_N], 0.0, gl.float32, form.S_LAYOUT)
     STEP: gl.constexpr = 1 if MASKED else 2
     for i in range(begin, end - STEP + 1, STEP):
         for j in gl.static_range(STEP):
-            b_s, b_p, b_acc, b_m, b_l = _attend_tile(
-                b_s, b_p, b_acc, b_m, b_l, b_zero, i + j, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free,
-                turn, stop, scale, WHO, MASKED, TURNS, P_LAYOUT, O_ROWS, DTYPE, BLOCK_N, D, STAGES,
-            )  # fmt: skip
+            state = _attend_tile(state, b_zero, i + j, given, WHO, MASKED, form)
     if STEP == 2:  # noqa: SIM102 (one is decided by the compiler, the other by the GPU)
         if (end - begin) % 2 == 1:
-            b_s, b_p, b_acc, b_m, b_l = _attend_tile(
-                b_s, b_p, b_acc, b_m, b_l, b_zero, end - 1, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free,
-                turn, stop, scale, WHO, MASKED, TURNS, P_LAYOUT, O_ROWS, DTYPE, BLOCK_N, D, STAGES,
-            )  # fmt: skip
-    return b_s, b_p, b_acc, b_m, b_l
+            state = _attend_tile(state, b_zero, end - 1, given, WHO, MASKED, form)
+    return state
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, out_desc, lse_ptr, q_mem, k_mem, v_mem, q_ready, k_ready, k_free, v_ready, v_free, turn,
-    n, head, at, row, tokens_q, tokens_k, past, scale, n_tiles, n_masked,
-    HAS_RIGHT: gl.constexpr, TURNS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    WHO: gl.constexpr, out_desc, lse_ptr, q, k, v, turn, n, head, at, row, tokens_q, tokens_k, past, scale,
+    n_tiles, n_masked, HAS_RIGHT: gl.constexpr, form,
 ):  # fmt: skip
     """The queries row .. row + BLOCK_M - 1 of one head, of which query r sees the keys before r + past. `at` is where
     the head's lse begins. The first `n_masked` tiles, one at least, need a mask."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    DTYPE: gl.constexpr = q_mem.dtype
-    rows = row + gl.arange(0, BLOCK_M, S_ROWS)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, form.S_LAYOUT)
+    rows = row + gl.arange(0, form.BLOCK_M, S_ROWS)
     stop = rows * 0 + tokens_k
     if HAS_RIGHT:
         stop = gl.minimum(rows + past, tokens_k)
-    b_m = gl.full([BLOCK_M], -float("inf"), gl.float32, S_ROWS)
-    b_l = gl.full([BLOCK_M], 0.0, gl.float32, S_ROWS)
-    b_acc = gl.full([BLOCK_M, D], 0.0, gl.float32, O_LAYOUT)
-    b_zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    mbarrier.wait(q_ready.index(WHO), 0)
-    q = q_mem.index(WHO).reshape([BLOCK_M, D])
-    t_s = _scores(q, k_mem, k_ready, 0, b_zero, BLOCK_N, D, STAGES)
+    b_m = gl.full([form.BLOCK_M], -float("inf"), gl.float32, S_ROWS)
+    b_l = gl.full([form.BLOCK_M], 0.0, gl.float32, S_ROWS)
+    b_acc = gl.full([form.BLOCK_M, form.D], 0.0, gl.float32, form.O_LAYOUT)
+    b_zero = gl.full([form.BLOCK_M, form.BLOCK_N], 0.0, gl.float32, form.S_LAYOUT)
+    mbarrier.wait(q.ready.index(WHO), 0)
+    own = q.mem.index(WHO).reshape([form.BLOCK_M, form.D])
+    given = Consumer(own, k, v, turn, stop, scale, n_tiles)
+    t_s = _scores(own, k, 0, b_zero, form)
     b_s = hopper.warpgroup_mma_wait(0, deps=[t_s])
-    mbarrier.arrive(k_free.index(0), count=1)
+    mbarrier.arrive(k.free.index(0), count=1)
     last = n_tiles - 1
-    b_p, b_shrink, b_m, b_l = _softmax(b_s, b_m, b_l, stop, last * BLOCK_N, scale, True, P_LAYOUT, DTYPE)
+    b_p, b_shrink, b_m, b_l = _softmax(b_s, b_m, b_l, stop, last * form.BLOCK_N, scale, True, form)
     if last > 0:
-        t_s = _scores(q, k_mem, k_ready, 1, b_zero, BLOCK_N, D, STAGES)
+        t_s = _scores(own, k, 1, b_zero, form)
         b_s = hopper.warpgroup_mma_wait(0, deps=[t_s])
-        mbarrier.arrive(k_free.index(1), count=1)
+        mbarrier.arrive(k.free.index(1), count=1)
         whole = gl.minimum(n_masked, last)
+        state = State(b_s, b_p, b_acc, b_m, b_l)
         if HAS_RIGHT:  # else no tile but the first has keys that are not there
-            b_s, b_p, b_acc, b_m, b_l = _attend_range(
-                b_s, b_p, b_acc, b_m, b_l, 1, whole, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free, turn,
-                stop, scale, WHO, True, TURNS, P_LAYOUT, O_ROWS, DTYPE, BLOCK_N, D, STAGES,
-            )  # fmt: skip
-        b_s, b_p, b_acc, b_m, b_l = _attend_range(
-            b_s, b_p, b_acc, b_m, b_l, whole, last, n_tiles, q, k_mem, v_mem, k_ready, k_free, v_ready, v_free, turn,
-            stop, scale, WHO, False, TURNS, P_LAYOUT, O_ROWS, DTYPE, BLOCK_N, D, STAGES,
-        )  # fmt: skip
-        t_acc = _add_values(b_p, b_acc, v_mem, v_ready, last - 1, BLOCK_N, D, STAGES)
-        b_p, b_shrink, b_m, b_l = _softmax(b_s, b_m, b_l, stop, 0, scale, True, P_LAYOUT, DTYPE)
+            state = _attend_range(state, 1, whole, given, WHO, True, form)
+        state = _attend_range(state, whole, last, given, WHO, False, form)
+        t_acc = _add_values(state.p, state.acc, v, last - 1, form)
+        b_p, b_shrink, b_m, b_l = _softmax(state.s, state.m, state.l, stop, 0, scale, True, form)
         b_acc = hopper.warpgroup_mma_wait(0, deps=[t_acc])
-        mbarrier.arrive(v_free.index((last - 1) % STAGES), count=1)
-        b_acc = b_acc * gl.expand_dims(gl.convert_layout(b_shrink, O_ROWS), 1)
-    t_acc = _add_values(b_p, b_acc, v_mem, v_ready, last, BLOCK_N, D, STAGES)
+        mbarrier.arrive(v.free.index((last - 1) % form.STAGES), count=1)
+        b_acc = b_acc * _by_row(b_shrink, form)
+    t_acc = _add_values(b_p, b_acc, v, last, form)
     b_acc = hopper.warpgroup_mma_wait(0, deps=[t_acc])
-    mbarrier.arrive(v_free.index(last % STAGES), count=1)
+    mbarrier.arrive(v.free.index(last % form.STAGES), count=1)
     m_empty = b_m == -float("inf")
     b_l = gl.where(m_empty, 1.0, b_l)
     b_lse = gl.where(m_empty, -float("inf"), (b_m + gl.log2(b_l)) * LN2)
     gl.store(lse_ptr + at + rows, b_lse, mask=rows < tokens_q)
-    b_out = b_acc / gl.expand_dims(gl.convert_layout(b_l, O_ROWS), 1)
-    q.store(b_out.to(DTYPE))  # where this consumer's queries were, which nothing reads any more
+    b_out = b_acc / _by_row(b_l, form)
+    own.store(b_out.to(form.DTYPE))  # where this consumer's queries were, which nothing reads any more
     hopper.fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [n, head, row, 0], q_mem.index(WHO))
+    tma.async_copy_shared_to_global(out_desc, [n, head, row, 0], q.mem.index(WHO))
     tma.store_wait(0)
 
 
@@ -248,22 +271,23 @@ def flash_attention_fwd_gluon_kernel(
     at = (n * n_heads + head) * tokens_q
     n, head = n.to(gl.int32), head.to(gl.int32)
     kv_head = head // group
+    form: gl.constexpr = Form(
+        TURNS, BLOCK_M, BLOCK_N, D, STAGES, q_desc.dtype,
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]),
+    )  # fmt: skip
+    q, k, v = Buffers(q_mem, q_ready, None), Buffers(k_mem, k_ready, k_free), Buffers(v_mem, v_ready, v_free)
     gl.warp_specialize(
         [
             (_consume, (
-                FIRST, out_desc, lse_ptr, q_mem, k_mem, v_mem, q_ready, k_ready, k_free, v_ready, v_free, turn,
-                n, head, at, row, tokens_q, tokens_k, past, scale, n_tiles, n_masked,
-                HAS_RIGHT, TURNS, BLOCK_M, BLOCK_N, D, STAGES,
+                FIRST, out_desc, lse_ptr, q, k, v, turn, n, head, at, row, tokens_q, tokens_k, past, scale,
+                n_tiles, n_masked, HAS_RIGHT, form,
             )),
             (_consume, (
-                SECOND, out_desc, lse_ptr, q_mem, k_mem, v_mem, q_ready, k_ready, k_free, v_ready, v_free, turn,
-                n, head, at, row + BLOCK_M, tokens_q, tokens_k, past, scale, n_tiles, n_masked,
-                HAS_RIGHT, TURNS, BLOCK_M, BLOCK_N, D, STAGES,
+                SECOND, out_desc, lse_ptr, q, k, v, turn, n, head, at, row + BLOCK_M, tokens_q, tokens_k, past, scale,
+                n_tiles, n_masked, HAS_RIGHT, form,
             )),
-            (_produce, (
-                q_desc, k_desc, v_desc, q_mem, k_mem, v_mem, q_ready, k_ready, k_free, v_ready, v_free,
-                n, head, kv_head, row, n_tiles, BLOCK_M, BLOCK_N, D, STAGES,
-            )),
+            (_produce, (q_desc, k_desc, v_desc, q, k, v, n, head, kv_head, row, n_tiles, form)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

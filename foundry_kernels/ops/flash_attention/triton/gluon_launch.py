@@ -58,7 +58,7 @@ def serves(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
         and p.head_dim in _TILES
         and p.head_dim_v == p.head_dim
         and on <= _SERVED
-        and p.scale > 0
+        and p.numbers["scale"] > 0
         and p.tokens_k > 0
         and addressable(p, out)
     )
@@ -81,13 +81,9 @@ def addressable(p: _Problem, out: tuple[int, ...]) -> bool:
 def plan(p: _Problem, row: tuple[tuple[str, Any], ...]) -> Plan:
     config = {name: value for name, value in row if name != "GLUON"}
     tiles = triton.cdiv(p.tokens_q, CONSUMERS.value * config["BLOCK_M"])
-    _, right = p.window
-    numbers = (
-        p.n_batch, p.n_heads, p.group, p.group * p.section(p.tokens_k), p.tokens_q, p.tokens_k, p.scale, right,
-    )  # fmt: skip
-    names = ("BOTTOM_RIGHT", "HAS_RIGHT", "D")
-    constants = {name: p.constants[name] for name in names} | config
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, constants)
+    numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.tokens_k), p.tokens_q, p.tokens_k)
+    given, names = p.numbers | p.constants, ("scale", "right", "BOTTOM_RIGHT", "HAS_RIGHT", "D")
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, {name: given[name] for name in names} | config)
 
 
 def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:

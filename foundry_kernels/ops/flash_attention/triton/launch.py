@@ -6,7 +6,6 @@ which cu_seqlens give each sequence's part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
+from foundry_kernels.ops.flash_attention.triton.kernel_options import kernel_options, numbers_of, options_of
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
@@ -149,41 +149,28 @@ class _Problem:
         device: torch.device,
         n_sequences: int | None,
         alibi_dims: int,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        left: int | None,
-        right: int | None,
-        softcap: float | None,
-        bottom_right: bool,
+        numbers: tuple[Any, ...],
     ) -> None:
+        """`n_sequences`: None for dense tensors. `numbers`: see `numbers_of`."""
+        options = options_of(numbers)
         self.packed = n_sequences is not None
         self.n_heads, self.tokens_q, self.head_dim = q[0][1:]
         self.n_kv_heads, self.tokens_k, self.head_dim_v = v[0][1:]
         self.n_batch = q[0][0] if n_sequences is None else n_sequences
         self.group = self.n_heads // max(self.n_kv_heads, 1)
-        self.max_seqlen_q = min(max_seqlen_q, self.tokens_q)
-        self.max_seqlen_k = min(max_seqlen_k, self.tokens_k)
+        self.max_seqlen_q = min(options.max_seqlen_q, self.tokens_q)
+        self.max_seqlen_k = min(options.max_seqlen_k, self.tokens_k)
         self.dtype, self.device, self.capability = dtype, device, capability(device)
-        reach = self.tokens_q + self.tokens_k  # a window that extends past every key bounds nothing
-        left = None if left is None or left >= reach else left
-        right = None if right is None or right >= reach else right
-        self.window = (left or 0, right or 0)
-        self.stride_alibi = self.n_heads if alibi_dims == 2 else 0
+        self.reach = self.tokens_q + self.tokens_k  # a window that extends past every key bounds nothing
+        stride_alibi = (None, 0, self.n_heads)[alibi_dims]
+        self.numbers, constants, self.needs_registers = kernel_options(options, stride_alibi, self.reach)
+        self.window = (self.numbers["left"], self.numbers["right"])
+        self.natural_scale = options.scale
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
-        self.natural_scale, log2e = scale, math.log2(math.e)
-        self.scale, self.softcap = scale * log2e, 1.0
-        if softcap is not None:
-            self.scale, self.softcap = scale / softcap, softcap * log2e
         self.layouts = (q, k, v)
         self.strides_qkv = self.strides(q[1], k[1], v[1])
-        self.constants = {
+        self.constants = constants | {
             "VARLEN": self.packed,
-            "BOTTOM_RIGHT": bottom_right,
-            "HAS_LEFT": left is not None,
-            "HAS_RIGHT": right is not None,
-            "HAS_SOFTCAP": softcap is not None,
-            "HAS_ALIBI": alibi_dims > 0,
             "COMPUTE": compute_dtype(dtype),
             "D": self.head_dim,
             "DV": self.head_dim_v,
@@ -214,10 +201,7 @@ class _Problem:
     def width_and_needs(self) -> tuple[int, bool]:
         """The `head_dim` and the `needs_registers` of the table of configurations."""
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
-        needs_registers = (
-            self.constants["HAS_SOFTCAP"] or self.constants["HAS_ALIBI"] or blocks != (self.head_dim, self.head_dim_v)
-        )
-        return max(blocks), needs_registers
+        return max(blocks), self.needs_registers or blocks != (self.head_dim, self.head_dim_v)
 
     def section(self, tokens: int, num_splits: int = 1) -> int:
         """How many sequences' key-value heads, or shares of them, each of which makes its programs read two tensors of
@@ -243,8 +227,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Pro
     return _kept_problem(
         (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device,
         None if cu_seqlens is None else cu_seqlens.shape[0] - 1, 0 if slopes is None else slopes.dim(),
-        options.max_seqlen_q, options.max_seqlen_k, options.scale, options.window_left, options.window_right,
-        options.softcap, options.bottom_right,
+        numbers_of(options),
     )  # fmt: skip
 
 
@@ -264,10 +247,9 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
         p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
-        *p.strides(out),
-        p.stride_lseb, p.stride_alibi, p.scale, p.softcap, *p.window,
+        *p.strides(out), p.stride_lseb,
     )  # fmt: skip
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.constants | flags | config)
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | flags | config)
 
 
 def launch_fwd(

@@ -10,38 +10,35 @@ from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E
 
 
 @triton.jit
-def scores(b_qk, rel_pos, scale, softcap, slope, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+def scores(b_qk, rel_pos, scoring):
     """(b_s, b_t): the scores and, for the derivative of the soft cap, its hyperbolic tangent.
 
     Without cap and ALiBi b_s is b_qk itself, still to be multiplied by `score_factor`. `rel_pos` is the key's position
     minus the query's, after alignment.
     """
     b_t = b_qk
-    if HAS_SOFTCAP:
-        b_t = tanh(b_qk * scale)
-        b_s = b_t * softcap
-    elif HAS_ALIBI:
-        b_s = b_qk * scale
+    if scoring.softcap is not None:
+        b_t = tanh(b_qk * scoring.scale)
+        b_s = b_t * scoring.softcap
+    elif scoring.slope is not None:
+        b_s = b_qk * scoring.scale
     else:
         b_s = b_qk
-    if HAS_ALIBI:
-        b_s -= slope * tl.abs(rel_pos).to(b_s.dtype)
+    if scoring.slope is not None:
+        b_s -= scoring.slope * tl.abs(rel_pos).to(b_s.dtype)
     return b_s, b_t
 
 
 @triton.jit
-def score_factor(scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+def score_factor(scoring):
     """What the result of `scores` is still to be multiplied by: free as part of the subtraction before exp2."""
-    if HAS_SOFTCAP or HAS_ALIBI:
+    if scoring.softcap is not None or scoring.slope is not None:
         return 1.0
     else:
-        return scale
+        return scoring.scale
 
 
 @triton.jit
-def load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_ALIBI: tl.constexpr, COMPUTE: tl.constexpr):
+def load_slope(alibi_slopes_ptr, stride_alibi, n, head, COMPUTE: tl.constexpr):
     """The ALiBi slope of one head of sequence n, in units of log2(e)."""
-    slope = 0.0
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + n * stride_alibi + head).to(COMPUTE) * LOG2E
-    return slope
+    return tl.load(alibi_slopes_ptr + n * stride_alibi + head).to(COMPUTE) * LOG2E

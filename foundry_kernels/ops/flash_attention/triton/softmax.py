@@ -1,8 +1,8 @@
 """The running softmax of a tile of rows.
 
-Scores are in units of log2(e), so that every exponential is one `exp2`. A row's state is its maximum b_m, the sum b_l
-of the weights relative to it and, for the entropy, the sum b_e of weight times distance to the maximum: its terms have
-one sign, so nothing cancels.
+Scores are in units of log2(e), so that every exponential is one `exp2`. A row's `State` is its maximum m, the sum l of
+the weights relative to it and, for the entropy, the sum e of weight times distance to the maximum: its terms have one
+sign, so nothing cancels.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foundry_kernels.ops.flash_attention.triton.bundles import State
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def online_softmax(b_s, factor, b_m, b_l, b_e, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr):
-    """Add the scores b_s * factor to the state: (weights b_p, what earlier sums shrink by, b_m, b_l, b_e)."""
+def online_softmax(b_s, factor, state, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr):
+    """Add the scores b_s * factor to the state: (weights b_p, what earlier sums shrink by, the new state)."""
+    b_m, b_l, b_e = state
     b_new = tl.maximum(b_m, tl.max(b_s, 1) * factor)
     b_base = tl.where(b_new == -float("inf"), 0.0, b_new) if MASKED else b_new
     b_z = b_s * factor - b_base[:, None]
@@ -26,7 +29,7 @@ def online_softmax(b_s, factor, b_m, b_l, b_e, MASKED: tl.constexpr, SAVE_STATS:
         b_fall = tl.maximum(b_m - b_base, -2000.0) * b_l
         b_e = b_shrink * (b_e + b_fall) + tl.sum(b_p * tl.maximum(b_z, -2000.0), 1)
     b_l = b_l * b_shrink + tl.sum(b_p, 1)
-    return b_p, b_shrink, b_new, b_l, b_e
+    return b_p, b_shrink, State(b_new, b_l, b_e)
 
 
 @triton.jit

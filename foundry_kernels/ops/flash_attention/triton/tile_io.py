@@ -5,13 +5,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foundry_kernels.ops.flash_attention.triton.bundles import Keys, Rows
+
 
 @triton.jit
-def load_rows(ptr, stride, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
-    """[ROWS, COLS] values at `ptr`. Columns from WIDTH on are 0; with CHECK, so are rows from `n_rows` on."""
+def head_rows(ptr, stride_b, stride_h, stride_t, n, head, first):
+    """Returns the `Rows` of one head of sequence n from row `first` on."""
+    return Rows(ptr + n * stride_b + head * stride_h + tl.cast(first, tl.int64) * stride_t, stride_t)
+
+
+@triton.jit
+def head_keys(
+    k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, n, head, group, start_k, seqlen_k
+):  # fmt: skip
+    """Returns the `Keys` of sequence n for query `head`, `group` of which share them. With the sums of `head_rows` in
+    place of these the machine code is another."""
+    k = Rows(k_ptr + (n * stride_kb + head // group * stride_kh + tl.cast(start_k, tl.int64) * stride_ks), stride_ks)
+    v = Rows(v_ptr + (n * stride_vb + head // group * stride_vh + tl.cast(start_k, tl.int64) * stride_vs), stride_vs)
+    return Keys(k, v, seqlen_k)
+
+
+@triton.jit
+def rows_from(x, first):
+    """Returns the `Rows` of x from row `first` on."""
+    return Rows(x.ptr + tl.cast(first, tl.int64) * x.stride, x.stride)
+
+
+@triton.jit
+def load_rows(x, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr):
+    """Returns [ROWS, COLS] values of the `Rows` x. Columns from WIDTH on are 0; with CHECK, so are rows from
+    `n_rows` on."""
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
-    p = ptr + rows * stride + cols
+    p = x.ptr + rows * x.stride + cols
     if CHECK and WIDTH != COLS:
         return tl.load(p, mask=(rows < n_rows) & (cols < WIDTH), other=0.0)
     elif CHECK:
@@ -23,15 +49,15 @@ def load_rows(ptr, stride, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH
 
 
 @triton.jit
-def store_rows(ptr, stride, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+def store_rows(x, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
-    tl.store(ptr + rows * stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH))
+    tl.store(x.ptr + rows * x.stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH))
 
 
 @triton.jit
-def add_rows(ptr, stride, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+def add_rows(x, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
     """As `store_rows`, added to what is there, where other programs add at the same time."""
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
-    tl.atomic_add(ptr + rows * stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH), sem="relaxed")
+    tl.atomic_add(x.ptr + rows * x.stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH), sem="relaxed")
