@@ -18,6 +18,8 @@ if not _triton.INTERPRET:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from foundry_kernels.ops.linear_cross_entropy import triton as ways
+from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
+from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
 from foundry_kernels.ops.linear_cross_entropy.triton import tiles
 
 TOKENS, WIDTH, CLASSES = 40, 8, 70
@@ -62,7 +64,7 @@ class Operators(torch.utils._python_dispatch.TorchDispatchMode):
     ("asked", "limit", "given", "operators"),
     [("tiles", 1 << 30, 0, 2), (None, 0, 0, 2), (None, 1 << 30, None, 1), (7, 0, 7, 1)],
 )
-def test_who_takes_which_way(
+def test_who_takes_which_strategy(
     asked: Any, limit: int, given: int | None, operators: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked for; or by what chunks would take. Tiles have an operator for the backward pass."""
@@ -187,12 +189,13 @@ def test_nothing_of_the_logits_size_is_kept_or_made() -> None:
 
     target = target.repeat(12)
     logits = target.numel() * many[1].shape[0]
-    needs = (True, True, False)
     with saved_tensors() as saved, Largest():
         loss = tiled(*many, target)
     assert max(t.numel() for t in saved) == max(x.numel() for x in many)
+    *inputs, lse, lse_low = loss.grad_fn.saved_tensors
+    options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES)
     with Largest():
-        tiles.backward(torch.ones(()), *loss.grad_fn.saved_tensors, -100, "mean", 0.0, 0.0, None, 1.0, *needs)
+        tiles.backward(torch.ones(()), Inputs(*inputs), lse, lse_low, options, Needs(True, True, False))
     assert len(made) > 20
     assert max(made) <= 32 * target.numel() < logits / 20
 

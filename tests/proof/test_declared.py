@@ -192,12 +192,15 @@ def test_every_option_is_in_a_case_of_each_strategy(tiles: bool) -> None:
         assert any(is_set(case, name, default) for case in cases), f"{name} is never set"
 
 
-def test_a_divided_vocabulary_declares_every_option() -> None:
+def test_a_sharded_vocabulary_declares_every_option() -> None:
     pytest.importorskip("torch.distributed.tensor")
-    from foundry_kernels.ops.linear_cross_entropy import Options, divided
+    from foundry_kernels.ops.linear_cross_entropy import Options, vocab_parallel
+    from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
-    # `reduction` and `backend` are done with before, the other two are arguments.
-    assert {*divided.Options._fields, "bias", "class_weight", "reduction", "backend"} == Options.__annotations__.keys()
+    assert LinearLossOptions._fields == vocab_parallel.SUPPORTED
+    # The backend is done with before, the tensors are arguments.
+    given = {*LinearLossOptions._fields, "bias", "class_weight", "backend"}
+    assert given == {*Options.__annotations__, "return_lse", "return_z_loss"}
 
 
 @pytest.mark.parametrize("name", [name for name in fk.compat.__all__ if callable(getattr(fk.compat, name))])

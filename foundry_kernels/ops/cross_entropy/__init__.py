@@ -37,6 +37,7 @@ from foundry_kernels.core.checks import (
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.cross_entropy import reference
+from foundry_kernels.ops.cross_entropy.options import LossOptions
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -120,36 +121,24 @@ def cross_entropy(
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
-    options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
-    check("logits", logits, logits.shape[-1], target, "weight", weight, *options)
+    options = LossOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss)
+    check("logits", logits, logits.shape[-1], target, "weight", weight, options)
     function = resolve(CROSS_ENTROPY, backend, logits)
-    rest = (label_smoothing, z_loss, softcap, return_lse, return_z_loss)
     if reduction != "none" and is_dtensor(logits):  # whose sums torch reduces over devices
-        each, lse, zs = function(logits, target, weight, ignore_index, "none", *rest)
-        results = reduced(each, lse, zs, target, weight, ignore_index, reduction)
-    else:
-        results = function(logits, target, weight, ignore_index, reduction, *rest)
-    return chosen(*results, return_lse, return_z_loss)
-
-
-def chosen(
-    loss: Tensor, lse: Tensor | None, z: Tensor | None, return_lse: bool, return_z_loss: bool
-) -> Tensor | tuple[Any, ...]:
-    """What the caller asked for."""
-    if not (return_lse or return_z_loss):
-        return loss
-    return loss, *([lse] if return_lse else []), *([z] if return_z_loss else [])
+        each, lse, zs = function(logits, target, weight, *options._replace(reduction="none"))
+        return options.select(*reduced(each, lse, zs, target, weight, options))
+    return options.select(*function(logits, target, weight, *options))
 
 
 def reduced(
     losses: Tensor, lse: Tensor | None, zs: Tensor | None,
-    target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str,
+    target: Tensor, weight: Tensor | None, options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Losses and z-losses of the tokens reduced by torch's own operations: over devices, two or three numbers."""
     loss, z = losses.sum(), None if zs is None else zs.sum()
-    if reduction == "sum":
+    if options.reduction == "sum":
         return loss, lse, z
-    counts = target != ignore_index
+    counts = target != options.ignore_index
     total = counts.sum().to(losses.dtype)
     if weight is not None:
         total = (weight.to(losses.dtype)[torch.where(counts, target, 0)] * counts).sum()
@@ -167,19 +156,10 @@ def _whole(x: Any) -> Tensor:
 
 
 def check(
-    name: str,
-    x: Tensor,
-    n_classes: int,
-    target: Tensor,
-    weight_name: str,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
+    name: str, x: Tensor, n_classes: int, target: Tensor, weight_name: str, weight: Tensor | None, options: Any
 ) -> None:
-    """All but what `x` is: the logits, or what they are made of, with the tokens in all dimensions but the last."""
+    """All but what `x` is: the logits, or what they are made of, with the tokens in all dimensions but the last. The
+    options are those of this operation or of linear_cross_entropy."""
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(
             f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
@@ -194,15 +174,15 @@ def check(
         check_device(weight_name, weight, name, x)
         if weight.requires_grad:
             raise ValueError(f"{weight_name} must not require a gradient: the weights of classes are constants here")
-    check_int("ignore_index", ignore_index)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
-        raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
-    check_not_negative("label_smoothing", label_smoothing)
-    check_not_negative("z_loss", z_loss)
-    if softcap is not None:
-        check_positive("softcap", softcap)
+    check_int("ignore_index", options.ignore_index)
+    if options.reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {options.reduction!r}")
+    if not 0.0 <= options.label_smoothing <= 1.0:  # also false for NaN
+        raise ValueError(f"label_smoothing must be in 0 .. 1; got {options.label_smoothing}")
+    check_not_negative("label_smoothing", options.label_smoothing)
+    check_not_negative("z_loss", options.z_loss)
+    if options.softcap is not None:
+        check_positive("softcap", options.softcap)
 
 
 CROSS_ENTROPY = register_op(cross_entropy, reference.cross_entropy)

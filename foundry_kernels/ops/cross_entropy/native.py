@@ -3,3 +3,5 @@
 import torch
 
 cross_entropy = torch.ops.foundry_kernels.cross_entropy.default
+#: Makes logits of some of the classes their gradient, in place; on the CPU.
+cross_entropy_bwd_classes_ = torch.ops.foundry_kernels.cross_entropy_bwd_classes_.default

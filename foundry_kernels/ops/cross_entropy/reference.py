@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.cross_entropy.options import LossOptions
 
 
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    return_lse: bool,
-    return_z_loss: bool,
+    logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`args` are the `LossOptions`, one by one as the operators of the kernels take them."""
+    ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss = LossOptions(*args)
     compute = wide_dtype(logits.dtype)
     n_classes = logits.shape[-1]
     counts, known = target != ignore_index, (target >= 0) & (target < n_classes)

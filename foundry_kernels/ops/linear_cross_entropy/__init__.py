@@ -1,6 +1,6 @@
 r"""The cross-entropy of a linear layer's output, without that output: cross_entropy(hidden @ weight.T + bias, target).
 
-The logits are by far the largest tensor of a training step. There are two ways without them.
+The logits are by far the largest tensor of a training step. There are two strategies without them.
 
 *Chunks*: logits are made for a chunk of tokens at a time, go through the kernel of
 :func:`foundry_kernels.cross_entropy`, and are gone before the next chunk. Where the loss is reduced, each chunk's
@@ -17,7 +17,7 @@ complete at once: there is no float32 copy of it (see `triton/tiles.py`).
 
 On the CPU a tile would have to be multiplied by a kernel of ours, where a chunk's product is oneDNN's, which is tuned
 for every processor and uses its matrix instructions (AMX) where it has them. So its tiles have the forward pass of
-chunks, and a backward pass of products with some of the classes at a time (see `classes.py`).
+chunks, and a backward pass of products with some of the classes at a time (see `vocabulary_blocks.py`).
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009; Hsu et al., "Liger
 Kernel", 2024, arXiv:2410.10989.
@@ -35,6 +35,7 @@ from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.linear_cross_entropy import reference
+from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
 
 
 class Options(TypedDict, total=False):
@@ -139,45 +140,44 @@ def linear_cross_entropy(
 
     DTensors: tokens may be divided over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
     every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small
-    all-reduces give the loss, in chunks of tokens (`divided.py`). `target` may be a plain tensor there, the same on all
-    devices.
+    all-reduces give the loss, in chunks of tokens (`vocab_parallel.py`). `target` may be a plain tensor there, the same
+    on all devices.
     """
     check_float("hidden", hidden)
     if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight
         bias = bias.to(low) if isinstance(bias, Tensor) else bias
     _check(hidden, weight, bias, logit_scale, chunk_size)
-    loss_options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
-    losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, *loss_options)
+    options = LinearLossOptions(
+        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
+        TILES if chunk_size == "tiles" else chunk_size, return_lse, return_z_loss,
+    )  # fmt: skip
+    losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, options)
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
-    args = (hidden, weight, target, bias, class_weight, ignore_index)
-    rest = (label_smoothing, z_loss, softcap, logit_scale, chunk_size, return_lse, return_z_loss)
-    if is_dtensor(weight) and (divided := _divided_vocabulary(weight)) is not None:
+    if is_dtensor(weight) and (vocab_parallel := _vocab_parallel(weight)) is not None:
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
                 raise ValueError(f"{name} must be a DTensor where weight's classes are divided; got a plain tensor")
-        if chunk_size == "tiles":
+        if options.tiles:
             raise ValueError(
                 "chunk_size must be a number of tokens or None where weight's classes are divided; got 'tiles'"
             )
-        options = divided.Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, chunk_size)
-        each, lse, zs, target = divided.linear_cross_entropy(hidden, weight, target, bias, class_weight, options)
-        results = (each, lse, zs)
-        if reduction != "none":
-            results = losses.reduced(each, lse, zs, target, class_weight, ignore_index, reduction)
+        each, lse, zs, target = vocab_parallel.linear_cross_entropy(hidden, weight, target, bias, class_weight, options)
     elif reduction != "none" and is_dtensor(hidden):  # whose sums torch reduces over devices
-        each, lse, zs = function(*args, "none", *rest)
-        results = losses.reduced(each, lse, zs, target, class_weight, ignore_index, reduction)
+        unreduced = options._replace(reduction="none")
+        each, lse, zs = function(hidden, weight, target, bias, class_weight, unreduced)
     else:
-        results = function(*args, reduction, *rest)
-    return losses.chosen(*results, return_lse, return_z_loss)
+        return options.select(*function(hidden, weight, target, bias, class_weight, options))
+    if reduction != "none":
+        each, lse, zs = losses.reduced(each, lse, zs, target, class_weight, options)
+    return options.select(each, lse, zs)
 
 
-def _divided_vocabulary(weight: Any) -> Any:
-    """The module for a weight whose classes are divided over devices; None where they are not."""
-    from foundry_kernels.ops.linear_cross_entropy import divided
+def _vocab_parallel(weight: Any) -> Any:
+    """The module for a weight that is sharded over devices along its classes; None where it is not."""
+    from foundry_kernels.ops.linear_cross_entropy import vocab_parallel
 
-    return divided if divided.vocabulary_dim(weight) is not None else None
+    return vocab_parallel if vocab_parallel.vocabulary_dim(weight) is not None else None
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""Plain PyTorch, with all logits, differentiated by autograd: what the chunked way must equal."""
+"""Plain PyTorch, with all logits, differentiated by autograd: what every other strategy must equal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from foundry_kernels.ops.cross_entropy import reference
+from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 
 def linear_cross_entropy(
@@ -17,29 +18,10 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    chunk_size: int | str | None,
-    return_lse: bool,
-    return_z_loss: bool,
+    options: LinearLossOptions,
 ) -> tuple[Any, ...]:
-    hidden = torch.where((target != ignore_index).unsqueeze(-1), hidden, 0.0)  # 0 * NaN would reach the weight
+    hidden = torch.where((target != options.ignore_index).unsqueeze(-1), hidden, 0.0)  # 0 * NaN would reach the weight
     logits = linear(hidden, weight, bias)
-    if logit_scale != 1.0:
-        logits = logits * logit_scale
-    return reference.cross_entropy(
-        logits,
-        target,
-        class_weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        return_lse,
-        return_z_loss,
-    )
+    if options.logit_scale != 1.0:
+        logits = logits * options.logit_scale
+    return reference.cross_entropy(logits, target, class_weight, *options.of_logits(options.reduction))

@@ -20,6 +20,7 @@ from foundry_kernels._triton.operators import define, refuse_second_derivative
 from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.cross_entropy.options import LossOptions
 from foundry_kernels.ops.cross_entropy.triton.kernels import (
     cross_entropy_bwd_kernel,
     cross_entropy_fwd_kernel,
@@ -76,28 +77,27 @@ def _empty_fwd(
 
 
 def _shared_arguments(
-    layout: tuple[int, int, int, list[tuple[int, int, int]]], n_cols: int, dtype: torch.dtype, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float | None,
+    layout: tuple[int, int, int, list[tuple[int, int, int]]], n_cols: int, dtype: torch.dtype, options: LossOptions
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The numbers, from n1 on, and the constants that the forward and the backward kernel share."""
     rank, n1, n2, (strides,) = layout
-    share = label_smoothing / n_cols
-    numbers = (n1, n2, *strides, ignore_index, label_smoothing, share, z_loss, softcap or 0.0)
-    smooth, capped = label_smoothing > 0.0, softcap is not None
+    smoothing, softcap = options.label_smoothing, options.softcap
+    share = smoothing / n_cols
+    numbers = (n1, n2, *strides, options.ignore_index, smoothing, share, options.z_loss, softcap or 0.0)
+    smooth, capped = smoothing > 0.0, softcap is not None
     return numbers, {"RANK": rank, "CAP": capped, "SMOOTH": smooth, "COMPUTE": compute_dtype(dtype)}
 
 
 @planned
 def _plan_fwd(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float | None,
-) -> Plan | None:  # fmt: skip
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, options: LossOptions
+) -> Plan | None:
     layout = row_strides(shape, strides)
     if layout is None:
         return None
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
     block = _choose("cross_entropy_fwd_kernel", n_rows, n_cols, _FORWARD, dtype, device)
-    numbers, constants = _shared_arguments(layout, n_cols, dtype, ignore_index, label_smoothing, z_loss, softcap)
+    numbers, constants = _shared_arguments(layout, n_cols, dtype, options)
     grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]),)
     return Plan(grid, (n_rows, n_cols, *numbers), constants | block)
 
@@ -109,10 +109,10 @@ def _plan_reduce(n_rows: int, n_cols: int, dtype: torch.dtype, ignore_index: int
 
 
 def _fwd(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float,
-    z_loss: float, softcap: float | None, save_lse: bool, save_z_loss: bool, save_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    outputs = _empty_fwd(logits, target, reduction, save_lse, save_z_loss, save_stats)
+    logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options, (save_lse, save_z_loss, save_stats) = LossOptions.from_operator_args(args)
+    outputs = _empty_fwd(logits, target, options.reduction, save_lse, save_z_loss, save_stats)
     loss, lse, lse_low, z, total = outputs
     n_rows = target.numel()
     if n_rows == 0:
@@ -120,23 +120,23 @@ def _fwd(
             each.zero_()
         return outputs
     target, weight = target.contiguous(), contiguous(weight)
-    options = logits.dtype, logits.device, ignore_index, label_smoothing, z_loss, softcap
-    plan = _plan_fwd(logits.shape, logits.stride(), *options)
+    plan = _plan_fwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
     if plan is None:
         logits = logits.contiguous()
-        plan = _plan_fwd(logits.shape, logits.stride(), *options)
+        plan = _plan_fwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
         assert plan is not None
-    reduces, mean = reduction != "none", reduction == "mean"
+    reduces, mean = options.reduction != "none", options.reduction == "mean"
     losses = loss.new_empty(n_rows) if reduces else loss
     zs = (loss.new_empty(n_rows) if reduces else z) if save_z_loss else None
     launch(
         cross_entropy_fwd_kernel, plan,
-        logits, target, weight, _sum_of(weight, label_smoothing, loss.dtype), losses,
+        logits, target, weight, _sum_of(weight, options.label_smoothing, loss.dtype), losses,
         lse if save_lse else None, lse_low if save_stats else None, zs,
     )  # fmt: skip
     if reduces:
         launch(
-            cross_entropy_reduce_kernel, _plan_reduce(n_rows, logits.shape[-1], logits.dtype, ignore_index, mean),
+            cross_entropy_reduce_kernel,
+            _plan_reduce(n_rows, logits.shape[-1], logits.dtype, options.ignore_index, mean),
             losses, zs, target, weight, loss, z if save_z_loss else None, total if save_stats and mean else None,
         )  # fmt: skip
     return outputs
@@ -148,56 +148,57 @@ def _empty_bwd(logits: Tensor) -> Tensor:
 
 @planned
 def _plan_bwd(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, ignore_index: int,
-    reduction: str, label_smoothing: float, z_loss: float, softcap: float | None,
-) -> Plan | None:  # fmt: skip
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, options: LossOptions
+) -> Plan | None:
     layout = row_strides(shape, strides)
     if layout is None:
         return None
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
     block = _choose("cross_entropy_bwd_kernel", n_rows, n_cols, _BACKWARD, dtype, device)
     n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
-    numbers, constants = _shared_arguments(layout, n_cols, dtype, ignore_index, label_smoothing, z_loss, softcap)
+    numbers, constants = _shared_arguments(layout, n_cols, dtype, options)
+    constants |= {"DLOSS_A_ROW": options.reduction == "none"}
     grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]) * n_tiles,)
-    return Plan(grid, (n_rows, n_cols, n_tiles, *numbers), constants | {"DLOSS_A_ROW": reduction == "none"} | block)
+    return Plan(grid, (n_rows, n_cols, n_tiles, *numbers), constants | block)
 
 
 def _bwd(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, lse_low: Tensor,
-    total_weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float,
-    softcap: float | None,
+    total_weight: Tensor | None, *args: Any,
 ) -> Tensor:  # fmt: skip
+    options = LossOptions(*args)
     dlogits = _empty_bwd(logits)
     if dlogits.numel() == 0:
         return dlogits
     target, weight = target.contiguous(), contiguous(weight)
-    options = logits.dtype, logits.device, ignore_index, reduction, label_smoothing, z_loss, softcap
-    plan = _plan_bwd(logits.shape, logits.stride(), *options)
+    plan = _plan_bwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
     if plan is None:
         logits = logits.contiguous()
-        plan = _plan_bwd(logits.shape, logits.stride(), *options)
+        plan = _plan_bwd(logits.shape, logits.stride(), logits.dtype, logits.device, options)
         assert plan is not None
     launch(
         cross_entropy_bwd_kernel, plan,
-        dloss.contiguous(), logits, target, weight, _sum_of(weight, label_smoothing, lse.dtype),
+        dloss.contiguous(), logits, target, weight, _sum_of(weight, options.label_smoothing, lse.dtype),
         lse.contiguous(), lse_low.contiguous(), total_weight, dlogits,
     )  # fmt: skip
     return dlogits
 
 
+def _fake_fwd(logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    options, save = LossOptions.from_operator_args(args)
+    return _empty_fwd(logits, target, options.reduction, *save)
+
+
 _cross_entropy_fwd = define(
-    "triton_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, int ignore_index, str reduction, "
-    "float label_smoothing, float z_loss, float? softcap, bool save_lse, bool save_z_loss, bool save_stats) "
+    f"triton_cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, {LossOptions.SCHEMA}, bool save_lse, "
+    "bool save_z_loss, bool save_stats) "
     "-> (Tensor loss, Tensor lse, Tensor lse_low, Tensor z_loss, Tensor total_weight)",
     _fwd,
-    lambda logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap, *save: _empty_fwd(
-        logits, target, reduction, *save
-    ),
+    _fake_fwd,
 )
 _cross_entropy_bwd = define(
     "triton_cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor lse_low, "
-    "Tensor? total_weight, int ignore_index, str reduction, float label_smoothing, float z_loss, float? softcap) "
-    "-> Tensor dlogits",
+    f"Tensor? total_weight, {LossOptions.SCHEMA}) -> Tensor dlogits",
     _bwd,
     lambda dloss, logits, *_: _empty_bwd(logits),
 )
@@ -206,34 +207,26 @@ _cross_entropy_bwd = define(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: tuple[Any, ...], save_z_loss: bool
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, options: LossOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        loss, lse, lse_low, z, total = _cross_entropy_fwd(logits, target, weight, *options, True, save_z_loss, True)
-        ctx.save_for_backward(logits, target, weight, lse, lse_low, total if options[1] == "mean" else None)
-        ctx.options = options
+        ctx.options = options.operator_args()
+        save = (True, options.return_z_loss, True)
+        loss, lse, lse_low, z, total = _cross_entropy_fwd(logits, target, weight, *ctx.options, *save)
+        ctx.save_for_backward(logits, target, weight, lse, lse_low, total if options.reduction == "mean" else None)
         ctx.mark_non_differentiable(lse, z)
         return loss, lse, z
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
         refuse_second_derivative("cross_entropy")
-        return _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        return _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    return_lse: bool,
-    return_z_loss: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = (ignore_index, reduction, label_smoothing, z_loss, softcap)
+def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`args` are the `LossOptions`, one by one as the native operator takes them."""
+    options = LossOptions(*args)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _CrossEntropy.apply(logits, target, weight, options, return_z_loss)
-    loss, lse, _, z, _ = _cross_entropy_fwd(logits, target, weight, *options, return_lse, return_z_loss, False)
+        return _CrossEntropy.apply(logits, target, weight, options)
+    save = (options.return_lse, options.return_z_loss, False)
+    loss, lse, _, z, _ = _cross_entropy_fwd(logits, target, weight, *options.operator_args(), *save)
     return loss, lse, z

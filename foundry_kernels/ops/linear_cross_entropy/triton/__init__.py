@@ -8,6 +8,7 @@ from torch import Tensor
 import foundry_kernels.ops.cross_entropy.triton  # noqa: F401  # whose operators these are
 from foundry_kernels._triton.operators import define
 from foundry_kernels.ops.linear_cross_entropy import chunks
+from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
 from foundry_kernels.ops.linear_cross_entropy.triton import tiles
 
 _OPS = torch.ops.foundry_kernels
@@ -22,17 +23,18 @@ def chunks_take(n_tokens: int, shape: tuple[int, ...], dtype: torch.dtype, learn
     return 2 * logits + (4 * n_classes * width if learns and dtype.itemsize == 2 else 0)
 
 
-def _prefer_tiles(hidden: Tensor, weight: Tensor, learns: bool) -> bool:
+def _prefers_tiles(hidden: Tensor, weight: Tensor, learns: bool) -> bool:
     n_tokens = hidden.numel() // hidden.shape[-1]
     return chunks_take(n_tokens, weight.shape, hidden.dtype, learns) > CHUNKS_MAY_TAKE
 
 
-linear_cross_entropy = chunks.make(
+linear_cross_entropy = make_backend(
     "triton_",
     define,
-    _OPS.triton_cross_entropy_fwd.default,
-    _OPS.triton_cross_entropy_bwd.default,
-    cpu=False,
-    tiles=(tiles.forward, tiles.backward),
-    prefer=_prefer_tiles,
+    Strategy(
+        chunks.Kernels(_OPS.triton_cross_entropy_fwd.default, _OPS.triton_cross_entropy_bwd.default, cpu=False),
+        tiles_forward=tiles.forward,
+        tiles_backward=tiles.backward,
+        prefers_tiles=_prefers_tiles,
+    ),
 )

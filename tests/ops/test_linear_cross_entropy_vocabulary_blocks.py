@@ -1,4 +1,4 @@
-"""linear_cross_entropy in tiles on the CPU: some classes at a time in the backward pass."""
+"""linear_cross_entropy in tiles on the CPU: blocks of the vocabulary in the backward pass."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from table import saved_tensors
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
-from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, classes, linear_cross_entropy
+from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, linear_cross_entropy
+from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
 from foundry_kernels.ops.linear_cross_entropy.cases import CASES
+from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
 from foundry_kernels.testing import assert_parity
 
 if extension.MISSING is not None:
     pytest.skip(extension.MISSING, allow_module_level=True)
-from foundry_kernels.ops.linear_cross_entropy import native
+from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
+from foundry_kernels.ops.linear_cross_entropy import native, vocabulary_blocks
 
 TILED = [case for case in CASES["linear_cross_entropy"] if case.options.get("chunk_size") == "tiles"]
 
@@ -26,8 +29,8 @@ def test_several_blocks_of_classes(
     case: fk.testing.Case, low: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose last is narrower than the others; the parity suite's cases are of one."""
-    monkeypatch.setattr(classes, "_LEAST", 16)
-    monkeypatch.setattr(classes, "_LOGITS", 16)
+    monkeypatch.setattr(vocabulary_blocks, "_LEAST", 16)
+    monkeypatch.setattr(vocabulary_blocks, "_LOGITS", 16)
     if low:
         monkeypatch.setattr(chunks, "_SMALL", 0)
         monkeypatch.setattr(chunks, "fast_products", lambda dtype: True)
@@ -37,8 +40,8 @@ def test_several_blocks_of_classes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of the logits or, in 16 bits, of float32 copies of the weight, is made by any operation."""
-    monkeypatch.setattr(classes, "_LOGITS", 64 * 100)
-    monkeypatch.setattr(classes, "_LEAST", 32)
+    monkeypatch.setattr(vocabulary_blocks, "_LOGITS", 64 * 100)
+    monkeypatch.setattr(vocabulary_blocks, "_LEAST", 32)
     hidden = torch.randn(100, 24, dtype=dtype, requires_grad=True)
     weight = torch.randn(3000, 24, dtype=dtype, requires_grad=True)
     made: list[torch.Tensor] = []
@@ -52,20 +55,21 @@ def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     with saved_tensors() as saved:
         loss = linear_cross_entropy(hidden, weight, torch.arange(100), chunk_size="tiles", backend="native")
     assert max(t.numel() for t in saved) == weight.numel()
-    needs = (True, True, False)
+    *inputs, lse, lse_low = loss.grad_fn.saved_tensors
+    options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES)
     with torch.no_grad(), All():
-        classes.backward(torch.ones(()), *loss.grad_fn.saved_tensors, -100, "mean", 0.0, 0.0, None, 1.0, *needs)
+        call = (torch.ones(()), Inputs(*inputs), lse, lse_low, options, Needs(True, True, False))
+        vocabulary_blocks.backward(*call)
     large = [t for t in made if t.untyped_storage().nbytes() > 6400 * dtype.itemsize * 2]
     assert len(made) > 100
     assert {(t.untyped_storage().nbytes(), t.dtype) for t in large} <= {(weight.numel() * dtype.itemsize, dtype)}
 
 
 def test_the_operator_refuses_what_does_not_fit() -> None:
-    operator = extension.operator("cross_entropy_bwd_classes_")
     rows, target = torch.zeros(3), torch.tensor([0, 1, 2])
 
     def call(logits: torch.Tensor, first: int, weight: torch.Tensor | None = None) -> None:
-        operator(logits, rows, target, weight, rows, rows, first, 8, -100, 0.0, 0.0, None)
+        cross_entropy_bwd_classes_(logits, rows, target, weight, rows, rows, first, 8, -100, 0.0, 0.0, None)
 
     call(torch.zeros(3, 4), 4)
     with pytest.raises(ValueError, match=r"classes 5 \.\. 8 must be among the 8"):
@@ -88,7 +92,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     ],
     ids=str,
 )
-def test_who_takes_which_way(
+def test_who_takes_which_strategy(
     dtype: torch.dtype, chunk_size: int | None, learns: bool, tiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles where they spare a float32 sum, and products of bfloat16 are fast: here they are said to be."""

@@ -1,4 +1,4 @@
-r"""The loss over a vocabulary that is divided over devices, each of which has some rows of the weight.
+r"""The loss over a vocabulary that is sharded over devices, each of which has some rows of the weight.
 
 A device makes the logits of its own classes, in chunks of the tokens, and nobody those of all. Of each token it finds
 the maximum M and the sum S of exponentials below it, the target's own left out, and the target's logit y where the
@@ -7,7 +7,7 @@ class is its own. Two all-reduces, of one number a token and of two (three with 
 The backward pass makes the logits once more and needs no collective: the gradient of a device's rows is its own, and
 that of hidden a partial sum, as DTensor has it.
 
-Tokens may be divided besides, along other dimensions of the mesh.
+Tokens may be sharded besides, along other dimensions of the mesh.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
 from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, Tokens, rows_of
+from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
+
+#: The options that this strategy supports, in the order of the fields. The reduction is left to the caller.
+SUPPORTED = (
+    "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "logit_scale", "chunk_size", "return_lse",
+    "return_z_loss",
+)  # fmt: skip
 
 
-class Options(NamedTuple):
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    chunk_size: int | None
-
-
-class Place(NamedTuple):
+class Shards(NamedTuple):
     """This device's classes, `first` and those after it, among all, and the devices that have the others."""
 
     first: int
@@ -45,21 +44,22 @@ class Place(NamedTuple):
 
 
 def vocabulary_dim(weight: Any) -> int | None:
-    """The dimension of the mesh along which the classes of a DTensor `weight` are divided, if there is just one."""
+    """The dimension of the mesh along which a DTensor `weight` is sharded by its classes, if there is just one."""
     found = [i for i, placement in enumerate(weight.placements) if type(placement) is Shard and placement.dim == 0]
     return found[0] if len(found) == 1 else None
 
 
 def linear_cross_entropy(
-    hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: Options
+    hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: LinearLossOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses, lse and z-losses of the tokens as DTensors, and `target` as one.
 
     Args:
-        hidden: a DTensor; gathered along the dimension of the mesh that divides the classes, and nowhere else.
+        hidden: a DTensor; gathered along the dimension of the mesh that shards the classes, and nowhere else.
         weight: a DTensor of which `vocabulary_dim` is not None. bias, class_weight: DTensors, or None.
         target: a DTensor, or a tensor that is the same on all devices.
     """
+    options.refuse_others(SUPPORTED, "linear_cross_entropy", "vocab-parallel")
     mesh, dim = weight.device_mesh, vocabulary_dim(weight)
     assert dim is not None  # or the caller goes another way
     everywhere: list[Placement] = [Replicate()] * mesh.ndim
@@ -78,15 +78,15 @@ def linear_cross_entropy(
     target = target.redistribute(mesh, tokens)
     partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
     share = -(-weight.shape[0] // mesh.size(dim))
-    place = Place(min(mesh.get_local_rank(dim) * share, weight.shape[0]), weight.shape[0], (mesh, dim))
-    each, lse, zs = _Divided.apply(
+    shards = Shards(min(mesh.get_local_rank(dim) * share, weight.shape[0]), weight.shape[0], (mesh, dim))
+    each, lse, zs = _VocabParallel.apply(
         local(hidden, tokens, partial),
         local(weight, rows, summed),
         target.to_local(),
         None if bias is None else local(bias, rows, summed),
         None if class_weight is None else class_weight.redistribute(mesh, everywhere).to_local(),
         options,
-        place,
+        shards,
     )
 
     def whole(x: Tensor) -> DTensor:
@@ -96,27 +96,27 @@ def linear_cross_entropy(
     return whole(each), whole(lse), whole(zs), target
 
 
-class _Divided(torch.autograd.Function):
+class _VocabParallel(torch.autograd.Function):
     """On the tensors of one device."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: Options, place: Place,
+        options: LinearLossOptions, shards: Shards,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         with no_autocast(hidden):
-            own = _Own(hidden, weight, target, bias, class_weight, options, place)
+            own = _Own(hidden, weight, target, bias, class_weight, options, shards)
             y, nll, smooth = own.statistics()
             of_target, lse = own.of_target, y + nll
             z = of_target * options.z_loss * lse.square()
             loss = of_target * (1.0 - options.label_smoothing) * nll + z
             if smooth is not None:
-                loss = loss + (options.label_smoothing / place.n_classes) * (smooth * own.counts)
+                loss = loss + (options.label_smoothing / shards.n_classes) * (smooth * own.counts)
             loss = loss.masked_fill(own.unknown, torch.nan)  # on a GPU
             lse = lse * own.counts
         ctx.save_for_backward(hidden, weight, target, bias, class_weight, y, nll)
-        ctx.options, ctx.place = options, place
-        ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        ctx.options, ctx.shards = options, shards
+        ctx.needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
         outputs = tuple(own.tokens.whole(x).view(target.shape) for x in (loss, lse, z))
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs  # type: ignore[return-value]  # of three
@@ -126,7 +126,7 @@ class _Divided(torch.autograd.Function):
         refuse_second_derivative("linear_cross_entropy")
         hidden, weight, target, bias, class_weight, y, nll = ctx.saved_tensors
         with no_autocast(hidden):
-            own = _Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.place)
+            own = _Own(hidden, weight, target, bias, class_weight, ctx.options, ctx.shards)
             found = own.gradients(dloss, y, nll, ctx.needs).of(hidden)
         dhidden, dweight, dbias = (g.to(hidden.dtype) if n else None for g, n in zip(found, ctx.needs, strict=True))
         return dhidden, dweight, None, dbias, None, None, None
@@ -137,32 +137,32 @@ class _Own:
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: Options, place: Place,
+        options: LinearLossOptions, shards: Shards,
     ) -> None:  # fmt: skip
         cpu = hidden.device.type == "cpu"
-        self.tokens = Tokens(hidden, weight, target, bias, options.ignore_index, options.logit_scale, cpu)
-        self.options, self.place = options, place
+        self.tokens = Tokens(Inputs(hidden, weight, target, bias, class_weight), options, cpu)
+        self.options, self.shards = options, shards
         target = self.tokens.target
         self.counts = target != options.ignore_index
-        known = (target >= 0) & (target < place.n_classes)
+        known = (target >= 0) & (target < shards.n_classes)
         self.unknown = self.counts & ~known
         if cpu and not torch.compiler.is_compiling() and bool(self.unknown.any()):
             raise IndexError(
-                f"target must be in 0 .. {place.n_classes - 1} or ignore_index {options.ignore_index}; "
+                f"target must be in 0 .. {shards.n_classes - 1} or ignore_index {options.ignore_index}; "
                 f"got {int(target[self.unknown][0])}"
             )
         target = torch.where(known, target, 0).long()
-        here = target - place.first
+        here = target - shards.first
         self.mine = (here >= 0) & (here < weight.shape[0])
         self.column = here.clamp(0, max(weight.shape[0] - 1, 0)).unsqueeze(1)
         dtype = self.tokens.dtype
         self.weights = None if class_weight is None else class_weight.to(dtype)
         self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
-        self.sum_of_weights = place.n_classes if self.weights is None else self.weights.sum()
+        self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 
     def own_weights(self) -> Tensor | float:
         """Of this device's classes."""
-        first, n = self.place.first, self.tokens.weight.shape[0]
+        first, n = self.shards.first, self.tokens.weight.shape[0]
         return 1.0 if self.weights is None else self.weights[first : first + n]
 
     def logits(self, part: slice) -> Tensor:
@@ -179,7 +179,7 @@ class _Own:
         largest = torch.full_like(empty, -torch.inf)
         total, at_target, below = (torch.zeros_like(empty) for _ in range(3))
         smooth, weights = self.options.label_smoothing > 0.0, self.own_weights()
-        for part in self.tokens.chunks(self.options.chunk_size) if self.tokens.weight.shape[0] else ():
+        for part in self.tokens.chunks() if self.tokens.weight.shape[0] else ():
             y, (m, s, t, b) = self.logits(part), (rows_of(x, part) for x in (largest, total, at_target, below))
             column, mine = rows_of(self.column, part), rows_of(self.mine, part)
             own = y.gather(1, column).squeeze(1)
@@ -194,31 +194,29 @@ class _Own:
             s.copy_(y.sub_(finite.unsqueeze(1)).exp_().sum(1))
             if smooth:  # below the same maximum as the sum, which leaves the target out
                 b.add_((finite - below_all) * self._sum(weights))
-        maximum = self.place.reduce(largest, "max")
+        maximum = self.shards.reduce(largest, "max")
         finite = torch.where(maximum == -torch.inf, 0.0, maximum)
         shift = torch.where(largest == -torch.inf, 0.0, largest)
         numbers = [total * (largest - finite).exp(), at_target]
         if smooth:
             numbers.append(below + (finite - shift) * self._sum(weights))
-        total, y, *rest = self.place.reduce(torch.stack(numbers), "sum").unbind(0)
+        total, y, *rest = self.shards.reduce(torch.stack(numbers), "sum").unbind(0)
         nll = torch.nn.functional.softplus(total.log() + (finite - y), threshold=50.0)
         return y, nll, rest[0] + (y - finite + nll) * self.sum_of_weights if smooth else None
 
     def _sum(self, weights: Tensor | float) -> Tensor | float:
         return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
 
-    def gradients(self, dloss: Tensor, y: Tensor, nll: Tensor, needs: tuple[bool, ...]) -> Gradients:
+    def gradients(self, dloss: Tensor, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
         """Of this device's logits and all that they are made of; see the mathematics in `cross_entropy/__init__`."""
         tokens, options = self.tokens, self.options
         found = Gradients(tokens, needs)
-        d = dloss.reshape(-1)
-        d = d if tokens.kept is None else d[tokens.kept]
-        d = torch.where(self.counts, d, 0.0).masked_fill(self.unknown, torch.nan)
-        epsilon, share = options.label_smoothing, options.label_smoothing / self.place.n_classes
+        d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)
+        epsilon, share = options.label_smoothing, options.label_smoothing / self.shards.n_classes
         certain = (1.0 - epsilon) * self.of_target
         beside = share * self.sum_of_weights + 2.0 * options.z_loss * self.of_target * (y + nll)
         of_weights = share * self.own_weights()
-        for part in tokens.chunks(options.chunk_size) if tokens.weight.shape[0] else ():
+        for part in tokens.chunks() if tokens.weight.shape[0] else ():
             dlogits, mine, column = self.logits(part), rows_of(self.mine, part), rows_of(self.column, part)
             slope = None if options.softcap is None else 1.0 - (dlogits / options.softcap).square()
             c, e, f, at, each = (rows_of(x, part).unsqueeze(1) for x in (certain, beside, nll, y, d))
@@ -229,6 +227,6 @@ class _Own:
                 p.sub_(of_weights)
             p.mul_(each)
             found.add(part, (p if slope is None else p.mul_(slope)).to(tokens.x.dtype))
-        if found.needs[0] and not tokens.weight.shape[0]:
+        if needs.hidden and not tokens.weight.shape[0]:
             found.dx.zero_()
         return found

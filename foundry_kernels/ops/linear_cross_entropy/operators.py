@@ -1,0 +1,155 @@
+"""The two operators of a backend, forward and backward, and the autograd function around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._triton.operators import refuse_second_derivative
+from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.ops.linear_cross_entropy import chunks
+from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs, Saves, empty_outputs
+from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
+
+_INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
+_NEEDS = "bool need_dhidden, bool need_dweight, bool need_dbias"
+FWD = (
+    f"linear_cross_entropy_fwd({_INPUTS}, {LinearLossOptions.SCHEMA}, bool save_lse, bool save_z_loss, "
+    f"bool save_stats, {_NEEDS}) -> (Tensor loss, Tensor lse, Tensor lse_low, Tensor z_loss, Tensor dscale, "
+    "Tensor dhidden, Tensor dweight, Tensor dbias)"
+)
+BWD = (
+    f"linear_cross_entropy_bwd(Tensor dloss, {_INPUTS}, Tensor lse, Tensor lse_low, {LinearLossOptions.SCHEMA}, "
+    f"{_NEEDS}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)"
+)
+_NOTHING = Needs(False, False, False)
+
+#: Rows of a gradient that are widened at a time: the copy stays in the cache.
+_ROWS = 4096
+
+#: Whether the backward pass that is running may be followed by another one through the same graph.
+_graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Strategy(NamedTuple):
+    """What a backend's operators do.
+
+    kernels: the cross-entropy of the chunks. tiles_forward, tiles_backward: what is done for "tiles"; without a forward
+    one it is that of chunks. prefers_tiles: whether tiles are better where no chunk size is given, of hidden, weight,
+    and whether weight gets a gradient.
+    """
+
+    kernels: chunks.Kernels
+    tiles_forward: Callable[[Inputs, LinearLossOptions, Saves], tuple[Tensor, ...]] | None
+    tiles_backward: Callable[..., tuple[Tensor, ...]]
+    prefers_tiles: Callable[[Tensor, Tensor, bool], bool]
+
+    def forward(self, *args: Any) -> tuple[Tensor, ...]:
+        inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
+        saves, needs = Saves(*flags[:3]), Needs(*flags[3:])
+        with no_autocast(inputs.hidden):
+            if options.tiles and self.tiles_forward is not None:
+                return tuple(self.tiles_forward(inputs, options, saves))
+            return tuple(chunks.forward(self.kernels, inputs, options, saves, needs))
+
+    def backward(self, dloss: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        inputs, lse, lse_low = Inputs(*args[:5]), args[5], args[6]
+        options, needs = LinearLossOptions.from_operator_args(args[7:])
+        with no_autocast(inputs.hidden):
+            if options.tiles:
+                return self.tiles_backward(dloss, inputs, lse, lse_low, options, Needs(*needs))
+            return chunks.backward(self.kernels, dloss, inputs, lse, lse_low, options, Needs(*needs))
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    options, flags = LinearLossOptions.from_operator_args(args[5:])
+    return tuple(empty_outputs(Inputs(*args[:5]), options, Saves(*flags[:3]), Needs(*flags[3:])))
+
+
+def _fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    return tuple(hidden.new_empty(s if needed else (0,)) for s, needed in zip(shapes, rest[-3:], strict=True))
+
+
+#: The forward and the backward operator by the prefix of their names, which torch.compile can look up.
+_OPERATORS: dict[str, tuple[Any, Any]] = {}
+
+
+def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) -> Callable[..., tuple[Tensor, ...]]:
+    """The backend's function. Its operators, with `prefix` before their names, are registered by ``define(schema,
+    function, fake)``."""
+    _OPERATORS[prefix] = (
+        define(prefix + FWD, strategy.forward, _fake_forward),
+        define(prefix + BWD, strategy.backward, _fake_backward),
+    )
+    forward = _OPERATORS[prefix][0]
+    prefers_tiles = strategy.prefers_tiles
+
+    def linear_cross_entropy(
+        hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+        options: LinearLossOptions,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        records = torch.is_grad_enabled()
+        if options.chunk_size is None and prefers_tiles(hidden, weight, records and weight.requires_grad):
+            options = options._replace(chunk_size=TILES)
+        inputs = (hidden, weight, target, bias, class_weight)
+        if records and (hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+            return _LinearCrossEntropy.apply(prefix, *inputs, options)
+        saves = Saves(options.return_lse, options.return_z_loss, False)
+        loss, lse, _, z, *_ = forward(*inputs, *options.operator_args(), *saves, *_NOTHING)
+        return loss, lse, z
+
+    return linear_cross_entropy
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, prefix: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+        class_weight: Tensor | None, options: LinearLossOptions,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        _, need_dhidden, need_dweight, _, need_dbias, *_ = ctx.needs_input_grad
+        ctx.needs = (need_dhidden, need_dweight, need_dbias)
+        ctx.options, ctx.recomputes = options.operator_args(), options.reduction == "none" or options.tiles
+        ctx.prefix, ctx.dtype = prefix, hidden.dtype
+        loss, lse, low, z, dscale, *gradients = _OPERATORS[prefix][0](
+            hidden, weight, target, bias, class_weight, *ctx.options,
+            options.return_lse or ctx.recomputes, options.return_z_loss, ctx.recomputes,
+            *(_NOTHING if ctx.recomputes else ctx.needs),
+        )  # fmt: skip
+        if ctx.recomputes:
+            ctx.save_for_backward(hidden, weight, target, bias, class_weight, lse, low)
+        else:
+            ctx.save_for_backward(dscale, *gradients)
+        ctx.mark_non_differentiable(lse, z)
+        return loss, lse, z
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
+        refuse_second_derivative("linear_cross_entropy")
+        if ctx.recomputes:
+            found = _OPERATORS[ctx.prefix][1](dloss, *ctx.saved_tensors, *ctx.options, *ctx.needs)
+        else:
+            dscale, *gradients = ctx.saved_tensors
+            factor = dloss * dscale
+            found = [_scaled(g, factor, ctx.dtype) for g in gradients]
+        dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
+        return None, dhidden, dweight, None, dbias, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * factor, rounded once; without the product where it changes nothing and looking costs nothing.
+
+    Of a graph that is retained the next backward pass needs `gradient`, so it is not handed out."""
+    seen = factor.device.type == "cpu" and type(factor) is Tensor and not torch.compiler.is_compiling()
+    if seen and factor.item() == 1.0 and not (gradient.dtype == dtype and _graph_is_retained()):
+        return gradient.to(dtype)
+    if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it
+        return (gradient * factor).to(dtype)
+    out = torch.empty_like(gradient, dtype=dtype)
+    for part, g in zip(out.split(_ROWS), gradient.split(_ROWS), strict=True):
+        part.copy_(g * factor)
+    return out

@@ -1,0 +1,34 @@
+"""The options of one call of linear_cross_entropy, made and checked in the public function, read by every backend."""
+
+from __future__ import annotations
+
+from foundry_kernels.core.options import Options
+from foundry_kernels.ops.cross_entropy.options import LossOptions
+
+#: The `chunk_size` by which "tiles" comes to the operators.
+TILES = 0
+
+
+class LinearLossOptions(Options, not_in_schema=("return_lse", "return_z_loss"), schema_types={"ignore_index": "int"}):
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    chunk_size: int | None  # None: one is chosen
+    return_lse: bool = False
+    return_z_loss: bool = False
+
+    select = LossOptions.select
+
+    @property
+    def tiles(self) -> bool:
+        return self.chunk_size == TILES
+
+    def of_logits(self, reduction: str) -> LossOptions:
+        """The options of the cross-entropy of logits that exist, scaled."""
+        return LossOptions(
+            self.ignore_index, reduction, self.label_smoothing, self.z_loss, self.softcap,
+            self.return_lse, self.return_z_loss,
+        )  # fmt: skip
