@@ -183,7 +183,8 @@ class Attention(torch.nn.Module):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, rotated, and the keys and values that they see: x's own behind those in the cache."""
-        packed = layers.together(x, self.wq, self.wk, self.wv)
+        projections = (self.wq, self.wk, self.wv)
+        packed = layers.together(x, *projections)
         if packed is not None:
             if positions is None and self.q_norm is None:
                 found = layers.append(packed, cache, self.rope, self.n_heads, self.n_kv_heads, self.head_dim)
@@ -193,7 +194,7 @@ class Attention(torch.nn.Module):
             q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 1)
         else:
             # Heads are counted from what the projections give: under tensor parallelism a device has a part of them.
-            q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+            q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in projections)
         if self.rope is not None:
             if positions is None and cache is not None:
                 positions = cache.length
@@ -227,8 +228,10 @@ class Attention(torch.nn.Module):
                 bottom_right=True, deterministic=True, return_lse=False, return_stats=False,
             )  # fmt: skip
             return (attention_with_dropout(q, k, v, dropped, self.dropout),)
-        options: dict[str, Any] = {"causal": self.causal, "return_lse": return_lse, "return_stats": return_stats}
-        options |= {"window": window, "alibi_slopes": slopes, "backend": self.backends["flash_attention"]}
+        options: dict[str, Any] = {
+            "causal": self.causal, "window": window, "alibi_slopes": slopes,
+            "return_lse": return_lse, "return_stats": return_stats, "backend": self.backends["flash_attention"],
+        }  # fmt: skip
         if cu_seqlens is None:
             result = flash_attention(q, k, v, **options)
             return result if isinstance(result, tuple) else (result,)

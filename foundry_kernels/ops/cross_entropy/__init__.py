@@ -174,15 +174,16 @@ def check(
         check_device(weight_name, weight, name, x)
         if weight.requires_grad:
             raise ValueError(f"{weight_name} must not require a gradient: the weights of classes are constants here")
-    check_int("ignore_index", options.ignore_index)
-    if options.reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {options.reduction!r}")
-    if not 0.0 <= options.label_smoothing <= 1.0:  # also false for NaN
-        raise ValueError(f"label_smoothing must be in 0 .. 1; got {options.label_smoothing}")
-    check_not_negative("label_smoothing", options.label_smoothing)
-    check_not_negative("z_loss", options.z_loss)
-    if options.softcap is not None:
-        check_positive("softcap", options.softcap)
+    ignore_index, reduction, label_smoothing, z_loss, softcap = options[:5]
+    check_int("ignore_index", ignore_index)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
+        raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
+    check_not_negative("label_smoothing", label_smoothing)
+    check_not_negative("z_loss", z_loss)
+    if softcap is not None:
+        check_positive("softcap", softcap)
 
 
 CROSS_ENTROPY = register_op(cross_entropy, reference.cross_entropy)

@@ -16,7 +16,6 @@ from foundry_kernels.ops.linear_cross_entropy.calls import (
     Needs,
     Outputs,
     Saves,
-    empty_outputs,
     mean_of,
     total_weight,
 )
@@ -193,18 +192,17 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
             return whole(column)
         return rows(column).sum() * 1.0 if total is None else mean_of(rows(column), total)
 
-    outputs = empty_outputs(inputs, options, Saves(False, False, False))._replace(loss=reduced(0))
-    if saves.lse:
-        outputs = outputs._replace(lse=whole(1))
-    if saves.stats:
-        outputs = outputs._replace(lse_low=whole(2))
-    if saves.z_loss:
-        outputs = outputs._replace(z_loss=reduced(3))
-    if gradients is None:
-        return outputs
-    dhidden, dweight, dbias = gradients.of(inputs.hidden)
-    dscale = share.clone() if late else one
-    return outputs._replace(dscale=dscale, dhidden=dhidden, dweight=dweight, dbias=dbias)
+    def absent() -> Tensor:
+        return one.new_empty(0)
+
+    return Outputs(
+        reduced(0),
+        whole(1) if saves.lse else absent(),
+        whole(2) if saves.stats else absent(),
+        reduced(3) if saves.z_loss else absent(),
+        absent() if gradients is None else share.clone() if late else one,
+        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden)),
+    )
 
 
 def backward(
