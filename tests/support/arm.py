@@ -40,9 +40,9 @@ SUITE = [
     "tests/proof/test_parity.py::test_parity",
     "tests/ops/test_rms_norm.py::test_every_half_precision_number_survives",
     "tests/ops/test_swiglu.py::test_the_exponential_keeps_its_relative_error",
-    "tests/ops/test_flash_attention_native.py::test_error_of_the_exponential",
-    "tests/ops/test_flash_attention_native.py::test_errors_are_those_of_the_reference",
-    "tests/ops/test_flash_attention_native.py::test_soft_cap_is_tanh",
+    "tests/ops/flash_attention/test_native.py::test_error_of_the_exponential",
+    "tests/ops/flash_attention/test_native.py::test_errors_are_those_of_the_reference",
+    "tests/ops/flash_attention/test_native.py::test_soft_cap_is_tanh",
     *("-k", "not cuda_on_cpu", "-p", "no:cacheprovider", "-o", "pythonpath=tests"),
 ]
 

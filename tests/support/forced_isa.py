@@ -32,7 +32,7 @@ FILES = (
     "tests/proof/test_precision.py",
     "tests/ops/test_linear_cross_entropy.py",
     "tests/ops/test_linear_cross_entropy_classes.py",
-    "tests/ops/test_flash_attention_native.py",
+    "tests/ops/flash_attention/test_native.py",
     "tests/ops/test_cross_entropy_native.py",
     "tests/ops/test_rope_native.py",
     "tests/ops/test_grouped_mm.py",
