@@ -1,7 +1,7 @@
 """The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
 
 Tokens are independent of each other, each with all of its classes. A reduced loss is a sum over tokens that the public
-function leaves to torch where the logits are divided, so here it is never divided.
+function leaves to torch where the logits are sharded, so here it never is.
 """
 
 from collections.abc import Mapping

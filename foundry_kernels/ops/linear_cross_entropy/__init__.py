@@ -138,7 +138,7 @@ def linear_cross_entropy(
     products, and all where oneDNN has no instructions for bfloat16 or float16, get float32 copies of hidden and weight,
     whose logits are exact to float32.
 
-    DTensors: tokens may be divided over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
+    DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
     every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small
     all-reduces give the loss, in chunks of tokens (`vocab_parallel.py`). `target` may be a plain tensor there, the same
     on all devices.

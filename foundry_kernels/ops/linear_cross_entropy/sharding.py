@@ -1,7 +1,7 @@
 """The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
 Tokens are independent; the gradients of weight and bias are sums over them. A reduced loss is a sum that the public
-function leaves to torch where the tokens are divided, so here it is never divided.
+function leaves to torch where the tokens are sharded, so here it never is.
 """
 
 from collections.abc import Mapping

@@ -97,7 +97,7 @@ def linear_cross_entropy(
 
 
 class _VocabParallel(torch.autograd.Function):
-    """On the tensors of one device."""
+    """The loss from the tensors of one device, and their gradients."""
 
     @staticmethod
     def forward(
