@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels import _checks, nn
+from foundry_kernels import _checks, _native, nn
 from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 from foundry_kernels.registry import BACKENDS
 
 X, Q = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), torch.ones(1, 2, 3, 4)
@@ -100,6 +101,13 @@ def test_other_options(name: str) -> None:
     for value in refused(kind):
         with pytest.raises(ValueError, match=rf"^{option} must be "):
             call(value)
+
+
+def test_the_extension_has_the_same_limits() -> None:
+    if _native.MISSING is not None:
+        pytest.skip(_native.MISSING)
+    limits = {"smallest": _checks.SMALLEST, "largest": _checks.LARGEST, "max_head_dim": MAX_HEAD_DIM}
+    assert _native._C.limits() == limits
 
 
 def test_what_is_said() -> None:
