@@ -62,12 +62,6 @@ class Arguments {
     return t;
   }
   OptionalTensor optional_tensor() { return take_none() ? OptionalTensor() : OptionalTensor(tensor()); }
-  OptionalTensor positions() {
-    if (take_none()) return std::nullopt;
-    const Tensor& t = any_tensor();
-    need(ok_ && (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt));
-    return t;
-  }
   bool boolean() {
     need(ok_ && PyBool_Check(*next_));
     return ok_ && *next_++ == Py_True;
@@ -76,32 +70,46 @@ class Arguments {
     need(ok_ && PyFloat_CheckExact(*next_));
     return ok_ ? PyFloat_AS_DOUBLE(*next_++) : 0.0;
   }
-  // A window's side or the like: not negative.
-  OptionalInt optional_count() { return take_none() ? OptionalInt() : OptionalInt(count(*next_++)); }
-  std::pair<OptionalInt, OptionalInt> optional_counts() {
-    if (take_none()) return {};
-    need(ok_ && PyTuple_CheckExact(*next_) && PyTuple_GET_SIZE(*next_) == 2);
-    if (!ok_) return {};
-    PyObject* pair = *next_++;
-    const auto side = [&](int i) {
-      PyObject* value = PyTuple_GET_ITEM(pair, i);
-      return value == Py_None ? OptionalInt() : OptionalInt(count(value));
-    };
-    const OptionalInt left = side(0), right = side(1);
-    return {left, right};
-  }
-  std::optional<double> optional_positive() {
-    if (take_none()) return std::nullopt;
-    const double value = real();
-    need(is_positive_number(value));
-    return value;
-  }
   // One of two words: whether it is the first.
   bool word(const char* first, const char* second) {
     need(ok_ && is_text(*next_, first, second));
     return ok_ && PyUnicode_CompareWithASCIIString(*next_++, first) == 0;
   }
-  void none() { need(take_none()); }
+
+  double not_negative() {
+    const double value = real();
+    need(is_not_negative(value));
+    return value;
+  }
+
+  // Options, as their lists name these (torch/options.h). Numbers are those that numbers.h allows.
+  template <class T> void not_an_argument(T&) {}
+  void none(OptionalTensor&) { need(take_none()); }
+  void boolean(bool& value) { value = boolean(); }
+  void number(double& value) { need(is_number(value = real())); }
+  void optional_positive(double& value) {  // 0 for None
+    if (!take_none()) need(is_positive_number(value = real()));
+  }
+  void optional_positive(std::optional<double>& value) {
+    if (!take_none()) need(is_positive_number(*(value = real())));
+  }
+  void positions(OptionalTensor& value) {
+    if (take_none()) return;
+    const Tensor& t = any_tensor();
+    need(ok_ && (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt));
+    value = t;
+  }
+  // The sides of a window, each a number that is not negative or None; None may stand for the pair.
+  void first_of_pair(OptionalInt& value) {
+    const bool is_pair = ok_ && PyTuple_CheckExact(*next_) && PyTuple_GET_SIZE(*next_) == 2;
+    need(ok_ && (is_pair || *next_ == Py_None));
+    if (ok_ && is_pair) value = count(PyTuple_GET_ITEM(*next_, 0));
+  }
+  void second_of_pair(OptionalInt& value) {  // and after it the next argument
+    if (ok_ && *next_ != Py_None) value = count(PyTuple_GET_ITEM(*next_, 1));
+    next_ += ok_;
+  }
+  void alignment(bool& bottom_right) { bottom_right = word("bottom_right", "top_left"); }
 
  private:
   static bool is_text(PyObject* object, const char* first, const char* second) {
@@ -118,9 +126,10 @@ class Arguments {
     need(ok_ && usual_tensor(*next_));
     return ok_ ? THPVariable_Unpack(*next_++) : undefined;
   }
-  int64_t count(PyObject* object) {
-    need(ok_ && PyLong_CheckExact(object));
-    if (!ok_) return 0;
+  OptionalInt count(PyObject* object) {
+    if (object == Py_None) return std::nullopt;
+    need(PyLong_CheckExact(object));
+    if (!ok_) return std::nullopt;
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
     need(overflow == 0 && value >= 0);
@@ -157,22 +166,20 @@ PyObject* guarded(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   END_HANDLE_TH_ERRORS
 }
 
-bool is_eps(double eps) { return eps >= 0.0 && is_number(eps); }
-
-bool is_weight(const OptionalTensor& weight, const Tensor& x, double weight_offset) {
-  return weight ? weight->dim() == 1 && weight->size(0) == x.size(-1) && is_number(weight_offset)
-                : weight_offset == 0.0;
+bool is_weight(const OptionalTensor& weight, const Tensor& x, double weight_offset = 0.0) {
+  return weight ? weight->dim() == 1 && weight->size(0) == x.size(-1) : weight_offset == 0.0;
 }
 
 PyObject* call_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(arguments, given, 6);
   const Tensor& x = in.tensor();
   const OptionalTensor weight = in.optional_tensor();
-  const double eps = in.real(), weight_offset = in.real();
-  const bool round_before_weight = in.boolean();
-  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, weight_offset) && is_eps(eps));
+  const double eps = in.not_negative();
+  WeightOptions options;
+  options.read_from(in);
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, options.weight_offset));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return rms_norm(x, weight, eps, weight_offset, round_before_weight); });
+  return result_of([&] { return rms_norm(x, weight, eps, options); });
 }
 
 PyObject* call_add_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
@@ -180,21 +187,21 @@ PyObject* call_add_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
   const Tensor& x = in.tensor();
   const Tensor& residual = in.tensor();
   const OptionalTensor weight = in.optional_tensor();
-  const double eps = in.real(), weight_offset = in.real();
-  const bool round_before_weight = in.boolean();
-  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, weight_offset) && is_eps(eps));
+  const double eps = in.not_negative();
+  WeightOptions options;
+  options.read_from(in);
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, options.weight_offset));
   in.need(in.ok() && residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type());
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return add_rms_norm(x, residual, weight, eps, weight_offset, round_before_weight); });
+  return result_of([&] { return add_rms_norm(x, residual, weight, eps, options, {}); });
 }
 
 PyObject* call_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(arguments, given, 5);
   const Tensor& x = in.tensor();
   const OptionalTensor weight = in.optional_tensor(), bias = in.optional_tensor();
-  const double eps = in.real();
-  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, 0.0) && is_weight(bias, x, 0.0));
-  in.need(is_eps(eps));
+  const double eps = in.not_negative();
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x) && is_weight(bias, x));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] { return layer_norm(x, weight, bias, eps); });
 }
@@ -203,11 +210,11 @@ PyObject* call_add_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(arguments, given, 6);
   const Tensor &x = in.tensor(), &residual = in.tensor();
   const OptionalTensor weight = in.optional_tensor(), bias = in.optional_tensor();
-  const double eps = in.real();
-  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x, 0.0) && is_weight(bias, x, 0.0));
-  in.need(in.ok() && residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type() && is_eps(eps));
+  const double eps = in.not_negative();
+  in.need(in.ok() && x.dim() > 0 && x.size(-1) > 0 && is_weight(weight, x) && is_weight(bias, x));
+  in.need(in.ok() && residual.sizes() == x.sizes() && residual.scalar_type() == x.scalar_type());
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return add_layer_norm(x, residual, weight, bias, eps); });
+  return result_of([&] { return add_layer_norm(x, residual, weight, bias, eps, {}); });
 }
 
 PyObject* call_bias_gelu(PyObject* const* arguments, Py_ssize_t given) {
@@ -215,7 +222,7 @@ PyObject* call_bias_gelu(PyObject* const* arguments, Py_ssize_t given) {
   const Tensor& x = in.tensor();
   const OptionalTensor bias = in.optional_tensor();
   const bool exact = in.word("none", "tanh");
-  in.need(in.ok() && x.dim() > 0 && is_weight(bias, x, 0.0));
+  in.need(in.ok() && x.dim() > 0 && is_weight(bias, x));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] { return bias_gelu(x, bias, exact ? "none" : "tanh"); });
 }
@@ -229,14 +236,11 @@ PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(arguments, given, 7);
   const Tensor& gate = in.tensor();
   const OptionalTensor up = in.optional_tensor();
-  const double alpha = in.real();
-  const std::optional<double> limit = in.optional_positive();
-  const double up_offset = in.real();
-  const bool interleaved = in.boolean();
-  in.need(in.ok() && is_gate(gate, up) && is_number(alpha) && is_number(up_offset));
-  in.need(!(interleaved && up));
+  GatedOptions options;
+  options.read_from(in);
+  in.need(in.ok() && is_gate(gate, up) && !(options.interleaved && up));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return swiglu(gate, up, alpha, limit, up_offset, interleaved); });
+  return result_of([&] { return swiglu(gate, up, options); });
 }
 
 PyObject* call_geglu(PyObject* const* arguments, Py_ssize_t given) {
@@ -269,11 +273,11 @@ bool are_rotations(const Tensor& q, const Tensor& k, const Tensor& cos, const Te
 PyObject* call_rope(PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(arguments, given, 7);
   const Tensor &q = in.tensor(), &k = in.tensor(), &cos = in.tensor(), &sin = in.tensor();
-  const bool interleaved = in.boolean();
-  const OptionalTensor positions = in.positions();
-  in.need(in.ok() && are_rotations(q, k, cos, sin, positions));
+  RopeOptions options;
+  options.read_from(in);
+  in.need(in.ok() && are_rotations(q, k, cos, sin, options.positions));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return rope(q, k, cos, sin, interleaved, positions); });
+  return result_of([&] { return rope(q, k, cos, sin, options); });
 }
 
 PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
@@ -281,19 +285,17 @@ PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
   const Tensor &q = in.tensor(), &k = in.tensor();
   const OptionalTensor q_weight = in.optional_tensor(), k_weight = in.optional_tensor();
   const Tensor &cos = in.tensor(), &sin = in.tensor();
-  const double eps = in.real(), weight_offset = in.real();
-  const bool round_before_weight = in.boolean(), interleaved = in.boolean();
-  const OptionalTensor positions = in.positions();
-  in.need(in.ok() && are_rotations(q, k, cos, sin, positions) && is_eps(eps));
-  in.need(in.ok() && is_weight(q_weight, q, weight_offset) && is_weight(k_weight, k, weight_offset));
+  const double eps = in.not_negative();
+  WeightOptions weight_options;
+  weight_options.read_from(in);
+  RopeOptions rope_options;
+  rope_options.read_from(in);
+  in.need(in.ok() && are_rotations(q, k, cos, sin, rope_options.positions));
+  in.need(in.ok() && is_weight(q_weight, q, weight_options.weight_offset) &&
+          is_weight(k_weight, k, weight_options.weight_offset));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] {
-    return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved,
-                        positions);
-  });
+  return result_of([&] { return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, weight_options, rope_options); });
 }
-
-constexpr int64_t kMaxHeadDim = 256;  // as in checks.py
 
 bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
   if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
@@ -308,26 +310,17 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
   Arguments in(arguments, given, 14);
   const Tensor &q = in.tensor(), &k = in.tensor(), &v = in.tensor();
   const bool causal = in.boolean();
-  const std::optional<double> scale = in.optional_positive();
-  const auto [window_left, window_right] = in.optional_counts();
-  const std::optional<double> softcap = in.optional_positive();
-  in.none();  // ALiBi's slopes
-  in.none();  // sinks
-  const bool bottom_right = in.word("bottom_right", "top_left");
-  const bool deterministic = in.boolean(), return_lse = in.boolean(), return_stats = in.boolean();
+  AttentionOptions options;
+  options.read_from(in);
+  const bool return_lse = in.boolean(), return_stats = in.boolean();
   in.need(in.ok() && is_attention(q, k, v) && !return_lse && !return_stats);
   in.need(!at::autocast::is_autocast_enabled(at::kCPU));  // it would cast them first
   if (!in.ok()) Py_RETURN_NONE;
-  AttentionOptions options{};
   options.max_seqlen_q = q.size(2);
   options.max_seqlen_k = k.size(2);
-  options.scale = scale ? *scale : std::pow(static_cast<double>(q.size(3)), -0.5);
-  if (softcap && !is_positive_number(options.scale / *softcap)) Py_RETURN_NONE;
-  options.window_left = window_left;
-  options.window_right = causal ? OptionalInt(0) : window_right;
-  options.softcap = softcap;
-  options.bottom_right = bottom_right;
-  options.deterministic = deterministic;
+  if (options.scale == 0.0) options.scale = std::pow(static_cast<double>(q.size(3)), -0.5);
+  if (options.softcap && !is_positive_number(options.scale / *options.softcap)) Py_RETURN_NONE;
+  if (causal) options.window_right = 0;
   return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
 }
 

@@ -14,6 +14,7 @@
 #include "cpu/flash_attention_tasks.h"
 #include "cpu/isa.h"
 #include "direct.h"
+#include "torch/numbers.h"
 #include "torch/products.h"
 
 namespace {
@@ -55,6 +56,14 @@ pybind11::dict build_info() {
   info["fast_products"] = products;
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
   return info;
+}
+
+pybind11::dict limits() {
+  pybind11::dict found;
+  found["smallest"] = foundry::kSmallest;
+  found["largest"] = foundry::kLargest;
+  found["max_head_dim"] = foundry::kMaxHeadDim;
+  return found;
 }
 
 void force_instruction_set(const std::string& name) {
@@ -106,6 +115,7 @@ PYBIND11_MODULE(_C, m) {
     throw pybind11::import_error("it was compiled for processors with " + needed + ", and this one has " + has);
   }
   m.def("build_info", &build_info, "How the extension was built, and what it and oneDNN use of the processor.");
+  m.def("limits", &limits, "The numbers that options and sizes may be.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
   auto direct = m.def_submodule("direct", "Calls of the operators on plain CPU tensors, without torch's binding.");

@@ -20,11 +20,9 @@ std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const Tensor& x, const Option
   return empty_bias_gelu_bwd(x, bias, need_dx, need_dbias);
 }
 
-// The dispatcher finds the kernel of the tensors' device.
 Tensor call_fwd(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::bias_gelu_fwd", "").typed<decltype(fwd_meta)>();
-  return op.call(x, bias, approximate);
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::bias_gelu_fwd");
+  return op(x, bias, approximate);
 }
 
 class BiasGeluFunction : public torch::autograd::Function<BiasGeluFunction> {
@@ -39,14 +37,12 @@ class BiasGeluFunction : public torch::autograd::Function<BiasGeluFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("bias_gelu");
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(FK_LIBRARY_NAME "::bias_gelu_bwd", "")
-                               .typed<decltype(bwd_meta)>();
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::bias_gelu_bwd");
     const auto [x, bias] = saved_tensors<2>(ctx);
     NeedsGrad needs(ctx);
     const bool need_dx = needs.next(), need_dbias = needs.next_if(bias.defined());
     auto [dx, dbias] =
-        op.call(grads.front(), x, wrap(bias), ctx->saved_data["approximate"].toStringRef(), need_dx, need_dbias);
+        op(grads.front(), x, wrap(bias), ctx->saved_data["approximate"].toStringRef(), need_dx, need_dbias);
     return {need_dx ? dx : Tensor(), need_dbias ? dbias : Tensor(), /*approximate*/ {}};
   }
 };

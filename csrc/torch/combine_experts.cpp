@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "options.h"
 
 namespace foundry {
 namespace combine_experts_schema {
@@ -21,12 +22,9 @@ std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const Tensor& x, const Option
   return empty_combine_experts_bwd(x, weights, slots, need_dx, need_dweights);
 }
 
-// The dispatcher finds the kernel of the tensors' device.
 Tensor call_fwd(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(FK_LIBRARY_NAME "::combine_experts_fwd", "")
-                             .typed<decltype(fwd_meta)>();
-  return op.call(x, weights, slots);
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::combine_experts_fwd");
+  return op(x, weights, slots);
 }
 
 class CombineExpertsFunction : public torch::autograd::Function<CombineExpertsFunction> {
@@ -39,13 +37,11 @@ class CombineExpertsFunction : public torch::autograd::Function<CombineExpertsFu
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("combine_experts");
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(FK_LIBRARY_NAME "::combine_experts_bwd", "")
-                               .typed<decltype(bwd_meta)>();
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::combine_experts_bwd");
     const auto [x, weights, slots] = saved_tensors<3>(ctx);
     NeedsGrad needs(ctx);
     const bool need_dx = needs.next(), need_dweights = needs.next_if(weights.defined());
-    auto [dx, dweights] = op.call(grads.front(), x, wrap(weights), slots, need_dx, need_dweights);
+    auto [dx, dweights] = op(grads.front(), x, wrap(weights), slots, need_dx, need_dweights);
     return {need_dx ? dx : Tensor(), need_dweights ? dweights : Tensor(), /*slots*/ {}};
   }
 };

@@ -8,8 +8,20 @@
 
 #include "../common/cross_entropy.h"
 #include "common.h"
+#include "options.h"
 
 namespace foundry {
+
+#define FK_LOSS_OPTIONS(OPTION)                        \
+  OPTION(int64_t, ignore_index, not_an_argument)       \
+  OPTION(c10::string_view, reduction, not_an_argument) \
+  OPTION(double, label_smoothing, not_an_argument)     \
+  OPTION(double, z_loss, not_an_argument)              \
+  OPTION(std::optional<double>, softcap, not_an_argument)
+
+struct LossOptions {
+  FK_OPTIONS(FK_LOSS_OPTIONS)
+};
 
 enum class Reduction { none, mean, sum };
 
@@ -64,10 +76,10 @@ inline Tensor empty_cross_entropy_bwd(const Tensor& logits, const Tensor& target
   return at::empty_symint(logits.sym_sizes(), logits.options());
 }
 
-inline CrossEntropyOptions cross_entropy_options(int64_t ignore_index, double label_smoothing, double z_loss,
-                                                 std::optional<double> softcap) {
-  return {ignore_index, static_cast<float>(label_smoothing), static_cast<float>(z_loss),
-          static_cast<float>(softcap.value_or(0.0))};
+// In the kernels' form.
+inline CrossEntropyOptions cross_entropy_options(const LossOptions& o) {
+  return {o.ignore_index, static_cast<float>(o.label_smoothing), static_cast<float>(o.z_loss),
+          static_cast<float>(o.softcap.value_or(0.0))};
 }
 
 // The tensors that the kernels' pointers point into: logits, target and weight as they are, or copies where a kernel

@@ -22,7 +22,7 @@ void bwd_classes_(const Tensor& logits, const Tensor& dloss, const Tensor& targe
   if (logits.numel() == 0) return;
   CrossEntropyInputs in(logits, target, weight, label_smoothing);
   check_targets(in.target, n_classes, ignore_index);
-  const auto options = cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap);
+  const auto options = cross_entropy_options({ignore_index, "none", label_smoothing, z_loss, softcap});
   const Tensor of_loss = dloss.contiguous(), of_rows = lse.contiguous(), low_of_rows = lse_low.contiguous();
   auto args = cross_entropy_backward_args(in, options, of_loss, of_rows, low_of_rows, {}, Reduction::none, logits);
   args.first = first;

@@ -37,20 +37,19 @@ float weight_of(const Tensor& target, const Tensor& weight, int64_t ignore_index
 }
 
 CrossEntropyOutputs fwd_cpu(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
-                            int64_t ignore_index, c10::string_view reduction, double label_smoothing, double z_loss,
-                            std::optional<double> softcap, bool save_lse, bool save_z_loss, bool save_stats) {
-  const Reduction kind = reduction_of(reduction);
+                            const LossOptions& options, bool save_lse, bool save_z_loss, bool save_stats) {
+  const Reduction kind = reduction_of(options.reduction);
   const auto outputs = empty_cross_entropy_fwd(logits, target, weight, kind, save_lse, save_z_loss, save_stats);
   const auto& [loss, lse, lse_low, z, total_weight] = outputs;
-  CrossEntropyInputs in(logits, target, weight, label_smoothing);
-  check_targets(in.target, logits.size(-1), ignore_index);
+  CrossEntropyInputs in(logits, target, weight, options.label_smoothing);
+  check_targets(in.target, logits.size(-1), options.ignore_index);
   const CrossEntropyRows rows(outputs, target, kind, save_z_loss);
   if (target.numel() > 0) {
-    const auto options = cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap);
-    run(FK_CHOOSE_ISA(cross_entropy_forward), cross_entropy_forward_args(in, options, rows, outputs));
+    run(FK_CHOOSE_ISA(cross_entropy_forward),
+        cross_entropy_forward_args(in, cross_entropy_options(options), rows, outputs));
   }
   if (kind == Reduction::none) return outputs;
-  const float total = kind == Reduction::mean ? weight_of(in.target, in.weight, ignore_index) : 1.0f;
+  const float total = kind == Reduction::mean ? weight_of(in.target, in.weight, options.ignore_index) : 1.0f;
   const auto reduce = [&](const Tensor& into, const Tensor& of_rows) {
     const float sum = sum_of(of_rows);
     *into.mutable_data_ptr<float>() = total != 0.0f ? sum / total : std::isnan(sum) ? sum : 0.0f;
@@ -62,26 +61,25 @@ CrossEntropyOutputs fwd_cpu(const Tensor& logits, const Tensor& target, const Op
 }
 
 Tensor bwd_cpu(const Tensor& dloss, const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
-               const Tensor& lse, const Tensor& lse_low, const OptionalTensor& total_weight, int64_t ignore_index,
-               c10::string_view reduction, double label_smoothing, double z_loss, std::optional<double> softcap) {
+               const Tensor& lse, const Tensor& lse_low, const OptionalTensor& total_weight,
+               const LossOptions& options) {
   const Tensor dlogits = empty_cross_entropy_bwd(logits, target, weight);
   if (dlogits.numel() == 0) return dlogits;
   advise_huge_pages(dlogits);
-  CrossEntropyInputs in(logits, target, weight, label_smoothing);
-  check_targets(in.target, logits.size(-1), ignore_index);
-  const auto options = cross_entropy_options(ignore_index, label_smoothing, z_loss, softcap);
+  CrossEntropyInputs in(logits, target, weight, options.label_smoothing);
+  check_targets(in.target, logits.size(-1), options.ignore_index);
   const Tensor of_loss = dloss.contiguous(), of_rows = lse.contiguous(), low_of_rows = lse_low.contiguous();
   run(FK_CHOOSE_ISA(cross_entropy_backward),
-      cross_entropy_backward_args(in, options, of_loss, of_rows, low_of_rows, total_weight, reduction_of(reduction),
-                                  dlogits));
+      cross_entropy_backward_args(in, cross_entropy_options(options), of_loss, of_rows, low_of_rows, total_weight,
+                                  reduction_of(options.reduction), dlogits));
   return dlogits;
 }
 
 }  // namespace cross_entropy_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("cross_entropy_fwd", &cross_entropy_cpu::fwd_cpu);
-  m.impl("cross_entropy_bwd", &cross_entropy_cpu::bwd_cpu);
+  m.impl("cross_entropy_fwd", flat_kernel<&cross_entropy_cpu::fwd_cpu>);
+  m.impl("cross_entropy_bwd", flat_kernel<&cross_entropy_cpu::bwd_cpu>);
 }
 
 }  // namespace foundry

@@ -27,10 +27,9 @@ FourTensors bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& q, cons
   return empty_attention_bwd(q, k, v, options.sinks, need_dq, need_dk, need_dv, need_dsinks);
 }
 
-// The dispatcher finds the kernel of the tensors' device.
 FourTensors call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
                      bool save_stats) {
-  static const AttentionOperator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::flash_attention_fwd");
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::flash_attention_fwd");
   return op(q, k, v, options, save_lse, save_stats);
 }
 
@@ -62,9 +61,10 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("flash_attention");
-    static const AttentionOperator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::flash_attention_bwd");
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::flash_attention_bwd");
     const auto saved = ctx->get_saved_variables();
-    const AttentionOptions options = load_options(&saved[kSavedOptions], ctx->saved_data.at("options"));
+    const AttentionOptions options =
+        load_options<AttentionOptions>(&saved[kSavedOptions], ctx->saved_data.at("options"));
     const OptionalTensor dlse = wrap(grads[kLse]);
     const bool has_dout = grads[kOut].defined();
     variable_list result(kArguments);
@@ -98,18 +98,13 @@ FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
-  m.def("flash_attention(Tensor q, Tensor k, Tensor v, " FK_ATTENTION_OPTIONS
-        ", bool return_lse, bool return_stats) -> (Tensor out, Tensor lse, Tensor entropy, Tensor max_logit)",
-        {at::Tag::pt2_compliant_tag});
-  m.def("flash_attention_fwd(Tensor q, Tensor k, Tensor v, " FK_ATTENTION_OPTIONS
-        ", bool save_lse, bool save_stats) -> (Tensor out, Tensor lse, Tensor entropy, Tensor max_logit)",
-        {at::Tag::pt2_compliant_tag});
-  m.def(
-      "flash_attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
-      "lse, " FK_ATTENTION_OPTIONS
-      ", bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) "
-      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-      {at::Tag::pt2_compliant_tag});
+  const std::string inputs = "Tensor q, Tensor k, Tensor v, ", options = AttentionOptions::schema();
+  const std::string results = " -> (Tensor out, Tensor lse, Tensor entropy, Tensor max_logit)";
+  define_operator(m, "flash_attention(" + inputs + options + ", bool return_lse, bool return_stats)" + results);
+  define_operator(m, "flash_attention_fwd(" + inputs + options + ", bool save_lse, bool save_stats)" + results);
+  define_operator(m, "flash_attention_bwd(Tensor dout, Tensor? dlse, " + inputs + "Tensor out, Tensor lse, " + options +
+                         ", bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) "
+                         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {

@@ -15,9 +15,8 @@ namespace layer_norm_schema {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
                                                     const OptionalTensor& weight, const OptionalTensor& bias, double,
-                                                    bool save_stats, double dropout_p,
-                                                    const OptionalTensor& dropout_seed) {
-  check_dropout(x, unwrap(residual), dropout_p, dropout_seed);
+                                                    bool save_stats, const DropoutOptions& dropout) {
+  check_dropout(x, unwrap(residual), dropout);
   return empty_layer_fwd(x, unwrap(residual), unwrap(weight), unwrap(bias), save_stats);
 }
 
@@ -32,33 +31,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_bwd_meta(const Tensor&, const
                                                             const Tensor&, const Tensor&, bool need_dx, bool need_dw,
                                                             bool need_db, double dropout_p,
                                                             const Tensor& dropout_seed) {
-  check_dropout(x, x, dropout_p, dropout_seed);
+  check_dropout(x, x, {dropout_p, dropout_seed});
   auto [dx, dw, db] = empty_layer_bwd(x, unwrap(weight), unwrap(bias), need_dx, need_dw, need_db);
   return {dx, empty_dresidual(dx), dw, db};
 }
 
-// The dispatcher finds the kernel of the tensors' device.
 std::tuple<Tensor, Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
                                                     const OptionalTensor& weight, const OptionalTensor& bias,
-                                                    double eps, bool save_stats, double dropout_p = 0.0,
-                                                    const OptionalTensor& dropout_seed = std::nullopt) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_fwd", "")
-                             .typed<decltype(fwd_meta)>();
-  return op.call(x, residual, weight, bias, eps, save_stats, dropout_p, dropout_seed);
+                                                    double eps, bool save_stats, const DropoutOptions& dropout) {
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::layer_norm_fwd");
+  return op(x, residual, weight, bias, eps, save_stats, dropout);
 }
 
 class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
-                               const OptionalTensor& weight, const OptionalTensor& bias, double eps, double dropout_p,
-                               const OptionalTensor& dropout_seed) {
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                               const DropoutOptions& dropout) {
     ctx->set_materialize_grads(false);  // as in rms_norm.cpp
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, true, dropout_p, dropout_seed);
+    auto [y, h, mean, rstd] = call_fwd(x, residual, weight, bias, eps, true, dropout);
     ctx->save_for_backward(
-        {residual.has_value() ? h : x, unwrap(weight), unwrap(bias), mean, rstd, unwrap(dropout_seed)});
-    ctx->saved_data["dropout_p"] = dropout_p;
+        {residual.has_value() ? h : x, unwrap(weight), unwrap(bias), mean, rstd, unwrap(dropout.dropout_seed)});
+    if (dropout.dropout_seed) ctx->saved_data["dropout_p"] = dropout.dropout_p;
     if (!residual.has_value()) return {y};
     if (!x.requires_grad() && !residual->requires_grad()) ctx->mark_non_differentiable({h});
     return {y, h};
@@ -66,12 +61,8 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("layer_norm");
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_bwd", "")
-                               .typed<decltype(bwd_meta)>();
-    static const auto dropout_op = c10::Dispatcher::singleton()
-                                       .findSchemaOrThrow(FK_LIBRARY_NAME "::layer_norm_dropout_bwd", "")
-                                       .typed<decltype(dropout_bwd_meta)>();
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::layer_norm_bwd");
+    static const Operator<decltype(dropout_bwd_meta)> dropout_op(FK_LIBRARY_NAME "::layer_norm_dropout_bwd");
     const auto [x, weight, bias, mean, rstd, seed] = saved_tensors<6>(ctx);
     const bool has_residual = grads.size() == 2;
     const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
@@ -85,20 +76,19 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
               need_dw ? dw : Tensor(),
               need_db ? db : Tensor(),
               /*eps*/ {},
-              /*dropout_p*/ {},
-              /*dropout_seed*/ {}};
+              /*dropout*/ {}};
     };
     const bool need_dx = need_x || need_residual;
     if (seed.defined()) {
       const bool has_dy = dy.defined();
       auto [dx, dresidual, dw, db] =
-          dropout_op.call(has_dy ? dy : at::zeros_like(dh), wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_dx,
-                          need_dw && has_dy, need_db && has_dy, ctx->saved_data["dropout_p"].toDouble(), seed);
+          dropout_op(has_dy ? dy : at::zeros_like(dh), wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_dx,
+                     need_dw && has_dy, need_db && has_dy, ctx->saved_data.at("dropout_p").toDouble(), seed);
       return gradients(dx, dresidual, has_dy ? dw : Tensor(), has_dy ? db : Tensor());
     }
     // The sum x + residual passes one gradient to both of its terms.
     if (!dy.defined()) return gradients(dh, dh, Tensor(), Tensor());  // the gradient of h alone passes through
-    auto [dx, dw, db] = op.call(dy, wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_dx, need_dw, need_db);
+    auto [dx, dw, db] = op(dy, wrap(dh), x, wrap(weight), wrap(bias), mean, rstd, need_dx, need_dw, need_db);
     return gradients(dx, dx, dw, db);
   }
 };
@@ -107,51 +97,41 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
 
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   if (any_requires_grad(x, weight, bias))
-    return layer_norm_schema::LayerNormFunction::apply(x, OptionalTensor(), weight, bias, eps, 0.0,
-                                                       OptionalTensor())[0];
-  return std::get<0>(layer_norm_schema::call_fwd(x, std::nullopt, weight, bias, eps, false));
+    return layer_norm_schema::LayerNormFunction::apply(x, OptionalTensor(), weight, bias, eps, DropoutOptions())[0];
+  return std::get<0>(layer_norm_schema::call_fwd(x, std::nullopt, weight, bias, eps, false, {}));
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                          const OptionalTensor& bias, double eps, double dropout_p,
-                                          const OptionalTensor& dropout_seed) {
+                                          const OptionalTensor& bias, double eps, const DropoutOptions& dropout) {
   if (any_requires_grad(x, residual, weight, bias)) {
-    auto out = layer_norm_schema::LayerNormFunction::apply(x, OptionalTensor(residual), weight, bias, eps, dropout_p,
-                                                           dropout_seed);
+    auto out = layer_norm_schema::LayerNormFunction::apply(x, OptionalTensor(residual), weight, bias, eps, dropout);
     return {out[0], out[1]};
   }
-  auto [y, h, mean, rstd] = layer_norm_schema::call_fwd(x, residual, weight, bias, eps, false, dropout_p, dropout_seed);
+  auto [y, h, mean, rstd] = layer_norm_schema::call_fwd(x, residual, weight, bias, eps, false, dropout);
   return {y, h};
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
-  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def(
-      "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float dropout_p=0.0, "
-      "Tensor? dropout_seed=None) -> (Tensor y, Tensor h)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool save_stats, "
-      "float dropout_p=0.0, Tensor? dropout_seed=None) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "layer_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
-      "bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "layer_norm_dropout_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, "
-      "bool need_dx, bool need_dw, bool need_db, float dropout_p, Tensor dropout_seed) "
-      "-> (Tensor dx, Tensor dresidual, Tensor dw, Tensor db)",
-      {at::Tag::pt2_compliant_tag});
+  const std::string affine = "Tensor? weight, Tensor? bias, ", dropout = DropoutOptions::schema();
+  define_operator(m, "layer_norm(Tensor x, " + affine + "float eps) -> Tensor");
+  define_operator(
+      m, "add_layer_norm(Tensor x, Tensor residual, " + affine + "float eps, " + dropout + ") -> (Tensor y, Tensor h)");
+  define_operator(m, "layer_norm_fwd(Tensor x, Tensor? residual, " + affine + "float eps, bool save_stats, " + dropout +
+                         ") -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)");
+  const std::string saved = "Tensor dy, Tensor? dh, Tensor x, " + affine + "Tensor mean, Tensor rstd, ";
+  const std::string needs = "bool need_dx, bool need_dw, bool need_db";
+  define_operator(m, "layer_norm_bwd(" + saved + needs + ") -> (Tensor dx, Tensor dw, Tensor db)");
+  define_operator(m, "layer_norm_dropout_bwd(" + saved + needs + ", float dropout_p, Tensor dropout_seed) " +
+                         "-> (Tensor dx, Tensor dresidual, Tensor dw, Tensor db)");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
   m.impl("layer_norm", &layer_norm);
-  m.impl("add_layer_norm", &add_layer_norm);
+  m.impl("add_layer_norm", flat_kernel<&add_layer_norm>);
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("layer_norm_fwd", &layer_norm_schema::fwd_meta);
+  m.impl("layer_norm_fwd", flat_kernel<&layer_norm_schema::fwd_meta>);
   m.impl("layer_norm_bwd", &layer_norm_schema::bwd_meta);
   m.impl("layer_norm_dropout_bwd", &layer_norm_schema::dropout_bwd_meta);
 }

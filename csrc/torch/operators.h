@@ -6,28 +6,26 @@
 
 #include "common.h"
 #include "flash_attention_options.h"
+#include "rms_norm_options.h"
+#include "rope_options.h"
+#include "swiglu_options.h"
 
 namespace foundry {
 
-Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
-                bool round_before_weight);
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, const WeightOptions& options);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                        double eps, double weight_offset, bool round_before_weight,
-                                        double dropout_p = 0.0, const OptionalTensor& dropout_seed = std::nullopt);
+                                        double eps, const WeightOptions& options, const DropoutOptions& dropout);
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps);
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                          const OptionalTensor& bias, double eps, double dropout_p = 0.0,
-                                          const OptionalTensor& dropout_seed = std::nullopt);
+                                          const OptionalTensor& bias, double eps, const DropoutOptions& dropout);
 Tensor bias_gelu(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate);
-Tensor swiglu(const Tensor& gate, const OptionalTensor& up, double alpha, std::optional<double> limit, double up_offset,
-              bool interleaved);
+Tensor swiglu(const Tensor& gate, const OptionalTensor& up, const GatedOptions& options);
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate);
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                                bool interleaved, const OptionalTensor& positions);
+                                const RopeOptions& options);
 std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                         const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin,
-                                        double eps, double weight_offset, bool round_before_weight, bool interleaved,
-                                        const OptionalTensor& positions);
+                                        double eps, const WeightOptions& weight_options, const RopeOptions& options);
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                                            const AttentionOptions& options, bool return_lse,
                                                            bool return_stats);

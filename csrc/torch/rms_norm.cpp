@@ -17,34 +17,31 @@ namespace foundry {
 namespace rms_norm_schema {
 
 std::tuple<Tensor, Tensor, Tensor> fwd_meta(const Tensor& x, const OptionalTensor& residual,
-                                            const OptionalTensor& weight, double, double, bool round_before_weight,
-                                            bool save_rstd, double dropout_p, const OptionalTensor& dropout_seed) {
-  check_dropout(x, unwrap(residual), dropout_p, dropout_seed);
-  return empty_fwd(x, unwrap(residual), unwrap(weight), round_before_weight, save_rstd);
+                                            const OptionalTensor& weight, double, const WeightOptions& options,
+                                            bool save_rstd, const DropoutOptions& dropout) {
+  check_dropout(x, unwrap(residual), dropout);
+  return empty_fwd(x, unwrap(residual), unwrap(weight), options.round_before_weight, save_rstd);
 }
 
 std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
-                                    const Tensor&, double, bool, bool need_dx, bool need_dw) {
+                                    const Tensor&, const WeightOptions&, bool need_dx, bool need_dw) {
   return empty_bwd(x, unwrap(weight), need_dx, need_dw);
 }
 
 std::tuple<Tensor, Tensor, Tensor> dropout_bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
-                                                    const OptionalTensor& weight, const Tensor&, double, bool,
+                                                    const OptionalTensor& weight, const Tensor&, const WeightOptions&,
                                                     bool need_dx, bool need_dw, double dropout_p,
                                                     const Tensor& dropout_seed) {
-  check_dropout(x, x, dropout_p, dropout_seed);
+  check_dropout(x, x, {dropout_p, dropout_seed});
   auto [dx, dw] = empty_bwd(x, unwrap(weight), need_dx, need_dw);
   return {dx, empty_dresidual(dx), dw};
 }
 
-// The dispatcher finds the kernel of the tensors' device.
 std::tuple<Tensor, Tensor, Tensor> call_fwd(const Tensor& x, const OptionalTensor& residual,
-                                            const OptionalTensor& weight, double eps, double weight_offset,
-                                            bool round_before_weight, bool save_rstd, double dropout_p = 0.0,
-                                            const OptionalTensor& dropout_seed = std::nullopt) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_fwd", "").typed<decltype(fwd_meta)>();
-  return op.call(x, residual, weight, eps, weight_offset, round_before_weight, save_rstd, dropout_p, dropout_seed);
+                                            const OptionalTensor& weight, double eps, const WeightOptions& options,
+                                            bool save_rstd, const DropoutOptions& dropout) {
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::rms_norm_fwd");
+  return op(x, residual, weight, eps, options, save_rstd, dropout);
 }
 
 // For a y that nothing was computed from.
@@ -55,16 +52,15 @@ Tensor zero_dy(const Tensor& dh, const Tensor& weight, bool round_before_weight)
 class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
-                               const OptionalTensor& weight, double eps, double weight_offset, bool round_before_weight,
-                               double dropout_p, const OptionalTensor& dropout_seed) {
+                               const OptionalTensor& weight, double eps, const WeightOptions& options,
+                               const DropoutOptions& dropout) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [y, h, rstd] =
-        call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, true, dropout_p, dropout_seed);
-    ctx->save_for_backward({residual.has_value() ? h : x, unwrap(weight), rstd, unwrap(dropout_seed)});
-    ctx->saved_data["dropout_p"] = dropout_p;
-    ctx->saved_data["weight_offset"] = weight_offset;
-    ctx->saved_data["round_before_weight"] = round_before_weight;
+    auto [y, h, rstd] = call_fwd(x, residual, weight, eps, options, true, dropout);
+    variable_list saved{residual.has_value() ? h : x, unwrap(weight), rstd, unwrap(dropout.dropout_seed)};
+    ctx->saved_data["options"] = save_options(options, saved);
+    ctx->save_for_backward(std::move(saved));
+    if (dropout.dropout_seed) ctx->saved_data["dropout_p"] = dropout.dropout_p;
     if (!residual.has_value()) return {y};
     if (!x.requires_grad() && !residual->requires_grad()) ctx->mark_non_differentiable({h});
     return {y, h};
@@ -72,12 +68,8 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("rms_norm");
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_bwd", "")
-                               .typed<decltype(bwd_meta)>();
-    static const auto dropout_op = c10::Dispatcher::singleton()
-                                       .findSchemaOrThrow(FK_LIBRARY_NAME "::rms_norm_dropout_bwd", "")
-                                       .typed<decltype(dropout_bwd_meta)>();
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::rms_norm_bwd");
+    static const Operator<decltype(dropout_bwd_meta)> dropout_op(FK_LIBRARY_NAME "::rms_norm_dropout_bwd");
     const auto [x, weight, rstd, seed] = saved_tensors<4>(ctx);
     const bool has_residual = grads.size() == 2;
     const Tensor &dy = grads.front(), dh = has_residual ? grads.back() : Tensor();
@@ -89,83 +81,64 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
               need_residual ? dresidual : Tensor(),
               need_dw ? dw : Tensor(),
               /*eps*/ {},
-              /*weight_offset*/ {},
-              /*round_before_weight*/ {},
-              /*dropout_p*/ {},
-              /*dropout_seed*/ {}};
+              /*options*/ {},
+              /*dropout*/ {}};
     };
-    const double offset = ctx->saved_data["weight_offset"].toDouble();
-    const bool round_first = ctx->saved_data["round_before_weight"].toBool(), need_dx = need_x || need_residual;
+    const WeightOptions options = load_options<WeightOptions>(nullptr, ctx->saved_data.at("options"));
+    const bool need_dx = need_x || need_residual;
     if (seed.defined()) {
-      const Tensor dy_or_0 = dy.defined() ? dy : zero_dy(dh, weight, round_first);
-      auto [dx, dresidual, dw] =
-          dropout_op.call(dy_or_0, wrap(dh), x, wrap(weight), rstd, offset, round_first, need_dx,
-                          need_dw && dy.defined(), ctx->saved_data["dropout_p"].toDouble(), seed);
+      const Tensor dy_or_0 = dy.defined() ? dy : zero_dy(dh, weight, options.round_before_weight);
+      auto [dx, dresidual, dw] = dropout_op(dy_or_0, wrap(dh), x, wrap(weight), rstd, options, need_dx,
+                                            need_dw && dy.defined(), ctx->saved_data.at("dropout_p").toDouble(), seed);
       return gradients(dx, dresidual, dy.defined() ? dw : Tensor());
     }
     // The sum x + residual passes one gradient to both of its terms.
     if (!dy.defined()) return gradients(dh, dh, Tensor());  // the gradient of h passes through, the weight gets none
-    auto [dx, dw] = op.call(dy, wrap(dh), x, wrap(weight), rstd, offset, round_first, need_dx, need_dw);
+    auto [dx, dw] = op(dy, wrap(dh), x, wrap(weight), rstd, options, need_dx, need_dw);
     return gradients(dx, dx, dw);
   }
 };
 
 }  // namespace rms_norm_schema
 
-Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset,
-                bool round_before_weight) {
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, const WeightOptions& options) {
   if (any_requires_grad(x, weight))
-    return rms_norm_schema::RmsNormFunction::apply(x, OptionalTensor(), weight, eps, weight_offset, round_before_weight,
-                                                   0.0, OptionalTensor())[0];
-  return std::get<0>(
-      rms_norm_schema::call_fwd(x, std::nullopt, weight, eps, weight_offset, round_before_weight, false));
+    return rms_norm_schema::RmsNormFunction::apply(x, OptionalTensor(), weight, eps, options, DropoutOptions())[0];
+  return std::get<0>(rms_norm_schema::call_fwd(x, std::nullopt, weight, eps, options, false, {}));
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                        double eps, double weight_offset, bool round_before_weight, double dropout_p,
-                                        const OptionalTensor& dropout_seed) {
+                                        double eps, const WeightOptions& options, const DropoutOptions& dropout) {
   if (any_requires_grad(x, residual, weight)) {
-    auto out = rms_norm_schema::RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, weight_offset,
-                                                       round_before_weight, dropout_p, dropout_seed);
+    auto out = rms_norm_schema::RmsNormFunction::apply(x, OptionalTensor(residual), weight, eps, options, dropout);
     return {out[0], out[1]};
   }
-  auto [y, h, rstd] = rms_norm_schema::call_fwd(x, residual, weight, eps, weight_offset, round_before_weight, false,
-                                                dropout_p, dropout_seed);
+  auto [y, h, rstd] = rms_norm_schema::call_fwd(x, residual, weight, eps, options, false, dropout);
   return {y, h};
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
-  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool round_before_weight) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
-  m.def(
-      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
-      "bool round_before_weight, float dropout_p=0.0, Tensor? dropout_seed=None) -> (Tensor y, Tensor h)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "rms_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, float eps, float weight_offset, "
-      "bool round_before_weight, bool save_rstd, float dropout_p=0.0, Tensor? dropout_seed=None) "
-      "-> (Tensor y, Tensor h, Tensor rstd)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "rms_norm_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
-      "bool round_before_weight, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "rms_norm_dropout_bwd(Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
-      "bool round_before_weight, bool need_dx, bool need_dw, float dropout_p, Tensor dropout_seed) "
-      "-> (Tensor dx, Tensor dresidual, Tensor dw)",
-      {at::Tag::pt2_compliant_tag});
+  const std::string options = WeightOptions::schema(), dropout = DropoutOptions::schema();
+  define_operator(m, "rms_norm(Tensor x, Tensor? weight, float eps, " + options + ") -> Tensor");
+  define_operator(m, "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, " + options + ", " + dropout +
+                         ") -> (Tensor y, Tensor h)");
+  define_operator(m, "rms_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, float eps, " + options +
+                         ", bool save_rstd, " + dropout + ") -> (Tensor y, Tensor h, Tensor rstd)");
+  const std::string saved = "Tensor dy, Tensor? dh, Tensor x, Tensor? weight, Tensor rstd, " + options;
+  define_operator(m, "rms_norm_bwd(" + saved + ", bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)");
+  define_operator(m, "rms_norm_dropout_bwd(" + saved + ", bool need_dx, bool need_dw, float dropout_p, " +
+                         "Tensor dropout_seed) -> (Tensor dx, Tensor dresidual, Tensor dw)");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
-  m.impl("rms_norm", &rms_norm);
-  m.impl("add_rms_norm", &add_rms_norm);
+  m.impl("rms_norm", flat_kernel<&rms_norm>);
+  m.impl("add_rms_norm", flat_kernel<&add_rms_norm>);
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("rms_norm_fwd", &rms_norm_schema::fwd_meta);
-  m.impl("rms_norm_bwd", &rms_norm_schema::bwd_meta);
-  m.impl("rms_norm_dropout_bwd", &rms_norm_schema::dropout_bwd_meta);
+  m.impl("rms_norm_fwd", flat_kernel<&rms_norm_schema::fwd_meta>);
+  m.impl("rms_norm_bwd", flat_kernel<&rms_norm_schema::bwd_meta>);
+  m.impl("rms_norm_dropout_bwd", flat_kernel<&rms_norm_schema::dropout_bwd_meta>);
 }
 
 }  // namespace foundry

@@ -11,6 +11,7 @@
 #include "../common/dropout.h"
 #include "../common/rms_norm.h"
 #include "common.h"
+#include "rms_norm_options.h"
 
 namespace foundry {
 
@@ -69,8 +70,8 @@ inline std::tuple<Tensor, Tensor, Tensor> empty_layer_bwd(const Tensor& x, const
   return {dx, dw, db};
 }
 
-// Dropout is the last two arguments of each operator: (float dropout_p, Tensor? dropout_seed), without a seed none.
-inline void check_dropout(const Tensor& x, const Tensor& residual, double p, const OptionalTensor& seed) {
+inline void check_dropout(const Tensor& x, const Tensor& residual, const DropoutOptions& dropout) {
+  const auto& [p, seed] = dropout;
   TORCH_CHECK_VALUE(seed.has_value() || p == 0.0, "dropout_p needs a dropout_seed; got dropout_p=", p);
   if (!seed.has_value()) return;
   TORCH_CHECK_VALUE(residual.defined(), "dropout is of what is added to a residual, and there is none");
@@ -81,7 +82,8 @@ inline void check_dropout(const Tensor& x, const Tensor& residual, double p, con
                     seed->device());
 }
 
-inline Dropout make_dropout(double p, const OptionalTensor& seed) {
+inline Dropout make_dropout(const DropoutOptions& dropout) {
+  const auto& [p, seed] = dropout;
   if (!seed.has_value()) return {};
   return {seed->const_data_ptr<int64_t>(), static_cast<uint32_t>(p * 4294967296.0),
           static_cast<float>(1.0 / (1.0 - p))};

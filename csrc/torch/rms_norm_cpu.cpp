@@ -38,21 +38,20 @@ class Chunks {
 };
 
 std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
-                                           const OptionalTensor& weight_, double eps, double weight_offset,
-                                           bool round_before_weight, bool save_rstd, double dropout_p,
-                                           const OptionalTensor& dropout_seed) {
+                                           const OptionalTensor& weight_, double eps, const WeightOptions& options,
+                                           bool save_rstd, const DropoutOptions& dropout) {
   Tensor x = x_, residual = unwrap(residual_);
   const Tensor weight = unwrap(weight_);
-  check_dropout(x, residual, dropout_p, dropout_seed);
-  auto [y, h, rstd] = empty_fwd(x, residual, weight, round_before_weight, save_rstd);
+  check_dropout(x, residual, dropout);
+  auto [y, h, rstd] = empty_fwd(x, residual, weight, options.round_before_weight, save_rstd);
   if (x.numel() == 0) return {y, h, rstd};
   advise_huge_pages(y);
   if (residual.defined()) advise_huge_pages(h);
 
   RmsNormForward args{};
-  set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
-  args.dropout = make_dropout(dropout_p, dropout_seed);
-  const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
+  set_forward(args, x, residual, y, h, rstd, eps, options.round_before_weight);
+  args.dropout = make_dropout(dropout);
+  const Tensor scale = float_weight(weight, options.weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
   run_forward(args);
   return {y, h, rstd};
@@ -60,8 +59,8 @@ std::tuple<Tensor, Tensor, Tensor> fwd_cpu(const Tensor& x_, const OptionalTenso
 
 // (dx, dresidual, dw); dresidual is dx itself without dropout.
 std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                           const OptionalTensor& weight_, const Tensor& rstd, double weight_offset,
-                                           bool round_before_weight, bool need_dx, bool need_dw,
+                                           const OptionalTensor& weight_, const Tensor& rstd,
+                                           const WeightOptions& options, bool need_dx, bool need_dw,
                                            const Dropout& dropout) {
   Tensor dy = dy_, dh = unwrap(dh_), x = x_;
   const Tensor weight = unwrap(weight_);
@@ -73,10 +72,10 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTens
   if (need_dx && dropout.seed) advise_huge_pages(dresidual);
 
   RmsNormBackward args{};
-  set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
+  set_backward(args, dy, dh, x, rstd, dx, options.round_before_weight);
   args.dropout = dropout;
   args.dresidual = dresidual.mutable_data_ptr();
-  const Tensor scale = float_weight(weight, weight_offset, reads_split(args.x_type, args.y_type));
+  const Tensor scale = float_weight(weight, options.weight_offset, reads_split(args.x_type, args.y_type));
   args.weight = scale.defined() ? scale.const_data_ptr<float>() : nullptr;
   const Chunks chunks(args);
   Tensor dw_chunks;
@@ -90,19 +89,18 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTens
 }
 
 std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                   const OptionalTensor& weight, const Tensor& rstd, double weight_offset,
-                                   bool round_before_weight, bool need_dx, bool need_dw) {
-  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw, {});
+                                   const OptionalTensor& weight, const Tensor& rstd, const WeightOptions& options,
+                                   bool need_dx, bool need_dw) {
+  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, {});
   return {dx, dw};
 }
 
 std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cpu(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
                                                    const OptionalTensor& weight, const Tensor& rstd,
-                                                   double weight_offset, bool round_before_weight, bool need_dx,
-                                                   bool need_dw, double dropout_p, const Tensor& dropout_seed) {
-  check_dropout(x, x, dropout_p, dropout_seed);
-  return run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw,
-                 make_dropout(dropout_p, dropout_seed));
+                                                   const WeightOptions& options, bool need_dx, bool need_dw,
+                                                   double dropout_p, const Tensor& dropout_seed) {
+  check_dropout(x, x, {dropout_p, dropout_seed});
+  return run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, make_dropout({dropout_p, dropout_seed}));
 }
 
 // A weight or bias for kernels that always read one.
@@ -113,10 +111,9 @@ Tensor float_vector(const Tensor& vector, const Tensor& x, float otherwise, bool
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const OptionalTensor& residual_,
                                                          const OptionalTensor& weight, const OptionalTensor& bias,
-                                                         double eps, bool save_stats, double dropout_p,
-                                                         const OptionalTensor& dropout_seed) {
+                                                         double eps, bool save_stats, const DropoutOptions& dropout) {
   Tensor x = x_, residual = unwrap(residual_);
-  check_dropout(x, residual, dropout_p, dropout_seed);
+  check_dropout(x, residual, dropout);
   auto [y, h, mean, rstd] = empty_layer_fwd(x, residual, unwrap(weight), unwrap(bias), save_stats);
   if (x.numel() == 0) return {y, h, mean, rstd};
   advise_huge_pages(y);
@@ -125,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cpu(const Tensor& x_, const
   RmsNormForward args{};
   set_forward(args, x, residual, y, h, rstd, eps, /*round_before_weight=*/false);
   set_centered(args, mean);
-  args.dropout = make_dropout(dropout_p, dropout_seed);
+  args.dropout = make_dropout(dropout);
   const bool split = reads_split(args.x_type, args.y_type);
   const Tensor scale = float_vector(unwrap(weight), x, 1.0f, split), shift = float_vector(unwrap(bias), x, 0.0f, split);
   args.weight = scale.const_data_ptr<float>();
@@ -179,18 +176,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cpu(const Tensor& d
                                                                  const Tensor& rstd, bool need_dx, bool need_dw,
                                                                  bool need_db, double dropout_p,
                                                                  const Tensor& dropout_seed) {
-  check_dropout(x, x, dropout_p, dropout_seed);
+  check_dropout(x, x, {dropout_p, dropout_seed});
   return run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db,
-                       make_dropout(dropout_p, dropout_seed));
+                       make_dropout({dropout_p, dropout_seed}));
 }
 
 }  // namespace rms_norm_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("rms_norm_fwd", &rms_norm_cpu::fwd_cpu);
-  m.impl("rms_norm_bwd", &rms_norm_cpu::bwd_cpu);
-  m.impl("rms_norm_dropout_bwd", &rms_norm_cpu::dropout_bwd_cpu);
-  m.impl("layer_norm_fwd", &rms_norm_cpu::layer_fwd_cpu);
+  m.impl("rms_norm_fwd", flat_kernel<&rms_norm_cpu::fwd_cpu>);
+  m.impl("rms_norm_bwd", flat_kernel<&rms_norm_cpu::bwd_cpu>);
+  m.impl("rms_norm_dropout_bwd", flat_kernel<&rms_norm_cpu::dropout_bwd_cpu>);
+  m.impl("layer_norm_fwd", flat_kernel<&rms_norm_cpu::layer_fwd_cpu>);
   m.impl("layer_norm_bwd", &rms_norm_cpu::layer_bwd_cpu);
   m.impl("layer_norm_dropout_bwd", &rms_norm_cpu::layer_dropout_bwd_cpu);
 }

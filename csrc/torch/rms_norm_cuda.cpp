@@ -26,20 +26,19 @@ void set_weight(Args& args, const Tensor& weight, double offset) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> fwd_cuda(const Tensor& x_, const OptionalTensor& residual_,
-                                            const OptionalTensor& weight_, double eps, double weight_offset,
-                                            bool round_before_weight, bool save_rstd, double dropout_p,
-                                            const OptionalTensor& dropout_seed) {
+                                            const OptionalTensor& weight_, double eps, const WeightOptions& options,
+                                            bool save_rstd, const DropoutOptions& dropout) {
   Tensor x = x_, residual = unwrap(residual_);
-  check_dropout(x, residual, dropout_p, dropout_seed);
-  auto [y, h, rstd] = empty_fwd(x, residual, unwrap(weight_), round_before_weight, save_rstd);
+  check_dropout(x, residual, dropout);
+  auto [y, h, rstd] = empty_fwd(x, residual, unwrap(weight_), options.round_before_weight, save_rstd);
   if (x.numel() == 0) return {y, h, rstd};
   const OnDevice device(x);
   const Tensor weight = weight_of_compiled_dtype(unwrap(weight_), x);
 
   cuda::RmsNormForward args{};
-  set_forward(args, x, residual, y, h, rstd, eps, round_before_weight);
-  set_weight(args, weight, weight_offset);
-  args.dropout = make_dropout(dropout_p, dropout_seed);
+  set_forward(args, x, residual, y, h, rstd, eps, options.round_before_weight);
+  set_weight(args, weight, options.weight_offset);
+  args.dropout = make_dropout(dropout);
   check_cuda(cuda::rms_norm_forward(args, device.stream()), "rms_norm forward");
   return {y, h, rstd};
 }
@@ -54,8 +53,8 @@ void set_dropout(Args& args, const Dropout& dropout, const Tensor& dresidual) {
 
 // (dx, dresidual, dw); dresidual is dx itself without dropout.
 std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTensor& dh_, const Tensor& x_,
-                                           const OptionalTensor& weight_, const Tensor& rstd, double weight_offset,
-                                           bool round_before_weight, bool need_dx, bool need_dw,
+                                           const OptionalTensor& weight_, const Tensor& rstd,
+                                           const WeightOptions& options, bool need_dx, bool need_dw,
                                            const Dropout& dropout) {
   Tensor dy = dy_, dh = unwrap(dh_), x = x_;
   auto [dx, dw] = empty_bwd(x, unwrap(weight_), need_dx, need_dw);
@@ -66,8 +65,8 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTens
   const Tensor weight = weight_of_compiled_dtype(unwrap(weight_), x);
 
   cuda::RmsNormBackward args{};
-  set_backward(args, dy, dh, x, rstd, dx, round_before_weight);
-  set_weight(args, weight, weight_offset);
+  set_backward(args, dy, dh, x, rstd, dx, options.round_before_weight);
+  set_weight(args, weight, options.weight_offset);
   set_dropout(args, dropout, dresidual);
   args.n_blocks = cuda::rms_norm_backward_blocks(args, device.multiprocessors());
   Tensor partial, dw_out;
@@ -83,19 +82,18 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd(const Tensor& dy_, const OptionalTens
 }
 
 std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
-                                    const OptionalTensor& weight, const Tensor& rstd, double weight_offset,
-                                    bool round_before_weight, bool need_dx, bool need_dw) {
-  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw, {});
+                                    const OptionalTensor& weight, const Tensor& rstd, const WeightOptions& options,
+                                    bool need_dx, bool need_dw) {
+  auto [dx, _, dw] = run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, {});
   return {dx, dw};
 }
 
 std::tuple<Tensor, Tensor, Tensor> dropout_bwd_cuda(const Tensor& dy, const OptionalTensor& dh, const Tensor& x,
                                                     const OptionalTensor& weight, const Tensor& rstd,
-                                                    double weight_offset, bool round_before_weight, bool need_dx,
-                                                    bool need_dw, double dropout_p, const Tensor& dropout_seed) {
-  check_dropout(x, x, dropout_p, dropout_seed);
-  return run_bwd(dy, dh, x, weight, rstd, weight_offset, round_before_weight, need_dx, need_dw,
-                 make_dropout(dropout_p, dropout_seed));
+                                                    const WeightOptions& options, bool need_dx, bool need_dw,
+                                                    double dropout_p, const Tensor& dropout_seed) {
+  check_dropout(x, x, {dropout_p, dropout_seed});
+  return run_bwd(dy, dh, x, weight, rstd, options, need_dx, need_dw, make_dropout({dropout_p, dropout_seed}));
 }
 
 // Weight and bias in one dtype that kernels are compiled for: their own where they share it, else float.
@@ -115,10 +113,9 @@ void set_affine(Args& args, const Tensor& weight, const Tensor& bias) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cuda(const Tensor& x_, const OptionalTensor& residual_,
                                                           const OptionalTensor& weight_, const OptionalTensor& bias_,
-                                                          double eps, bool save_stats, double dropout_p,
-                                                          const OptionalTensor& dropout_seed) {
+                                                          double eps, bool save_stats, const DropoutOptions& dropout) {
   Tensor x = x_, residual = unwrap(residual_);
-  check_dropout(x, residual, dropout_p, dropout_seed);
+  check_dropout(x, residual, dropout);
   auto [y, h, mean, rstd] = empty_layer_fwd(x, residual, unwrap(weight_), unwrap(bias_), save_stats);
   if (x.numel() == 0) return {y, h, mean, rstd};
   const OnDevice device(x);
@@ -129,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_fwd_cuda(const Tensor& x_, cons
   set_centered(args, mean);
   set_affine(args, weight, bias);
   args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  args.dropout = make_dropout(dropout_p, dropout_seed);
+  args.dropout = make_dropout(dropout);
   check_cuda(cuda::rms_norm_forward(args, device.stream()), "layer_norm forward");
   return {y, h, mean, rstd};
 }
@@ -185,18 +182,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_dropout_bwd_cuda(const Tensor& 
                                                                   const Tensor& rstd, bool need_dx, bool need_dw,
                                                                   bool need_db, double dropout_p,
                                                                   const Tensor& dropout_seed) {
-  check_dropout(x, x, dropout_p, dropout_seed);
+  check_dropout(x, x, {dropout_p, dropout_seed});
   return run_layer_bwd(dy, dh, x, weight, bias, mean, rstd, need_dx, need_dw, need_db,
-                       make_dropout(dropout_p, dropout_seed));
+                       make_dropout({dropout_p, dropout_seed}));
 }
 
 }  // namespace rms_norm_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("rms_norm_fwd", &rms_norm_cuda::fwd_cuda);
-  m.impl("rms_norm_bwd", &rms_norm_cuda::bwd_cuda);
-  m.impl("rms_norm_dropout_bwd", &rms_norm_cuda::dropout_bwd_cuda);
-  m.impl("layer_norm_fwd", &rms_norm_cuda::layer_fwd_cuda);
+  m.impl("rms_norm_fwd", flat_kernel<&rms_norm_cuda::fwd_cuda>);
+  m.impl("rms_norm_bwd", flat_kernel<&rms_norm_cuda::bwd_cuda>);
+  m.impl("rms_norm_dropout_bwd", flat_kernel<&rms_norm_cuda::dropout_bwd_cuda>);
+  m.impl("layer_norm_fwd", flat_kernel<&rms_norm_cuda::layer_fwd_cuda>);
   m.impl("layer_norm_bwd", &rms_norm_cuda::layer_bwd_cuda);
   m.impl("layer_norm_dropout_bwd", &rms_norm_cuda::layer_dropout_bwd_cuda);
 }

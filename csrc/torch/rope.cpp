@@ -16,18 +16,17 @@ namespace foundry {
 namespace rope_schema {
 
 std::tuple<Tensor, Tensor> apply_meta(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                                      const Tensor& sin, bool, const OptionalTensor& positions, bool,
-                                      OptionalOrder q_order, OptionalOrder k_order) {
-  check_rope(q, k, cos, sin, positions);
+                                      const Tensor& sin, const RopeOptions& options, bool, OptionalOrder q_order,
+                                      OptionalOrder k_order) {
+  check_rope(q, k, cos, sin, options);
   return empty_rope(q, k, q_order, k_order);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_meta(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                                     const OptionalTensor& k_weight, const Tensor& cos,
-                                                    const Tensor& sin, double, double, bool, bool,
-                                                    const OptionalTensor& positions, bool save_q_rstd,
-                                                    bool save_k_rstd) {
-  check_rope(q, k, cos, sin, positions);
+                                                    const Tensor& sin, double, const WeightOptions&,
+                                                    const RopeOptions& options, bool save_q_rstd, bool save_k_rstd) {
+  check_rope(q, k, cos, sin, options);
   check_norms(q, q_weight, k_weight);
   return empty_qk_norm_rope_fwd(q, k, save_q_rstd, save_k_rstd);
 }
@@ -36,44 +35,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_meta(const OptionalTensor& dq_out
                                                     const OptionalTensor& q, const OptionalTensor& k,
                                                     const OptionalTensor& q_weight, const OptionalTensor& k_weight,
                                                     const Tensor& cos, const Tensor& sin, const OptionalTensor& q_rstd,
-                                                    const OptionalTensor& k_rstd, double, bool, bool,
-                                                    const OptionalTensor& positions, bool need_dq, bool need_dk,
+                                                    const OptionalTensor& k_rstd, const WeightOptions&,
+                                                    const RopeOptions& options, bool need_dq, bool need_dk,
                                                     bool need_dq_weight, bool need_dk_weight) {
-  check_rope(q, k, cos, sin, positions);
+  check_rope(q, k, cos, sin, options);
   check_norms(either(q, k), q_weight, k_weight);
   check_side('q', q, q_rstd, dq_out, need_dq, need_dq_weight, q_weight);
   check_side('k', k, k_rstd, dk_out, need_dk, need_dk_weight, k_weight);
   return empty_qk_norm_rope_bwd(q, k, q_weight, k_weight, need_dq, need_dk, need_dq_weight, need_dk_weight);
 }
 
-// The dispatcher finds the kernel of the tensors' device.
 std::tuple<Tensor, Tensor> call_apply(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                                      const Tensor& sin, bool interleaved, const OptionalTensor& positions,
-                                      bool inverse, OptionalOrder q_order, OptionalOrder k_order) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::rope_apply", "").typed<decltype(apply_meta)>();
-  return op.call(q, k, cos, sin, interleaved, positions, inverse, q_order, k_order);
+                                      const Tensor& sin, const RopeOptions& options, bool inverse,
+                                      OptionalOrder q_order, OptionalOrder k_order) {
+  static const Operator<decltype(apply_meta)> op(FK_LIBRARY_NAME "::rope_apply");
+  return op(q, k, cos, sin, options, inverse, q_order, k_order);
 }
 
 auto call_fwd(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-              const Tensor& cos, const Tensor& sin, double eps, double weight_offset, bool round_before_weight,
-              bool interleaved, const OptionalTensor& positions, bool save_q_rstd, bool save_k_rstd) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow(FK_LIBRARY_NAME "::qk_norm_rope_fwd", "")
-                             .typed<decltype(fwd_meta)>();
-  return op.call(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions,
-                 save_q_rstd, save_k_rstd);
+              const Tensor& cos, const Tensor& sin, double eps, const WeightOptions& weight_options,
+              const RopeOptions& options, bool save_q_rstd, bool save_k_rstd) {
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::qk_norm_rope_fwd");
+  return op(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options, save_q_rstd, save_k_rstd);
 }
 
 class RopeFunction : public torch::autograd::Function<RopeFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,
-                               const Tensor& sin, bool interleaved, const OptionalTensor& positions) {
+                               const Tensor& sin, const RopeOptions& options) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and would not be DTensors where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [q_out, k_out] = call_apply(q, k, cos, sin, interleaved, positions, false, std::nullopt, std::nullopt);
-    ctx->save_for_backward({cos, sin, unwrap(positions)});
-    ctx->saved_data["interleaved"] = interleaved;
+    auto [q_out, k_out] = call_apply(q, k, cos, sin, options, false, std::nullopt, std::nullopt);
+    variable_list saved{cos, sin};
+    ctx->saved_data["options"] = save_options(options, saved);
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["q_order"] = storage_order(q);
     ctx->saved_data["k_order"] = storage_order(k);
     variable_list constant;
@@ -90,18 +85,17 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
     NeedsGrad needs(ctx);
     const bool need_dq = needs.next() && dq_out.defined(), need_dk = needs.next() && dk_out.defined();
     const auto gradients = [](const Tensor& dq, const Tensor& dk) -> variable_list {
-      return {dq, dk, /*cos*/ {}, /*sin*/ {}, /*interleaved*/ {}, /*positions*/ {}};
+      return {dq, dk, /*cos*/ {}, /*sin*/ {}, /*options*/ {}};
     };
     if (!need_dq && !need_dk) return gradients({}, {});
     const auto q_order = ctx->saved_data["q_order"].toIntVector(), k_order = ctx->saved_data["k_order"].toIntVector();
-    const bool interleaved = ctx->saved_data["interleaved"].toBool();
+    const RopeOptions options = load_options<RopeOptions>(&positions, ctx->saved_data.at("options"));
     if (!need_dq) {  // a side that takes part goes first: DTensor of torch 2.11 looks for its mesh there only
-      auto [dk, none] =
-          call_apply(wrap(dk_out), std::nullopt, cos, sin, interleaved, wrap(positions), true, k_order, q_order);
+      auto [dk, none] = call_apply(wrap(dk_out), std::nullopt, cos, sin, options, true, k_order, q_order);
       return gradients({}, dk);
     }
-    auto [dq, dk] = call_apply(wrap(dq_out), need_dk ? wrap(dk_out) : std::nullopt, cos, sin, interleaved,
-                               wrap(positions), true, q_order, k_order);
+    auto [dq, dk] =
+        call_apply(wrap(dq_out), need_dk ? wrap(dk_out) : std::nullopt, cos, sin, options, true, q_order, k_order);
     return gradients(dq, need_dk ? dk : Tensor());
   }
 };
@@ -109,12 +103,12 @@ class RopeFunction : public torch::autograd::Function<RopeFunction> {
 }  // namespace rope_schema
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                                bool interleaved, const OptionalTensor& positions) {
+                                const RopeOptions& options) {
   if (any_requires_grad(q, k)) {
-    const variable_list out = rope_schema::RopeFunction::apply(q, k, cos, sin, interleaved, positions);
+    const variable_list out = rope_schema::RopeFunction::apply(q, k, cos, sin, options);
     return {out.front(), out.back()};
   }
-  return rope_schema::call_apply(q, k, cos, sin, interleaved, positions, false, std::nullopt, std::nullopt);
+  return rope_schema::call_apply(q, k, cos, sin, options, false, std::nullopt, std::nullopt);
 }
 
 namespace rope_schema {
@@ -123,23 +117,27 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin, double eps,
-                               double weight_offset, bool round_before_weight, bool interleaved,
-                               const OptionalTensor& positions) {
+                               const WeightOptions& weight_options, const RopeOptions& options) {
     ctx->set_materialize_grads(false);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool save_q = requires_grad(q) || requires_grad(q_weight);
     const bool save_k = requires_grad(k) || requires_grad(k_weight);
-    auto [q_out, k_out, q_rstd, k_rstd] = call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_offset,
-                                                   round_before_weight, interleaved, positions, save_q, save_k);
+    auto [q_out, k_out, q_rstd, k_rstd] =
+        call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options, save_q, save_k);
     const Tensor none;  // nothing is saved of a side that takes no gradient
-    ctx->save_for_backward({save_q ? q : none, save_k ? k : none, save_q ? unwrap(q_weight) : none,
-                            save_k ? unwrap(k_weight) : none, cos, sin, save_q ? q_rstd : none, save_k ? k_rstd : none,
-                            unwrap(positions)});
+    variable_list saved{save_q ? q : none,
+                        save_k ? k : none,
+                        save_q ? unwrap(q_weight) : none,
+                        save_k ? unwrap(k_weight) : none,
+                        cos,
+                        sin,
+                        save_q ? q_rstd : none,
+                        save_k ? k_rstd : none};
+    ctx->saved_data["weight_options"] = save_options(weight_options, saved);
+    ctx->saved_data["options"] = save_options(options, saved);
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["has_q_weight"] = q_weight.has_value();
     ctx->saved_data["has_k_weight"] = k_weight.has_value();
-    ctx->saved_data["weight_offset"] = weight_offset;
-    ctx->saved_data["round_before_weight"] = round_before_weight;
-    ctx->saved_data["interleaved"] = interleaved;
     variable_list constant;
     if (!save_q) constant.push_back(q_out);
     if (!save_k) constant.push_back(k_out);
@@ -149,9 +147,7 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_second_derivative("qk_norm_rope");
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(FK_LIBRARY_NAME "::qk_norm_rope_bwd", "")
-                               .typed<decltype(bwd_meta)>();
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::qk_norm_rope_bwd");
     const auto [q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, positions] = saved_tensors<9>(ctx);
     const Tensor &dq_out = grads.front(), &dk_out = grads.back();
     // A side takes no part if nothing of it needs a gradient or its result was not used.
@@ -169,28 +165,24 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
               /*cos*/ {},
               /*sin*/ {},
               /*eps*/ {},
-              /*weight_offset*/ {},
-              /*round_before_weight*/ {},
-              /*interleaved*/ {},
-              /*positions*/ {}};
+              /*weight_options*/ {},
+              /*options*/ {}};
     };
     if (!has_q && !has_k) return gradients({}, {}, {}, {});
-    const double weight_offset = ctx->saved_data["weight_offset"].toDouble();
-    const bool round_before_weight = ctx->saved_data["round_before_weight"].toBool();
-    const bool interleaved = ctx->saved_data["interleaved"].toBool();
+    const auto weight_options = load_options<WeightOptions>(nullptr, ctx->saved_data.at("weight_options"));
+    const auto options = load_options<RopeOptions>(&positions, ctx->saved_data.at("options"));
     const auto wanted = [](bool need, const Tensor& t) { return need ? t : Tensor(); };
     if (!has_q) {  // as in RopeFunction
       const OptionalTensor none;
       const auto [dk, no_dq, dk_weight, no_dq_weight] =
-          op.call(wrap(dk_out), none, wrap(k), none, wrap(k_weight), none, cos, sin, wrap(k_rstd), none, weight_offset,
-                  round_before_weight, interleaved, wrap(positions), need_dk, false, need_dk_weight, false);
+          op(wrap(dk_out), none, wrap(k), none, wrap(k_weight), none, cos, sin, wrap(k_rstd), none, weight_options,
+             options, need_dk, false, need_dk_weight, false);
       return gradients({}, wanted(need_dk, dk), {}, wanted(need_dk_weight, dk_weight));
     }
     const auto if_k = [&](const Tensor& t) { return has_k ? wrap(t) : std::nullopt; };
     const auto [dq, dk, dq_weight, dk_weight] =
-        op.call(wrap(dq_out), if_k(dk_out), wrap(q), if_k(k), wrap(q_weight), if_k(k_weight), cos, sin, wrap(q_rstd),
-                if_k(k_rstd), weight_offset, round_before_weight, interleaved, wrap(positions), need_dq, need_dk,
-                need_dq_weight, need_dk_weight);
+        op(wrap(dq_out), if_k(dk_out), wrap(q), if_k(k), wrap(q_weight), if_k(k_weight), cos, sin, wrap(q_rstd),
+           if_k(k_rstd), weight_options, options, need_dq, need_dk, need_dq_weight, need_dk_weight);
     return gradients(wanted(need_dq, dq), wanted(need_dk, dk), wanted(need_dq_weight, dq_weight),
                      wanted(need_dk_weight, dk_weight));
   }
@@ -200,55 +192,43 @@ class QkNormRopeFunction : public torch::autograd::Function<QkNormRopeFunction> 
 
 std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                         const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin,
-                                        double eps, double weight_offset, bool round_before_weight, bool interleaved,
-                                        const OptionalTensor& positions) {
+                                        double eps, const WeightOptions& weight_options, const RopeOptions& options) {
   if (any_requires_grad(q, k, q_weight, k_weight)) {
-    const variable_list out = rope_schema::QkNormRopeFunction::apply(
-        q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions);
+    const variable_list out =
+        rope_schema::QkNormRopeFunction::apply(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options);
     return {out.front(), out.back()};
   }
   auto [q_out, k_out, q_rstd, k_rstd] =
-      rope_schema::call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved,
-                            positions, false, false);
+      rope_schema::call_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options, false, false);
   return {q_out, k_out};
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
-  m.def(
-      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? positions) -> (Tensor q_out, Tensor "
-      "k_out)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "rope_apply(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, Tensor? positions, bool inverse, "
-      "int[]? q_order=None, int[]? k_order=None) -> (Tensor q_out, Tensor k_out)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps, "
-      "float weight_offset, bool round_before_weight, bool interleaved, Tensor? positions) -> (Tensor q_out, Tensor "
-      "k_out)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "qk_norm_rope_fwd(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps, "
-      "float weight_offset, bool round_before_weight, bool interleaved, Tensor? positions, "
-      "bool save_q_rstd, bool save_k_rstd) -> (Tensor q_out, Tensor k_out, Tensor q_rstd, Tensor k_rstd)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, Tensor? q, Tensor? k, Tensor? q_weight, Tensor? k_weight, "
-      "Tensor cos, Tensor sin, Tensor? q_rstd, Tensor? k_rstd, float weight_offset, bool round_before_weight, "
-      "bool interleaved, Tensor? positions, bool need_dq, bool need_dk, bool need_dq_weight, bool need_dk_weight) -> "
-      "(Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)",
-      {at::Tag::pt2_compliant_tag});
+  const std::string tables = "Tensor cos, Tensor sin, ", rotated = "(Tensor q_out, Tensor k_out";
+  const std::string weights = "Tensor? q_weight, Tensor? k_weight, ";
+  const std::string options = RopeOptions::schema(), both = WeightOptions::schema() + ", " + options;
+  define_operator(m, "rope(Tensor q, Tensor k, " + tables + options + ") -> " + rotated + ")");
+  define_operator(m, "rope_apply(Tensor? q, Tensor? k, " + tables + options +
+                         ", bool inverse, int[]? q_order=None, int[]? k_order=None) -> " + rotated + ")");
+  define_operator(
+      m, "qk_norm_rope(Tensor q, Tensor k, " + weights + tables + "float eps, " + both + ") -> " + rotated + ")");
+  define_operator(m, "qk_norm_rope_fwd(Tensor q, Tensor k, " + weights + tables + "float eps, " + both +
+                         ", bool save_q_rstd, bool save_k_rstd) -> " + rotated + ", Tensor q_rstd, Tensor k_rstd)");
+  define_operator(m, "qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, Tensor? q, Tensor? k, " + weights + tables +
+                         "Tensor? q_rstd, Tensor? k_rstd, " + both +
+                         ", bool need_dq, bool need_dk, bool need_dq_weight, bool need_dk_weight) -> "
+                         "(Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight)");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
-  m.impl("rope", &rope);
-  m.impl("qk_norm_rope", &qk_norm_rope);
+  m.impl("rope", flat_kernel<&rope>);
+  m.impl("qk_norm_rope", flat_kernel<&qk_norm_rope>);
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("rope_apply", &rope_schema::apply_meta);
-  m.impl("qk_norm_rope_fwd", &rope_schema::fwd_meta);
-  m.impl("qk_norm_rope_bwd", &rope_schema::bwd_meta);
+  m.impl("rope_apply", flat_kernel<&rope_schema::apply_meta>);
+  m.impl("qk_norm_rope_fwd", flat_kernel<&rope_schema::fwd_meta>);
+  m.impl("qk_norm_rope_bwd", flat_kernel<&rope_schema::bwd_meta>);
 }
 
 }  // namespace foundry

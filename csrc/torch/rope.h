@@ -8,6 +8,8 @@
 
 #include "../common/rope.h"
 #include "common.h"
+#include "rms_norm_options.h"
+#include "rope_options.h"
 
 namespace foundry {
 
@@ -20,7 +22,8 @@ inline const Tensor& either(const OptionalTensor& q, const OptionalTensor& k) {
 }
 
 inline void check_rope(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos, const Tensor& sin,
-                       const OptionalTensor& positions) {
+                       const RopeOptions& options) {
+  const OptionalTensor& positions = options.positions;
   const Tensor& x = either(q, k);
   for (const OptionalTensor* t : {&q, &k})
     TORCH_CHECK_VALUE(!*t || (*t)->dim() == 4, "q and k must be [B, H, T, D]; got ", (*t)->sym_sizes());
@@ -140,12 +143,12 @@ inline RopeTables rope_tables(const Tensor& cos, const Tensor& sin, const Tensor
 // `x` is the first of q and k that is defined; `cos` and `sin` have gone through unit_stride.
 template <class Heads>
 void set_call(RopeCall<Heads>& call, const Tensor& x, const Tensor& cos, const Tensor& sin,
-              const OptionalTensor& positions, bool interleaved) {
-  call.tables = rope_tables(cos, sin, unwrap(positions));
+              const RopeOptions& options) {
+  call.tables = rope_tables(cos, sin, unwrap(options.positions));
   call.n_tokens = x.size(2);
   call.all_tokens = x.size(0) * x.size(2);
   call.width = x.size(3);
-  call.interleaved = interleaved;
+  call.interleaved = options.interleaved;
   call.type = dtype_of(x);
 }
 
@@ -171,13 +174,12 @@ struct RopeApplyCall {
   Rope args{};
 
   RopeApplyCall(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos_, const Tensor& sin_,
-                bool interleaved, const OptionalTensor& positions, bool inverse, OptionalOrder q_order,
-                OptionalOrder k_order) {
-    check_rope(q, k, cos_, sin_, positions);
+                const RopeOptions& options, bool inverse, OptionalOrder q_order, OptionalOrder k_order) {
+    check_rope(q, k, cos_, sin_, options);
     std::tie(out[0], out[1]) = empty_rope(q, k, q_order, k_order);
     cos = unit_stride(cos_), sin = unit_stride(sin_);
     x[0] = unit_stride(unwrap(q)), x[1] = unit_stride(unwrap(k));
-    set_call(args, either(q, k), cos, sin, positions, interleaved);
+    set_call(args, either(q, k), cos, sin, options);
     args.inverse = inverse;
     for (int side = 0; side < 2; ++side) set_heads(args.heads[side], x[side], out[side]);
   }
@@ -190,16 +192,16 @@ struct QkNormRopeForwardCall {
 
   QkNormRopeForwardCall(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                         const OptionalTensor& k_weight, const Tensor& cos_, const Tensor& sin_, double eps,
-                        bool round_before_weight, bool interleaved, const OptionalTensor& positions, bool save_q_rstd,
+                        const WeightOptions& weight_options, const RopeOptions& options, bool save_q_rstd,
                         bool save_k_rstd) {
-    check_rope(q, k, cos_, sin_, positions);
+    check_rope(q, k, cos_, sin_, options);
     check_norms(q, q_weight, k_weight);
     std::tie(out[0], out[1], rstd[0], rstd[1]) = empty_qk_norm_rope_fwd(q, k, save_q_rstd, save_k_rstd);
     cos = unit_stride(cos_), sin = unit_stride(sin_);
     x[0] = unit_stride(q), x[1] = unit_stride(k);
-    set_call(args, q, cos, sin, positions, interleaved);
+    set_call(args, q, cos, sin, options);
     args.eps = static_cast<float>(eps);
-    args.round_before_weight = round_before_weight;
+    args.round_before_weight = weight_options.round_before_weight;
     for (int side = 0; side < 2; ++side) {
       set_heads(args.heads[side], x[side], out[side]);
       args.heads[side].rstd = rstd[side].numel() ? rstd[side].template mutable_data_ptr<float>() : nullptr;
@@ -215,10 +217,9 @@ struct QkNormRopeBackwardCall {
   QkNormRopeBackwardCall(const OptionalTensor& dq_out, const OptionalTensor& dk_out, const OptionalTensor& q,
                          const OptionalTensor& k, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
                          const Tensor& cos_, const Tensor& sin_, const OptionalTensor& q_rstd,
-                         const OptionalTensor& k_rstd, bool round_before_weight, bool interleaved,
-                         const OptionalTensor& positions, bool need_dq, bool need_dk, bool need_dq_weight,
-                         bool need_dk_weight) {
-    check_rope(q, k, cos_, sin_, positions);
+                         const OptionalTensor& k_rstd, const WeightOptions& weight_options, const RopeOptions& options,
+                         bool need_dq, bool need_dk, bool need_dq_weight, bool need_dk_weight) {
+    check_rope(q, k, cos_, sin_, options);
     check_norms(either(q, k), q_weight, k_weight);
     check_side('q', q, q_rstd, dq_out, need_dq, need_dq_weight, q_weight);
     check_side('k', k, k_rstd, dk_out, need_dk, need_dk_weight, k_weight);
@@ -228,8 +229,8 @@ struct QkNormRopeBackwardCall {
     dy[0] = unit_stride(unwrap(dq_out)), dy[1] = unit_stride(unwrap(dk_out));
     x[0] = unit_stride(unwrap(q)), x[1] = unit_stride(unwrap(k));
     rstd[0] = unwrap(q_rstd), rstd[1] = unwrap(k_rstd);
-    set_call(args, either(q, k), cos, sin, positions, interleaved);
-    args.round_before_weight = round_before_weight;
+    set_call(args, either(q, k), cos, sin, options);
+    args.round_before_weight = weight_options.round_before_weight;
     const bool need_dx[2] = {need_dq, need_dk}, need_dw[2] = {need_dq_weight, need_dk_weight};
     for (int side = 0; side < 2; ++side) {
       if (!need_dx[side] && !need_dw[side]) continue;

@@ -71,7 +71,7 @@ Tensor append_cpu(const Tensor& qkv_, const Tensor& cos_, const Tensor& sin_, bo
   const char* new_values = in + (n_heads + n_kv_heads) * width * size;
 
   Rope args{};
-  set_call(args, q, cos, sin, std::nullopt, interleaved);
+  set_call(args, q, cos, sin, RopeOptions{interleaved, std::nullopt});
   args.tables.cos = at_row(cos, start);
   args.tables.sin = at_row(sin, start);
   args.tables.n_rows -= start;

@@ -31,10 +31,10 @@ void parallel_over_tokens(void (*kernel)(const Args&, int64_t, int64_t), const A
 }
 
 std::tuple<Tensor, Tensor> apply_cpu(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                                     const Tensor& sin, bool interleaved, const OptionalTensor& positions, bool inverse,
-                                     OptionalOrder q_order, OptionalOrder k_order) {
-  const RopeApplyCall call(q, k, cos, sin, interleaved, positions, inverse, q_order, k_order);
-  check_positions(call.args.tables, positions);
+                                     const Tensor& sin, const RopeOptions& options, bool inverse, OptionalOrder q_order,
+                                     OptionalOrder k_order) {
+  const RopeApplyCall call(q, k, cos, sin, options, inverse, q_order, k_order);
+  check_positions(call.args.tables, options.positions);
   for (const Tensor& out : call.out) advise_huge_pages(out);
   parallel_over_tokens(FK_CHOOSE_ISA(rope), call.args);
   return {call.out[0], call.out[1]};
@@ -42,14 +42,13 @@ std::tuple<Tensor, Tensor> apply_cpu(const OptionalTensor& q, const OptionalTens
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_cpu(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                                    const OptionalTensor& k_weight, const Tensor& cos, const Tensor& sin,
-                                                   double eps, double weight_offset, bool round_before_weight,
-                                                   bool interleaved, const OptionalTensor& positions, bool save_q_rstd,
-                                                   bool save_k_rstd) {
-  QkNormRopeForwardCall<QkNormRopeForward> call(q, k, q_weight, k_weight, cos, sin, eps, round_before_weight,
-                                                interleaved, positions, save_q_rstd, save_k_rstd);
-  check_positions(call.args.tables, positions);
-  const Tensor weight[2] = {float_weight(unwrap(q_weight), weight_offset),
-                            float_weight(unwrap(k_weight), weight_offset)};
+                                                   double eps, const WeightOptions& weight_options,
+                                                   const RopeOptions& options, bool save_q_rstd, bool save_k_rstd) {
+  QkNormRopeForwardCall<QkNormRopeForward> call(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options,
+                                                save_q_rstd, save_k_rstd);
+  check_positions(call.args.tables, options.positions);
+  const Tensor weight[2] = {float_weight(unwrap(q_weight), weight_options.weight_offset),
+                            float_weight(unwrap(k_weight), weight_options.weight_offset)};
   for (int side = 0; side < 2; ++side) {
     advise_huge_pages(call.out[side]);
     if (weight[side].defined()) call.args.heads[side].weight = weight[side].const_data_ptr<float>();
@@ -62,17 +61,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(const OptionalTensor& dq_out,
                                                    const OptionalTensor& q, const OptionalTensor& k,
                                                    const OptionalTensor& q_weight, const OptionalTensor& k_weight,
                                                    const Tensor& cos, const Tensor& sin, const OptionalTensor& q_rstd,
-                                                   const OptionalTensor& k_rstd, double weight_offset,
-                                                   bool round_before_weight, bool interleaved,
-                                                   const OptionalTensor& positions, bool need_dq, bool need_dk,
+                                                   const OptionalTensor& k_rstd, const WeightOptions& weight_options,
+                                                   const RopeOptions& options, bool need_dq, bool need_dk,
                                                    bool need_dq_weight, bool need_dk_weight) {
   QkNormRopeBackwardCall<QkNormRopeBackward> call(dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd,
-                                                  round_before_weight, interleaved, positions, need_dq, need_dk,
-                                                  need_dq_weight, need_dk_weight);
+                                                  weight_options, options, need_dq, need_dk, need_dq_weight,
+                                                  need_dk_weight);
   QkNormRopeBackward& args = call.args;
-  check_positions(args.tables, positions);
-  const Tensor weight[2] = {float_weight(unwrap(q_weight), weight_offset),
-                            float_weight(unwrap(k_weight), weight_offset)};
+  check_positions(args.tables, options.positions);
+  const Tensor weight[2] = {float_weight(unwrap(q_weight), weight_options.weight_offset),
+                            float_weight(unwrap(k_weight), weight_options.weight_offset)};
   // Tokens are cut into chunks by the shapes alone, so that dW does not depend on the number of threads.
   const int64_t all_heads = (q ? q->size(1) : 0) + (k ? k->size(1) : 0);
   const int64_t of_a_token = std::max<int64_t>(1, all_heads * args.width);
@@ -101,9 +99,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cpu(const OptionalTensor& dq_out,
 }  // namespace rope_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("rope_apply", &rope_cpu::apply_cpu);
-  m.impl("qk_norm_rope_fwd", &rope_cpu::fwd_cpu);
-  m.impl("qk_norm_rope_bwd", &rope_cpu::bwd_cpu);
+  m.impl("rope_apply", flat_kernel<&rope_cpu::apply_cpu>);
+  m.impl("qk_norm_rope_fwd", flat_kernel<&rope_cpu::fwd_cpu>);
+  m.impl("qk_norm_rope_bwd", flat_kernel<&rope_cpu::bwd_cpu>);
 }
 
 }  // namespace foundry

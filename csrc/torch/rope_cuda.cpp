@@ -28,25 +28,23 @@ struct Weights {
 };
 
 std::tuple<Tensor, Tensor> apply_cuda(const OptionalTensor& q, const OptionalTensor& k, const Tensor& cos,
-                                      const Tensor& sin, bool interleaved, const OptionalTensor& positions,
-                                      bool inverse, OptionalOrder q_order, OptionalOrder k_order) {
+                                      const Tensor& sin, const RopeOptions& options, bool inverse,
+                                      OptionalOrder q_order, OptionalOrder k_order) {
   const OnDevice device(either(q, k));
-  const RopeApplyCall call(q, k, cos, sin, interleaved, positions, inverse, q_order, k_order);
+  const RopeApplyCall call(q, k, cos, sin, options, inverse, q_order, k_order);
   if (count_heads(call.args.heads) > 0) check_cuda(cuda::rope(call.args, device.stream()), "rope");
   return {call.out[0], call.out[1]};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_cuda(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,
                                                     const OptionalTensor& k_weight, const Tensor& cos,
-                                                    const Tensor& sin, double eps, double weight_offset,
-                                                    bool round_before_weight, bool interleaved,
-                                                    const OptionalTensor& positions, bool save_q_rstd,
-                                                    bool save_k_rstd) {
+                                                    const Tensor& sin, double eps, const WeightOptions& weight_options,
+                                                    const RopeOptions& options, bool save_q_rstd, bool save_k_rstd) {
   const OnDevice device(q);
-  QkNormRopeForwardCall<cuda::QkNormRopeForward> call(q, k, q_weight, k_weight, cos, sin, eps, round_before_weight,
-                                                      interleaved, positions, save_q_rstd, save_k_rstd);
+  QkNormRopeForwardCall<cuda::QkNormRopeForward> call(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options,
+                                                      save_q_rstd, save_k_rstd);
   const Weights weights(q_weight, k_weight);
-  weights.set(call.args, weight_offset);
+  weights.set(call.args, weight_options.weight_offset);
   if (count_heads(call.args.heads) > 0)
     check_cuda(cuda::qk_norm_rope_forward(call.args, device.stream()), "qk_norm_rope forward");
   return {call.out[0], call.out[1], call.rstd[0], call.rstd[1]};
@@ -56,16 +54,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cuda(const OptionalTensor& dq_out
                                                     const OptionalTensor& q, const OptionalTensor& k,
                                                     const OptionalTensor& q_weight, const OptionalTensor& k_weight,
                                                     const Tensor& cos, const Tensor& sin, const OptionalTensor& q_rstd,
-                                                    const OptionalTensor& k_rstd, double weight_offset,
-                                                    bool round_before_weight, bool interleaved,
-                                                    const OptionalTensor& positions, bool need_dq, bool need_dk,
+                                                    const OptionalTensor& k_rstd, const WeightOptions& weight_options,
+                                                    const RopeOptions& options, bool need_dq, bool need_dk,
                                                     bool need_dq_weight, bool need_dk_weight) {
   const OnDevice device(either(q, k));
   QkNormRopeBackwardCall<cuda::QkNormRopeBackward> call(dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd,
-                                                        k_rstd, round_before_weight, interleaved, positions, need_dq,
-                                                        need_dk, need_dq_weight, need_dk_weight);
+                                                        k_rstd, weight_options, options, need_dq, need_dk,
+                                                        need_dq_weight, need_dk_weight);
   const Weights weights(q_weight, k_weight);
-  weights.set(call.args, weight_offset);
+  weights.set(call.args, weight_options.weight_offset);
   Tensor partial[2];
   for (int side = 0; side < 2; ++side) {
     auto& heads = call.args.heads[side];
@@ -84,9 +81,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd_cuda(const OptionalTensor& dq_out
 }  // namespace rope_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("rope_apply", &rope_cuda::apply_cuda);
-  m.impl("qk_norm_rope_fwd", &rope_cuda::fwd_cuda);
-  m.impl("qk_norm_rope_bwd", &rope_cuda::bwd_cuda);
+  m.impl("rope_apply", flat_kernel<&rope_cuda::apply_cuda>);
+  m.impl("qk_norm_rope_fwd", flat_kernel<&rope_cuda::fwd_cuda>);
+  m.impl("qk_norm_rope_bwd", flat_kernel<&rope_cuda::bwd_cuda>);
 }
 
 }  // namespace foundry

@@ -14,77 +14,59 @@
 namespace foundry {
 namespace swiglu_schema {
 
-Tensor fwd_meta(const Tensor& gate, const OptionalTensor& up, c10::string_view, double, std::optional<double>, double,
-                bool) {
+Tensor fwd_meta(const Tensor& gate, const OptionalTensor& up, c10::string_view, const GatedOptions&) {
   return empty_glu_fwd(gate, up);
 }
 
 std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const Tensor& gate, const OptionalTensor& up, c10::string_view,
-                                    bool need_dgate, bool need_dup, double, std::optional<double>, double, bool) {
+                                    bool need_dgate, bool need_dup, const GatedOptions&) {
   return empty_glu_bwd(gate, up, need_dgate, need_dup);
 }
 
-// The dispatcher finds the kernel of the tensors' device.
-Tensor call_fwd(const Tensor& gate, const OptionalTensor& up, c10::string_view activation, const GluSettings& s) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::glu_fwd", "").typed<decltype(fwd_meta)>();
-  return op.call(gate, up, activation, s.alpha, s.limit, s.up_offset, s.interleaved);
-}
-
-// Settings in what autograd keeps, which takes longer than a small call: usual ones are not put there. A limit of 0,
-// which is none, stands for none.
-const char* const kSettings = "settings";
-
-void keep(AutogradContext* ctx, const GluSettings& s) {
-  if (s.changed() || s.interleaved)
-    ctx->saved_data[kSettings] =
-        std::vector<double>{s.alpha, s.limit.value_or(0.0), s.up_offset, double(s.interleaved)};
-}
-
-GluSettings kept(AutogradContext* ctx) {
-  const auto found = ctx->saved_data.find(kSettings);
-  if (found == ctx->saved_data.end()) return {};
-  const auto values = found->second.toDoubleVector();
-  return {values[0], values[1] == 0.0 ? std::nullopt : std::optional<double>(values[1]), values[2], values[3] != 0.0};
+Tensor call_fwd(const Tensor& gate, const OptionalTensor& up, c10::string_view activation,
+                const GatedOptions& options) {
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::glu_fwd");
+  return op(gate, up, activation, options);
 }
 
 class GluFunction : public torch::autograd::Function<GluFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const OptionalTensor& up, c10::string_view activation,
-                        const GluSettings& settings) {
+                        const GatedOptions& options) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->save_for_backward({gate, unwrap(up)});
+    variable_list saved{gate, unwrap(up)};
     ctx->saved_data["activation"] = std::string(activation);
-    keep(ctx, settings);
-    return call_fwd(gate, up, activation, settings);
+    // To save them takes longer than a small call: the defaults are not.
+    if (options.changed() || options.interleaved) ctx->saved_data["options"] = save_options(options, saved);
+    ctx->save_for_backward(std::move(saved));
+    return call_fwd(gate, up, activation, options);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const std::string activation = ctx->saved_data["activation"].toStringRef();
     refuse_second_derivative(activation == "silu" ? "swiglu" : "geglu");
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(FK_LIBRARY_NAME "::glu_bwd", "").typed<decltype(bwd_meta)>();
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::glu_bwd");
     const auto [gate, up] = saved_tensors<2>(ctx);
     const Tensor& dy = grads.front();
     NeedsGrad needs(ctx);
     const bool need_dgate = needs.next(), need_dup = needs.next_if(up.defined());
-    const GluSettings s = kept(ctx);
-    auto [dgate, dup] =
-        op.call(dy, gate, wrap(up), activation, need_dgate, need_dup, s.alpha, s.limit, s.up_offset, s.interleaved);
-    return {need_dgate ? dgate : Tensor(), need_dup ? dup : Tensor(), /*activation*/ {}, /*settings*/ {}};
+    const auto saved = ctx->saved_data.find("options");
+    const auto options =
+        saved == ctx->saved_data.end() ? GatedOptions() : load_options<GatedOptions>(nullptr, saved->second);
+    auto [dgate, dup] = op(dy, gate, wrap(up), activation, need_dgate, need_dup, options);
+    return {need_dgate ? dgate : Tensor(), need_dup ? dup : Tensor(), /*activation*/ {}, /*options*/ {}};
   }
 };
 
-Tensor glu(const Tensor& gate, const OptionalTensor& up, c10::string_view activation, const GluSettings& settings) {
-  if (any_requires_grad(gate, up)) return GluFunction::apply(gate, up, activation, settings);
-  return call_fwd(gate, up, activation, settings);
+Tensor glu(const Tensor& gate, const OptionalTensor& up, c10::string_view activation, const GatedOptions& options) {
+  if (any_requires_grad(gate, up)) return GluFunction::apply(gate, up, activation, options);
+  return call_fwd(gate, up, activation, options);
 }
 
 }  // namespace swiglu_schema
 
-Tensor swiglu(const Tensor& gate, const OptionalTensor& up, double alpha, std::optional<double> limit, double up_offset,
-              bool interleaved) {
-  return swiglu_schema::glu(gate, up, "silu", {alpha, limit, up_offset, interleaved});
+Tensor swiglu(const Tensor& gate, const OptionalTensor& up, const GatedOptions& options) {
+  return swiglu_schema::glu(gate, up, "silu", options);
 }
 
 Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate) {
@@ -94,24 +76,22 @@ Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view appr
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
-#define FK_OPTIONS "float alpha=1.0, float? limit=None, float up_offset=0.0, bool interleaved=False"
-  m.def("swiglu(Tensor gate, Tensor? up, " FK_OPTIONS ") -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("geglu(Tensor gate, Tensor? up, str approximate) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("glu_fwd(Tensor gate, Tensor? up, str activation, " FK_OPTIONS ") -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("glu_bwd(Tensor dy, Tensor gate, Tensor? up, str activation, bool need_dgate, bool need_dup, " FK_OPTIONS
-        ") -> (Tensor dgate, Tensor dup)",
-        {at::Tag::pt2_compliant_tag});
-#undef FK_OPTIONS
+  const std::string inputs = "Tensor gate, Tensor? up, ", options = GatedOptions::schema();
+  define_operator(m, "swiglu(" + inputs + options + ") -> Tensor");
+  define_operator(m, "geglu(" + inputs + "str approximate) -> Tensor");
+  define_operator(m, "glu_fwd(" + inputs + "str activation, " + options + ") -> Tensor");
+  define_operator(m, "glu_bwd(Tensor dy, " + inputs + "str activation, bool need_dgate, bool need_dup, " + options +
+                         ") -> (Tensor dgate, Tensor dup)");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
-  m.impl("swiglu", &swiglu);
+  m.impl("swiglu", flat_kernel<&swiglu>);
   m.impl("geglu", &geglu);
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
-  m.impl("glu_fwd", &swiglu_schema::fwd_meta);
-  m.impl("glu_bwd", &swiglu_schema::bwd_meta);
+  m.impl("glu_fwd", flat_kernel<&swiglu_schema::fwd_meta>);
+  m.impl("glu_bwd", flat_kernel<&swiglu_schema::bwd_meta>);
 }
 
 }  // namespace foundry

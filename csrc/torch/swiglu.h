@@ -9,6 +9,7 @@
 #include "../common/swiglu.h"
 #include "common.h"
 #include "numbers.h"
+#include "swiglu_options.h"
 
 namespace foundry {
 
@@ -19,17 +20,8 @@ inline Activation activation_of(c10::string_view name) {
   return Activation::gelu_tanh;
 }
 
-// The options as the schema has them, and the kernels' form of them.
-struct GluSettings {
-  double alpha = 1.0;
-  std::optional<double> limit;
-  double up_offset = 0.0;
-  bool interleaved = false;
-
-  bool changed() const { return alpha != 1.0 || limit.has_value() || up_offset != 0.0; }
-};
-
-inline GluOptions glu_options(const GluSettings& s, const OptionalTensor& up, Activation activation) {
+// The options in the kernels' form.
+inline GluOptions glu_options(const GatedOptions& s, const OptionalTensor& up, Activation activation) {
   if (!s.changed() && !s.interleaved) return {};
   TORCH_CHECK_VALUE(activation == Activation::silu,
                     "alpha, limit, up_offset and interleaved are options of silu alone");

@@ -19,31 +19,30 @@ void run(void (*kernel)(const Args&, const GluOptions&, int64_t, int64_t), const
                    [&](int64_t begin, int64_t end) { kernel(args, options, begin, end); });
 }
 
-Tensor fwd_cpu(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation, double alpha,
-               std::optional<double> limit, double up_offset, bool interleaved) {
+Tensor fwd_cpu(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation, const GatedOptions& given) {
   const Activation kind = activation_of(activation);
-  const GluOptions options = glu_options({alpha, limit, up_offset, interleaved}, up_, kind);
+  const GluOptions options = glu_options(given, up_, kind);
   const Tensor y = empty_glu_fwd(gate_, up_);
   if (y.numel() == 0) return y;
   advise_huge_pages(y);
-  auto [gate, up] = glu_halves(gate_, up_, interleaved);
+  auto [gate, up] = glu_halves(gate_, up_, given.interleaved);
   run(FK_CHOOSE_ISA(glu_forward), glu_forward_args(gate, up, y, kind), options);
   return y;
 }
 
 std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& gate_, const OptionalTensor& up_,
-                                   c10::string_view activation, bool need_dgate, bool need_dup, double alpha,
-                                   std::optional<double> limit, double up_offset, bool interleaved) {
+                                   c10::string_view activation, bool need_dgate, bool need_dup,
+                                   const GatedOptions& given) {
   const Activation kind = activation_of(activation);
-  const GluOptions options = glu_options({alpha, limit, up_offset, interleaved}, up_, kind);
+  const GluOptions options = glu_options(given, up_, kind);
   const auto [dgate, dup] = empty_glu_bwd(gate_, up_, need_dgate, need_dup);
   if (dgate.numel() == 0 && dup.numel() == 0) return {dgate, dup};
   advise_huge_pages(dgate);
   advise_huge_pages(dup);
   Tensor dy = dy_;
-  auto [gate, up] = glu_halves(gate_, up_, interleaved);
+  auto [gate, up] = glu_halves(gate_, up_, given.interleaved);
   const auto [into_gate, into_up] =
-      glu_halves(dgate, up_.has_value() ? OptionalTensor(dup) : std::nullopt, interleaved);
+      glu_halves(dgate, up_.has_value() ? OptionalTensor(dup) : std::nullopt, given.interleaved);
   run(FK_CHOOSE_ISA(glu_backward), glu_backward_args(dy, gate, up, into_gate, into_up, kind, !up_.has_value()),
       options);
   return {dgate, dup};
@@ -52,8 +51,8 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& gate_, const
 }  // namespace swiglu_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("glu_fwd", &swiglu_cpu::fwd_cpu);
-  m.impl("glu_bwd", &swiglu_cpu::bwd_cpu);
+  m.impl("glu_fwd", flat_kernel<&swiglu_cpu::fwd_cpu>);
+  m.impl("glu_bwd", flat_kernel<&swiglu_cpu::bwd_cpu>);
 }
 
 }  // namespace foundry

@@ -11,9 +11,10 @@ import torch
 
 import foundry_kernels as fk
 from foundry_kernels import nn
-from foundry_kernels.core import checks
+from foundry_kernels.core import checks, extension
 from foundry_kernels.core.registry import BACKENDS
 from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 
 X, Q = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)), torch.ones(1, 2, 3, 4)
 W, T, COS = torch.ones(4), torch.tensor([1, 2]), torch.ones(3, 2)
@@ -101,6 +102,13 @@ def test_other_options(name: str) -> None:
     for value in refused(kind):
         with pytest.raises(ValueError, match=rf"^{option} must be "):
             call(value)
+
+
+def test_the_extension_has_the_same_limits() -> None:
+    if extension.MISSING is not None:
+        pytest.skip(extension.MISSING)
+    limits = {"smallest": checks.SMALLEST, "largest": checks.LARGEST, "max_head_dim": MAX_HEAD_DIM}
+    assert extension._C.limits() == limits
 
 
 def test_what_is_said() -> None:
