@@ -84,7 +84,7 @@ class Arguments {
 
   // Options, as their lists name these (torch/options.h). Numbers are those that numbers.h allows.
   template <class T> void not_an_argument(T&) {}
-  void none(OptionalTensor&) { need(take_none()); }
+  template <class T> void none(std::optional<T>&) { need(take_none()); }
   void boolean(bool& value) { value = boolean(); }
   void number(double& value) { need(is_number(value = real())); }
   void optional_positive(double& value) {  // 0 for None
@@ -171,7 +171,7 @@ bool is_weight(const OptionalTensor& weight, const Tensor& x, double weight_offs
 }
 
 PyObject* call_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 6);
+  Arguments in(arguments, given, 4 + WeightOptions::kArguments);
   const Tensor& x = in.tensor();
   const OptionalTensor weight = in.optional_tensor();
   const double eps = in.not_negative();
@@ -183,7 +183,7 @@ PyObject* call_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
 }
 
 PyObject* call_add_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 7);
+  Arguments in(arguments, given, 5 + WeightOptions::kArguments);
   const Tensor& x = in.tensor();
   const Tensor& residual = in.tensor();
   const OptionalTensor weight = in.optional_tensor();
@@ -233,7 +233,7 @@ bool is_gate(const Tensor& gate, const OptionalTensor& up) {
 }
 
 PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 7);
+  Arguments in(arguments, given, 3 + GatedOptions::kArguments);
   const Tensor& gate = in.tensor();
   const OptionalTensor up = in.optional_tensor();
   GatedOptions options;
@@ -271,7 +271,7 @@ bool are_rotations(const Tensor& q, const Tensor& k, const Tensor& cos, const Te
 }
 
 PyObject* call_rope(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 7);
+  Arguments in(arguments, given, 5 + RopeOptions::kArguments);
   const Tensor &q = in.tensor(), &k = in.tensor(), &cos = in.tensor(), &sin = in.tensor();
   RopeOptions options;
   options.read_from(in);
@@ -281,7 +281,7 @@ PyObject* call_rope(PyObject* const* arguments, Py_ssize_t given) {
 }
 
 PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 12);
+  Arguments in(arguments, given, 8 + WeightOptions::kArguments + RopeOptions::kArguments);
   const Tensor &q = in.tensor(), &k = in.tensor();
   const OptionalTensor q_weight = in.optional_tensor(), k_weight = in.optional_tensor();
   const Tensor &cos = in.tensor(), &sin = in.tensor();
@@ -307,7 +307,7 @@ bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 14);
+  Arguments in(arguments, given, 7 + AttentionOptions::kArguments);
   const Tensor &q = in.tensor(), &k = in.tensor(), &v = in.tensor();
   const bool causal = in.boolean();
   AttentionOptions options;

@@ -1,8 +1,7 @@
 // Objects that hold the options of an operation. An operator's schema and its function list them one by one, autograd
 // keeps them and direct.cpp reads them from Python: all that follows from one list.
 //
-//   #define FK_EXAMPLE_OPTIONS(OPTION)                  // type, name, how direct.cpp reads it, default (if there is
-//   one)
+//   #define FK_EXAMPLE_OPTIONS(OPTION)                  // type, name, how direct.cpp reads it, default if there is one
 //     OPTION(double, scale, optional_positive)
 //     OPTION(OptionalTensor, positions, positions, std::nullopt)
 //   struct ExampleOptions {
@@ -21,6 +20,7 @@
 #include <iomanip>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -35,22 +35,29 @@ using OptionalInt = std::optional<c10::SymInt>;
 #define FK_OPTION_MEMBER(type, name, reader, ...) type name{__VA_ARGS__};
 #define FK_OPTION_TIED(type, name, reader, ...) std::tie(options.name),
 #define FK_OPTION_READ(type, name, reader, ...) in.reader(name);
+#define FK_OPTION_ARGUMENTS(type, name, reader, ...) +takes_an_argument(#reader)
 #define FK_OPTION_IN_SCHEMA(type, name, reader, ...) schema_text<type>(#name, {__VA_ARGS__}),
 
+// Whether an option is read from an argument of its own.
+constexpr bool takes_an_argument(std::string_view reader) {
+  return reader != "not_an_argument" && reader != "second_of_pair";
+}
+
 // What a struct of options has: the members of the list, references to all of them in its order, their schema, and how
-// they are read from Python's arguments (by `Arguments` of direct.cpp).
-#define FK_OPTIONS(LIST)                                        \
-  LIST(FK_OPTION_MEMBER)                                        \
-  template <class Self>                                         \
-  static auto members_of(Self& options) {                       \
-    return std::tuple_cat(LIST(FK_OPTION_TIED) std::tuple<>()); \
-  }                                                             \
-  auto members() { return members_of(*this); }                  \
-  auto members() const { return members_of(*this); }            \
-  template <class Reader>                                       \
-  void read_from(Reader& in) {                                  \
-    LIST(FK_OPTION_READ)                                        \
-  }                                                             \
+// they are read from Python's arguments (by `Arguments` of direct.cpp), of which they take kArguments.
+#define FK_OPTIONS(LIST)                                         \
+  LIST(FK_OPTION_MEMBER)                                         \
+  template <class Self>                                          \
+  static auto members_of(Self& options) {                        \
+    return std::tuple_cat(LIST(FK_OPTION_TIED) std::tuple<>());  \
+  }                                                              \
+  auto members() { return members_of(*this); }                   \
+  auto members() const { return members_of(*this); }             \
+  static constexpr int kArguments = 0 LIST(FK_OPTION_ARGUMENTS); \
+  template <class Reader>                                        \
+  void read_from(Reader& in) {                                   \
+    LIST(FK_OPTION_READ)                                         \
+  }                                                              \
   static std::string schema() { return join_schema({LIST(FK_OPTION_IN_SCHEMA)}); }
 
 inline std::string schema_type(const OptionalTensor*) { return "Tensor? "; }
