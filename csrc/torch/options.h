@@ -202,6 +202,7 @@ template <class Result, class... Arguments> class Operator<Result(Arguments...)>
 // What autograd keeps of the options: the tensors, appended to those that go through save_for_backward, and the rest.
 template <class Options> c10::IValue save_options(const Options& options, torch::autograd::variable_list& tensors) {
   std::vector<c10::IValue> rest;
+  rest.reserve(std::tuple_size_v<decltype(options.members())>);
   const auto save = [&](const auto& member) {
     using Member = std::decay_t<decltype(member)>;
     if constexpr (std::is_same_v<Member, OptionalTensor>) tensors.push_back(unwrap(member));

@@ -6,9 +6,9 @@
         slopes: Tensor | None = None
         return_lse: bool = False
 
-is a `NamedTuple` whose `SCHEMA` is ``float scale, SymInt? window, Tensor? slopes=None``. An operator with this
-text in its schema is called with ``*options.operator_args()``, and its kernel gets the object back by ``options,
-flags = WindowOptions.from_operator_args(args)``.
+is a `NamedTuple` whose `SCHEMA` is ``float scale, SymInt? window, Tensor? slopes=None``. An operator with this text in
+its schema is called with ``*options.operator_args()``, and its kernel gets the object back by ``options, flags =
+WindowOptions.from_operator_args(args)``; `operators.define` does both.
 """
 
 from __future__ import annotations
