@@ -15,8 +15,7 @@ from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.checks import window_sides
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.ops.flash_attention.reference import attention_with_dropout
 from foundry_kernels.ops.rope import qk_norm_rope
 
@@ -222,11 +221,8 @@ class Attention(torch.nn.Module):
         slopes = None if self.alibi is None else self.alibi.slopes
         if self.dropout and self.training:
             self._check_dropout(return_lse or return_stats)
-            left, right = window_sides(window, self.causal)
-            dropped = AttentionOptions(
-                cu_seqlens, cu_seqlens, q.shape[2], k.shape[2], q.shape[3] ** -0.5, left, right, None, slopes, None,
-                bottom_right=True, deterministic=True, return_lse=False, return_stats=False,
-            )  # fmt: skip
+            lengths = (cu_seqlens, cu_seqlens, q.shape[2], k.shape[2])
+            dropped = make_options(q, *lengths, causal=self.causal, window=window, alibi_slopes=slopes)
             return (attention_with_dropout(q, k, v, dropped, self.dropout),)
         options: dict[str, Any] = {
             "causal": self.causal, "window": window, "alibi_slopes": slopes,

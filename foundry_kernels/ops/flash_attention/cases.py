@@ -11,8 +11,7 @@ from torch import Tensor
 
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens, bench_case
-from foundry_kernels.ops.flash_attention.checks import window_sides
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.testing import Arg, Case, Values, normal
 
 
@@ -327,12 +326,9 @@ def _scales(
     if q.numel() == 0 or k.numel() == 0:
         return {}
     t, s = q.shape[2], k.shape[2]
-    scale, cap = options.get("scale", q.shape[-1] ** -0.5), options.get("softcap")
-    sides = window_sides(options.get("window"), options.get("causal", False))
-    asked = AttentionOptions(
-        None, None, t, s, scale, *sides, cap, None if alibi_slopes is None else alibi_slopes.detach(), sinks,
-        options.get("align") != "top_left", deterministic=True, return_lse=False, return_stats=False,
-    )  # fmt: skip
+    slopes = None if alibi_slopes is None else alibi_slopes.detach()
+    asked = make_options(q, None, None, t, s, alibi_slopes=slopes, sinks=sinks, **options)
+    scale, cap = asked.scale, asked.softcap
     whole = asked._replace(window_left=None, window_right=None)
     scores, unmasked = reference.scores(q, k, asked), reference.scores(q, k, whole)
     unbiased = reference.scores(q, k, whole._replace(alibi_slopes=None))
