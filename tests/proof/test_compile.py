@@ -176,7 +176,7 @@ def gradients_and_calls(row: Row, case: Case, save: bool | None) -> tuple[tuple[
     return grads, calls.counts
 
 
-@over_rows()
+@over_rows(gradients=True)
 def test_selective_checkpointing_names_the_operators(row: Row) -> None:
     """A policy that keeps them runs each once; one that does not runs the forward operators again."""
     for case in row.small_cases[:3]:

@@ -130,7 +130,7 @@ def test_saved_tensors_kept_on_the_cpu_change_no_bit() -> None:
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-@over_rows()
+@over_rows(gradients=True)
 def test_saved_tensors_come_back_from_hooks(row: Row) -> None:
     """What a kernel keeps for its backward pass goes through the hooks, and what they return is what it uses."""
     for case in row.small_cases[:2]:
@@ -210,7 +210,7 @@ def _dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return tangent
 
 
-@over_rows()
+@over_rows(gradients=True)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_are_refused_by_kernels_and_served_by_auto(transform: str, row: Row) -> None:
     """A kernel has no rule for them, and torch would take its derivative for zero."""

@@ -302,6 +302,7 @@ def scales(
     cu_seqlens_q, cu_seqlens_k = args["cu_seqlens_q"], args["cu_seqlens_k"]
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
+    options = {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
     most: dict[str, float] = {}
     parts = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     for n, ((q0, q1), (k0, k1)) in enumerate(parts):
