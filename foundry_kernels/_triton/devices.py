@@ -108,7 +108,7 @@ _RECORDED_MULTIPROCESSORS: int | None = None
 
 
 def record_for(arch: int | None, multiprocessors: int | None = None) -> None:
-    """From now on choose launches as on a device of this compute capability (see `inspect`), with as many
+    """Chooses launches from now on as on a device of this compute capability (see `inspect`), with as many
     multiprocessors if that is given; None: as on the one at hand."""
     global _RECORDED, _RECORDED_MULTIPROCESSORS
     _RECORDED, _RECORDED_MULTIPROCESSORS = arch, multiprocessors

@@ -70,7 +70,7 @@ def planned(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def forget_plans() -> None:
-    """Where plans would come out differently from now on."""
+    """Empties the caches of plans; called where plans would come out differently from now on."""
     for cached in _PLANNERS:
         cached.cache_clear()
 

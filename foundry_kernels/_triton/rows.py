@@ -21,7 +21,7 @@ def compute_dtype(dtype: torch.dtype) -> Any:
 def row_strides(
     shape: tuple[int, ...], *strides: tuple[int, ...] | None
 ) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
-    """At most three strides that reach the rows (all dimensions but the last) of tensors of one shape, from theirs.
+    """Finds at most three strides that reach the rows (all dimensions but the last) of tensors of one shape.
 
     Returns `(rank, n1, n2, strides)` for `row_offset`, `strides` holding one triple a tensor (zeros for None), or None
     where the tensors need more than three dimensions or have a last stride other than 1.

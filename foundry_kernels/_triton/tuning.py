@@ -131,7 +131,7 @@ def sources() -> tuple[Source, ...]:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """By which measurements are filed; None for a device on which nothing is launched."""
+    """Returns the name that measurements are filed under; None for a device on which nothing is launched."""
     if _pretended is not None or devices._RECORDED is not None:
         return _pretended
     if device.type == "cuda":

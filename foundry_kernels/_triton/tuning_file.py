@@ -147,7 +147,7 @@ def write(path: Path, newer: Entry, asked: set[tuple[str, str]]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Before anything is measured: raise TuningFileError unless `write` would succeed."""
+    """Raises TuningFileError unless `write` would succeed, before anything is measured."""
     with suppress(FileNotFoundError):
         read(path)
     try:

@@ -167,9 +167,9 @@ class Sharding(Protocol):
     UNSHARDED: tuple[str, ...] = ()
 
     def sharding(self, args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-        """For the arguments of one call by name: the dimensions of each tensor, a letter each, and the letters along
-        which the work may be divided. A gradient "dx" has the dimensions of "x"; "..." stands for any number. Needed
-        where `OPERATORS` names any."""
+        """Returns, for the arguments of one call by name, the dimensions of each tensor, a letter each, and the letters
+        along which the work may be sharded. A gradient "dx" has the dimensions of "x"; "..." stands for any number.
+        Needed where `OPERATORS` names any."""
         raise NotImplementedError
 
 

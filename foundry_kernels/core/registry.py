@@ -174,8 +174,8 @@ def register(spec: OpSpec) -> OpSpec:
 
 
 def prefer(device: str, orders: dict[tuple[str, str], tuple[str, ...]]) -> None:
-    """From now on `backend="auto"` tries the backends of (operation, dtype) on `device` in these orders, and in that of
-    `AUTO_ORDER` where none is given."""
+    """Makes `backend="auto"` try the backends of (operation, dtype) on `device` in these orders from now on, and in
+    that of `AUTO_ORDER` where none is given."""
     if orders != _MEASURED_ORDER.get(device, {}):
         _MEASURED_ORDER[device] = orders
         for spec in OPS.values():
@@ -227,7 +227,8 @@ def is_subclass(x: Tensor) -> bool:
 
 
 def is_dtensor(x: Tensor) -> bool:
-    """Without importing DTensor. A fake tensor, which export traces with, is of another class too."""
+    """Whether x is a DTensor, without importing it. A fake tensor, which export traces with, is of another class
+    too."""
     return is_subclass(x) and hasattr(x, "device_mesh")
 
 

@@ -54,9 +54,9 @@ def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
 
 
 def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:
-    """For each operation the backend that serves tensors of `dtype` on `device`: "auto" resolved.
+    """Returns for each operation the backend that runs tensors of `dtype` on `device`: "auto" resolved.
 
-    A named backend that cannot serve them stays in the answer; the call itself is what raises.
+    A named backend that does not support them stays in the answer; the call itself is what raises.
     """
     served = {}
     for op, name in backends.items():
@@ -68,7 +68,7 @@ def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dic
 
 
 def describe(backends: Mapping[str, str]) -> str:
-    """For a repr: `'native'`, or `rope='reference', rms_norm='native'` where operations differ."""
+    """Returns the text for a repr: `'native'`, or `rope='reference', rms_norm='native'` where operations differ."""
     if len(set(backends.values())) == 1:
         return repr(next(iter(backends.values())))
     return ", ".join(f"{op}={name!r}" for op, name in backends.items())

@@ -341,7 +341,7 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
 
 
 def test_this_version_of_triton_is_known() -> None:
-    """If this fails, read JITFunction.run and CompiledKernel of the new one, then add it to `launches.KNOWN`."""
+    """A failure means: read JITFunction.run and CompiledKernel of the new one, then add it to `launches.KNOWN`."""
     assert launches.DIRECT, f"Triton {triton.__version__} is launched the slow way"
 
 

@@ -201,7 +201,7 @@ def test_a_gradient_of_zeros_gives_zeros(row: Row) -> None:
 
 @checked
 def test_a_gradient_of_one_number_for_all_tokens(row: Row) -> None:
-    """As `losses.sum()` gives it: expanded, of stride 0."""
+    """The gradient is as `losses.sum()` gives it: expanded, of stride 0."""
     x, target = normal(6, 9, dtype=torch.float32).to(row.device), integers(9, 6).to(row.device)
     options: dict[str, Any] = {"reduction": "none", "backend": row.backend}
     _, grad = step(x, target, torch.tensor(0.5, device=row.device).expand(6), **options)

@@ -119,7 +119,7 @@ def test_there_is_a_program_for_every_tile() -> None:
 
 @pytest.mark.skipif(not _triton.INTERPRET, reason="needs Triton's interpreter")
 def test_malformed_ends_lead_nowhere_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the ends are not looked at: the interpreter would crash, or be caught below, if they led outside."""
+    """The ends are not checked on a GPU: the interpreter would crash, or be caught below, if they led outside."""
     monkeypatch.setattr("foundry_kernels.ops.grouped_mm.reference.check_ends", lambda *_: None)
     x, weight = draw(20, 16, 16, 3)
     for numbers in ((30, 10, 2**31 - 1), (-5, -(2**31), 4), (20, 0, 20)):

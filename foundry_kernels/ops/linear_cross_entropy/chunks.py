@@ -54,7 +54,8 @@ def default_size(n_tokens: int, itemsize: int, cpu: bool = False) -> int:
 
 
 def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
-    """Of logits on a CPU. A small product takes no time in either dtype, and float32 does not round its logits."""
+    """Returns the dtype of the logits' products on a CPU. A small product takes no time in either dtype, and float32
+    does not round its logits."""
     small = x.numel() * n_classes <= _SMALL
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
@@ -87,7 +88,7 @@ class Tokens:
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def logits(self, part: slice) -> Tensor:
-        """In memory that the next chunk's are written to."""
+        """Returns a chunk's logits, in memory that the next chunk's are written to."""
         x = rows_of(self.x, part)
         if self.memory is None:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))

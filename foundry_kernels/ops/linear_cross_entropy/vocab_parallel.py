@@ -161,12 +161,13 @@ class _Own:
         self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 
     def own_weights(self) -> Tensor | float:
-        """Of this device's classes."""
+        """Returns the weights of this device's classes."""
         first, n = self.shards.first, self.tokens.weight.shape[0]
         return 1.0 if self.weights is None else self.weights[first : first + n]
 
     def logits(self, part: slice) -> Tensor:
-        """Of this device's classes, capped, in the dtype of the arithmetic; they may be written to."""
+        """Returns the logits of this device's classes, capped, in the dtype of the arithmetic; they may be written
+        to."""
         y = self.tokens.logits(part).to(self.tokens.dtype)
         cap = self.options.softcap
         return y if cap is None else y.div_(cap).tanh_().mul_(cap)
@@ -208,7 +209,7 @@ class _Own:
         return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
 
     def gradients(self, dloss: Tensor, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
-        """Of this device's logits and all that they are made of; see the mathematics in `cross_entropy/__init__`."""
+        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`."""
         tokens, options = self.tokens, self.options
         found = Gradients(tokens, needs)
         d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)

@@ -89,7 +89,7 @@ def glu_fwd_kernel(
     RANK: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """With INTERLEAVED `gate_ptr` is the packed tensor, and there is no `up_ptr`."""
+    """Writes y. With INTERLEAVED `gate_ptr` is the packed tensor, and there is no `up_ptr`."""
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
     if INTERLEAVED:
         o_rows = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None]
@@ -213,7 +213,7 @@ PLAIN = GatedOptions()
 
 
 def _constants(options: GatedOptions) -> dict[str, Any]:
-    """Of the kernels. One that is not there is always the same constant, whatever number stood for it."""
+    """Returns the kernels' constants. One that is absent is always the same constant, whatever number stood for it."""
     return {
         "ALPHA": float(options.alpha),
         "LIMIT": None if options.limit is None else float(options.limit),

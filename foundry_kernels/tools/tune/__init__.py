@@ -81,7 +81,7 @@ def cases_of(op: OpSpec, device: str) -> tuple[Case, ...]:
 
 
 def _is_plain(case: Case) -> bool:
-    """As the cases of benchmarks are: small here, contiguous, and of aligned rows."""
+    """Whether the case is like those of benchmarks: small here, contiguous, and of aligned rows."""
     return 16 <= numel(case) <= 20_000 and all(
         a is None or (a.layout == "contiguous" and (a.dtype is not None or a.shape[-1] % 16 == 0))
         for a in case.args.values()

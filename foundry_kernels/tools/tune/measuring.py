@@ -48,8 +48,8 @@ class WallTimer:
 
 
 class GpuTimer:
-    """By events on the GPU. Before each call the cache is overwritten, and the GPU kept busy for as long as the host
-    may take to make the launches, so that their time is the GPU's alone."""
+    """Measures by events on the GPU. Before each call the cache is overwritten, and the GPU kept busy for as long as
+    the host may take to make the launches, so that their time is the GPU's alone."""
 
     def __init__(self, turns: int = 40) -> None:
         self.turns = turns

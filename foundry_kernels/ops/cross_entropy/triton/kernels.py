@@ -184,7 +184,8 @@ def row_gradients(
     b_lse, b_low, b_picked, known, b_target, weight_ptr, weight_sum_ptr, n_cols, label_smoothing, share, z_loss,
     SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: what the probability of a class is multiplied by in its gradient, and the gradient of the target."""
+    """Returns for each row what the probability of a class is multiplied by in its gradient, and the target's
+    gradient."""
     b_w = row_weight(weight_ptr, b_target, known, COMPUTE)
     b_nll = (b_lse - b_picked) + b_low
     b_p = tl.exp(-b_nll)

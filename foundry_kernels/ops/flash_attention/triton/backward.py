@@ -39,9 +39,9 @@ def flash_attention_preprocess_kernel(
     HAS_DLSE: tl.constexpr, NEED_DSINKS: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of each row delta = dout . out - dlse, 0 where it sees no key, and lse in units of log2(e), +inf where it sees no
-    key, so that all its probabilities are 0; and these rows' part of the gradient of the sinks, into dsinks [tiles of
-    all sequences, H]. Packed sequences are one sequence here: rows do not depend on each other.
+    """Writes for each row delta = dout . out - dlse, 0 where it sees no key, and lse in units of log2(e), +inf where it
+    sees no key, so that all its probabilities are 0; and these rows' part of the gradient of the sinks, into dsinks
+    [tiles of all sequences, H]. Packed sequences are one sequence here: rows do not depend on each other.
 
     LSE_LOW: for float32 lse comes in float64 and is handed on in two parts. In one, a score of 200 would have a
     probability that is off by 1e-5, and not the one of the forward pass.

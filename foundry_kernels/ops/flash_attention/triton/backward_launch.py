@@ -197,8 +197,8 @@ def _plan_dkdv(
 
 
 def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
-    """Of dk or dv, what each share of a group leaves: at most 4 bytes for each column of `_MOST_PROGRAMS` tiles of keys
-    a multiprocessor."""
+    """Returns memory for what each part of a group adds to dk or dv: at most 4 bytes for each column of
+    `_MOST_PROGRAMS` tiles of keys a multiprocessor."""
     n_batch, n_kv_heads, tokens, width = target.shape
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     return torch.empty((n_batch, n_kv_heads * splits, tokens, width), dtype=dtype, device=target.device)
@@ -224,7 +224,7 @@ def _launch_dkdv(
     dv: Tensor | None,
     dq: Tensor | None,
 ) -> None:
-    """With dq all three, the sums of dq in memory of their own."""
+    """Launches the kernel for dk and dv, with dq for all three; the sums of dq are in memory of their own."""
     results = [None if x is None else _batched(x) for x in (dk, dv)]
     widths = (p.head_dim, p.head_dim_v)
     targets = [None if x is None else _target(x, width) for x, width in zip(results, widths, strict=True)]

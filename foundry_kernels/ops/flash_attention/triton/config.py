@@ -203,7 +203,8 @@ def rows(
 
 
 def combine_rows(block_dv: int, most: int) -> list[dict[str, int]]:
-    """Of the kernel that adds up to `most` splits: how many at once, and warps, the built-in row first."""
+    """Returns launch configs of the kernel that adds up to `most` splits: splits at once and warps, the default
+    first."""
     own = min(most, 4096 // block_dv)
     found: list[dict[str, int]] = []
     for splits, warps in ((own, 4), (own, 2), (own, 8), (own // 2, 4), (own // 2, 2), (min(most, 2 * own), 8)):

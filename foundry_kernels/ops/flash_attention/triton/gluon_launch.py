@@ -37,9 +37,9 @@ _FARTHEST = 1 << 40
 
 
 def rows(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
-    """Of a call, to be measured beside the rows of the usual kernel; none where this one does not serve it. `flags` are
-    those of the usual kernel besides the problem's, `out` the strides of the result. GLUON: no GPU has run it (see
-    `tuning.NEVER_RUN`)."""
+    """Returns a call's launch configs, to be measured beside those of the default kernel; none where this one does not
+    support the call. `flags` are those of the default kernel besides the problem's, `out` the strides of the result.
+    GLUON: no GPU has run it (see `tuning.NEVER_RUN`)."""
     if not serves(p, flags, out):
         return []
     m, n, stages = _TILES[p.head_dim]
@@ -96,8 +96,8 @@ def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
 
 
 def descriptor(x: Tensor, rows: int) -> Any:
-    """Of x [B, H, T, D], for blocks of so many rows of a head. Where there is one of something its stride is of no
-    use, but must be a valid one."""
+    """Returns the descriptor of x [B, H, T, D], for blocks of so many rows of a head. The stride of a dimension of size
+    1 is not used, but must be valid."""
     block = [1, 1, rows, x.shape[3]]
     dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     strides = [s if size > 1 else x.shape[3] for size, s in zip(x.shape[:3], x.stride()[:3], strict=True)]

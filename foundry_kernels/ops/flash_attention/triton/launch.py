@@ -75,7 +75,7 @@ def _row_layout(shape: tuple[int, ...], strides: tuple[int, ...], width: int) ->
 
 
 def fake_rows(x: Tensor, width: int) -> Tensor:
-    """As `_empty_rows`, for sizes that may be symbolic."""
+    """Does the same as `_empty_rows`, for sizes that may be symbolic."""
     order = storage_order(x)
     shape = [*x.shape[:-1], width]
     return torch.empty([shape[d] for d in order], dtype=x.dtype, device=x.device).permute(inverse(order))
@@ -211,7 +211,7 @@ class _Problem:
         return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""
+        """Returns the strides of the sequence, the head and the token; packed sequences are found by cu_seqlens."""
         found: list[int] = []
         for strides in tensors:
             sequence, head, token, _ = strides or (0, 0, 0, 0)

@@ -73,7 +73,7 @@ def linear_cross_entropy_target_kernel(
 
 @triton.jit
 def _center(b_picked):
-    """From where logits are counted in the sum of label smoothing."""
+    """Returns the value that logits are counted from in the sum of label smoothing."""
     return tl.where((b_picked == b_picked) & (tl.abs(b_picked) != float("inf")), b_picked, 0.0)
 
 
@@ -84,8 +84,8 @@ def linear_cross_entropy_fwd_kernel(
     CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of each row and a split of the classes, all but the target: the largest logit, the sum of the exponentials below
-    it, and for label smoothing the weighted sum of the logits' distances to the target's.
+    """Writes for each row and a split of the classes, all but the target, the largest logit, the sum of the
+    exponentials below it, and for label smoothing the weighted sum of the logits' distances to the target's.
 
     A program takes a tile of rows and walks over the split. Those of one split run next to each other: they read the
     same classes. A tile of which no row counts reads nothing.

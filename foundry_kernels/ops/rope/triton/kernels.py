@@ -92,7 +92,7 @@ def _rotate(b_a, b_b, b_cos, b_sin, D: tl.constexpr, HALF: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _tile_rows(tile, n_tokens, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
-    """Of tile number `tile`: its batch, the tokens [N] of its rows, and their heads [N] within a chunk."""
+    """Returns for tile number `tile` its batch, the tokens [N] of its rows, and their heads [N] within a chunk."""
     tiles = tl.cdiv(n_tokens, BLOCK_TOKENS)
     row = tl.arange(0, BLOCK_TOKENS * BLOCK_HEADS)
     tokens = (tile % tiles) * BLOCK_TOKENS + row // BLOCK_HEADS
