@@ -54,7 +54,7 @@ def strides_of(x: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous memory of x's shape and dtype; the quickest way to it."""
+    """Contiguous memory of x's shape and dtype; the quickest to get."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -60,7 +60,7 @@ def sample_rows(case: Case, dims: Mapping[str, int], ignored: Mapping[str, int] 
 
 
 class Cases(Protocol):
-    """`cases.py`: the calls on which every kernel is held against the reference, and how exact it must be."""
+    """`cases.py`: the calls on which every kernel is compared with the reference, and how exact it must be."""
 
     @property
     @abstractmethod
@@ -158,7 +158,7 @@ class Fuzz(Protocol):
 
 
 class Sharding(Protocol):
-    """`sharding.py`: how DTensor divides the operators of the kernels (`foundry_kernels.distributed.sharding`)."""
+    """`sharding.py`: how DTensor shards the operators of the kernels (`foundry_kernels.distributed.sharding`)."""
 
     #: Names of the operators: `name` and `triton_name`, which have the same arguments, both follow the rule.
     OPERATORS: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ def linear_cross_entropy(
     """
     options.refuse_others(SUPPORTED, "linear_cross_entropy", "vocab-parallel")
     mesh, dim = weight.device_mesh, vocabulary_dim(weight)
-    assert dim is not None  # or the caller goes another way
+    assert dim is not None  # or the caller takes another path
     everywhere: list[Placement] = [Replicate()] * mesh.ndim
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, everywhere, run_check=False)
@@ -77,8 +77,8 @@ def linear_cross_entropy(
 
     target = target.redistribute(mesh, tokens)
     partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
-    share = -(-weight.shape[0] // mesh.size(dim))
-    shards = Shards(min(mesh.get_local_rank(dim) * share, weight.shape[0]), weight.shape[0], (mesh, dim))
+    per_device = -(-weight.shape[0] // mesh.size(dim))
+    shards = Shards(min(mesh.get_local_rank(dim) * per_device, weight.shape[0]), weight.shape[0], (mesh, dim))
     each, lse, zs = _VocabParallel.apply(
         local(hidden, tokens, partial),
         local(weight, rows, summed),

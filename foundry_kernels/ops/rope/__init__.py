@@ -77,7 +77,7 @@ def rope(
         ValueError: shapes, dtypes or devices do not match, a table is too short or requires a gradient, or the backend
             is unknown.
         IndexError: on the CPU, a position is outside the table.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """

@@ -17,7 +17,8 @@ Repeat = Callable[[], object]
 
 class Timer(Protocol):
     def prepare(self, step: Repeat, kernel: str) -> Repeat:
-        """What is timed of `step`, which launches `kernel`: at least that launch, with the row that is forced now."""
+        """What is timed of `step`, which launches `kernel`: at least that launch, with the launch config that is forced
+        now."""
 
     def times(self, repeats: Mapping[str, Repeat]) -> dict[str, list[float]]:
         """Times of each, as many as there were turns."""

@@ -1,4 +1,4 @@
-"""Which calls the kernel in `gluon_forward` can serve, its rows, and its launch."""
+"""Which calls the kernel in `gluon_forward` supports, its launch configs, and its launch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ except ImportError as error:  # a part of Triton that is called experimental, an
 
 Row = dict[str, Any]
 
-#: What may be on or given among the constants of the usual kernel: sizes, the mask's right edge, and lse, which is made
-#: in any case.
-_SERVED = frozenset({"COMPUTE", "D", "DV", "BLOCK_D", "BLOCK_DV", "BOTTOM_RIGHT", "HAS_RIGHT", "SAVE_LSE"})
+#: What may be on or given among the constants of the default kernel: sizes, the mask's right edge, and lse, which is
+#: made in any case.
+_SUPPORTED = frozenset({"COMPUTE", "D", "DV", "BLOCK_D", "BLOCK_DV", "BOTTOM_RIGHT", "HAS_RIGHT", "SAVE_LSE"})
 
 #: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. More keys, and products are no
 #: longer under way during the softmax: there are too few registers for two tiles of scores.
@@ -49,7 +49,7 @@ def rows(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]
 
 def serves(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
     """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0. A call with anything on besides
-    `_SERVED` is left to the usual kernel."""
+    `_SUPPORTED` is left to the default kernel."""
     on = {name for name, value in (p.constants | flags).items() if value is not False}
     return (
         MISSING is None
@@ -57,7 +57,7 @@ def serves(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
         and p.dtype in (torch.bfloat16, torch.float16)
         and p.head_dim in _TILES
         and p.head_dim_v == p.head_dim
-        and on <= _SERVED
+        and on <= _SUPPORTED
         and p.numbers["scale"] > 0
         and p.tokens_k > 0
         and addressable(p, out)

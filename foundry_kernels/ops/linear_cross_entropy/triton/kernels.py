@@ -189,11 +189,11 @@ def linear_cross_entropy_dlogits_kernel(
     b_lse = tl.load(lse_ptr + rows, mask=read, other=0.0)
     b_low = tl.load(lse_low_ptr + rows, mask=read, other=0.0)
     b_picked = tl.load(picked_ptr + rows, mask=read, other=0.0)
-    b_share, b_at = row_gradients(
+    b_factor, b_at = row_gradients(
         b_lse, b_low, b_picked, known, b_target, class_weight_ptr, weight_sum_ptr, n_cols,
         b_zero + label_smoothing, b_zero + share, b_zero + z_loss, SMOOTH, COMPUTE,
     )  # fmt: skip
-    b_v = b_share[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
+    b_v = b_factor[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
     if SMOOTH:
         if class_weight_ptr is None:
             b_v -= share

@@ -308,7 +308,7 @@ def _split(options: dict[str, Any], shape: tuple[int, ...], device: torch.device
 
 
 def _partial(dw: Tensor | None, x: Tensor, grid: int) -> Tensor | None:
-    """A row for each program's share of a weight's gradient."""
+    """A row for each program's part of a weight's gradient."""
     if dw is None:
         return None
     accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
