@@ -40,14 +40,14 @@ def rows(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]
     """Returns a call's launch configs, to be measured beside those of the default kernel; none where this one does not
     support the call. `flags` are those of the default kernel besides the problem's, `out` the strides of the result.
     GLUON: no GPU has run it (see `tuning.NEVER_RUN`)."""
-    if not serves(p, flags, out):
+    if not supports(p, flags, out):
         return []
     m, n, stages = _TILES[p.head_dim]
     row = {"GLUON": True, "BLOCK_M": m, "BLOCK_N": n, "STAGES": stages, "num_warps": 4}
     return [row | {"TURNS": True}, row | {"TURNS": False}]
 
 
-def serves(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
+def supports(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
     """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0. A call with anything on besides
     `_SUPPORTED` is left to the default kernel."""
     on = {name for name, value in (p.constants | flags).items() if value is not False}
