@@ -190,7 +190,7 @@ def test_the_cache_folder(tmp_path: Path, gpu: str, monkeypatch: pytest.MonkeyPa
     tuning.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen() == ROWS[0], "there is no file, which is usual"
+        assert chosen() == ROWS[0], "there is no file, which is the default"
     written(tmp_path / "foundry_kernels" / "tuning.json", entry())
     tuning.forget()
     assert chosen() == ROWS[2]

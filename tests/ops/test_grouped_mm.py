@@ -108,7 +108,7 @@ def test_the_reference_has_second_derivatives_and_transforms() -> None:
 
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 def test_there_is_a_program_for_every_tile() -> None:
-    """However rows are divided among groups, those after the last one being one more; and none too many by much."""
+    """However rows are split among groups, those after the last one being one more; and none too many by much."""
     from foundry_kernels.ops.grouped_mm.triton import most_tiles
 
     for rows, groups, block in ((1, 1, 16), (16, 1, 16), (17, 3, 16), (64, 128, 16), (100, 7, 32), (5, 9, 64)):

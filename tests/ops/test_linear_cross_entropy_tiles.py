@@ -156,9 +156,9 @@ def test_infinite_logits_are_as_in_chunks() -> None:
     target[0] = 5
     several = [
         linear_cross_entropy(
-            hidden, weight, target, bias=bias, reduction="none", return_lse=True, chunk_size=way, backend="triton"
+            hidden, weight, target, bias=bias, reduction="none", return_lse=True, chunk_size=path, backend="triton"
         )
-        for way in ("tiles", 16)
+        for path in ("tiles", 16)
     ]
     assert several[0][0][0].isinf()
     near(*several)

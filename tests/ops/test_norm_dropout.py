@@ -293,7 +293,7 @@ def test_modules(norm) -> None:
         module(a, dropout_p=0.5)
 
 
-def test_rows_are_not_divided_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_sharded_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharding({"dropout_seed": None})[1] == "..."
     assert sharding({"dropout_seed": torch.tensor(1)})[1] == ""
     monkeypatch.setattr(dropout, "is_dtensor", lambda tensor: True)

@@ -1,4 +1,4 @@
-"""How attention on the CPU is divided into tasks: how many threads they keep busy, what they hold in memory, and that
+"""How attention on the CPU is split into tasks: how many threads they keep busy, what they hold in memory, and that
 no number of threads changes a bit of the result."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tasks_of(
 
 
 def slowdown(tasks: Sequence[Task], workers: int) -> float:
-    """How many times longer `workers` take than if work were divided evenly and nobody waited: each takes the next task
+    """How many times longer `workers` take than if work were split evenly and nobody waited: each takes the next task
     that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
     waits = Counter(n for t in tasks for n in t[-2:] if n != NONE)
     behind = [0] * len(tasks)
