@@ -69,7 +69,7 @@ class Cases(Protocol):
 
     @abstractmethod
     def scales(self, args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
-        """Size of the terms that a gradient or output sums (float64 inputs): what cancels to nothing is not held to
+        """Size of the terms that a gradient or output sums (float64 inputs): what cancels to nothing is not judged by
         its own size. What is left out has its own size."""
 
     #: Arguments whose gradient a kernel makes from the output as it was rounded, one number a row: it is judged as so

@@ -38,16 +38,16 @@ def direct(spec: OpSpec, call: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def counted(spec: OpSpec) -> Iterator[list[bool]]:
     """Whether each call took the direct path."""
-    direct: list[bool] = []
+    taken: list[bool] = []
     before = spec.direct
 
     def call(*args: Any) -> Any:
         out = before(*args)
-        direct.append(out is not None)
+        taken.append(out is not None)
         return out
 
     with direct(spec, call):
-        yield direct
+        yield taken
 
 
 def test_which_operations_are_called_directly() -> None:
@@ -58,10 +58,10 @@ def test_which_operations_are_called_directly() -> None:
 
 @pytest.mark.parametrize("spec", DIRECT, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_same_bits_as_the_general_way(spec: OpSpec, dtype: torch.dtype) -> None:
+def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype) -> None:
     """Each kind of case has equal outputs, gradients and strides."""
     cases = [case for case in spec.cases.CASES[spec.name] if sum(map(elements, case.args.values())) < 20000]
-    with counted(spec) as direct:
+    with counted(spec) as taken:
         for case in cases:
             args = case.make(dtype)
             with direct(spec, no_direct_call):
@@ -75,7 +75,7 @@ def test_the_same_bits_as_the_general_way(spec: OpSpec, dtype: torch.dtype) -> N
                 assert torch.equal(mine, tensor) or mine.isnan().any(), f"{case.id}: {name}"
                 assert mine.stride() == tensor.stride(), f"{case.id}: {name}"
                 assert mine.requires_grad == tensor.requires_grad, f"{case.id}: {name}"
-    assert sum(direct) > len(cases) / 2
+    assert sum(taken) > len(cases) / 2
 
 
 def elements(arg: Any) -> int:

@@ -148,8 +148,8 @@ def qk_norm_rope(
             raise ValueError(f"weight_offset needs weights to be added to; got {weight_offset} with {name}=None")
     check_not_negative("eps", eps)
     check_number("weight_offset", weight_offset)
-    serve = resolve(QK_NORM_ROPE, backend, q)
-    return serve(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
+    run = resolve(QK_NORM_ROPE, backend, q)
+    return run(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
 
 
 def _check(
