@@ -112,7 +112,7 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
 
 
 def test_the_kernels_of_few_queries_are_measured() -> None:
-    """Keys that are split, in tiles of fewer; results of all rows are right."""
+    """Keys that are split, in tiles of fewer; results of all configs are right."""
     from foundry_kernels.ops.flash_attention.cases import _case
 
     op, case = fk.OPS["flash_attention"], _case(1, (4, 2), (1, 100), 16, "decode", causal=True)
@@ -194,7 +194,7 @@ def test_a_row_that_does_not_fit_is_dropped() -> None:
 def test_a_kernel_that_no_gpu_has_run_is_measured_where_that_is_asked_for(
     untried: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is nothing to measure where its row is the only other one, and what was measured before stays."""
+    """There is nothing to measure where its config is the only other one, and what was measured before stays."""
     asked = tune._asked
 
     def ask(*args: Any) -> list[tune.Job]:
