@@ -2,9 +2,9 @@
 // an IValue by the schema and back, which takes longer than the arithmetic of a small call, and Python's checks of the
 // arguments take as long again. These functions read the arguments of the public functions as they are.
 //
-// They serve what is usual and return None for all else, bad input included: the caller then goes the general way,
-// whose checks say what is wrong. Usual are dense CPU tensors of the class Tensor or Parameter, in a thread in which no
-// mode (FakeTensorMode, torch.func, tracing, TorchFunctionMode, ...) wants to see the call. From the operators on,
+// They take what is common and return None for all else, bad input included: the caller then goes the general path,
+// whose checks say what is wrong. Common are dense CPU tensors of the class Tensor or Parameter, in a thread in which
+// no mode (FakeTensorMode, torch.func, tracing, TorchFunctionMode, ...) wants to see the call. From the operators on,
 // nothing differs: autograd, the profiler and the dispatcher see the same.
 #include "direct.h"
 
@@ -22,15 +22,15 @@
 namespace foundry {
 namespace {
 
-bool within(c10::DispatchKeySet keys, c10::DispatchKeySet usual) { return (keys.raw_repr() & ~usual.raw_repr()) == 0; }
+bool within(c10::DispatchKeySet keys, c10::DispatchKeySet known) { return (keys.raw_repr() & ~known.raw_repr()) == 0; }
 
-bool usual_thread() {
+bool common_thread() {
   return within(c10::impl::tls_local_dispatch_key_set().included_, c10::default_included_set) &&
          !at::impl::torch_function_mode_enabled();
 }
 
 // Dense, on the CPU, and none of conjugate, negated, batched, forward-mode dual, ...
-bool usual_tensor(PyObject* object) {
+bool common_tensor(PyObject* object) {
   if (!THPVariable_CheckExact(object)) return false;
   constexpr c10::DispatchKeySet kUsual{c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
                                        c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU};
@@ -38,7 +38,7 @@ bool usual_tensor(PyObject* object) {
   return t.defined() && t.is_cpu() && within(t.key_set(), kUsual) && !t._fw_grad(0).defined();
 }
 
-bool served(const Tensor& t) {
+bool supported(const Tensor& t) {
   const auto dtype = t.scalar_type();
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -49,7 +49,7 @@ class Arguments {
  public:
   Arguments(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted)
       : next_(arguments),
-        ok_(given == wanted && usual_thread() && is_text(*arguments, "auto", "native")) {
+        ok_(given == wanted && common_thread() && is_text(*arguments, "auto", "native")) {
     if (ok_) ++next_;  // the backend
   }
 
@@ -58,7 +58,7 @@ class Arguments {
 
   const Tensor& tensor() {
     const Tensor& t = any_tensor();
-    need(ok_ && served(t));
+    need(ok_ && supported(t));
     return t;
   }
   OptionalTensor optional_tensor() { return take_none() ? OptionalTensor() : OptionalTensor(tensor()); }
@@ -123,7 +123,7 @@ class Arguments {
   }
   const Tensor& any_tensor() {
     static const Tensor undefined;
-    need(ok_ && usual_tensor(*next_));
+    need(ok_ && common_tensor(*next_));
     return ok_ ? THPVariable_Unpack(*next_++) : undefined;
   }
   OptionalInt count(PyObject* object) {
@@ -327,7 +327,7 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
 template <auto call>
 PyMethodDef method(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded<call>)), METH_FASTCALL,
-          "The public function's arguments, backend first, by position. None where the call is not a usual one."};
+          "The public function's arguments, backend first, by position. None where the call is not a common one."};
 }
 
 }  // namespace

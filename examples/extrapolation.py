@@ -1,4 +1,4 @@
-"""Perplexity beyond the trained length, for each way to tell positions: learned, sinusoidal, rotary with each scaling,
+"""Perplexity beyond the trained length, for each kind of positions: learned, sinusoidal, rotary with each scaling,
 ALiBi, and none.
 
     python -m examples.extrapolation --text shakespeare.txt --out runs/ablation

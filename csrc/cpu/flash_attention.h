@@ -33,7 +33,7 @@ struct AttentionSequence {
 
 // Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
 // attention_decode.
-inline bool decode_serves(int64_t row, int64_t n_rows) {
+inline bool decode_supports(int64_t row, int64_t n_rows) {
   return row % (kAttentionBlocks * kAttentionRows) == 0 && n_rows - row <= kAttentionDecodeRows;
 }
 

@@ -1,4 +1,4 @@
-// How attention is divided into tasks: by the shapes and the mask alone, so that results are bitwise the same whatever
+// How attention is split into tasks: by the shapes and the mask alone, so that results are bitwise the same whatever
 // the number of threads.
 #pragma once
 
@@ -29,7 +29,7 @@ inline int64_t attention_work(const AttentionInputs& a, const AttentionSequence&
 
 struct ForwardTasks {
   std::vector<AttentionTask> tasks;  // the longer ones first, splits of the same rows side by side
-  int64_t num_splits;                // into which each row's keys are divided
+  int64_t num_splits;                // into which each row's keys are split
 };
 
 inline ForwardTasks forward_tasks(const AttentionInputs& a, int64_t n_sequences, int64_t n_kv_heads) {
@@ -139,7 +139,7 @@ inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequen
     const int64_t rows = s.q_len * a.group;
     int64_t chunks = 1;
     // The tasks of the same keys follow one another, and under a causal mask the first keys have twice the mean: as
-    // many chunks as make of that no more than a thread's share of all work.
+    // many chunks as make of that no more than a thread's part of all work.
     if (work[n] * kAttentionThreads > total)
       chunks = std::max<int64_t>(
           1, std::min({(2 * kAttentionThreads * work[n] + total - 1) / total, rows / kTaskRows, s.k_len / kTaskKeys}));

@@ -134,7 +134,7 @@ inline FK_INLINE Vec logistic_denominator(Vec v) {
 #endif
 }
 
-// The normal distribution: its density times sqrt(2 pi), and the share of it below v. The tail is
+// The normal distribution: its density times sqrt(2 pi), and the part of it below v. The tail is
 // e^(-z^2/2) f(z), z = |v|, with f a polynomial in 1 / (1 + 0.35 z), so that it keeps its relative exactness however
 // small it gets: within 1e-5 of itself, and within 2e-7 in absolute terms everywhere.
 struct Normal {

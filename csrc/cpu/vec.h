@@ -1,6 +1,6 @@
 // A register of floats, and loads and stores of it as float, bfloat16 and float16.
 //
-// Written with the vector types of GCC and Clang, so that one source serves every instruction set; what those do not
+// Written with the vector types of GCC and Clang, so that one source works for every instruction set; what those do not
 // express well (float16) uses intrinsics. No load or store needs alignment.
 #pragma once
 
@@ -84,7 +84,7 @@ template <> struct Convert<BFloat16> {
   }
   static Bits round(Vec v) {
 #if defined(__AVX512BF16__)
-    // The instruction takes subnormal floats for zero; lanes with a zero exponent go the long way.
+    // The instruction takes subnormal floats for zero; lanes with a zero exponent take the long path.
     const __mmask16 has_exponent = _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(0x7F800000));
     if (__builtin_expect(has_exponent == 0xFFFF, 1)) return (Bits)_mm512_cvtneps_pbh((__m512)v);
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -2,7 +2,7 @@
 //
 // A thread takes kVec neighbouring columns (16 bytes where rows are aligned to that, else one), whose bias it keeps,
 // and goes down the rows, kRows at a time: it issues their reads before it uses any. Forward, a block takes kRows rows.
-// Backward, the rows are divided among as many blocks as the GPU holds at once, and a thread adds up what its columns
+// Backward, the rows are split among as many blocks as the GPU holds at once, and a thread adds up what its columns
 // contribute to the bias's gradient: without shared memory or atomics, and always in the same order. A second kernel
 // sums over the blocks.
 #include "bias_gelu.h"

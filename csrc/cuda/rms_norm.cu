@@ -6,7 +6,7 @@
 // as it is rounded, corrected by what this leaves, so that no digits are lost where the mean is large.
 //
 // Backward: the blocks are persistent and take row after row. Each block sums dW over its rows (in registers, or in the
-// block's row of the partial buffer for what is not cached), and the bias's gradient likewise; a second kernel sums
+// block's row of the partial buffer for what is not cached), and the bias's gradient too; a second kernel sums
 // over the blocks, always in the same order and without atomics.
 #include "rms_norm.h"
 
@@ -300,7 +300,7 @@ cudaError_t with_types(Dtype x, Dtype w, Dtype y, F&& f) {
   return x == Dtype::bf16 ? half(Tag<__nv_bfloat16>{}) : half(Tag<__half>{});
 }
 
-// Calls f(values per read, threads per row). Rows that are not aligned are rare: two sizes serve them.
+// Calls f(values per read, threads per row). Rows that are not aligned are rare: two sizes cover them.
 template <int kVec, class F>
 cudaError_t with_shape(int64_t n_cols, bool vectors, F&& f) {
   if (!vectors) return n_cols <= 32 * kCached ? f(Constant<1>{}, Constant<32>{}) : f(Constant<1>{}, Constant<256>{});

@@ -23,7 +23,7 @@ inline void check_bias_gelu(const Tensor& x, const OptionalTensor& bias) {
                     "bias must have shape [", x.sym_size(-1), "], the width of x; got ", bias->sym_sizes());
 }
 
-// Outputs, on x's device, contiguous; they also serve as the fakes of the meta device.
+// Outputs, on x's device, contiguous; they are also the fakes of the meta device.
 inline Tensor empty_bias_gelu_fwd(const Tensor& x, const OptionalTensor& bias) {
   check_bias_gelu(x, bias);
   return at::empty_symint(x.sym_sizes(), x.options());

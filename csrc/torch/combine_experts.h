@@ -17,7 +17,7 @@ inline void check_combine_experts(const Tensor& x, const OptionalTensor& weights
                     slots.sym_sizes(), ", that of slots; got ", weights->sym_sizes());
 }
 
-// Outputs, on x's device, contiguous; they also serve as the fakes of the meta device.
+// Outputs, on x's device, contiguous; they are also the fakes of the meta device.
 inline Tensor empty_combine_experts_fwd(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
   check_combine_experts(x, weights, slots);
   return at::empty_symint({slots.sym_size(0), x.sym_size(1)}, x.options());

@@ -52,7 +52,7 @@ inline void check_targets(const Tensor& target, int64_t n_classes, int64_t ignor
                       " or ignore_index ", ignore_index, "; got ", t[i]);
 }
 
-// Outputs (loss, lse, lse_low, z_loss, total_weight), on logits' device; they also serve as the fakes of the meta
+// Outputs (loss, lse, lse_low, z_loss, total_weight), on logits' device; they are also the fakes of the meta
 // device. What was not asked for has shape [0].
 using CrossEntropyOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 

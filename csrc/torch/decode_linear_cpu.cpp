@@ -13,7 +13,7 @@ namespace decode_linear_cpu {
 // Multiplications that are worth waking a thread for, at the rate at which a thread reads weights from memory.
 constexpr int64_t kReadGrain = 1 << 17;
 
-// The result, which also serves as the fake of the meta device.
+// The result, which is also the fake of the meta device.
 Tensor check_and_make(const Tensor& x, at::TensorList weights) {
   TORCH_CHECK_VALUE(x.dim() > 0, "x must have at least one dimension");
   TORCH_CHECK_VALUE(!weights.empty() && weights.size() <= kDecodeLinearMatrices, "weights must be 1 to ",

@@ -61,7 +61,7 @@ inline Tensor empty_attention_out(const Tensor& q, const c10::SymInt& head_dim_v
   return empty_in_order(q.narrow(-1, 0, 1).expand_symint(sizes), storage_order(q));
 }
 
-// out, and lse, entropy and max_logit where asked for; they also serve as the fakes of the meta device. lse is
+// out, and lse, entropy and max_logit where asked for; they are also the fakes of the meta device. lse is
 // in double for the backward pass (see AttentionBackward), which the caller of foundry_kernels::flash_attention does
 // not see.
 inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool packed, bool save_lse, bool save_stats) {

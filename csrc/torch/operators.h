@@ -1,4 +1,4 @@
-// The operators that the public functions call, for direct.cpp. Each checks its arguments, serves any device and
+// The operators that the public functions call, for direct.cpp. Each checks its arguments, supports any device and
 // records itself for a backward pass; what they are composed of is in the file of the operation.
 #pragma once
 

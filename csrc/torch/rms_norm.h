@@ -32,7 +32,7 @@ inline void check_rms_norm(const Tensor& x, const Tensor& residual, const Tensor
   TORCH_CHECK_TYPE(!residual.defined() || residual.scalar_type() == x.scalar_type(), "residual must have x's dtype");
 }
 
-// Outputs of the forward pass, on x's device, contiguous; they also serve as the fakes of the meta device.
+// Outputs of the forward pass, on x's device, contiguous; they are also the fakes of the meta device.
 inline std::tuple<Tensor, Tensor, Tensor> empty_fwd(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                                     bool round_before_weight, bool save_rstd) {
   check_rms_norm(x, residual, weight);

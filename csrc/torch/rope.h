@@ -77,7 +77,7 @@ inline void check_side(char name, const OptionalTensor& x, const OptionalTensor&
   TORCH_CHECK_VALUE(rstd->sym_sizes() == x->sym_sizes().slice(0, 3), name, "_rstd must be [B, H, T] of ", name);
 }
 
-// Outputs, which also serve as the fakes of the meta device. Those that are not wanted are empty.
+// Outputs, which are also the fakes of the meta device. Those that are not wanted are empty.
 inline std::tuple<Tensor, Tensor> empty_rope(const OptionalTensor& q, const OptionalTensor& k, OptionalOrder q_order,
                                              OptionalOrder k_order) {
   const Tensor& given = either(q, k);

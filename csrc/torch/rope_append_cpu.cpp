@@ -14,7 +14,7 @@ namespace foundry {
 namespace rope_append_cpu {
 
 // qkv [B, T, (H + 2 Hk) D], cos and sin [P, R/2], caches [B, Hk, S, D]. Returns the queries, [B, H, T, D] of
-// [B, T, H, D] memory; it serves as the fake of the meta device too.
+// [B, T, H, D] memory; it is the fake of the meta device too.
 Tensor check_and_make(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& k_cache,
                       const Tensor& v_cache, int64_t n_heads, const c10::SymInt& start) {
   TORCH_CHECK_VALUE(qkv.dim() == 3, "qkv must be [B, T, (H + 2 Hk) D]; got ", qkv.sym_sizes());

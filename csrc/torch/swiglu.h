@@ -49,7 +49,7 @@ inline void check_glu(const Tensor& gate, const OptionalTensor& up) {
   TORCH_CHECK_TYPE(up->scalar_type() == gate.scalar_type(), "up must have gate's dtype ", gate.scalar_type());
 }
 
-// Outputs, on gate's device, contiguous; they also serve as the fakes of the meta device.
+// Outputs, on gate's device, contiguous; they are also the fakes of the meta device.
 inline Tensor empty_glu_fwd(const Tensor& gate, const OptionalTensor& up) {
   check_glu(gate, up);
   auto shape = gate.sym_sizes().vec();

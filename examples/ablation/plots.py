@@ -63,7 +63,7 @@ def curves(results: dict[str, Any], path: Path) -> None:
 
 
 def extrapolation(results: dict[str, Any], path: Path) -> None:
-    """Perplexity over the length of the windows, a line for each way to tell positions."""
+    """Perplexity over the length of the windows, a line for each kind of positions."""
     figure, axis = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
     for name, row in results["rows"].items():
         known = {int(length): of["perplexity"] for length, of in row["lengths"].items() if of is not None}

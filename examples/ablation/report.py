@@ -71,7 +71,7 @@ def pictures(results: dict[str, Any], target: Path) -> None:
 
 
 def variants(results: dict[str, Any]) -> str:
-    """One row a variant, held against the first."""
+    """One row a variant, compared with the first."""
     speed, settings = results["speed"], results["settings"]
     first = next(iter(results["runs"]))
     base = losses(results, first)

@@ -127,7 +127,7 @@ def materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
-#: Causal attention, the matrix itself first: the others are held against it.
+#: Causal attention, the matrix itself first: the others are compared with it.
 ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "explicit matrices": materialized,
     "PyTorch's SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -174,7 +174,7 @@ def _qkv(sizes: Sizes, dtype: torch.dtype, kv_heads: int | None = None) -> tuple
 
 # --- RMSNorm and LayerNorm --------------------------------------------------------------------------------------------
 
-#: LayerNorm first: RMSNorm is held against it.
+#: LayerNorm first: RMSNorm is compared with it.
 NORMS: dict[str, dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "fk": {
         "LayerNorm": lambda x, weight, bias: fk.layer_norm(x, weight, bias),

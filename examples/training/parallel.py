@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
 
 Whatever their number, they train the model that one process would: `--batch` is the batch of all of them together. A
-checkpoint holds no trace of how the model was divided, so any number of processes, divided in any way, can continue it.
+checkpoint holds no trace of how the model was sharded, so any number of processes, sharded in any way, can continue it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Single:
         return make()
 
     def check(self, model: ModelConfig, batch: int) -> None:
-        """Raise ParallelError where the model or the batch cannot be divided."""
+        """Raise ParallelError where the model or the batch cannot be sharded."""
 
     def divide(self, model: Transformer) -> nn.Module:
         """The module to train."""
@@ -70,7 +70,7 @@ class Single:
         return loss.item(), stop
 
     def whole(self, model: nn.Module) -> Transformer:
-        """The undivided model."""
+        """The unsharded model."""
         assert isinstance(model, Transformer)
         return model
 
@@ -173,25 +173,25 @@ class Parallel(Single):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        divided = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        assert isinstance(divided, Transformer)
+        sharded = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        assert isinstance(sharded, Transformer)
         device = next(model.parameters()).device
-        undivided = Transformer(divided.config, divided.backends, device=device)
-        undivided.load_state_dict(state)
-        return undivided
+        unsharded = Transformer(sharded.config, sharded.backends, device=device)
+        unsharded.load_state_dict(state)
+        return unsharded
 
     def save(
         self, path: Path, settings: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, progress: Any
     ) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_saver import save as save_divided
+        from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
         written, old = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
         if self.first:
             shutil.rmtree(written, ignore_errors=True)
         dist.barrier()
         try:
-            save_divided(_state(model, optimizer), checkpoint_id=written)
+            save_sharded(_state(model, optimizer), checkpoint_id=written)
         except CheckpointException as error:
             raise CheckpointError(f"cannot write the checkpoint {path}: {_first_line(error)}") from None
         if self.first:
@@ -209,18 +209,18 @@ class Parallel(Single):
     def restore(self, path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict import set_state_dict
-        from torch.distributed.checkpoint.state_dict_loader import load as load_divided
+        from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
         found = _state(model, optimizer)
         try:
-            load_divided(found, checkpoint_id=path)
+            load_sharded(found, checkpoint_id=path)
         except (CheckpointException, OSError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path} is damaged: {_first_line(error)}") from None
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Model and optimizer by the names of the parameters, whichever way they are divided."""
+    """Model and optimizer by the names of the parameters, whichever way they are sharded."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     parameters, moments = get_state_dict(model, optimizer)

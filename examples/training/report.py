@@ -17,10 +17,10 @@ from examples.training.text import BYTES, Bytes, Text
 from foundry_kernels.models import ModelConfig, Transformer
 
 
-def kernels(served: dict[str, str]) -> str:
+def kernels(backends: dict[str, str]) -> str:
     """`native: rms_norm, add_rms_norm · reference: rope` from a map of operations to backends."""
-    names = sorted(set(served.values()), key=lambda name: name == "reference")
-    return " · ".join(f"{name}: {', '.join(op for op, b in served.items() if b == name)}" for name in names)
+    names = sorted(set(backends.values()), key=lambda name: name == "reference")
+    return " · ".join(f"{name}: {', '.join(op for op, b in backends.items() if b == name)}" for name in names)
 
 
 def header(recipe: Recipe, text: Text, rows: dict[str, str], parameters: int) -> str:

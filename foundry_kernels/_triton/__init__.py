@@ -25,7 +25,7 @@ except ImportError as error:
     INTERPRET = False
     VERSION = (0, 0)
 
-#: float64 is for `gradcheck` in the interpreter; on a GPU the reference serves it.
+#: float64 is for `gradcheck` in the interpreter; on a GPU the reference computes it.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if INTERPRET else ())
 
 

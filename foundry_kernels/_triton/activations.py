@@ -7,8 +7,8 @@ import triton.language as tl
 
 
 @triton.jit
-def share(b_g, ACTIVATION: tl.constexpr):
-    """activation(g) / g."""
+def gate_factor(b_g, ACTIVATION: tl.constexpr):
+    """Returns activation(g) / g."""
     if ACTIVATION == "silu":
         return 1.0 / (1.0 + tl.exp(-b_g))
     elif ACTIVATION == "gelu":
@@ -18,12 +18,12 @@ def share(b_g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def derivative(b_g, b_share, ACTIVATION: tl.constexpr):
-    """The activation's derivative, from `share`."""
+def derivative(b_g, b_factor, ACTIVATION: tl.constexpr):
+    """The activation's derivative, from `gate_factor`."""
     if ACTIVATION == "silu":
-        return b_share * (1.0 + b_g * (1.0 - b_share))
+        return b_factor * (1.0 + b_g * (1.0 - b_factor))
     elif ACTIVATION == "gelu":
-        return b_share + b_g * (tl.exp(b_g * b_g * -0.5) * 0.3989422804014327)
+        return b_factor + b_g * (tl.exp(b_g * b_g * -0.5) * 0.3989422804014327)
     else:
         b_inner = (b_g * b_g * (3 * 0.044715) + 1.0) * 1.5957691216057308
-        return b_share + b_g * (b_share * (1.0 - b_share)) * b_inner
+        return b_factor + b_g * (b_factor * (1.0 - b_factor)) * b_inner

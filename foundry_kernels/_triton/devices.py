@@ -1,4 +1,4 @@
-"""The GPUs that kernels are chosen for: one row of facts for each compute capability, and which one is at hand.
+"""The GPUs that kernels are chosen for: one entry of facts for each compute capability, and which one is at hand.
 
 Launchers choose tiles by a device's `name`, never by its number: tuned tiles stay with the kernels, facts are here.
 """
@@ -53,7 +53,7 @@ DEVICES = {
     950: Device("cdna", 304, 160 * _KB, 160 * _KB, 32, "mfma", 16),  # MI350X
 }
 
-#: A capability without a row (8.8, 11.0, one that is newer than this table): tiles that fit any GPU of NVIDIA's.
+#: A capability without an entry (8.8, 11.0, one that is newer than this table): tiles that fit any GPU of NVIDIA's.
 _ANY_OTHER = DEVICES[120]
 
 
@@ -108,7 +108,7 @@ _RECORDED_MULTIPROCESSORS: int | None = None
 
 
 def record_for(arch: int | None, multiprocessors: int | None = None) -> None:
-    """From now on choose launches as on a device of this compute capability (see `inspect`), with as many
+    """Chooses launches from now on as on a device of this compute capability (see `inspect`), with as many
     multiprocessors if that is given; None: as on the one at hand."""
     global _RECORDED, _RECORDED_MULTIPROCESSORS
     _RECORDED, _RECORDED_MULTIPROCESSORS = arch, multiprocessors

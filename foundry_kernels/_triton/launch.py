@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without Triton's own way to them, which costs the host 15 to 40 µs a launch.
+"""Launches of Triton kernels without Triton's own path to them, which costs the host 15 to 40 µs a launch.
 
 `kernel[grid](...)` works out at each call what the kernel is specialised on (dtypes, None, which numbers are 1 or
 multiples of 16, which pointers are aligned), looks the compiled kernel up by the text of all that, and calls it. Here
@@ -70,7 +70,7 @@ def planned(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def forget_plans() -> None:
-    """Where plans would come out differently from now on."""
+    """Empties the caches of plans; called where plans would come out differently from now on."""
     for cached in _PLANNERS:
         cached.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Operators of Triton kernels: their registration, and the direct way to their launchers."""
+"""Operators of Triton kernels: their registration, and the direct path to their launchers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def compute_dtype(dtype: torch.dtype) -> Any:
 def row_strides(
     shape: tuple[int, ...], *strides: tuple[int, ...] | None
 ) -> tuple[int, int, int, list[tuple[int, int, int]]] | None:
-    """At most three strides that reach the rows (all dimensions but the last) of tensors of one shape, from theirs.
+    """Finds at most three strides that reach the rows (all dimensions but the last) of tensors of one shape.
 
     Returns `(rank, n1, n2, strides)` for `row_offset`, `strides` holding one triple a tensor (zeros for None), or None
     where the tensors need more than three dimensions or have a last stride other than 1.
@@ -54,7 +54,7 @@ def strides_of(x: torch.Tensor | None) -> tuple[int, ...] | None:
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous memory of x's shape and dtype; the quickest way to it."""
+    """Contiguous memory of x's shape and dtype; the quickest to get."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

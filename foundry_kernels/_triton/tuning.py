@@ -1,9 +1,9 @@
-"""Measured launches: which row (tile, warps, stages) a Triton kernel takes on the GPU at hand in place of the one in
+"""Measured launches: which config (tile, warps, stages) a Triton kernel takes on the GPU at hand in place of the one in
 the code, and which backend `backend="auto"` takes first.
 
 Two files of one format say so: `tuned.json` in this package, measured by the authors, and the user's own, written by
 `python -m foundry_kernels tune` into the cache folder. The user's goes first. Entries are per name of GPU and version
-of Triton; within one, a row replaces one particular row of the code, which is part of its key, and is taken only if it
+of Triton; within one, a launch config replaces one of the code's, which is part of its key, and is taken only if it
 is still among that kernel's candidates. So a file that is old or was edited by hand can make kernels slower, not wrong.
 
 A file is read once in a process, when the first kernel is launched or CUDA is initialised, and never while
@@ -44,20 +44,20 @@ PACKAGED = Path(__file__).with_name("tuned.json")
 #: Where kernels are interpreted: nothing that is measured there says anything about a GPU.
 INTERPRETER = "Triton's interpreter"
 
-#: A row with such a flag launches, in place of the kernel that it is a candidate of, one that no GPU has run, and that
-#: could hang one. It is measured where the user asks for that (`tune --untried`), and taken by nothing before.
+#: A config with such a flag launches, in place of the kernel that it is a candidate of, one that no GPU has run and
+#: that could hang one. It is measured where the user asks for that (`tune --untried`), and not used before.
 NEVER_RUN = frozenset({"GLUON"})
 #: By the name of such a kernel, the one in whose place it is launched.
 STANDS_FOR = {"flash_attention_fwd_gluon_kernel": "flash_attention_fwd_kernel"}
 
 
 def has_run(row: LaunchConfig) -> bool:
-    """Whether any GPU has run the kernel that the row launches."""
+    """Whether any GPU has run the kernel that the config launches."""
     return NEVER_RUN.isdisjoint(row)
 
 
 def asked_as(kernel: str) -> str:
-    """The name by which the rows of a kernel are asked for."""
+    """The name by which the launch configs of a kernel are asked for."""
     return STANDS_FOR.get(kernel, kernel)
 
 
@@ -73,7 +73,7 @@ class Source:
 
 
 _chosen: Path | str | None = None  # by `use`; None: what the environment says
-_sources: tuple[Source, ...] | None = None  # None: not read yet; the first that has a row is taken
+_sources: tuple[Source, ...] | None = None  # None: not read yet; the first that has a config is taken
 _entries: dict[torch.device, tuple[tuple[str, Entry], ...]] = {}
 _pretended: str | None = None
 
@@ -131,7 +131,7 @@ def sources() -> tuple[Source, ...]:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """By which measurements are filed; None for a device on which nothing is launched."""
+    """Returns the name that measurements are filed under; None for a device on which nothing is launched."""
     if _pretended is not None or devices._RECORDED is not None:
         return _pretended
     if device.type == "cuda":
@@ -157,7 +157,7 @@ def triton_version() -> str:
 
 @contextmanager
 def pretend(gpu: str | None) -> Iterator[None]:
-    """While it lasts, look rows up as on a GPU of this name; for `inspect`, where there is none."""
+    """While it lasts, look launch configs up as on a GPU of this name; for `inspect`, where there is none."""
     global _pretended
     _pretended, before = gpu, _pretended
     _entries.clear()
@@ -170,12 +170,13 @@ def pretend(gpu: str | None) -> Iterator[None]:
         forget_plans()
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- launch configs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A row that a launcher asked for: the candidates, the first of which is the code's own, and what it got."""
+    """A launch config that a launcher asked for: the candidates, the first of which is the code's own, and what it
+    got."""
 
     kernel: str
     key: str
@@ -189,10 +190,11 @@ _watching: list[Callable[[Choice], None]] = []
 
 
 def choose(kernel: str, tags: str, rows: Sequence[LaunchConfig], device: torch.device) -> LaunchConfig:
-    """The row of a launch of `kernel`: of `rows`, all of which give right results, the one that was measured to be the
-    fastest on this GPU, or the first, which is the code's own. Called when a launch is planned, not when it is made.
+    """The config of a launch of `kernel`: of `rows`, all of which give right results, the one that was measured to be
+    the fastest on this GPU, or the first, which is the code's own. Called when a launch is planned, not when it is
+    made.
 
-    tags: what tells launches apart for which the code has the same row, but the best one may differ: a dtype's size.
+    tags: what tells launches apart for which the code has the same config, but the best one may differ: a dtype's size.
     """
     key, row, origin = config_key(tags, rows[0]), rows[0], "built in"
     if (kernel, key) in _forced:
@@ -210,7 +212,7 @@ def choose(kernel: str, tags: str, rows: Sequence[LaunchConfig], device: torch.d
 
 
 def is_forced(kernel: str, tags: str, rows: Sequence[LaunchConfig]) -> bool:
-    """Whether `choose` would answer with a row that is forced."""
+    """Whether `choose` would answer with a config that is forced."""
     return (kernel, config_key(tags, rows[0])) in _forced
 
 
@@ -228,7 +230,7 @@ def forced(kernel: str, key: str, row: LaunchConfig) -> Iterator[None]:
 
 @contextmanager
 def watched() -> Iterator[dict[tuple[str, str], Choice]]:
-    """The rows that launches ask for while it lasts, by kernel and key, in the order of the first."""
+    """The configs that launches ask for while it lasts, by kernel and key, in the order of the first."""
     seen: dict[tuple[str, str], Choice] = {}
 
     def watch(choice: Choice) -> None:

@@ -30,7 +30,7 @@ class Entry:
     capability: int  # 90 for 9.0
     torch: str = ""
     measured: str = ""  # the day
-    #: By kernel and by the row that is replaced (`config_key`): {"row": ..., "speedup": ..., "case": ...}.
+    #: By kernel and by the launch config that is replaced (`config_key`): {"row": ..., "speedup": ..., "case": ...}.
     rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     #: By operation and dtype: the order of `backend="auto"`.
     auto: dict[str, dict[str, list[str]]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Entry:
         return f"{self.gpu}, Triton {self.triton}"
 
     def update(self, newer: Entry, asked: set[tuple[str, str]]) -> None:
-        """Take over what was measured later: of the kernels and rows `asked` those that won, and no older winner."""
+        """Take over what was measured later: of the kernels and configs `asked` those that won, and no older winner."""
         for kernel, key in asked:
             self.rows.get(kernel, {}).pop(key, None)
         for kernel, rows in newer.rows.items():
@@ -55,7 +55,7 @@ Table = dict[str, Entry]  # by `Entry.key`
 
 
 def config_key(tags: str, own: LaunchConfig) -> str:
-    """What a measured row is for: the tags, and the row of the code that it replaces."""
+    """What a measured launch config is for: the tags, and the config of the code that it replaces."""
     return f"{tags}: {describe(own)}"
 
 
@@ -147,7 +147,7 @@ def write(path: Path, newer: Entry, asked: set[tuple[str, str]]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Before anything is measured: raise TuningFileError unless `write` would succeed."""
+    """Raises TuningFileError unless `write` would succeed, before anything is measured."""
     with suppress(FileNotFoundError):
         read(path)
     try:

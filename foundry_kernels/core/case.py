@@ -64,7 +64,7 @@ class Arg:
     layout: how the shape lies in memory.
         "contiguous"; "swapped": dimensions 1 and 2 are exchanged in storage (a [B, H, T, D] view of [B, T, H, D]);
         "sliced": every row is part of a wider one; "offset": starts one element into its storage, so nothing is
-        aligned; "expanded": one copy serves dimension 0 (stride 0); "strided": the last dimension has stride 2;
+        aligned; "expanded": one copy for dimension 0 (stride 0); "strided": the last dimension has stride 2;
         "random-N": the order of dimensions, the gaps in each and the start are drawn from the seed N.
     values: makes the values in float64 from a generator and the shape.
     dtype: a fixed dtype; None takes the case's.

@@ -60,7 +60,7 @@ def sample_rows(case: Case, dims: Mapping[str, int], ignored: Mapping[str, int] 
 
 
 class Cases(Protocol):
-    """`cases.py`: the calls on which every kernel is held against the reference, and how exact it must be."""
+    """`cases.py`: the calls on which every kernel is compared with the reference, and how exact it must be."""
 
     @property
     @abstractmethod
@@ -69,7 +69,7 @@ class Cases(Protocol):
 
     @abstractmethod
     def scales(self, args: Tensors, options: Options, cotangents: tuple[Tensor, ...]) -> Scales:
-        """Size of the terms that a gradient or output sums (float64 inputs): what cancels to nothing is not held to
+        """Size of the terms that a gradient or output sums (float64 inputs): what cancels to nothing is not judged by
         its own size. What is left out has its own size."""
 
     #: Arguments whose gradient a kernel makes from the output as it was rounded, one number a row: it is judged as so
@@ -158,7 +158,7 @@ class Fuzz(Protocol):
 
 
 class Sharding(Protocol):
-    """`sharding.py`: how DTensor divides the operators of the kernels (`foundry_kernels.distributed.sharding`)."""
+    """`sharding.py`: how DTensor shards the operators of the kernels (`foundry_kernels.distributed.sharding`)."""
 
     #: Names of the operators: `name` and `triton_name`, which have the same arguments, both follow the rule.
     OPERATORS: tuple[str, ...] = ()
@@ -167,9 +167,9 @@ class Sharding(Protocol):
     UNSHARDED: tuple[str, ...] = ()
 
     def sharding(self, args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-        """For the arguments of one call by name: the dimensions of each tensor, a letter each, and the letters along
-        which the work may be divided. A gradient "dx" has the dimensions of "x"; "..." stands for any number. Needed
-        where `OPERATORS` names any."""
+        """Returns, for the arguments of one call by name, the dimensions of each tensor, a letter each, and the letters
+        along which the work may be sharded. A gradient "dx" has the dimensions of "x"; "..." stands for any number.
+        Needed where `OPERATORS` names any."""
         raise NotImplementedError
 
 

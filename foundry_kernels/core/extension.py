@@ -53,7 +53,7 @@ def build_info() -> dict[str, Any]:
 def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")) -> Impl:
     """The native backend of an operation: `function` of its `native` module, or the reason why there is none.
 
-    `devices` are those that csrc has kernels for; "cuda" is served if the extension was compiled with CUDA.
+    `devices` are those that csrc has kernels for; "cuda" is supported if the extension was compiled with CUDA.
     """
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if MISSING is not None:

@@ -41,11 +41,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class BackendUnavailable(RuntimeError):
-    """No implementation can serve the call; the message says why for each backend."""
+    """No implementation supports the call; the message says why for each backend."""
 
 
 def no_direct_call(*_: Any) -> None:
-    """Serves no call: all go through the checks of the public function and `resolve`."""
+    """Takes no call: all go through the checks of the public function and `resolve`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Impl:
     direct: Callable[..., Any] = no_direct_call  # native: see OpSpec.direct
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
-        """The reason why a tensor of `dtype` on `device` cannot be served, or None if it can."""
+        """The reason why a tensor of `dtype` on `device` is not supported, or None if it is."""
         if self.missing is not None:
             return self.missing
         if self.devices is not None and device not in self.devices:
@@ -82,7 +82,7 @@ class OpSpec:
 
     `impls` is replaced by `override` alone.
 
-    `direct` serves the public function's arguments, `backend` first and by position, where they are usual ones for the
+    `direct` takes the public function's arguments, `backend` first and by position, where they are common ones for the
     native kernels on a CPU, and returns None for all others (csrc/direct.cpp says which those are). It does what
     the checks, `resolve` and the kernel's operator do, in a fraction of the time that Python takes for them.
     """
@@ -105,15 +105,15 @@ class OpSpec:
             if (impl := self._first(backend, device, dtype)) is not None
         }
         native = self.impl("native")
-        serves = native is not None and all(
+        supported = native is not None and all(
             self.chosen.get((backend, "cpu", dtype)) is native.fn
             for backend in ("auto", "native")
             for dtype in native.dtypes
         )
-        self.direct = native.direct if native is not None and serves else no_direct_call
+        self.direct = native.direct if native is not None and supported else no_direct_call
 
     def _first(self, backend: str, device: str, dtype: torch.dtype) -> Impl | None:
-        """The first implementation that can serve such a tensor, of those that `backend` allows."""
+        """The first implementation that supports such a tensor, of those that `backend` allows."""
         for name in self.order(device, dtype) if backend == "auto" else (backend,):
             if (impl := self.impl(name)) is not None and impl.why_not(device, dtype) is None:
                 return impl
@@ -121,9 +121,9 @@ class OpSpec:
 
     def order(self, device: str, dtype: torch.dtype) -> tuple[str, ...]:
         """The order in which `backend="auto"` tries the backends."""
-        usual = AUTO_ORDER.get(device, ("reference",))
+        default = AUTO_ORDER.get(device, ("reference",))
         measured = _MEASURED_ORDER.get(device, {}).get((self.name, short_dtype(dtype)), ())
-        return (*measured, *(backend for backend in usual if backend not in measured))
+        return (*measured, *(backend for backend in default if backend not in measured))
 
     def impl(self, backend: str) -> Impl | None:
         for impl in self.impls:
@@ -132,12 +132,12 @@ class OpSpec:
         return None
 
     def why_not(self, backend: str, device: str, dtype: torch.dtype | None = None) -> str | None:
-        """The reason why `backend` cannot serve such a tensor, or None if it can."""
+        """The reason why `backend` does not support such a tensor, or None if it does."""
         impl = self.impl(backend)
         return f"{self.name} has no {backend} kernel" if impl is None else impl.why_not(device, dtype)
 
     def backends(self, device: str, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-        """The backends that can serve such a tensor."""
+        """The backends that support such a tensor."""
         return tuple(b for b in BACKENDS if self.why_not(b, device, dtype) is None)
 
     # The other modules of the folder, imported when asked for; None where the folder has no such module. What each may
@@ -174,8 +174,8 @@ def register(spec: OpSpec) -> OpSpec:
 
 
 def prefer(device: str, orders: dict[tuple[str, str], tuple[str, ...]]) -> None:
-    """From now on `backend="auto"` tries the backends of (operation, dtype) on `device` in these orders, and in that of
-    `AUTO_ORDER` where none is given."""
+    """Makes `backend="auto"` try the backends of (operation, dtype) on `device` in these orders from now on, and in
+    that of `AUTO_ORDER` where none is given."""
     if orders != _MEASURED_ORDER.get(device, {}):
         _MEASURED_ORDER[device] = orders
         for spec in OPS.values():
@@ -206,8 +206,8 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
 
 
 def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
-    """The function that serves `x`: for "auto" that of the first usable backend, for a named backend its own or an
-    error."""
+    """The function that `x` is computed with: for "auto" that of the first usable backend, for a named backend its own
+    or an error."""
     if is_subclass(x):
         _know_dtensor()
     if _transformed() and backend != "reference":
@@ -227,7 +227,8 @@ def is_subclass(x: Tensor) -> bool:
 
 
 def is_dtensor(x: Tensor) -> bool:
-    """Without importing DTensor. A fake tensor, which export traces with, is of another class too."""
+    """Whether x is a DTensor, without importing it. A fake tensor, which export traces with, is of another class
+    too."""
     return is_subclass(x) and hasattr(x, "device_mesh")
 
 

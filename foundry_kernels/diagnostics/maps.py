@@ -1,4 +1,4 @@
-"""Where chosen heads look: the one thing here that makes T x T matrices, of one text."""
+"""Attention maps of chosen heads: the one thing here that makes T x T matrices, of one text."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 An operation called with a named backend uses it or raises. A module runs several operations, and not every operation
 has a kernel in every backend. So a module decides once, at construction, operation by operation:
 
-- the operation has a kernel of the named backend: that kernel is used. If it cannot serve a call (not built, another
-  device, another dtype), the call raises `BackendUnavailable`; there is no fallback.
+- the operation has a kernel of the named backend: that kernel is used. If it does not support a call (not built,
+  another device, another dtype), the call raises `BackendUnavailable`; there is no fallback.
 - the package has no such kernel for the operation at all: the reference is used, and the module says so, in one warning
   and in its `backends` and its repr.
 
@@ -54,21 +54,21 @@ def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
 
 
 def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:
-    """For each operation the backend that serves tensors of `dtype` on `device`: "auto" resolved.
+    """Returns for each operation the backend that runs tensors of `dtype` on `device`: "auto" resolved.
 
-    A named backend that cannot serve them stays in the answer; the call itself is what raises.
+    A named backend that does not support them stays in the answer; the call itself is what raises.
     """
-    served = {}
+    found = {}
     for op, name in backends.items():
         if name == "auto":
             order = AUTO_ORDER.get(device, ("reference",))
             name = next((b for b in order if OPS[op].why_not(b, device, dtype) is None), "reference")
-        served[op] = name
-    return served
+        found[op] = name
+    return found
 
 
 def describe(backends: Mapping[str, str]) -> str:
-    """For a repr: `'native'`, or `rope='reference', rms_norm='native'` where operations differ."""
+    """Returns the text for a repr: `'native'`, or `rope='reference', rms_norm='native'` where operations differ."""
     if len(set(backends.values())) == 1:
         return repr(next(iter(backends.values())))
     return ", ".join(f"{op}={name!r}" for op, name in backends.items())

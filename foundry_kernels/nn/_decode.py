@@ -67,8 +67,8 @@ class Layers:
     def append(
         self, packed: Tensor, cache: object, rope: nn.Module | None, n_heads: int, n_kv_heads: int, head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Of queries, keys and values from `together`: the queries, rotated, and keys and values of all positions,
-        the new ones in the cache; None where the rotation and the cache are to be called."""
+        """Returns, for queries, keys and values from `together`, the queries, rotated, and keys and values of all
+        positions, the new ones in the cache; None where the rotation and the cache are to be called."""
         return None
 
 

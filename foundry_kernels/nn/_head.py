@@ -22,7 +22,7 @@ def matrix_of(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
 
     A head of another class (LoRA's, a quantised one), with a forward of its own or with hooks (accelerate's, FSDP's on
     the head by itself) must be called, and its logits exist. The hooks of the tensor-parallel plan are known: they
-    only turn logits that are divided over devices into those that the caller gets.
+    only turn logits that are sharded over devices into those that the caller gets.
     """
     if type(head) is not nn.Linear or "forward" in vars(head):
         return None

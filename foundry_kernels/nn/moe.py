@@ -17,7 +17,7 @@ from foundry_kernels.ops.grouped_mm import grouped_mm
 
 
 class Dispatch(NamedTuple):
-    """Where the M = T k choices of T tokens lie once they are sorted by expert.
+    """The places of the M = T k choices of T tokens once they are sorted by expert.
 
     Attributes:
         order: ``[M]``, the choice (token t's j-th is t k + j) that each sorted row holds.

@@ -29,7 +29,7 @@ class RouterStats(NamedTuple):
     """What the losses of a router are made of, summed over the tokens of one call.
 
     Attributes:
-        shares: ``[E]``, the share of the tokens that chose each expert; they sum to k, and have no gradient.
+        shares: ``[E]``, the fraction of the tokens that chose each expert; they sum to k, and have no gradient.
         probabilities: ``[E]``, the mean over tokens of the router's probability of each expert.
         z: scalar, the mean over tokens of ``logsumexp(logits) ** 2``.
     """
@@ -198,7 +198,7 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         changed = {"renormalize": (self.renormalize, True), "scale": (self.scale, 1.0)}
         text = f"dim={self.dim}, n_experts={self.n_experts}, top_k={self.top_k}, scoring={self.scoring!r}"
-        text += "".join(f", {name}={value}" for name, (value, usual) in changed.items() if value != usual)
+        text += "".join(f", {name}={value}" for name, (value, default) in changed.items() if value != default)
         present = {"bias": self.bias, "selection_bias": self.selection_bias}
         return text + "".join(f", {name}=True" for name, tensor in present.items() if tensor is not None)
 
@@ -216,7 +216,7 @@ def load_balancing_loss(stats: RouterStats | Sequence[RouterStats]) -> Tensor:
 
     .. math:: E \sum_e f_e \, P_e
 
-    with the share :math:`f_e` of tokens that chose expert e and its mean probability :math:`P_e`; of several layers,
+    with the fraction :math:`f_e` of tokens that chose expert e and its mean probability :math:`P_e`; of several layers,
     f and P are their means, as transformers computes it. It is k where all experts are used alike. The gradient flows
     through P alone.
 

@@ -163,7 +163,7 @@ def untouched(tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
 @dataclass
 class Expected:
     """The arguments of a case, and what the reference makes of them in their dtype and in float64: once, for any number
-    of kernels that are held against it."""
+    of kernels that are compared with it."""
 
     op: OpSpec
     case: Case

@@ -1,10 +1,10 @@
 """`python -m foundry_kernels check`: whether every operation is right on the device at hand, in about a minute.
 
 Needs no checkout: the cases and the tolerance policy are those of the test suite, and are installed with the package.
-Each kernel is held against the reference, forward and backward, for as many of its cases and dtypes as the time allows:
-one case of each kind first (see `kind_of`), the largest last, and all kernels at the same pace (see `schedule`). On a
-GPU it is also launched on a side stream, captured in a CUDA graph and, where there is a second GPU, called with tensors
-on the one that is not current.
+Each kernel is compared with the reference, forward and backward, for as many of its cases and dtypes as the time
+allows: one case of each kind first (see `kind_of`), the largest last, and all kernels at the same pace (see
+`schedule`). On a GPU it is also launched on a side stream, captured in a CUDA graph and, where there is a second GPU,
+called with tensors on the one that is not current.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def test_flash_attn_func_compiles(backend: str) -> None:
 
 @over_backends
 def test_lengths_stay_symbolic_under_compile(backend: str) -> None:
-    """One more graph serves every number of tokens, and of the longest sequence."""
+    """One more graph covers every number of tokens, and of the longest sequence."""
     graphs: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -91,14 +91,14 @@ CHANGES: dict[str, tuple[Any, Any, Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_triton_tells_apart_is_launched_by_triton_first(name: str, gpu: Recorder, runs: list[str]) -> None:
     """The plan is one: all that differs is where the tensors go."""
-    p, usual, changed = plan(), (draw(), draw(), draw()), CHANGES[name]
-    launch(toy_kernel, p, *usual)
+    p, plain, changed = plan(), (draw(), draw(), draw()), CHANGES[name]
+    launch(toy_kernel, p, *plain)
     launch(toy_kernel, p, *changed)
     assert len(runs) == 2
-    for tensors in (changed, usual, changed, usual):
+    for tensors in (changed, plain, changed, plain):
         launch(toy_kernel, p, *tensors)
     assert len(runs) == 2
-    by_triton(p, *usual)
+    by_triton(p, *plain)
     by_triton(p, *changed)
     *made, expected, expected_changed = gpu.take()
     assert expected[4] != expected_changed[4]
@@ -341,7 +341,7 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
 
 
 def test_this_version_of_triton_is_known() -> None:
-    """If this fails, read JITFunction.run and CompiledKernel of the new one, then add it to `launches.KNOWN`."""
+    """A failure means: read JITFunction.run and CompiledKernel of the new one, then add it to `launches.KNOWN`."""
     assert launches.DIRECT, f"Triton {triton.__version__} is launched the slow way"
 
 

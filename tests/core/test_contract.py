@@ -189,7 +189,7 @@ def operators() -> dict[str, torch._C.FunctionSchema]:
 
 
 def test_triton_and_native_operators_have_the_same_schema() -> None:
-    """The same arguments (name, type, default) in the same order, and the same returns: one rule of DTensor serves
+    """The same arguments (name, type, default) in the same order, and the same returns: one rule of DTensor fits
     both, and whoever knows one knows the other."""
     from foundry_kernels import _triton
     from foundry_kernels.core import extension

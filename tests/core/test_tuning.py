@@ -35,7 +35,7 @@ def _as_found() -> Iterator[None]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of the device that rows are looked up for."""
+    """The name of the device that launch configs are looked up for."""
     monkeypatch.setattr(tuning, "gpu_name", lambda device: "Some GPU")
     return "Some GPU"
 
@@ -79,7 +79,7 @@ def test_a_measured_row_is_taken(tmp_path: Path, gpu: str) -> None:
     ids=str,
 )
 def test_what_was_measured_for_something_else_is_not(other: dict[str, Any], tmp_path: Path, gpu: str) -> None:
-    """Nor is a row that is no candidate: the kernel may be wrong with it."""
+    """Nor is a config that is no candidate: the kernel may be wrong with it."""
     tuning.use(written(tmp_path / "a.json", entry(**other)))
     assert chosen() == ROWS[0]
 
@@ -190,7 +190,7 @@ def test_the_cache_folder(tmp_path: Path, gpu: str, monkeypatch: pytest.MonkeyPa
     tuning.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen() == ROWS[0], "there is no file, which is usual"
+        assert chosen() == ROWS[0], "there is no file, which is the default"
     written(tmp_path / "foundry_kernels" / "tuning.json", entry())
     tuning.forget()
     assert chosen() == ROWS[2]

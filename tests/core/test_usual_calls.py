@@ -37,17 +37,17 @@ def direct(spec: OpSpec, call: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def counted(spec: OpSpec) -> Iterator[list[bool]]:
-    """Whether each call was served directly."""
-    served: list[bool] = []
+    """Whether each call took the direct path."""
+    taken: list[bool] = []
     before = spec.direct
 
     def call(*args: Any) -> Any:
         out = before(*args)
-        served.append(out is not None)
+        taken.append(out is not None)
         return out
 
     with direct(spec, call):
-        yield served
+        yield taken
 
 
 def test_which_operations_are_called_directly() -> None:
@@ -58,10 +58,10 @@ def test_which_operations_are_called_directly() -> None:
 
 @pytest.mark.parametrize("spec", DIRECT, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_same_bits_as_the_general_way(spec: OpSpec, dtype: torch.dtype) -> None:
+def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype) -> None:
     """Each kind of case has equal outputs, gradients and strides."""
     cases = [case for case in spec.cases.CASES[spec.name] if sum(map(elements, case.args.values())) < 20000]
-    with counted(spec) as served:
+    with counted(spec) as taken:
         for case in cases:
             args = case.make(dtype)
             with direct(spec, no_direct_call):
@@ -75,7 +75,7 @@ def test_the_same_bits_as_the_general_way(spec: OpSpec, dtype: torch.dtype) -> N
                 assert torch.equal(mine, tensor) or mine.isnan().any(), f"{case.id}: {name}"
                 assert mine.stride() == tensor.stride(), f"{case.id}: {name}"
                 assert mine.requires_grad == tensor.requires_grad, f"{case.id}: {name}"
-    assert sum(served) > len(cases) / 2
+    assert sum(taken) > len(cases) / 2
 
 
 def elements(arg: Any) -> int:
@@ -85,8 +85,8 @@ def elements(arg: Any) -> int:
 X, W = torch.linspace(-1, 1, 24).view(2, 3, 4), torch.ones(4)
 
 
-def served(call: Callable[[], Any]) -> bool:
-    """Whether a call of rms_norm is served directly."""
+def is_direct(call: Callable[[], Any]) -> bool:
+    """Whether a call of rms_norm takes the direct path."""
     with counted(OPS["rms_norm"]) as calls:
         call()
     assert len(calls) == 1
@@ -94,13 +94,13 @@ def served(call: Callable[[], Any]) -> bool:
 
 
 def test_what_is_usual() -> None:
-    assert served(lambda: fk.rms_norm(X, W))
-    assert served(lambda: fk.rms_norm(X, torch.nn.Parameter(W)))
-    assert served(lambda: fk.rms_norm(X.transpose(0, 1), W, backend="native"))
+    assert is_direct(lambda: fk.rms_norm(X, W))
+    assert is_direct(lambda: fk.rms_norm(X, torch.nn.Parameter(W)))
+    assert is_direct(lambda: fk.rms_norm(X.transpose(0, 1), W, backend="native"))
     with torch.inference_mode():
-        assert served(lambda: fk.rms_norm(X + 1, W))
+        assert is_direct(lambda: fk.rms_norm(X + 1, W))
     with torch.autocast("cpu"):  # no concern of a norm's
-        assert served(lambda: fk.rms_norm(X, W))
+        assert is_direct(lambda: fk.rms_norm(X, W))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_what_is_usual() -> None:
     ],
 )
 def test_what_is_not(call: Callable[[], Any]) -> None:
-    assert not served(call)
+    assert not is_direct(call)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_an_override_is_called() -> None:
         assert not fk.rms_norm(X, W).isnan().any()
         with pytest.raises(fk.BackendUnavailable, match="not today"):
             fk.rms_norm(X, W, backend="native")
-    assert served(lambda: fk.rms_norm(X, W))
+    assert is_direct(lambda: fk.rms_norm(X, W))
 
 
 def test_the_profiler_sees_the_kernel() -> None:

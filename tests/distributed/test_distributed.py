@@ -1,4 +1,4 @@
-"""Two processes against one: the operators on DTensors, the model divided in every way, checkpoints, the example."""
+"""Two processes against one: the operators on DTensors, the model sharded in every way, checkpoints, the example."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINING = {
     "tp, accumulated": Train("tp", parts=2),
     "loss parallel": training.loss_parallel,
 }
-PATCHED = {f"patched, {kind}": patched.Divided(kind) for kind in ("ddp", "fsdp", "tp")}
+PATCHED = {f"patched, {kind}": patched.Sharded(kind) for kind in ("ddp", "fsdp", "tp")}
 RESUMING = {
     "fsdp 2 to 1": Resume(("fsdp", 2), ("fsdp", 1)),
     "ddp 1 to tp 2": Resume(("ddp", 1), ("tp", 2)),
@@ -109,10 +109,10 @@ def patched_llama() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PATCHED)
 def test_a_patched_llama_trains_as_in_one_process(name, results, patched_llama):
-    """Divided by torch's own means, with the patch in place; and afterwards the patch is taken back."""
+    """Sharded by torch's own means, with the patch in place; and afterwards the patch is taken back."""
     for result in outcome(results, name):
         same_training(result, patched_llama)
-        assert result["collectives"], "nothing was divided"
+        assert result["collectives"], "nothing was sharded"
         near("logits without the patch", *result["logits"])
         assert not any("Foundry" in name for name in result["classes"])
 
@@ -140,16 +140,16 @@ def test_tensor_parallel_collectives_are_those_of_the_plan(results):
     assert outcome(results, "step") == [{"logits": expected, "loss": without}] * 2
 
 
-def test_other_choices_are_divided_by_the_same_plan(results):
+def test_other_choices_are_sharded_by_the_same_plan(results):
     for found in outcome(results, "choices"):
-        assert found.keys() == training.DIVIDED.keys()
-        for name, (divided, whole) in found.items():
-            assert divided.keys() == whole.keys()
+        assert found.keys() == training.SHARDED.keys()
+        for name, (sharded, whole) in found.items():
+            assert sharded.keys() == whole.keys()
             for key, expected in whole.items():
                 if key.endswith("wk.bias"):  # it shifts all scores of a query alike: a gradient of 0, but for rounding
-                    assert max(divided[key].abs().max(), expected.abs().max()) < 1e-6, (name, key)
+                    assert max(sharded[key].abs().max(), expected.abs().max()) < 1e-6, (name, key)
                 else:
-                    near(f"{name}: {key}", divided[key], expected)
+                    near(f"{name}: {key}", sharded[key], expected)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_
             assert partial
 
 
-def test_a_loss_over_divided_tokens_sums_two_or_three_numbers_over_the_devices(results):
+def test_a_loss_over_sharded_tokens_sums_two_or_three_numbers_over_the_devices(results):
     for found in outcome(results, "loss"):
         for id, (collectives, actual, expected) in found.items():
             numbers = 0 if "sum" in id else 3 if "z_loss" in id else 2
@@ -183,16 +183,16 @@ def test_a_loss_over_divided_tokens_sums_two_or_three_numbers_over_the_devices(r
                 torch.testing.assert_close(a, e, msg=lambda text, id=id: f"{id}: {text}")
 
 
-def test_a_loss_over_divided_classes_gathers_no_logits(results):
-    """Two all-reduces forward, and one of the gradient of hidden; where the tokens are divided too, hidden is gathered
+def test_a_loss_over_sharded_classes_gathers_no_logits(results):
+    """Two all-reduces forward, and one of the gradient of hidden; where the tokens are sharded too, hidden is gathered
     and its gradient scattered."""
     for found in outcome(results, "vocabulary"):
         assert found.pop("refused") == "hidden must be a DTensor where weight's classes are divided; got a plain tensor"
         assert len(found) == 14
         for id, ((forward, backward), placed, actual, expected) in found.items():
-            divided = "S(1)" in id
-            assert forward == {"all_reduce": 2} | ({"all_gather_into_tensor": 1} if divided else {}), id
-            assert backward == {"reduce_scatter_tensor" if divided else "all_reduce": 1}, id
+            sharded = "S(1)" in id
+            assert forward == {"all_reduce": 2} | ({"all_gather_into_tensor": 1} if sharded else {}), id
+            assert backward == {"reduce_scatter_tensor" if sharded else "all_reduce": 1}, id
             assert placed, id
             error = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}[id.split()[1]]
             for a, e in zip(actual, expected, strict=True):
@@ -202,17 +202,17 @@ def test_a_loss_over_divided_classes_gathers_no_logits(results):
                 torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=0.0)
 
 
-def test_a_patched_model_with_a_divided_head_gathers_no_logits(results):
+def test_a_patched_model_with_a_sharded_head_gathers_no_logits(results):
     pytest.importorskip("transformers")
     for found in outcome(results, "patched vocabulary"):
         _, none, loss, grads = found.pop("alone")
         assert none == {}
-        for name, (logits, collectives, divided_loss, divided_grads) in found.items():
+        for name, (logits, collectives, sharded_loss, sharded_grads) in found.items():
             assert logits is None
             gathered = {"all_gather_into_tensor": 1} if name == "sequence" else {}  # of hidden
             assert collectives == {"all_reduce": 2} | gathered, name
-            near(name, divided_loss, loss)
-            for a, e in zip(divided_grads, grads, strict=True):
+            near(name, sharded_loss, loss)
+            for a, e in zip(sharded_grads, grads, strict=True):
                 near(name, a, e)
 
 
@@ -286,7 +286,7 @@ def mesh_of_three():
     ],
     ids=["heads", "key-value-heads", "tied", "alibi", "sinusoidal", "qk-norm", "dropout", "experts"],
 )
-def test_plan_refuses_what_cannot_be_divided(shape, message, mesh_of_three):
+def test_plan_refuses_what_cannot_be_sharded(shape, message, mesh_of_three):
     from foundry_kernels.distributed import tensor_parallel_plan
 
     model = Transformer(ModelConfig(n_layers=1, vocab_size=8, **shape))

@@ -1,4 +1,4 @@
-"""``attn_implementation="foundry"``: which masks it serves, and that it refuses all others."""
+"""``attn_implementation="foundry"``: which masks it supports, and that it refuses all others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def causal_mask(model: Any, make: Any = create_causal_mask, **options: Any) -> T
     return make(config=model.config, inputs_embeds=torch.zeros(2, 12, 64), **given)
 
 
-# What is served ----------------------------------------------------------------------------------------------------
+# What is supported -------------------------------------------------------------------------------------------------
 
 
 def test_by_name_without_a_patch() -> None:

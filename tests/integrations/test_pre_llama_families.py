@@ -19,8 +19,8 @@ every_family = pytest.mark.parametrize("family", PRE_LLAMA)
 LEFT, RIGHT = torch.ones_like(IDS), torch.ones_like(IDS)
 LEFT[0, :4] = RIGHT[1, 7:] = 0
 
-#: What serves each family of two layers beside its norms: operation -> number of modules.
-SERVED = {"flash_attention": 2, "bias_gelu": 2, "linear_cross_entropy": 1, "cross_entropy": 1}
+#: What replaces modules of each family of two layers beside its norms: operation -> number of modules.
+REPLACED = {"flash_attention": 2, "bias_gelu": 2, "linear_cross_entropy": 1, "cross_entropy": 1}
 ROTATED = ("gpt_neox", "falcon")
 ALIBI = {
     "new_decoder_architecture": False,
@@ -71,7 +71,7 @@ def test_logits_loss_gradients_and_generation(family: str) -> None:
                 counts[op] = counts.get(op, 0) + 1
         rotated = family in ROTATED and not options.get("alibi")
         norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
-        assert counts == SERVED | {"layer_norm": norms} | ({"rope": 2} if rotated else {})
+        assert counts == REPLACED | {"layer_norm": norms} | ({"rope": 2} if rotated else {})
         assert not handle.report().left
         for mask, wanted in zip((None, LEFT, RIGHT), expected, strict=True):
             assert all(map(close, step(model, mask), wanted))
@@ -104,7 +104,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
 def test_dropout_of_attention_is_left_to_the_model(family: str) -> None:
     """The same random numbers drop the same weights out, with padding too; the report says so."""
     model = tiny_model(family, **DROPOUT[family]).train()
-    usual = model.config._attn_implementation
+    default = model.config._attn_implementation
 
     def run(mask: Tensor | None) -> Tensor:
         torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_dropout_of_attention_is_left_to_the_model(family: str) -> None:
     if family == "falcon":
         model.set_attn_implementation("eager")  # which is what its forward does where it does not call SDPA
     expected = [run(mask) for mask in (None, LEFT)]
-    model.set_attn_implementation(usual)
+    model.set_attn_implementation(default)
     with fk.patch(model) as handle:
         notes = {str(e.reason) for e in handle.report().replaced if "flash_attention" in e.ops}
         assert len(notes) == 1

@@ -180,8 +180,8 @@ def test_backends_agree_with_the_reference(name, backend):
     if backend == "native" and absent:
         pytest.skip(f"no native kernel of {', '.join(absent)}")
     model = make(config(name), backend)
-    for op, served in model.serving().items():
-        if (reason := OPS[op].why_not(served, "cpu", torch.float32)) is not None:
+    for op, chosen in model.serving().items():
+        if (reason := OPS[op].why_not(chosen, "cpu", torch.float32)) is not None:
             pytest.skip(f"{op}: {reason}")
     actual, reference, oracle = step(model), step(make(config(name))), step(make(config(name)).double())
     for key, tensor in actual.items():

@@ -58,8 +58,8 @@ def test_kernel_that_exists_and_cannot_serve_raises_at_the_call():
 
 
 def test_serving_resolves_auto_and_keeps_names():
-    served = _backend.serving({"rms_norm": "auto", "rope": "triton"}, "cpu", torch.float64)
-    assert served == {"rms_norm": "reference", "rope": "triton"}
+    found = _backend.serving({"rms_norm": "auto", "rope": "triton"}, "cpu", torch.float64)
+    assert found == {"rms_norm": "reference", "rope": "triton"}
 
 
 @pytest.mark.parametrize(

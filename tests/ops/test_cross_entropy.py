@@ -201,7 +201,7 @@ def test_a_gradient_of_zeros_gives_zeros(row: Row) -> None:
 
 @checked
 def test_a_gradient_of_one_number_for_all_tokens(row: Row) -> None:
-    """As `losses.sum()` gives it: expanded, of stride 0."""
+    """The gradient is as `losses.sum()` gives it: expanded, of stride 0."""
     x, target = normal(6, 9, dtype=torch.float32).to(row.device), integers(9, 6).to(row.device)
     options: dict[str, Any] = {"reduction": "none", "backend": row.backend}
     _, grad = step(x, target, torch.tensor(0.5, device=row.device).expand(6), **options)
@@ -344,7 +344,7 @@ def test_bad_input_is_refused(error: type[Exception], message: str, arguments: d
         cross_entropy(**{"logits": zeros(2, 4), "target": zeros(2, dtype=torch.int64), **arguments})
 
 
-def test_a_mean_of_divided_logits_is_made_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_of_sharded_logits_is_made_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the public function does with a DTensor gives the value of the reduction inside."""
     from foundry_kernels.ops import cross_entropy as package
 
@@ -353,8 +353,8 @@ def test_a_mean_of_divided_logits_is_made_of_sums(monkeypatch: pytest.MonkeyPatc
     for reduction in ("mean", "sum"):
         for options in ({}, {"weight": weight}, {"z_loss": 0.1, "return_z_loss": True, "return_lse": True}):
             results: list[Any] = []
-            for divided in (False, True):
-                monkeypatch.setattr(package, "is_dtensor", lambda logits, divided=divided: divided)
+            for sharded in (False, True):
+                monkeypatch.setattr(package, "is_dtensor", lambda logits, sharded=sharded: sharded)
                 results.append(cross_entropy(x, target, reduction=reduction, **options))
             torch.testing.assert_close(*results)
     assert cross_entropy(x, torch.full_like(target, -100)).item() == 0.0

@@ -108,7 +108,7 @@ def test_the_reference_has_second_derivatives_and_transforms() -> None:
 
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 def test_there_is_a_program_for_every_tile() -> None:
-    """However rows are divided among groups, those after the last one being one more; and none too many by much."""
+    """However rows are split among groups, those after the last one being one more; and none too many by much."""
     from foundry_kernels.ops.grouped_mm.triton import most_tiles
 
     for rows, groups, block in ((1, 1, 16), (16, 1, 16), (17, 3, 16), (64, 128, 16), (100, 7, 32), (5, 9, 64)):
@@ -119,7 +119,7 @@ def test_there_is_a_program_for_every_tile() -> None:
 
 @pytest.mark.skipif(not _triton.INTERPRET, reason="needs Triton's interpreter")
 def test_malformed_ends_lead_nowhere_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the ends are not looked at: the interpreter would crash, or be caught below, if they led outside."""
+    """The ends are not checked on a GPU: the interpreter would crash, or be caught below, if they led outside."""
     monkeypatch.setattr("foundry_kernels.ops.grouped_mm.reference.check_ends", lambda *_: None)
     x, weight = draw(20, 16, 16, 3)
     for numbers in ((30, 10, 2**31 - 1), (-5, -(2**31), 4), (20, 0, 20)):

@@ -264,7 +264,7 @@ def accumulate_product() -> Any:
 def test_products_of_bfloat16_are_summed_in_float32(
     depth: int, n_rows: int, width: int, transposed: bool, enabled: bool
 ) -> None:
-    """By oneDNN where it has them, and else in float32: what it can do is asked at each call."""
+    """The products are oneDNN's where it has them, and else in float32: what it can do is asked at each call."""
     operator = accumulate_product()
     generator = torch.Generator().manual_seed(0)
     total = torch.randn(n_rows, width, generator=generator)

@@ -156,9 +156,9 @@ def test_infinite_logits_are_as_in_chunks() -> None:
     target[0] = 5
     several = [
         linear_cross_entropy(
-            hidden, weight, target, bias=bias, reduction="none", return_lse=True, chunk_size=way, backend="triton"
+            hidden, weight, target, bias=bias, reduction="none", return_lse=True, chunk_size=path, backend="triton"
         )
-        for way in ("tiles", 16)
+        for path in ("tiles", 16)
     ]
     assert several[0][0][0].isinf()
     near(*several)
@@ -175,8 +175,8 @@ def test_small_gradients_are_in_float16s_range() -> None:
 
 
 def test_nothing_of_the_logits_size_is_kept_or_made() -> None:
-    """By any operation of torch, inside the operators too, which are called directly: 8 is the width, and 32 classes'
-    gradients exist at a time."""
+    """No operation of torch makes it, inside the operators too, which are called directly: 8 is the width, and 32
+    classes' gradients exist at a time."""
     hidden, weight, target = draw()
     many = [x.detach().repeat(12, 1).requires_grad_() for x in (hidden, weight)]
     made: list[int] = []

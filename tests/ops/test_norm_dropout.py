@@ -116,7 +116,7 @@ def test_the_probability_is_exact_to_32_bits() -> None:
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
 def test_forward_and_backward_agree(op, backend: str) -> None:
-    """Of h alone: dx is the scaled mask, and the residual's gradient passes."""
+    """The gradient of h alone: dx is the scaled mask, and the residual's gradient passes."""
     x, residual = torch.randn(2, 5, 70, requires_grad=True), torch.randn(2, 5, 70, requires_grad=True)
     _, h = op(x, residual, dropout_p=0.25, dropout_seed=3, backend=backend)
     dx, dresidual = torch.autograd.grad(h.sum(), (x, residual))
@@ -152,7 +152,7 @@ def test_no_probability_is_no_dropout(op, backend: str) -> None:
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
 def test_what_is_dropped_stays_nan(op, backend: str) -> None:
-    """As in F.dropout, whose mask is a factor of 0."""
+    """It does so in F.dropout too, whose mask is a factor of 0."""
     x = torch.full((1, 64), torch.inf)
     _, h = op(x, torch.zeros(1, 64), dropout_p=0.5, dropout_seed=0, backend=backend)
     assert torch.equal(h.isnan(), ~dropout.keep_mask((1, 64), 0.5, torch.tensor(0)))
@@ -202,7 +202,8 @@ def test_activation_checkpointing_makes_the_mask_again(op, backend: str) -> None
 
 
 def test_compiled() -> None:
-    """With a seed as in eager mode; without, a new one at each call, and that of the forward pass in the backward."""
+    """Results with a seed are those of eager mode; without one, each call draws a seed, which its backward pass
+    uses."""
     x, residual = torch.randn(2, 8, 32, requires_grad=True)
 
     def function(a: Tensor, b: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -292,7 +293,7 @@ def test_modules(norm) -> None:
         module(a, dropout_p=0.5)
 
 
-def test_rows_are_not_divided_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_sharded_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharding({"dropout_seed": None})[1] == "..."
     assert sharding({"dropout_seed": torch.tensor(1)})[1] == ""
     monkeypatch.setattr(dropout, "is_dtensor", lambda tensor: True)

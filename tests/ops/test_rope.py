@@ -227,7 +227,7 @@ NORMS: list[dict[str, Any]] = [{}, {"eps": 0.1}, {"weight_offset": 1.0}, {"round
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if torch.float64 in fk.OPS["rope"].impl(b).dtypes])
 def test_norms_before_the_rotation_are_rms_norm(options: dict[str, Any], interleaved: bool, backend: str) -> None:
-    """In float64, where nothing is rounded: outputs and all gradients are those of rms_norm and then rope."""
+    """Outputs and all gradients are those of rms_norm and then rope, in float64, where nothing is rounded."""
     q, k = (x.requires_grad_() for x in inputs(layout="swapped"))
     weights = [torch.linspace(0.5, 2.0, D, dtype=torch.float64).requires_grad_() for _ in range(2)]
     cos, sin = (x.double() for x in rope_table(8, 20))

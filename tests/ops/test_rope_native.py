@@ -34,7 +34,7 @@ def inputs(
 
 
 def arguments(op: str, q: Tensor, k: Tensor, **options: Any) -> dict[str, Any]:
-    """Of the public function: full tables, and weights of their own where there are norms."""
+    """Returns the public function's arguments: full tables, and weights of their own where there are norms."""
     cos, sin = (t.to(q.device) for t in rope_table(q.shape[-1], q.shape[2]))
     made = {"q": q, "k": k, "cos": cos, "sin": sin, **options}
     if op == "qk_norm_rope":
@@ -70,7 +70,7 @@ def test_any_nan_in_a_wide_table_stays_nan(
 
 
 def outputs_and_gradients(op: str, q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """With q and k themselves as cotangents."""
+    """Returns outputs and gradients, with q and k themselves as cotangents."""
     made = arguments(op, q, k, **options)
     wanted = {n: t.detach().requires_grad_() for n, t in made.items() if n in ("q", "k") or n.endswith("weight")}
     outputs = fk.OPS[op].public(**made | wanted, backend="native")
@@ -139,7 +139,7 @@ def test_outputs_and_gradients_keep_the_storage_order(row: Row, order: tuple[int
 @pytest.mark.parametrize("outside", [9, -1, 2**31 - 1])
 @over_rows
 def test_a_position_outside_of_the_table(row: Row, outside: int, index: torch.dtype) -> None:
-    """On the CPU an error. A GPU cannot raise without a synchronization: nothing is read and the token becomes NaN."""
+    """An error on the CPU. A GPU cannot raise without a synchronization: nothing is read and the token becomes NaN."""
     q, k = (x.requires_grad_() for x in inputs((4, 3), 5, 16))
     positions = torch.tensor([[0, 1, 2, 3, outside], [4, 3, 2, 1, 0]], dtype=index)
     cos, sin = rope_table(12, 9)

@@ -249,7 +249,8 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], name: str
 @needs_native
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_the_exponential_keeps_its_relative_error(instruction_set: Callable[[str], None], name: str) -> None:
-    """For g far below 0, silu(g) is g e^g: within 2 units in the last place and 8e-8 |g| of it, down to -87."""
+    """The value of silu(g) for g far below 0 is g e^g: within 2 units in the last place and 8e-8 |g| of it, down to
+    -87."""
     instruction_set(name)
     g = -torch.linspace(18.0, 87.0, 200_001)
     exact = (g.double() * torch.sigmoid(g.double())).float()

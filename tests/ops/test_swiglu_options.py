@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def gpt_oss(gate_up: Tensor) -> Tensor:
-    """As transformers' `GptOssExperts._apply_gate` has it."""
+    """Computes it as transformers' `GptOssExperts._apply_gate` does."""
     gate, up = gate_up[..., ::2], gate_up[..., 1::2]
     gate = gate.clamp(min=None, max=7.0)
     up = up.clamp(min=-7.0, max=7.0)
@@ -45,7 +45,7 @@ def pairs(dtype: torch.dtype, device: str = "cpu") -> Tensor:
 
 
 def test_equals_gpt_oss() -> None:
-    """At the limits, beyond them, at infinity and with NaN: output and gradient, which is that of torch.clamp."""
+    """Output and gradient, which is torch.clamp's, agree at the limits, beyond them, at infinity and with NaN."""
     x = pairs(torch.float64)
     ours = step(lambda x: swiglu(x, **OSS, interleaved=True), (x,))
     for actual, expected in zip(ours, step(gpt_oss, (x,)), strict=True):

@@ -45,7 +45,7 @@ def is_set(case: Case, name: str, default: Any) -> bool:
 
 @pytest.mark.parametrize("spec", OPS.values(), ids=lambda spec: spec.name)
 def test_every_option_is_in_a_case(spec: OpSpec) -> None:
-    """So that each backend, which is held against the reference on all cases, cannot drop it."""
+    """So that each backend, which is compared with the reference on all cases, cannot drop it."""
     for name, default in options_of(spec).items():
         assert any(is_set(case, name, default) for case in spec.cases.CASES[spec.name]), f"{name} is never set"
 
@@ -69,7 +69,7 @@ def test_every_option_is_in_a_case_of_each_path(few: bool) -> None:
 @pytest.mark.parametrize("spec", OPS.values(), ids=lambda spec: spec.name)
 def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
     """All that the public function takes, or what it goes by before it asks: a C++ function that gets one argument more
-    than it knows serves no call."""
+    than it knows takes no call."""
     tree = ast.parse(inspect.getsource(spec.public).lstrip())
     asked = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "direct"]
     native = spec.impl("native")
@@ -82,10 +82,10 @@ def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
     assert named >= set(inspect.signature(spec.public).parameters)
     assert native is not None
     assert native.direct(*[None] * (len(call.args) + 1)) is None
-    usual = ("auto", *(torch.ones(1, 1, 2, 2) if p.default is p.empty else p.default for p in parameters(spec, call)))
+    common = ("auto", *(torch.ones(1, 1, 2, 2) if p.default is p.empty else p.default for p in parameters(spec, call)))
     if spec.name not in ("rope", "qk_norm_rope"):  # whose tables have other shapes
-        assert native.direct(*usual) is not None
-        assert native.direct(*usual, False) is None
+        assert native.direct(*common) is not None
+        assert native.direct(*common, False) is None
 
 
 def parameters(spec: OpSpec, call: ast.Call) -> list[inspect.Parameter]:
@@ -137,7 +137,7 @@ def test_every_option_of_attention_is_declared() -> None:
 
 
 def triton_paths() -> dict[str, Callable[[], Any]]:
-    """Each way that attention is launched in Triton, on a small problem."""
+    """Each variant in which attention is launched in Triton, on a small problem."""
     from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
 
     q = torch.ones(1, 1, 20, 16)
@@ -364,7 +364,7 @@ def test_a_choice_that_is_not_declared_is_refused(
     assert refused(check, model)
 
 
-def test_a_parameter_that_is_not_declared_is_not_divided() -> None:
+def test_a_parameter_that_is_not_declared_is_not_sharded() -> None:
     model = model_of({})
     model.layers[1].attention.scale = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match=r"layers\.1\.attention\.scale is not divided by this plan"):
@@ -382,7 +382,7 @@ def test_hooks_of_a_layer_are_all_known() -> None:
 
     plain = vars(torch.nn.Linear(4, 4, bias=False))
     own = {name for name in names_of(torch.nn.Module._call_impl.__code__) if isinstance(plain.get(name), dict)}
-    # Which of the hooks are called in a way of their own.
+    # Which of the hooks are called differently.
     own -= {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"}
     assert own >= {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
     for name in own:

@@ -1,4 +1,4 @@
-"""What the Gluon forward of attention is launched with, and which calls it does not serve; nothing is launched."""
+"""What the Gluon forward of attention is launched with, and which calls it does not support; nothing is launched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Launches:
         self.names = names  # of the Gluon kernel's arguments
         self.made: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
 
-    def usual(self, kernel: Any, plan: Any, *tensors: Any) -> None:
+    def default(self, kernel: Any, plan: Any, *tensors: Any) -> None:
         self.made.append((kernel.__name__, plan.grid, {}))
 
     def decode(self, *args: Any) -> None:
@@ -53,7 +53,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     made = Launches(gluon_launch.flash_attention_fwd_gluon_kernel.arg_names)
     before = devices._RECORDED
     monkeypatch.setattr(gluon_launch, "flash_attention_fwd_gluon_kernel", made)
-    monkeypatch.setattr(launching, "launch", made.usual)
+    monkeypatch.setattr(launching, "launch", made.default)
     monkeypatch.setattr(launching, "launch_decode", made.decode)
     devices.record_for(90)
     yield made
@@ -62,15 +62,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 @pytest.fixture
 def measured(tmp_path: Path) -> Iterator[Path]:
-    """A file in which the Gluon kernel is the fastest, for all that it serves."""
+    """A file in which the Gluon kernel is the fastest, for all that it supports."""
     chosen = {}
     for width in (64, 128):
         with tuning.watched() as seen:
             attend(*draw(d=width))
-        usual, choice = seen.values()
-        assert (usual.kernel, choice.kernel) == ("flash_attention_fwd_kernel",) * 2
-        assert all(map(tuning.has_run, (*usual.rows, usual.row, choice.row)))
-        assert usual.rows[0] == choice.rows[0]
+        default, choice = seen.values()
+        assert (default.kernel, choice.kernel) == ("flash_attention_fwd_kernel",) * 2
+        assert all(map(tuning.has_run, (*default.rows, default.row, choice.row)))
+        assert default.rows[0] == choice.rows[0]
         chosen[choice.key] = {"row": next(row for row in choice.rows if not tuning.has_run(row)), "speedup": 1.5}
     file = tmp_path / "tuning.json"
     entry = tuning_file.Entry(GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": chosen})
@@ -108,13 +108,13 @@ def test_it_is_off(launches: Launches) -> None:
     assert [name for name, _, _ in launches.made] == ["flash_attention_fwd_kernel"] * 3
 
 
-def test_the_usual_rows_can_be_measured_where_it_is_on(launches: Launches, measured: Path) -> None:
-    """Both serve the same calls: what is measured of them is for others too."""
+def test_the_default_configs_can_be_measured_where_it_is_on(launches: Launches, measured: Path) -> None:
+    """Both support the same calls: what is measured of them is for others too."""
     with tuning.watched() as seen:
         attend(*draw())
-    usual, choice = seen.values()
-    assert (usual.origin, choice.row["GLUON"]) == ("built in", True)
-    for chosen, name in ((usual, "flash_attention_fwd_kernel"), (choice, "gluon")):
+    default, choice = seen.values()
+    assert (default.origin, choice.row["GLUON"]) == ("built in", True)
+    for chosen, name in ((default, "flash_attention_fwd_kernel"), (choice, "gluon")):
         for row in chosen.rows[1:]:
             launches.made.clear()
             with tuning.forced(chosen.kernel, chosen.key, row):
@@ -200,7 +200,7 @@ def expanded() -> tuple[Tensor, ...]:
     return q, k[:1].expand(2, -1, -1, -1), v
 
 
-NOT_SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
+NOT_SUPPORTED: dict[str, tuple[Any, dict[str, Any]]] = {
     "left-window": (draw, {"window_left": 50}),
     "softcap": (draw, {"softcap": 30.0}),
     "alibi": (draw, {"alibi_slopes": torch.zeros(4)}),
@@ -221,9 +221,9 @@ NOT_SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_the_usual_kernel_serves_the_rest(name: str, launches: Launches, measured: Path) -> None:
-    make, options = NOT_SERVED[name]
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_the_default_kernel_takes_the_rest(name: str, launches: Launches, measured: Path) -> None:
+    make, options = NOT_SUPPORTED[name]
     launches.made.clear()
     attend(*make(), **options)
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
@@ -233,20 +233,20 @@ def test_the_usual_kernel_serves_the_rest(name: str, launches: Launches, measure
 def test_and_what_is_not_declared(
     place: str, launches: Launches, measured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flag that is new to the problem, or to the usual kernel's launch."""
-    served = gluon_launch.serves
+    """A flag that is new to the problem, or to the default kernel's launch."""
+    supported = gluon_launch.supports
 
     def with_flag(p: Any, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
-        assert served(p, flags, out)
+        assert supported(p, flags, out)
         off = {"MADE_UP": False}
-        assert served(p, flags | off, out)
+        assert supported(p, flags | off, out)
         on = {"MADE_UP": True}
         if place == "flags":
-            return served(p, flags | on, out)
+            return supported(p, flags | on, out)
         monkeypatch.setattr(p, "constants", p.constants | on)
-        return served(p, flags, out)
+        return supported(p, flags, out)
 
-    monkeypatch.setattr(gluon_launch, "serves", with_flag)
+    monkeypatch.setattr(gluon_launch, "supports", with_flag)
     launches.made.clear()
     attend(*draw(t=201))
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]

@@ -1,7 +1,7 @@
 """Indices that a backward pass reads again are checked again: their memory may have been written to in the meantime.
 
 Through numpy autograd does not see it. Kernels on the CPU then name the argument, as the forward pass does. Triton's,
-which cannot raise, read and write nothing outside the tensors. What is written to in the ordinary way autograd reports.
+which cannot raise, read and write nothing outside the tensors. Ordinary writes are reported by autograd.
 """
 
 from __future__ import annotations

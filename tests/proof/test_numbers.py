@@ -65,7 +65,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         ANY,
     ),
 }
-#: The same of functions and modules that no backend serves.
+#: The same of functions and modules that have no backend.
 OTHERS: dict[str, tuple[Callable[[float], Any], str, str]] = {
     "rope_table base": (lambda v: fk.rope_table(4, 8, base=v), "base", POSITIVE),
     "RopeScaling": (lambda v: fk.RopeScaling("yarn", 2.0, 8, attention_factor=v), "attention_factor", POSITIVE),

@@ -76,7 +76,7 @@ def build(what: list[str], folder: Path) -> list[Path]:
 @pytest.mark.slow
 @needs_build
 def test_source_distribution_without_a_compiler(tmp_path: Path) -> None:
-    """It holds all that the extension is compiled from; where that cannot be, the reference serves, and it says so."""
+    """It holds all that the extension is compiled from; where that cannot be, the reference is used, and it says so."""
     made = tmp_path / "made"
     made.mkdir()
     [archive] = build(["--sdist"], made)

@@ -179,7 +179,7 @@ def test_gradcheck(row: Row) -> None:
 
 
 def _compile_groups(row: Row) -> list[list[Case]]:
-    """Small cases that one graph with dynamic shapes should serve: same options, layouts and ranks."""
+    """Small cases that one graph with dynamic shapes should cover: same options, layouts and ranks."""
     groups: dict[object, list[Case]] = {}
     for case in row.cases:
         if numel(case) > 20_000 or any(s < 2 for a in case.args.values() if a is not None for s in a.shape):
@@ -193,7 +193,7 @@ def _compile_groups(row: Row) -> list[list[Case]]:
 
 @over_rows("reference", "triton", "native", slow=("reference",))
 def test_compile_fullgraph_with_dynamic_shapes(row: Row) -> None:
-    """No graph break, forward and backward; one graph serves other sizes; the values are those of eager."""
+    """No graph break, forward and backward; one graph covers other sizes; the values are those of eager."""
     group = _compile_groups(row)[0][:3]
     compiled = torch.compile(row.op.public, fullgraph=True, dynamic=True, backend="aot_eager")
     for case in group:

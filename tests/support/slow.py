@@ -20,7 +20,7 @@ MOST_ELEMENTS = 100_000
 #: Likewise where kernels are interpreted.
 MOST_INTERPRETED = 20_000
 #: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long, and
-#: one code path serves all dtypes: in float32 the cases are tried one and all, in the others those that are small.
+#: one code path is for all dtypes: in float32 the cases are tried one and all, in the others those that are small.
 FEW_ELEMENTS = 2_000
 #: Tests that try several cases at once, or an instruction set, do so in these dtypes; where kernels are emulated, in
 #: the first.

@@ -1,7 +1,7 @@
 """`make TARGET STACK=2.11`: any target, on other versions of torch and Triton.
 
 The target runs in a copy of this tree, build/stack-2.11, with its own environment, build folder and extension, so that
-nothing of the default's is touched: an extension lies beside the sources and serves one version of torch. This script
+nothing of the default's is touched: an extension lies beside the sources and is for one version of torch. This script
 makes the copy, or brings it up to date. constraints-2.11.txt has the versions that differ from constraints.txt.
 """
 

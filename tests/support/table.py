@@ -81,7 +81,7 @@ class Row:
 
 
 def rows(*backends: str) -> tuple[Row, ...]:
-    """The usable rows of these backends (default: those that are held against the reference)."""
+    """The usable rows of these backends (default: those that are compared with the reference)."""
     wanted = backends or ("triton", "native")
     return tuple(
         Row(op, b, d) for op in fk.OPS.values() for d in DEVICES for b in op.backends(d) if b in wanted

@@ -112,7 +112,7 @@ def test_the_backward_pass_of_norms_has_enough_bytes_in_flight() -> None:
 
 @needs_triton
 def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take the place of a row of the table where all that it depends on is the same, and nowhere else."""
+    """They take the place of a config of the table where all that it depends on is the same, and nowhere else."""
     from foundry_kernels.ops.flash_attention.triton import config as table
 
     def row(*what: object) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ def test_what_is_estimated_of_attention_is_kept() -> None:
     without a GPU. A backward pass makes seven products of each score, of which five count."""
     done = inspect("flash_attention", "--arch", "90", "--timed")
     best, least = best_loops(done.stdout), dict(LEAST_TFLOPS)
-    if _triton.VERSION < (3, 7):  # rows of its own, narrower ones
+    if _triton.VERSION < (3, 7):  # configs of its own, narrower ones
         del least["dkdv", 64], least["dkdv", 256]
         least["fwd", 64] = 350
     assert {key: best.get(key) for key, tflops in least.items() if not best.get(key, 0) >= tflops} == {}

@@ -112,7 +112,7 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
 
 
 def test_the_kernels_of_few_queries_are_measured() -> None:
-    """Keys that are split, in tiles of fewer; results of all rows are right."""
+    """Keys that are split, in tiles of fewer; results of all configs are right."""
     from foundry_kernels.ops.flash_attention.cases import _case
 
     op, case = fk.OPS["flash_attention"], _case(1, (4, 2), (1, 100), 16, "decode", causal=True)
@@ -130,7 +130,7 @@ def test_the_kernels_of_few_queries_are_measured() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_rows_of_few_queries_on_gpus(arch: int) -> None:
-    """A tile's keys divide those of a split, and how many rows a tile serves is no choice."""
+    """A tile's keys divide those of a split, and how many rows a tile has is no choice."""
     from foundry_kernels.ops.flash_attention.triton import config
 
     for width in (64, 128, 256):
@@ -194,7 +194,7 @@ def test_a_row_that_does_not_fit_is_dropped() -> None:
 def test_a_kernel_that_no_gpu_has_run_is_measured_where_that_is_asked_for(
     untried: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is nothing to measure where its row is the only other one, and what was measured before stays."""
+    """There is nothing to measure where its config is the only other one, and what was measured before stays."""
     asked = tune._asked
 
     def ask(*args: Any) -> list[tune.Job]:
@@ -277,7 +277,7 @@ def test_the_wall_timer_takes_turns() -> None:
 
 
 def test_backends_are_compared(tmp_path: Path, capsys: Captured, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick reference goes first; where none is quicker the usual order stands."""
+    """A quick reference goes first; where none is quicker the default order stands."""
     monkeypatch.setattr(tune, "find_jobs", lambda *_: iter(()))
     timed(lambda name: 0.5 if name == "reference" else 1.0)
     path = tmp_path / "a.json"
@@ -286,8 +286,8 @@ def test_backends_are_compared(tmp_path: Path, capsys: Captured, timed: Any, mon
     assert 'rms_norm float32: "auto" takes reference (reference x2.00, ' in capsys.readouterr().out
     timed(lambda name: 1.0)
     assert tune.main(["rms_norm", "--dtype", "float32", "--file", str(path)], []) == 0
-    usual = [b for b in registry.AUTO_ORDER["cuda"] if fk.OPS["rms_norm"].why_not(b, "cpu") is None]
-    assert measured(path).auto["rms_norm"]["float32"] == usual
+    default = [b for b in registry.AUTO_ORDER["cuda"] if fk.OPS["rms_norm"].why_not(b, "cpu") is None]
+    assert measured(path).auto["rms_norm"]["float32"] == default
 
 
 def test_when_the_time_is_up(timed: Any, tmp_path: Path, capsys: Captured) -> None:

@@ -43,7 +43,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none
         TypeError: an argument is not a tensor or does not have a floating-point dtype.
         ValueError: `x` is a scalar; `bias` does not match `x`; `approximate` is neither of the two; the backend is
             unknown.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward. Kernels have no
     second derivative.

@@ -43,7 +43,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def _eager(x: Tensor, bias: Tensor) -> Tensor:
-    """As a linear layer and its activation, but for the product."""
+    """Computes what a linear layer and its activation do after the product."""
     return torch.nn.functional.gelu(x + bias, approximate="tanh")
 
 

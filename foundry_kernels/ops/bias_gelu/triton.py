@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_kernels._triton.activations import derivative, share
+from foundry_kernels._triton.activations import derivative, gate_factor
 from foundry_kernels._triton.devices import programs
 from foundry_kernels._triton.functions import round_to, row_offset
 from foundry_kernels._triton.launch import Plan, launch, planned
@@ -50,7 +50,7 @@ def bias_gelu_fwd_kernel(
     mask = (rows < n_rows)[:, None] & m_cols
     o_x = row_offset(rows, n1, n2, stride_x0, stride_x1, stride_x2, RANK)[:, None] + cols
     b_z = tl.load(x_ptr + o_x, mask=mask, other=0.0).to(COMPUTE) + _bias(bias_ptr, cols, m_cols, HAS_BIAS, COMPUTE)
-    b_y = b_z * share(b_z, ACTIVATION)
+    b_y = b_z * gate_factor(b_z, ACTIVATION)
     tl.store(y_ptr + (rows * n_cols)[:, None] + cols, round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -77,7 +77,7 @@ def bias_gelu_bwd_kernel(
         b_x = tl.load(x_ptr + o_x, mask=mask, other=0.0).to(COMPUTE)  # [R, C]
         b_dy = tl.load(dy_ptr + o_dy, mask=mask, other=0.0).to(COMPUTE)
         b_z = b_x + b_bias
-        b_dz = b_dy * derivative(b_z, share(b_z, ACTIVATION), ACTIVATION)
+        b_dz = b_dy * derivative(b_z, gate_factor(b_z, ACTIVATION), ACTIVATION)
         if NEED_DBIAS:
             b_dbias += b_dz
         if NEED_DX:
@@ -89,7 +89,7 @@ def bias_gelu_bwd_kernel(
 def rows(n_rows: int, n_cols: int, *, backward: bool, regular: bool = False) -> list[dict[str, int]]:
     """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements.
     Backward a block of many rows is narrow, so that many programs share the rows, and where rows are `regular` (one
-    after the other, aligned) the loads of two blocks ahead are in flight."""
+    after the other, aligned) the loads of two blocks are prefetched."""
     found: list[dict[str, int]] = []
     if backward:
         shapes: tuple[tuple[int, int, int], ...] = ((256, 2048, 8), (128, 2048, 8), (512, 2048, 8), (256, 1024, 4))
@@ -164,7 +164,7 @@ def _plan_bwd(
     need_dx: bool,
     need_dbias: bool,
 ) -> tuple[int, Plan] | None:
-    """Among how many programs the rows are divided, and the launch; None where dy and x must be copied first."""
+    """Returns among how many programs the rows are split, and the launch; None where dy and x must be copied first."""
     layout = row_strides(shape, dy_strides, x_strides)
     if layout is None:
         return None

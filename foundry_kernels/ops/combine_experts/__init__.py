@@ -42,7 +42,7 @@ def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor, *, backend
         TypeError: an argument is not a tensor or has the wrong kind of dtype.
         ValueError: shapes or devices do not match, or the backend is unknown.
         IndexError: on the CPU, a slot is neither -1 nor a row of x.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. There are no atomic additions: results and gradients are
     bitwise deterministic. Kernels have no second derivative.

@@ -72,7 +72,8 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def _eager(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    """As models in Hugging Face's transformers combine the outputs of experts, but for their loop over the experts."""
+    """Combines the outputs of experts as models in Hugging Face's transformers do, but without their loop over
+    experts."""
     n_tokens, k = slots.shape
     tokens = torch.arange(n_tokens, device=x.device).repeat_interleave(k)
     rows = x[slots.flatten()] * weights.flatten().unsqueeze(-1)

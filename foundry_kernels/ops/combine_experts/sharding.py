@@ -1,7 +1,7 @@
 """The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
-Tokens and columns may be divided, the rows of x, which any token may name, not. Of divided tokens the gradient of x is
-a sum over devices, of divided columns that of the weights.
+Tokens and columns may be sharded; the rows of x, which any token may name, may not. With sharded tokens the gradient
+of x is a sum over devices, with sharded columns that of the weights.
 """
 
 from collections.abc import Mapping

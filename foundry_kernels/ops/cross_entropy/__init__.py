@@ -95,7 +95,7 @@ def cross_entropy(
         weight: ``[V]``, a floating-point weight of each class, or None. It takes no gradient.
         ignore_index: tokens of this target count nothing: their loss and gradient are 0 whatever their logits are.
         reduction: "none", "mean" (over what counts, by weight; 0 where nothing counts, where torch gives NaN), "sum".
-        label_smoothing: 0 .. 1, the share of the target that all classes get alike.
+        label_smoothing: 0 .. 1, the fraction of the target that all classes get alike.
         z_loss: this many times ``lse ** 2`` is added to each token's loss, and reduced with it.
         softcap: None, or c > 0 for logits ``c * tanh(logits / c)``.
         return_lse: return the log-sum-exp of each token's (capped) logits too.
@@ -113,7 +113,7 @@ def cross_entropy(
             or the backend's name is unknown.
         IndexError: a target is out of range, on the CPU. On a GPU, where looking would wait for the device, the token's
             loss and gradient are NaN.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast does not change the computation. A backward pass keeps the logits and two floats a token, writes the
     gradient once, and leaves all inputs as they are. There is no second derivative.

@@ -17,7 +17,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class _Targets:
-    """Classes 0 .. n_classes - 1, the first and the last among them, and a share of ignored tokens."""
+    """Classes 0 .. n_classes - 1, the first and the last among them, and some ignored tokens."""
 
     n_classes: int
     ignored: float

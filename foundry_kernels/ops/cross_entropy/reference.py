@@ -53,7 +53,7 @@ def mean(x: Tensor, total: Tensor) -> Tensor:
 
 
 def _check_targets(target: Tensor, valid: Tensor, n_classes: int, ignore_index: int) -> None:
-    """On the CPU alone, and where the values can be seen: not in a graph that is traced or under a transform."""
+    """Checks on the CPU alone, and where the values can be read: not in a graph that is traced or under a transform."""
     if target.device.type != "cpu" or torch.compiler.is_compiling() or type(target) is not Tensor:
         return
     if torch._C._functorch.peek_interpreter_stack() is not None or bool(valid.all()):

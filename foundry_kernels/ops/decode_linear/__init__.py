@@ -49,7 +49,7 @@ def decode_linear(
         TypeError: an argument is not a tensor or not floating-point.
         ValueError: shapes, dtypes or devices do not match, x has more than 8 rows, an argument is to have a gradient
             (there is none), or the backend is unknown.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Under autocast x and the weights are rounded to its dtype first, as a linear layer's are.
     """

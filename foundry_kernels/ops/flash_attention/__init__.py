@@ -143,7 +143,7 @@ def flash_attention(
         TypeError: an argument is not a tensor or number of the kind listed above.
         ValueError: shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
             gradient, or the backend's name is unknown.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first, as torch does for its own
     attention. The softmax is always computed in float32 or wider.

@@ -146,8 +146,8 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Of the matrix products over the pairs of query and key that see each other, two per multiply-add. Forward: q k
-    and p v. Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
+    """Counts the matrix products over the pairs of query and key that see each other, two per multiply-add. Forward:
+    q k and p v. Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
     q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
     d, dv = q.shape[-1], v.shape[-1]
     if _packed(q):  # the lengths are in memory: of others than the benchmark's all are taken for the longest
@@ -162,7 +162,7 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """As models in Hugging Face's transformers write it: heads repeated, a mask added, softmax in float32."""
+    """Computes it as models in Hugging Face's transformers do: heads repeated, a mask added, softmax in float32."""
     group = q.shape[1] // k.shape[1]
     k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
     weights = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5

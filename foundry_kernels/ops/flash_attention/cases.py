@@ -291,7 +291,7 @@ def scales(
 
     In gradients ``dout . v - delta`` of each score cancels, and so do the sums over keys (q), queries (k, v) and both
     (sinks). In all results a score is itself a sum, and the exponential multiplies its error by ``p``: large scores
-    that happen to leave a small or saturated result are not held to the size of that result.
+    that happen to leave a small or saturated result are not compared with the size of that result.
     """
     q, k, v = (x.detach() for x in (args["q"], args["k"], args["v"]) if x is not None)
     alibi_slopes, sinks = args.get("alibi_slopes"), args.get("sinks")

@@ -160,7 +160,7 @@ def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -
 
 
 def _packed_bias(n_queries: int, n_keys: int, options: AttentionOptions) -> _Bias:
-    """Of packed sequences in one matrix, in which tokens of different ones do not see each other."""
+    """Returns the bias of packed sequences in one matrix, in which tokens of different ones do not see each other."""
     cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None

@@ -1,6 +1,6 @@
 """The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
 
-Sequences and heads may be divided, the query heads of a group together with their key-value head. Of packed sequences
+Sequences and heads may be sharded, the query heads of a group together with their key-value head. Of packed sequences
 only heads may.
 """
 

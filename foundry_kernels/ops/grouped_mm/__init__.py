@@ -35,7 +35,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto"
         offs: ``[E]`` int32 on x's device, where the groups end: never decreasing, from 0 to M. A group may be empty.
             This is checked on the CPU. On a GPU, where the check would have to wait for the numbers, nothing outside
             the tensors is read or written, and what y holds is undefined where they are wrong.
-        backend: "auto", "reference" or "triton". On a CPU the reference, a loop of PyTorch's products, is the fast way.
+        backend: "auto", "reference" or "triton". On a CPU the reference, a loop of products, is the fast path.
 
     Returns:
         ``[M, N]``, contiguous, of x's dtype. Rows from ``offs[-1]`` on are zero, and so is the gradient of these rows
@@ -45,7 +45,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto"
         TypeError: an argument is not a tensor or has the wrong kind of dtype.
         ValueError: shapes, dtypes or devices do not match; on the CPU, `offs` decreases or leaves 0 .. M; the backend
             is unknown.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Under autocast x and weight are rounded to its dtype first, as a linear layer's are. What is not a number in one
     group stays there. The kernels wait for nothing on the host and have no second derivative; the reference does both.

@@ -59,7 +59,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 
 
 def parity_case(case: Case) -> Case:
-    """Of fewer rows, for the check against the reference in float64."""
+    """Returns the case with fewer rows, for the comparison with the reference in float64."""
     x, offs = case.args["x"], case.args["offs"]
     assert x is not None
     assert offs is not None
@@ -81,7 +81,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Of one product forward and two backward."""
+    """Counts one product forward and two backward."""
     x, weight = args["x"], args["weight"]
     assert x is not None
     assert weight is not None

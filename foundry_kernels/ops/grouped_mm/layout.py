@@ -1,4 +1,4 @@
-"""In which order the matrices lie in memory, and so their gradient."""
+"""The order in which the matrices lie in memory, and so their gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def transposed(weight: Tensor) -> bool:
 
 
 def empty_dweight(weight: Tensor) -> Tensor:
-    """In the order of weight's memory."""
+    """Returns memory for weight's gradient, in the order of weight's own."""
     if transposed(weight):
         return weight.new_empty(weight.shape[0], weight.shape[2], weight.shape[1]).transpose(1, 2)
     return weight.new_empty(weight.shape)

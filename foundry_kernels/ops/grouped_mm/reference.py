@@ -1,4 +1,4 @@
-"""Plain PyTorch, a loop of products: what every kernel of the operation must equal, and the way of the CPU, where
+"""Plain PyTorch, a loop of products: what every kernel of the operation must equal, and the path of the CPU, where
 nothing beats the products of its BLAS.
 
 The loop is one operator, `foundry_kernels::grouped_mm_fwd`, and that of the gradients another: how many rows a group

@@ -1,7 +1,7 @@
 """The dimensions of the tensors of the operators, from which `foundry_kernels.distributed` makes rules.
 
-The columns of the matrices may be divided; the gradient of x is then a sum. Groups may not: whose rows a device has
-would not be known from how the tensors are divided. Neither may the inner dimension: a sum over it is rounded once.
+The columns of the matrices may be sharded; the gradient of x is then a sum. Groups may not: whose rows a device has
+would not be known from how the tensors are sharded. Neither may the inner dimension: a sum over it is rounded once.
 """
 
 from collections.abc import Mapping

@@ -106,7 +106,7 @@ def linear_cross_entropy(
         chunk_size: tokens whose logits exist at a time; "tiles": less memory for a fourth product (the reference takes
             it as None); None chooses (see `Memory`).
         backend: "auto", "reference" (which does make all logits), "triton" or "native": those whose cross-entropy
-            kernel serves the chunks.
+            kernel computes the chunks.
 
     Returns:
         As :func:`foundry_kernels.cross_entropy`.
@@ -126,11 +126,11 @@ def linear_cross_entropy(
 
     Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
     in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many
-    classes of the weight's gradient in float32. Four matrix products, or one without gradients. Triton takes this way
+    classes of the weight's gradient in float32. Four matrix products, or one without gradients. Triton takes this path
     by itself where chunks would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16,
     that is 192 MiB where chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8. On
     the CPU: forward the logits of one chunk; backward at a time two million logits, or those of 256 classes, and
-    hidden's gradient in float32. The CPU takes this way by itself for a bfloat16 weight that gets a gradient, where
+    hidden's gradient in float32. The CPU takes this path by itself for a bfloat16 weight that gets a gradient, where
     oneDNN has instructions for such products.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in

@@ -41,7 +41,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 
 def parity_case(case: Case) -> Case:
-    """Of the first tokens: the reference makes all logits, in float64."""
+    """Returns the case with the first tokens alone: the reference makes all logits, in float64."""
     hidden, target = case.args["hidden"], case.args["target"]
     assert hidden is not None
     assert target is not None
@@ -65,7 +65,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], direction: str) -> int:
-    """Of one product forward and two backward."""
+    """Counts one product forward and two backward."""
     hidden, weight = args["hidden"], args["weight"]
     assert hidden is not None
     assert weight is not None

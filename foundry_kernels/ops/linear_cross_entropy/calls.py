@@ -36,7 +36,8 @@ class Saves(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Of the forward pass. The gradients are those of a loss whose own is 1, over `dscale`. Empty: not asked for."""
+    """The outputs of the forward pass. The gradients are those of a loss whose own is 1, over `dscale`. Empty: not
+    asked for."""
 
     loss: Tensor
     lse: Tensor

@@ -22,10 +22,10 @@ from foundry_kernels.ops.linear_cross_entropy.calls import (
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 #: Tokens of a chunk, if not given: at least so many (on a CPU each chunk reads and writes the whole sum of the weight's
-#: gradient, in the time of a product over about a hundred tokens), and at most this share of all where logits are of 4
-#: bytes.
+#: gradient, in the time of a product over about a hundred tokens), and at most this fraction of all where logits are of
+#: 4 bytes.
 _LEAST, _LEAST_CPU, _SHARE = 64, 256, 16
-#: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache. On a GPU, those of which a share
+#: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache. On a GPU, those of which a part
 #: of the weight's gradient exists beside it.
 _CLASSES = 4096
 
@@ -54,7 +54,8 @@ def default_size(n_tokens: int, itemsize: int, cpu: bool = False) -> int:
 
 
 def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
-    """Of logits on a CPU. A small product takes no time in either dtype, and float32 does not round its logits."""
+    """Returns the dtype of the logits' products on a CPU. A small product takes no time in either dtype, and float32
+    does not round its logits."""
     small = x.numel() * n_classes <= _SMALL
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
@@ -87,7 +88,7 @@ class Tokens:
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def logits(self, part: slice) -> Tensor:
-        """In memory that the next chunk's are written to."""
+        """Returns a chunk's logits, in memory that the next chunk's are written to."""
         x = rows_of(self.x, part)
         if self.memory is None:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))
@@ -129,7 +130,7 @@ class Gradients:
         elif needs.weight and dlogits.dtype == torch.bfloat16 and tokens.cpu and accumulate_product is not None:
             accumulate_product(self.dweight, dlogits.t(), rows_of(tokens.x, part))
         elif needs.weight:
-            # torch's product of 16 bits would round the share of each chunk. Some classes at a time, for the copy's
+            # torch's product of 16 bits would round the part of each chunk. Some classes at a time, for the copy's
             # sake.
             wide, x = dlogits.device.type == "cuda", rows_of(tokens.x, part)
             x = x if wide else x.to(tokens.dtype)

@@ -61,7 +61,7 @@ def linear_cross_entropy(
     """
     options.refuse_others(SUPPORTED, "linear_cross_entropy", "vocab-parallel")
     mesh, dim = weight.device_mesh, vocabulary_dim(weight)
-    assert dim is not None  # or the caller goes another way
+    assert dim is not None  # or the caller takes another path
     everywhere: list[Placement] = [Replicate()] * mesh.ndim
     if not isinstance(target, DTensor):
         target = DTensor.from_local(target, mesh, everywhere, run_check=False)
@@ -77,8 +77,8 @@ def linear_cross_entropy(
 
     target = target.redistribute(mesh, tokens)
     partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
-    share = -(-weight.shape[0] // mesh.size(dim))
-    shards = Shards(min(mesh.get_local_rank(dim) * share, weight.shape[0]), weight.shape[0], (mesh, dim))
+    per_device = -(-weight.shape[0] // mesh.size(dim))
+    shards = Shards(min(mesh.get_local_rank(dim) * per_device, weight.shape[0]), weight.shape[0], (mesh, dim))
     each, lse, zs = _VocabParallel.apply(
         local(hidden, tokens, partial),
         local(weight, rows, summed),
@@ -161,12 +161,13 @@ class _Own:
         self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 
     def own_weights(self) -> Tensor | float:
-        """Of this device's classes."""
+        """Returns the weights of this device's classes."""
         first, n = self.shards.first, self.tokens.weight.shape[0]
         return 1.0 if self.weights is None else self.weights[first : first + n]
 
     def logits(self, part: slice) -> Tensor:
-        """Of this device's classes, capped, in the dtype of the arithmetic; they may be written to."""
+        """Returns the logits of this device's classes, capped, in the dtype of the arithmetic; they may be written
+        to."""
         y = self.tokens.logits(part).to(self.tokens.dtype)
         cap = self.options.softcap
         return y if cap is None else y.div_(cap).tanh_().mul_(cap)
@@ -208,7 +209,7 @@ class _Own:
         return self.tokens.weight.shape[0] * weights if isinstance(weights, float) else weights.sum()
 
     def gradients(self, dloss: Tensor, y: Tensor, nll: Tensor, needs: Needs) -> Gradients:
-        """Of this device's logits and all that they are made of; see the mathematics in `cross_entropy/__init__`."""
+        """Returns the gradients of this device's logits and inputs; see the mathematics in `cross_entropy/__init__`."""
         tokens, options = self.tokens, self.options
         found = Gradients(tokens, needs)
         d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)

@@ -70,7 +70,7 @@ def rms_norm(
         TypeError: an argument is not a tensor or does not have a floating-point dtype.
         ValueError: `x` is a scalar or N is 0, `weight` does not match it or is on another device, `eps` is negative,
             `weight_offset` is given without a weight, or the backend is unknown.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
@@ -156,7 +156,7 @@ def layer_norm(
         TypeError: an argument is not a tensor or does not have a floating-point dtype.
         ValueError: `x` is a scalar or N is 0, `weight` or `bias` does not match it or is on another device, `eps` is
             negative, or the backend is unknown.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """

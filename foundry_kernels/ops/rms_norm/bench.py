@@ -76,7 +76,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def _eager(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """As models in Hugging Face's transformers write it."""
+    """Computes it as models in Hugging Face's transformers do."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)

@@ -65,7 +65,7 @@ def _constant(g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 
 
 def _layer(shape: tuple[int, ...], note: str = "", *, b: Arg | str | None = "", **kw: Any) -> Case:
-    """As `_case`, with a bias."""
+    """Returns what `_case` does, with a bias."""
     case = _case(shape, note, **kw)
     bias = Arg((shape[-1],), values=normal(0.5)) if isinstance(b, str) else b
     return replace(case, args={**case.args, "bias": bias})

@@ -1,6 +1,6 @@
 """The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
-A row is normalised on one device; rows may be divided over devices. With dropout they may not: which elements are
+A row is normalised on one device; rows may be sharded over devices. With dropout they may not: which elements are
 dropped depends on the number of a row, and a device does not know how many rows come before its own.
 """
 

@@ -77,7 +77,7 @@ def rope(
         ValueError: shapes, dtypes or devices do not match, a table is too short or requires a gradient, or the backend
             is unknown.
         IndexError: on the CPU, a position is outside the table.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
@@ -148,8 +148,8 @@ def qk_norm_rope(
             raise ValueError(f"weight_offset needs weights to be added to; got {weight_offset} with {name}=None")
     check_not_negative("eps", eps)
     check_number("weight_offset", weight_offset)
-    serve = resolve(QK_NORM_ROPE, backend, q)
-    return serve(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
+    run = resolve(QK_NORM_ROPE, backend, q)
+    return run(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, round_before_weight, interleaved, positions)
 
 
 def _check(

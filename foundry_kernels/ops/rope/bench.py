@@ -67,8 +67,8 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def _eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As models in Hugging Face's transformers write it, with tables as wide as a head and in q's dtype. Models widen
-    them once for all layers; here it is a small part, T rows beside T rows for each head."""
+    """Computes it as models in Hugging Face's transformers do, with tables as wide as a head and in q's dtype. Models
+    widen them once for all layers; here it is a small part, T rows beside T rows for each head."""
     cos, sin = (torch.cat([table, table], -1).to(q.dtype).unsqueeze(-3) for table in (cos, sin))
 
     def rotated(x: Tensor) -> Tensor:

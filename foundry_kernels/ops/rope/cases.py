@@ -126,10 +126,10 @@ def _normed(
     """The same call with norms in front; weights of "" are [D] around 1."""
     q = case.args["q"]
     assert q is not None
-    usual = Arg((q.shape[-1],), values=normal(0.3, 1.0))
+    default = Arg((q.shape[-1],), values=normal(0.3, 1.0))
     weights = {
-        "q_weight": usual if isinstance(q_weight, str) else q_weight,
-        "k_weight": usual if isinstance(k_weight, str) else k_weight,
+        "q_weight": default if isinstance(q_weight, str) else q_weight,
+        "k_weight": default if isinstance(k_weight, str) else k_weight,
     }
     return replace(
         case,

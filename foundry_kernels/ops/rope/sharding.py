@@ -1,6 +1,6 @@
 """The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
-Sequences and heads may be divided; tokens only where each brings its own position, since a part of a sequence that has
+Sequences and heads may be sharded; tokens only where each brings its own position, since a part of a sequence that has
 none would count from 0.
 """
 

@@ -1,4 +1,4 @@
-r"""Tables of angles, and the ways to extend them beyond the length that a model was trained on.
+r"""Tables of angles, and the methods to extend them beyond the length that a model was trained on.
 
 Pair :math:`i` of R/2 has the frequency :math:`\theta_i = b^{-2i/R}`: at position p its angle is :math:`p \theta_i`.
 With the factor f and the trained length L (`original_max_position_embeddings`), a scaling replaces the frequencies by

@@ -72,7 +72,7 @@ def swiglu(
         ValueError: `gate` is a scalar, or its last dimension is odd and `up` None; `up` does not match `gate`; `alpha`
             or `up_offset` is not finite, `limit` not positive and finite; `interleaved` with an `up`; the backend is
             unknown.
-        BackendUnavailable: the named backend cannot serve this device or dtype.
+        BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Only the inputs are saved for backward, which computes
     nothing for an input that needs no gradient and writes a packed gradient directly. Kernels have no second

@@ -65,7 +65,7 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
 
 
 def _eager(gate: Tensor, up: Tensor | None) -> Tensor:
-    """As models in Hugging Face's transformers write it."""
+    """Computes it as models in Hugging Face's transformers do."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up

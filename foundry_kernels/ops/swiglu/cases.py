@@ -86,7 +86,7 @@ def _with(case: Case, **options: Any) -> Case:
 
 
 def _oss(case: Case, **options: Any) -> Case:
-    """As GPT-OSS has it."""
+    """Returns the case with GPT-OSS's options."""
     options = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0} | options
     return replace(case, id=case.id + "-oss" + ("-interleaved" if "interleaved" in options else ""), options=options)
 

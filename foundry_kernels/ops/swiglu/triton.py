@@ -1,6 +1,6 @@
 """SwiGLU and GEGLU in Triton.
 
-One kernel forward and one backward serve the three activations. A program takes a block of at most 1024 elements of
+One kernel forward and one backward compute the three activations. A program takes a block of at most 1024 elements of
 some rows; contiguous tensors are one long row. The halves of a packed tensor are views of it, and so are those of its
 gradient, which is thereby written packed. Of an interleaved one whole rows are read and written, so that accesses are
 wide; gate and up are separated in registers.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foundry_kernels._triton.activations import derivative, share
+from foundry_kernels._triton.activations import derivative, gate_factor
 from foundry_kernels._triton.functions import round_to, row_offset
 from foundry_kernels._triton.launch import Plan, launch, planned
 from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
@@ -89,7 +89,7 @@ def glu_fwd_kernel(
     RANK: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """With INTERLEAVED `gate_ptr` is the packed tensor, and there is no `up_ptr`."""
+    """Writes y. With INTERLEAVED `gate_ptr` is the packed tensor, and there is no `up_ptr`."""
     rows, cols, mask = _block(n_rows, n_cols, n_tiles, BLOCK_ROWS, BLOCK_COLS)
     if INTERLEAVED:
         o_rows = row_offset(rows, n1, n2, stride_gate0, stride_gate1, stride_gate2, RANK)[:, None]
@@ -100,32 +100,32 @@ def glu_fwd_kernel(
         b_g = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
         b_u = tl.load(up_ptr + o_up, mask=mask, other=0.0).to(COMPUTE)
     b_g = _clamped_gate(b_g, LIMIT)
-    b_y = b_g * share(_scaled(b_g, ALPHA), ACTIVATION) * _shifted_up(b_u, LIMIT, UP_OFFSET)
+    b_y = b_g * gate_factor(_scaled(b_g, ALPHA), ACTIVATION) * _shifted_up(b_u, LIMIT, UP_OFFSET)
     tl.store(y_ptr + (rows * n_cols)[:, None] + cols, round_to(b_y, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _slope(b_g, b_share, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def _slope(b_g, b_factor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     if ALPHA == 1.0:
-        b_slope = derivative(b_g, b_share, ACTIVATION)
+        b_slope = derivative(b_g, b_factor, ACTIVATION)
     else:  # in an order in which ALPHA makes nothing infinite
-        b_slope = b_share + b_g * (b_share * (1.0 - b_share)) * ALPHA
+        b_slope = b_factor + b_g * (b_factor * (1.0 - b_factor)) * ALPHA
     return b_slope
 
 
 @triton.jit
-def _into_gate(b_dy, b_x, b_u, b_g, b_share, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+def _into_gate(b_dy, b_x, b_u, b_g, b_factor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                UP_OFFSET: tl.constexpr):  # fmt: skip
     """The gradient of gate b_x, which clamped is b_g."""
-    b_dgate = b_dy * _shifted_up(b_u, LIMIT, UP_OFFSET) * _slope(b_g, b_share, ACTIVATION, ALPHA)
+    b_dgate = b_dy * _shifted_up(b_u, LIMIT, UP_OFFSET) * _slope(b_g, b_factor, ACTIVATION, ALPHA)
     if LIMIT is not None:
         b_dgate = tl.where(b_x <= LIMIT, b_dgate, 0.0)
     return b_dgate
 
 
 @triton.jit
-def _into_up(b_dy, b_u, b_g, b_share, LIMIT: tl.constexpr):
-    b_dup = b_dy * (b_g * b_share)
+def _into_up(b_dy, b_u, b_g, b_factor, LIMIT: tl.constexpr):
+    b_dup = b_dy * (b_g * b_factor)
     if LIMIT is not None:
         b_dup = tl.where(tl.abs(b_u) <= LIMIT, b_dup, 0.0)
     return b_dup
@@ -155,10 +155,10 @@ def glu_bwd_kernel(
     else:
         b_x = tl.load(gate_ptr + o_gate, mask=mask, other=0.0).to(COMPUTE)
     b_g = _clamped_gate(b_x, LIMIT)
-    b_share = share(_scaled(b_g, ALPHA), ACTIVATION)
+    b_factor = gate_factor(_scaled(b_g, ALPHA), ACTIVATION)
     if INTERLEAVED:
-        b_dgate = _into_gate(b_dy, b_x, b_u, b_g, b_share, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-        b_out = tl.join(b_dgate, _into_up(b_dy, b_u, b_g, b_share, LIMIT))
+        b_dgate = _into_gate(b_dy, b_x, b_u, b_g, b_factor, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+        b_out = tl.join(b_dgate, _into_up(b_dy, b_u, b_g, b_factor, LIMIT))
         b_out = tl.reshape(b_out, [b_dy.shape[0], 2 * BLOCK_COLS])
         pair_cols, pair_mask = _pair_block(rows, n_rows, n_cols, n_tiles, BLOCK_COLS)
         tl.store(dgate_ptr + o_out + pair_cols, round_to(b_out, dgate_ptr.dtype.element_ty), mask=pair_mask)
@@ -169,10 +169,10 @@ def glu_bwd_kernel(
         else:
             b_u = b_g  # in place of what has no part in dup
         if NEED_DGATE:
-            b_dgate = _into_gate(b_dy, b_x, b_u, b_g, b_share, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+            b_dgate = _into_gate(b_dy, b_x, b_u, b_g, b_factor, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
             tl.store(dgate_ptr + o_out, round_to(b_dgate, dgate_ptr.dtype.element_ty), mask=mask)
         if NEED_DUP:
-            b_dup = _into_up(b_dy, b_u, b_g, b_share, LIMIT)
+            b_dup = _into_up(b_dy, b_u, b_g, b_factor, LIMIT)
             tl.store(dup_ptr + o_out, round_to(b_dup, dup_ptr.dtype.element_ty), mask=mask)
 
 
@@ -213,7 +213,7 @@ PLAIN = GatedOptions()
 
 
 def _constants(options: GatedOptions) -> dict[str, Any]:
-    """Of the kernels. One that is not there is always the same constant, whatever number stood for it."""
+    """Returns the kernels' constants. One that is absent is always the same constant, whatever number stood for it."""
     return {
         "ALPHA": float(options.alpha),
         "LIMIT": None if options.limit is None else float(options.limit),

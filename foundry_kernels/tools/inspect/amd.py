@@ -52,7 +52,7 @@ class AmdCost:
         return min(by_registers, gpu.block_shared // self.lds if self.lds else by_registers)
 
     def occupancy(self, gpu: Device) -> float:
-        """Estimated share of a compute unit's waves that can be resident at once."""
+        """Estimated fraction of a compute unit's waves that can be resident at once."""
         return self.resident(gpu) * self.waves / (_SIMDS * _WAVES)
 
     def problems(self, gpu: Device) -> list[str]:

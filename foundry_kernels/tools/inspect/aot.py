@@ -2,7 +2,7 @@
 
 The launches of an operation are recorded by calling it on its benchmark shapes and parity cases with Triton's launch
 replaced: what the launchers choose (kernel, tile, warps, specialisation) is what gets compiled, so that a new operation
-is covered as soon as it is registered. CPU tensors are served in the whole process from then on, which is why only
+is covered as soon as it is registered. CPU tensors are accepted in the whole process from then on, which is why only
 `python -m foundry_kernels inspect` records.
 """
 
@@ -94,7 +94,7 @@ class Cost:
         return min(by_registers, by_shared, 32, gpu.warps // self.warps)
 
     def occupancy(self, gpu: Device) -> float:
-        """Estimated share of a multiprocessor's warps that can be resident at once."""
+        """Estimated fraction of a multiprocessor's warps that can be resident at once."""
         return self.resident(gpu) * self.warps / gpu.warps
 
     def copied_ahead(self, gpu: Device) -> int:

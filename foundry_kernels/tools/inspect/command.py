@@ -82,7 +82,7 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     if isinstance(arch, str):
         recorded = amd.without_foreign_options(recorded)
     launches = [launch for launch in recorded if options.kernel in launch.name and options.case in launch.case]
-    version = ".".join(map(str, _triton.VERSION))  # some rows of the tables are for one alone
+    version = ".".join(map(str, _triton.VERSION))  # some launch configs are for one alone
     print(f"{options.op}, {target}, Triton {version}: {len(launches)} launches")
     beside = peers.Table()
     bad = _show(launches, arch, compiler, gpu, options, beside)

@@ -214,8 +214,8 @@ class Table:
                 self._spilled.add(key)
 
     def cell(self, whose: str, width: int, kinds: tuple[int, ...]) -> str:
-        """Of a forward pass, or of a backward pass, which has two kinds of loops and makes 4 and 3 products a score in
-        them, of which 5 count."""
+        """Returns the TFLOP/s of a forward pass, or of a backward pass, which has two kinds of loops and makes 4 and 3
+        products a score in them, of which 5 count."""
         keys = [(whose, products, width) for products in kinds]
         if any(key not in self._found for key in keys):
             return "-"

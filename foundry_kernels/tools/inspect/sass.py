@@ -68,9 +68,9 @@ _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
 def loaded_ahead(disassembly: str) -> int:
-    """Of what `nvdisasm -c` prints: the most bytes that a thread has asked of global memory
-    and not used yet, in the order of the code and with every branch's loads. What a loop loads for its next round it
-    does not see, nor copies to shared memory."""
+    """Returns, from what `nvdisasm -c` prints, the most bytes that a thread has asked of global memory and not used
+    yet, in the order of the code and with every branch's loads. What a loop prefetches for its next round does not
+    count, nor do copies to shared memory."""
     most, waiting = 0, list[tuple[set[int], int]]()
     for text in _parse(disassembly)[0]:
         operation, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
@@ -94,7 +94,7 @@ def _registers(operands: str, each: int) -> set[int]:
 
 
 def inner_loops(disassembly: str) -> list[Loop]:
-    """Of what `nvdisasm -c` prints, the innermost loops that multiply matrices, in the order of the code."""
+    """Returns, from what `nvdisasm -c` prints, the innermost loops that multiply matrices, in the order of the code."""
     code, labels = _parse(disassembly)
     spans = []
     for at, text in enumerate(code):

@@ -1,9 +1,9 @@
 """`python -m foundry_kernels tune`: which launches, and which backend, are the fastest on the GPU at hand.
 
 What to measure is found by calling the operations on their benchmark shapes: every launcher asks `tuning.choose` for
-its row, and says which others would be right. Of each, the results are held against the reference by the policy of
-`testing`, and the launches are timed in turns with those of the row in the code. The winners go into a file from which
-every process on this machine takes them (see `tuning`).
+its launch config, and says which others would be right. Each one's results are compared with the reference by the
+policy of `testing`, and the launches are timed in turns with those of the config in the code. The winners go into a
+file from which every process on this machine takes them (see `tuning`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from foundry_kernels.tools.check import device_is_lost, numel
 from foundry_kernels.tools.tune.measuring import GpuTimer, Timer, WallTimer, ratio
 
 COMMAND = "python -m foundry_kernels tune"
-#: A row, or a backend, must be faster by this share, and by more than the code's own row differs from itself.
+#: A launch config or backend must be faster by this fraction, and by more than the code's own differs from itself.
 WON_BY = 0.03
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @dataclass
 class Job:
-    """One choice among rows, on the first case in which a launcher asked for it."""
+    """One choice among launch configs, on the first case in which a launcher asked for it."""
 
     op: OpSpec
     case: Case
     dtype: torch.dtype
     backward: bool
     choice: Choice
-    dropped: dict[str, str] = field(default_factory=dict)  # rows and why they take no part
+    dropped: dict[str, str] = field(default_factory=dict)  # configs and why they take no part
     speedups: dict[str, float] = field(default_factory=dict)
     winner: LaunchConfig | None = None
 
@@ -81,7 +81,7 @@ def cases_of(op: OpSpec, device: str) -> tuple[Case, ...]:
 
 
 def _is_plain(case: Case) -> bool:
-    """As the cases of benchmarks are: small here, contiguous, and of aligned rows."""
+    """Whether the case is like those of benchmarks: small here, contiguous, and of aligned rows."""
     return 16 <= numel(case) <= 20_000 and all(
         a is None or (a.layout == "contiguous" and (a.dtype is not None or a.shape[-1] % 16 == 0))
         for a in case.args.values()
@@ -91,8 +91,8 @@ def _is_plain(case: Case) -> bool:
 def find_jobs(
     ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str, untried: bool = False
 ) -> Iterator[Job]:
-    """Every choice that the cases lead to, once, with more than one row. `untried`: rows of kernels that no GPU has run
-    are among them."""
+    """Every choice that the cases lead to, once, with more than one launch config. `untried`: configs of kernels that
+    no GPU has run are among them."""
     known: set[tuple[str, str]] = set()
     for dtype in dtypes:
         for op in ops:
@@ -169,33 +169,33 @@ class Tuner:
 
 
 def order_of_backends(op: OpSpec, dtype: torch.dtype, device: str, timer: Timer) -> tuple[list[str], dict[str, float]]:
-    """The backends, the fastest first, and how many times as fast as the usual first one they are: the geometric mean
-    over the shapes and both directions. The usual order stands where none is better by more than `WON_BY`."""
-    usual = [b for b in AUTO_ORDER["cuda"] if op.why_not(b, device, dtype) is None]
-    ratios: dict[str, list[float]] = {backend: [] for backend in usual}
+    """The backends, the fastest first, and how many times as fast as the default's first one they are: the geometric
+    mean over the shapes and both directions. The default order stands where none is better by more than `WON_BY`."""
+    default = [b for b in AUTO_ORDER["cuda"] if op.why_not(b, device, dtype) is None]
+    ratios: dict[str, list[float]] = {backend: [] for backend in default}
     bench = op.bench
     quick = bench.BENCH_QUICK if bench is not None else ()
     for case in cases_of(op, device):
         if device == "cuda" and not case.id.endswith(quick):
             continue
         steps: dict[str, Calls] = {}
-        for backend in usual:
+        for backend in default:
             try:
                 steps[backend] = calls(op, case, dtype, device, backend)
             except torch.OutOfMemoryError:  # the reference, of long sequences
                 torch.cuda.empty_cache()
         for direction in (0, 1):
             repeats = {b: step for b, both in steps.items() if (step := both[direction]) is not None}
-            if usual[0] not in repeats:
+            if default[0] not in repeats:
                 continue
             times = timer.times(repeats)
-            for backend in usual:
-                found = ratio(times[usual[0]], times[backend]) if backend in times else 1e-3
+            for backend in default:
+                found = ratio(times[default[0]], times[backend]) if backend in times else 1e-3
                 ratios[backend].append(found)
     means = {b: statistics.geometric_mean(found) for b, found in ratios.items() if found}
     ranked = sorted(means, key=lambda b: -means[b])
     if not ranked or means[ranked[0]] <= 1 + WON_BY:
-        return usual, means
+        return default, means
     return ranked, means
 
 

@@ -1,4 +1,5 @@
-"""`python -m foundry_kernels tune --arch 90`: the rows that `tune` would measure, compiled for a GPU not at hand."""
+"""`python -m foundry_kernels tune --arch 90`: the launch configs that `tune` would measure, compiled for a GPU not at
+hand."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from foundry_kernels.tools.inspect import aot
 
 
 def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn]) -> int:
-    """Print what each row costs, or why it does not fit; nothing is ranked by it. 1 if a row of the code does not."""
+    """Print what each launch config costs, or why it does not fit, unranked. 1 if a config of the code does not."""
     if arch not in aot.GPUS:
         refuse(f"--arch must be one of {', '.join(map(str, aot.GPUS))}; got {arch}")
     if _triton.MISSING or _triton.INTERPRET:
@@ -23,13 +24,13 @@ def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn
     known: set[tuple[str, str]] = set()
     for op in ops:
         with tuning.watched() as seen:
-            usual = _launches(op, arch)
+            default = _launches(op, arch)
         for choice in seen.values():
             if len(choice.rows) < 2 or (choice.kernel, choice.key) in known:
                 continue
             known.add((choice.kernel, choice.key))
             print(f"{choice.kernel}, {choice.key}")
-            for i, (row, launches) in enumerate(of_rows(op, choice, arch, usual)):
+            for i, (row, launches) in enumerate(of_rows(op, choice, arch, default)):
                 problems, cost = compiled(launches, arch)
                 fit, dropped = fit + (not problems), dropped + bool(problems)
                 bad += bool(problems) and i == 0
@@ -44,14 +45,14 @@ def _launches(op: OpSpec, arch: int) -> list[aot.Launch]:
 
 
 def of_rows(
-    op: OpSpec, choice: Choice, arch: int, usual: list[aot.Launch]
+    op: OpSpec, choice: Choice, arch: int, default: list[aot.Launch]
 ) -> Iterator[tuple[LaunchConfig, list[aot.Launch]]]:
-    """Each row with its launches: those that change when it is forced. Those of the code's own row, the first, are the
-    usual ones that are then made no more."""
+    """Each config with its launches: those that change when it is forced. Those of the code's own, the first, are the
+    default launches that are then made no more."""
     for i, row in enumerate(choice.rows):
         with tuning.forced(choice.kernel, choice.key, choice.rows[max(i, 1)]):
             forced = _launches(op, arch)
-        here, there = (usual, forced) if i == 0 else (forced, usual)
+        here, there = (default, forced) if i == 0 else (forced, default)
         yield row, [launch for launch in here if tuning.asked_as(launch.name) == choice.kernel and launch not in there]
 
 

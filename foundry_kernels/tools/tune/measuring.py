@@ -17,7 +17,8 @@ Repeat = Callable[[], object]
 
 class Timer(Protocol):
     def prepare(self, step: Repeat, kernel: str) -> Repeat:
-        """What is timed of `step`, which launches `kernel`: at least that launch, with the row that is forced now."""
+        """What is timed of `step`, which launches `kernel`: at least that launch, with the launch config that is forced
+        now."""
 
     def times(self, repeats: Mapping[str, Repeat]) -> dict[str, list[float]]:
         """Times of each, as many as there were turns."""
@@ -48,8 +49,8 @@ class WallTimer:
 
 
 class GpuTimer:
-    """By events on the GPU. Before each call the cache is overwritten, and the GPU kept busy for as long as the host
-    may take to make the launches, so that their time is the GPU's alone."""
+    """Measures by events on the GPU. Before each call the cache is overwritten, and the GPU kept busy for as long as
+    the host may take to make the launches, so that their time is the GPU's alone."""
 
     def __init__(self, turns: int = 40) -> None:
         self.turns = turns

@@ -1,4 +1,4 @@
-"""How attention on the CPU is divided into tasks: how many threads they keep busy, what they hold in memory, and that
+"""How attention on the CPU is split into tasks: how many threads they keep busy, what they hold in memory, and that
 no number of threads changes a bit of the result."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tasks_of(
 
 
 def slowdown(tasks: Sequence[Task], workers: int) -> float:
-    """How many times longer `workers` take than if work were divided evenly and nobody waited: each takes the next task
+    """How many times longer `workers` take than if work were split evenly and nobody waited: each takes the next task
     that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
     waits = Counter(n for t in tasks for n in t[-2:] if n != NONE)
     behind = [0] * len(tasks)
@@ -122,7 +122,8 @@ def test_the_slowdown_is_that_of_the_schedule() -> None:
 def test_every_key_is_seen_once(
     t: int, s: int, group: int, window: tuple[int | None, int | None], bottom_right: bool
 ) -> None:
-    """By the rows that see it, and each row and key has a task that writes its gradient, the last of its line."""
+    """Each key is seen once by the rows that see it, and each row and key has a task that writes its gradient, the last
+    of its line."""
     offset = s - t if bottom_right else 0
     rel_pos = torch.arange(s) - (torch.arange(t * group) // group)[:, None] - offset
     left, right = window
@@ -177,7 +178,8 @@ def test_more_threads_than_cores_change_no_bit(shape: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("hk", [2, 8])
 def test_what_the_backward_pass_holds(hk: int, dtype: torch.dtype) -> None:
-    """In float32 no more than SDPA's. In bfloat16 the gradients and one copy of their sums in float32, and a little."""
+    """Memory is no more than SDPA's in float32; in bfloat16 the gradients, one copy of their sums in float32, a
+    little."""
     torch.set_num_threads(2)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 2048, 64, generator=g).to(dtype).requires_grad_() for h in (8, hk, hk))

@@ -103,7 +103,7 @@ def test_only_what_is_needed_is_launched(wanted: str, expected: list[str], launc
 def test_one_kernel_where_sums_need_not_be_deterministic(
     t: int, wanted: str, expected: list[str], launched: list[str]
 ) -> None:
-    """For all three gradients, of more queries than a tile has."""
+    """One kernel is launched for all three gradients, of more queries than a tile has."""
     tensors = dict(zip("qkv", inputs(t, 40), strict=True))
     for name, x in tensors.items():
         x.requires_grad_(name in wanted)
@@ -170,7 +170,7 @@ def test_tiles_outside_of_the_window_are_not_read() -> None:
 
 
 def test_cu_seqlens_that_overrun_touch_nothing_outside() -> None:
-    """On a GPU they are not checked, but clamped to the tensors. Beyond these lies NaN."""
+    """They are not checked on a GPU, but clamped to the tensors. Beyond these lies NaN."""
     from foundry_kernels.ops.flash_attention import triton
 
     def view(x: Tensor) -> Tensor:
@@ -299,8 +299,9 @@ def _loop(line: str) -> dict[str, int]:
 
 
 def test_products_are_under_way_during_the_softmax() -> None:
-    """In the machine code for Hopper: by width, the tiles between the window's edges, whose instructions are budgeted,
-    and those on its edges, which are masked by few more. An edit that loses the overlap need not meet a GPU to fail."""
+    """Checks the machine code for Hopper: by width, the tiles between the window's edges, whose instructions are
+    budgeted, and those on its edges, which are masked by few more. An edit that loses the overlap need not meet a GPU
+    to fail."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "foundry_kernels", "inspect", "flash_attention", "--arch", "90"]
     chosen = ["--kernel", "attention_fwd", "--case", "-causal bfloat16"]

@@ -45,7 +45,7 @@ PACKED = (
 
 @contextmanager
 def programs_shuffled(seed: int) -> Iterator[None]:
-    """In the interpreter, which has one program after another, these come in another order."""
+    """Runs the interpreter's programs, which come one after another, in another order."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             from triton.runtime.interpreter import interpreter_builder as builder

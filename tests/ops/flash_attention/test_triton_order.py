@@ -1,4 +1,4 @@
-"""In which order a GPU begins attention's programs."""
+"""The order in which a GPU begins attention's programs."""
 
 from __future__ import annotations
 

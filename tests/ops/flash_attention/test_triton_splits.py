@@ -104,7 +104,7 @@ def test_what_is_split(call: tuple[int, int, int, bool, int], expected: int) -> 
 
 
 def test_how_much_memory_it_takes() -> None:
-    """At most 4 programs' tiles on each multiprocessor: 69 MB of an H100's, 128 wide, for dK and dV together."""
+    """Memory for at most 4 programs' tiles a multiprocessor: 69 MB of an H100's, 128 wide, for dK and dV together."""
     from foundry_kernels.ops.flash_attention.triton import backward_launch
 
     taken = {

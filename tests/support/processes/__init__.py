@@ -1,4 +1,4 @@
-"""What test_distributed.py runs in two processes, over gloo. One start of the two serves all scenarios.
+"""What test_distributed.py runs in two processes, over gloo. One start of the two runs all scenarios.
 
 A scenario is called in each process with its rank, a folder of its own and three free ports.
 """

@@ -1,4 +1,4 @@
-"""examples/train.py, divided."""
+"""examples/train.py, sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS += ["--device", "cpu", "--steps", "6", "--sample-tokens", "0", "--backen
 
 
 class Resume:
-    """The example in `first[1]` processes divided as `first[0]`, stopped half-way, and in `second[1]` to the end."""
+    """The example in `first[1]` processes sharded as `first[0]`, stopped half-way, and in `second[1]` to the end."""
 
     def __init__(self, first: tuple[str, int], second: tuple[str, int]) -> None:
         self.halves = (first, second)

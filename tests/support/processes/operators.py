@@ -15,7 +15,7 @@ from processes import SIZE, Collectives, full
 
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """A few cases for each letter that the rule divides: the case, the axis of each tensor that has it, a name."""
+    """A few cases for each letter that the rule shards: the case, the axis of each tensor that has it, a name."""
     from foundry_kernels.distributed.sharding import letters
     from foundry_kernels.tools.check import numel
 
@@ -39,7 +39,7 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
 
 
 def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Every operation with a kernel, on inputs divided along each dimension that its rule divides: what differs from
+    """Every operation with a kernel, on inputs sharded along each dimension that its rule shards: what differs from
     one process, which collectives there were, and how many divisions were tried."""
     from table import rows
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -55,7 +55,7 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
             continue
         for case, axes, id in divisions(row, sharding[row.op.package]):
             args = case.make(torch.float32, "cpu")
-            divided = {
+            sharded = {
                 name: t
                 if t is None
                 else distribute_tensor(
@@ -66,8 +66,8 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
             expected = call(row.op, args, case.options, backend=row.backend)
             with Collectives() as collectives:
                 with torch.no_grad():  # first, so that a rule that forgot what was asked for answers wrongly below
-                    call(row.op, divided, case.options, backend=row.backend)
-                given = call(row.op, divided, case.options, backend=row.backend)
+                    call(row.op, sharded, case.options, backend=row.backend)
+                given = call(row.op, sharded, case.options, backend=row.backend)
                 outputs = [o for o in given if o.requires_grad]
                 sources = [e for e in expected if e.requires_grad]
                 cotangents = make_cotangents(tuple(e.detach() for e in sources), "contiguous")
@@ -76,7 +76,7 @@ def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
                     for c, o in zip(cotangents, outputs, strict=True)
                 ]
                 wanted = [name for name, t in args.items() if t is not None and t.requires_grad]
-                grads = torch.autograd.grad(outputs, [divided[n] for n in wanted], parts, allow_unused=True)
+                grads = torch.autograd.grad(outputs, [sharded[n] for n in wanted], parts, allow_unused=True)
             if collectives.counts:
                 found["collectives"][id] = dict(collectives.counts)
             whole = torch.autograd.grad(sources, [args[n] for n in wanted], cotangents, allow_unused=True)
@@ -156,7 +156,7 @@ def compiled(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
 
 
 def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """Means and sums of a loss whose tokens are divided, forward and backward: the collectives, the results, and those
+    """Means and sums of a loss whose tokens are sharded, forward and backward: the collectives, the results, and those
     of one process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -191,7 +191,7 @@ def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
-#: Calls over a divided vocabulary: everything that a loss may have, and each way to reduce it.
+#: Calls over a sharded vocabulary: everything that a loss may have, and each way to reduce it.
 VOCABULARY: dict[str, dict[str, Any]] = {
     "mean": {},
     "sum": {"reduction": "sum", "chunk_size": 5},
@@ -204,7 +204,7 @@ VOCABULARY: dict[str, dict[str, Any]] = {
 
 
 def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """A loss whose classes are divided, and its tokens whole or divided too: the collectives of the forward and of the
+    """A loss whose classes are sharded, and its tokens whole or sharded too: the collectives of the forward and of the
     backward pass, the results, and those of the reference in one process in float64. 11 classes and 1, which cannot be
     halved."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

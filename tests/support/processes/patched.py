@@ -1,4 +1,4 @@
-"""A Llama of transformers, patched and divided by torch's own means."""
+"""A Llama of transformers, patched and sharded by torch's own means."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _every_second(batch: Tensor) -> Tensor:
 
 
 def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """One step of a patched Llama whose head is divided so that its loss can be computed without a call, beside one
-    that is not divided at all: logits, losses, gradients of the head and of the embedding, collectives."""
+    """One step of a patched Llama whose head is sharded so that its loss can be computed without a call, beside one
+    that is not sharded at all: logits, losses, gradients of the head and of the embedding, collectives."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import PrepareModuleOutput, parallelize_module
 
@@ -62,7 +62,7 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
-class Divided:
+class Sharded:
     """Train a patched model as `kind` divides it, then take the patch back: the numbers, and what became of both."""
 
     def __init__(self, kind: str) -> None:
@@ -74,15 +74,15 @@ class Divided:
         mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
         model = make_llama()
         handle = fk.patch(model)
-        divided = {"fsdp": _fsdp, "tp": _tensor_parallel, "ddp": _ddp}[self.kind](model, mesh)
+        sharded = {"fsdp": _fsdp, "tp": _tensor_parallel, "ddp": _ddp}[self.kind](model, mesh)
         options: dict[str, Any] = {} if self.kind == "tp" else {"share": _every_second}
         with Collectives() as collectives:
-            result = train(divided, loss_of=loss_of_llama, **options)
+            result = train(sharded, loss_of=loss_of_llama, **options)
         tokens = torch.arange(3, 15)[None]
         with torch.no_grad():
-            logits = divided(tokens, use_cache=False).logits
+            logits = sharded(tokens, use_cache=False).logits
             handle.undo()
-            plain = divided(tokens, use_cache=False).logits
+            plain = sharded(tokens, use_cache=False).logits
         classes = sorted({type(module).__name__ for module in model.modules()})
         return result | {"collectives": collectives.counts, "logits": (logits, plain), "classes": classes}
 
@@ -101,7 +101,7 @@ def _ddp(model: Any, mesh: Any) -> nn.Module:
 
 
 def _tensor_parallel(model: Any, mesh: Any) -> nn.Module:
-    """Heads, feed-forward width and vocabulary divided; the residual stream and its norms along the sequence."""
+    """Heads, feed-forward width and vocabulary sharded; the residual stream and its norms along the sequence."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

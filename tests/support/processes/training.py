@@ -1,4 +1,4 @@
-"""The model, trained whole and divided."""
+"""The model, trained whole and sharded."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def train(
 
 
 class Train:
-    """Train the model divided as `examples/training/parallel.py` divides it."""
+    """Train the model sharded as `examples/training/parallel.py` shards it."""
 
     def __init__(self, kind: str, parts: int = 1) -> None:
         self.kind, self.parts = kind, parts
@@ -124,7 +124,7 @@ def step_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, dic
 
 
 #: Choices that the plan divides, in as few models as show each beside others.
-DIVIDED: dict[str, dict[str, Any]] = {
+SHARDED: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "norm": "layer_norm", "activation": "gelu_tanh", "attention_bias": True}
     | {"mlp_bias": True, "output_bias": True},
     "falcon": {"norm": "layer_norm", "activation": "gelu", "parallel_residual": True, "shared_attention_norm": True}
@@ -149,7 +149,7 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
         return {"loss": full(loss)} | {name: full(p.grad) for name, p in model.named_parameters()}
 
     found = {}
-    for name, fields in DIVIDED.items():
+    for name, fields in SHARDED.items():
         torch.manual_seed(0)
         whole = Transformer(ModelConfig(32, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields))
         with torch.no_grad():

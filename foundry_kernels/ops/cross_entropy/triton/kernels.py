@@ -184,19 +184,20 @@ def row_gradients(
     b_lse, b_low, b_picked, known, b_target, weight_ptr, weight_sum_ptr, n_cols, label_smoothing, share, z_loss,
     SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: what the probability of a class is multiplied by in its gradient, and the gradient of the target."""
+    """Returns for each row what the probability of a class is multiplied by in its gradient, and the target's
+    gradient."""
     b_w = row_weight(weight_ptr, b_target, known, COMPUTE)
     b_nll = (b_lse - b_picked) + b_low
     b_p = tl.exp(-b_nll)
     b_hard = b_w * (1.0 - label_smoothing)
     b_from_z = 2.0 * z_loss * b_w * b_lse
-    b_share = b_hard + b_from_z
+    b_factor = b_hard + b_from_z
     b_at = b_hard * expm1(-b_nll) + b_from_z * b_p
     if SMOOTH:
         weight_sum = load_weight_sum(weight_sum_ptr, n_cols, COMPUTE)
-        b_share += share * weight_sum
+        b_factor += share * weight_sum
         b_at += share * (weight_sum * b_p - b_w)
-    return b_share, b_at
+    return b_factor, b_at
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -227,7 +228,7 @@ def cross_entropy_bwd_kernel(
     b_lse = tl.load(lse_ptr + rows, mask=read, other=0.0)
     b_low = tl.load(lse_low_ptr + rows, mask=read, other=0.0)
     b_picked = capped(tl.load(logits_ptr + o_x + b_target, mask=read, other=0.0).to(COMPUTE), softcap, CAP)
-    b_share, b_at = row_gradients(
+    b_factor, b_at = row_gradients(
         b_lse, b_low, b_picked, known, b_target, weight_ptr, weight_sum_ptr, n_cols, label_smoothing, share, z_loss,
         SMOOTH, COMPUTE,
     )  # fmt: skip
@@ -235,7 +236,7 @@ def cross_entropy_bwd_kernel(
     mask = (cols < n_cols)[None, :] & live[:, None]
     b_x = tl.load(logits_ptr + o_x[:, None] + cols[None, :], mask=mask & read[:, None], other=0.0).to(COMPUTE)
     b_y = capped(b_x, softcap, CAP)
-    b_v = b_share[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
+    b_v = b_factor[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
     if SMOOTH:
         if weight_ptr is None:
             b_v -= share

@@ -72,7 +72,8 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *dstats: None) -> Any:
-        """Without lse a statistic is the second result, and its gradient, None, arrives as `dlse`."""
+        """Returns the gradients. Where lse is no result a statistic is the second, and its gradient, None, is
+        `dlse`."""
         refuse_second_derivative("flash_attention")
         if dout is None and dlse is None:
             return None, None, None, None, None

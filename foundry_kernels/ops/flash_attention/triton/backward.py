@@ -39,9 +39,9 @@ def flash_attention_preprocess_kernel(
     HAS_DLSE: tl.constexpr, NEED_DSINKS: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of each row delta = dout . out - dlse, 0 where it sees no key, and lse in units of log2(e), +inf where it sees no
-    key, so that all its probabilities are 0; and these rows' part of the gradient of the sinks, into dsinks [tiles of
-    all sequences, H]. Packed sequences are one sequence here: rows do not depend on each other.
+    """Writes for each row delta = dout . out - dlse, 0 where it sees no key, and lse in units of log2(e), +inf where it
+    sees no key, so that all its probabilities are 0; and these rows' part of the gradient of the sinks, into dsinks
+    [tiles of all sequences, H]. Packed sequences are one sequence here: rows do not depend on each other.
 
     LSE_LOW: for float32 lse comes in float64 and is handed on in two parts. In one, a score of 200 would have a
     probability that is off by 1e-5, and not the one of the forward pass.
@@ -79,7 +79,7 @@ def flash_attention_preprocess_kernel(
 @triton.jit
 def _hide(b_z, i0, k_pos, scoring, mask, sizes):
     """The transposed scores [N, M] of the queries from i0 on, -inf where they do not see the key at k_pos [N, 1]. Of
-    three ways to the same, the one that does not spill."""
+    three variants of the same, the one that does not spill."""
     rows = tl.arange(0, sizes.BLOCK_M)[None, :]
     if sizes.BLOCK_D > 128:
         m_seen = in_window(k_pos - (i0 + rows), mask)
@@ -111,7 +111,7 @@ def _accumulate_dkdv(
         m_rows = rows < seqlen_q
         b_q = load_rows(rows_from(q, first), seqlen_q - i0, sizes.BLOCK_M, sizes.BLOCK_D, sizes.D, True)  # [M, D]
         b_lse = tl.load(saved.lse_log2 + rows, mask=m_rows, other=float("inf"))
-        if DELTA_FIRST:  # not where it is used: of two ways to the same, the one that does not spill
+        if DELTA_FIRST:  # not where it is used: of two variants of the same, the one that does not spill
             b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring)
         b_z = b_s * factor - b_lse
@@ -145,7 +145,7 @@ def _accumulate_dkdv(
 def flash_attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    n_batch, n_shares, members, num_splits, section, tokens_q, tokens_k,
+    n_batch, n_parts, members, num_splits, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
@@ -158,14 +158,14 @@ def flash_attention_dkdv_kernel(
     they come first in their section. ADD_DQ: dq is [B, H, tokens, D] in COMPUTE, holds zeros before, and is still to be
     multiplied by `natural_scale`; it needs HAS_RIGHT.
 
-    A share is `members` query heads of one key-value head, each of which has `num_splits` shares and as many heads in
+    A part is `members` query heads of one key-value head, each of which has `num_splits` parts and as many heads in
     dk and dv."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
     sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N)
-    n, share, tile, tiles = program_order(n_batch, n_shares, section)
-    kv_head = share // num_splits
+    n, part, tile, tiles = program_order(n_batch, n_parts, section)
+    kv_head = part // num_splits
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
         n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
     )
@@ -192,7 +192,7 @@ def flash_attention_dkdv_kernel(
     DELTA_FIRST: tl.constexpr = ADD_DQ or (
         VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
     )
-    for head in range(share * members, share * members + members):
+    for head in range(part * members, part * members + members):
         q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, start_q)
         dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, start_q)
         at = n * stride_lseb + head * tokens_q + start_q
@@ -205,11 +205,11 @@ def flash_attention_dkdv_kernel(
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
-        dk = head_rows(dk_ptr, stride_dkb, stride_dkh, stride_dks, n, share, first)
+        dk = head_rows(dk_ptr, stride_dkb, stride_dkh, stride_dks, n, part, first)
         store_rows(dk, seqlen_k - j0, b_dk, BLOCK_N, BLOCK_D, D)
     if NEED_DV:
         b_dv = round_to(b_dv, dv_ptr.dtype.element_ty)
-        dv = head_rows(dv_ptr, stride_dvb, stride_dvh, stride_dvs, n, share, first)
+        dv = head_rows(dv_ptr, stride_dvb, stride_dvh, stride_dvs, n, part, first)
         store_rows(dv, seqlen_k - j0, b_dv, BLOCK_N, BLOCK_DV, DV)
 
 
@@ -218,7 +218,7 @@ def flash_attention_sum_splits_kernel(
     parts_ptr, sum_ptr, n_heads, num_splits, tokens, stride_sb, stride_sh, stride_st, scale,
     COMPUTE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dk or dv: `scale` times the sum of what the shares of each key-value head left, [B, Hk, splits, tokens, D], in
+    """dk or dv: `scale` times the sum of what the parts of each key-value head left, [B, Hk, splits, tokens, D], in
     their order. Packed sequences are one sequence here."""
     pid = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_M)

@@ -126,8 +126,8 @@ _MOST_PROGRAMS = 4
 
 
 def head_splits(programs: int, group: int, queries: int, uneven: bool, at_once: int) -> int:
-    """Into how many shares a group of heads is split, of so many `programs` that visit the `queries` of a whole group,
-    `at_once` of them at a time. `uneven`: some see all queries and some hardly any, those with most to do first.
+    """Returns into how many parts a group of heads is split, for so many `programs` that visit the `queries` of a whole
+    group, `at_once` of them at a time. `uneven`: some see all queries and some hardly any, those with most to do first.
 
     The last program's end is what is to come early, counted in rows of queries. By shapes alone: so the order of the
     sums is the same in every call.
@@ -156,7 +156,7 @@ def _head_splits(p: _Problem, block_n: int) -> int:
 
 @planned
 def _adds_dq(p: _Problem) -> bool:
-    """Whether one kernel makes all gradients where its sums need not be deterministic: where the table has a row for
+    """Whether one kernel makes all gradients where its sums need not be deterministic: where the table has a config for
     it, and there are more queries than fit one tile, to which all programs would add."""
     row = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed)
     return row is not None and p.max_seqlen_q > row["BLOCK_M"]
@@ -169,14 +169,15 @@ Strides = tuple[int, ...] | None
 def _plan_dkdv(
     p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides, add_dq: bool
 ) -> tuple[Plan, int, tuple[Plan, ...]]:
-    """The launch, into how many shares a group of heads is split and, where it is, the launches that sum dk and dv."""
+    """Returns the launch, into how many parts a group of heads is split and, where it is, the launches that sum dk and
+    dv."""
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     flags["ADD_DQ"] = add_dq
     config = p.config("dkdv")
     if add_dq:
         config = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed) or config
     splits = _head_splits(p, config["BLOCK_N"])
-    shares, members = p.n_kv_heads * splits, p.group // splits
+    parts, members = p.n_kv_heads * splits, p.group // splits
     written: tuple[Strides, Strides] = (dk, dv)
     sums: tuple[Plan, ...] = ()
     if splits > 1:
@@ -184,28 +185,28 @@ def _plan_dkdv(
             _plan_sum(p, splits, dk, p.head_dim, p.natural_scale),
             _plan_sum(p, splits, dv, p.head_dim_v, 1.0),
         )
-        written = _parts_strides(p, shares, p.head_dim), _parts_strides(p, shares, p.head_dim_v)
+        written = _parts_strides(p, parts, p.head_dim), _parts_strides(p, parts, p.head_dim_v)
     numbers = (
-        p.n_batch, shares, members, splits, p.section(members * p.max_seqlen_q, splits),
+        p.n_batch, parts, members, splits, p.section(members * p.max_seqlen_q, splits),
         *_numbers(p, dout, *written),
     )  # fmt: skip
     options = p.numbers | p.constants | {"natural_scale": 1.0 if splits > 1 else p.natural_scale}
     if add_dq and not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
         options |= {"HAS_RIGHT": True, "right": p.reach}
     tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
-    return Plan((tiles * p.n_batch * shares,), numbers, options | flags | config), splits, sums
+    return Plan((tiles * p.n_batch * parts,), numbers, options | flags | config), splits, sums
 
 
 def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
-    """Of dk or dv, what each share of a group leaves: at most 4 bytes for each column of `_MOST_PROGRAMS` tiles of keys
-    a multiprocessor."""
+    """Returns memory for what each part of a group adds to dk or dv: at most 4 bytes for each column of
+    `_MOST_PROGRAMS` tiles of keys a multiprocessor."""
     n_batch, n_kv_heads, tokens, width = target.shape
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     return torch.empty((n_batch, n_kv_heads * splits, tokens, width), dtype=dtype, device=target.device)
 
 
-def _parts_strides(p: _Problem, shares: int, width: int) -> tuple[int, ...]:
-    return (shares * p.tokens_k * width, p.tokens_k * width, width, 1)
+def _parts_strides(p: _Problem, parts: int, width: int) -> tuple[int, ...]:
+    return (parts * p.tokens_k * width, p.tokens_k * width, width, 1)
 
 
 def _plan_sum(p: _Problem, splits: int, result: Strides, width: int, scale: float) -> Plan:
@@ -224,7 +225,7 @@ def _launch_dkdv(
     dv: Tensor | None,
     dq: Tensor | None,
 ) -> None:
-    """With dq all three, the sums of dq in memory of their own."""
+    """Launches the kernel for dk and dv, with dq for all three; the sums of dq are in memory of their own."""
     results = [None if x is None else _batched(x) for x in (dk, dv)]
     widths = (p.head_dim, p.head_dim_v)
     targets = [None if x is None else _target(x, width) for x, width in zip(results, widths, strict=True)]

@@ -1,6 +1,6 @@
 """Tiles, warps and pipeline stages: a table keyed on kernel, class of device, head dimension and dtype.
 
-BLOCK_M counts queries, BLOCK_N keys; of "decode" BLOCK_M is the most rows, queries of a group's heads, that it serves.
+BLOCK_M counts queries, BLOCK_N keys; of "decode" BLOCK_M is the most rows, queries of a group's heads, that it takes.
 The compiler's report (`python -m foundry_kernels inspect flash_attention`) bounds each row: no spilled register and the
 class's shared memory, with every option in use. Where that left a choice, a row starts from tiles published for the
 same kernel shape; none has been measured here, since no GPU has run it yet.
@@ -75,8 +75,8 @@ _SINGLE_CDNA = {
     "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1)},
 }
 
-#: Where Triton is older than 3.7, in place of a row with which it would spill: by class of device, kernel, head
-#: dimension and `needs_registers` (see `config`).
+#: Where Triton is older than 3.7, in place of a launch config with which it would spill: by class of device, kernel,
+#: head dimension and `needs_registers` (see `config`).
 _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
     ("ampere", "dkdv", 64, True): (32, 64, 8, 2),  # a stage less
     ("hopper", "fwd", 64, False): (128, 64, 8, 3),  # half the keys a tile
@@ -141,7 +141,7 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         key = (device_of(capability).name, kernel, max(64, head_dim), needs_registers)
         m, n, warps, stages = _BEFORE_3_7.get(key, (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
-    if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both ways
+    if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both variants
         if capability == 0:
             launch["AHEAD"] = dtype in (torch.float32, torch.float16)
         else:
@@ -171,7 +171,7 @@ def added_row(
     return launch
 
 
-#: What `python -m foundry_kernels tune` tries beside a 16-bit row of the table: tiles published for kernels of this
+#: What `python -m foundry_kernels tune` tries beside a 16-bit config of the table: tiles published for kernels of this
 #: kind, and one step from them in warps or stages. What does not fit a GPU is dropped there.
 _TRIED: dict[str, tuple[Row, ...]] = {
     "fwd": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
@@ -185,7 +185,7 @@ _TRIED: dict[str, tuple[Row, ...]] = {
 def rows(
     kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool
 ) -> list[dict[str, Any]]:
-    """`config`, and the rows that may be measured to be better. In the interpreter another tile stands for them."""
+    """`config`, and those that may be measured to be better. In the interpreter another tile stands for them."""
     own = config(kernel, capability, head_dim, dtype, needs_registers)
     if kernel in ("preprocess", "sum_splits") or needs_registers or (dtype.itemsize != 2 and capability != 0):
         return [own]
@@ -203,7 +203,8 @@ def rows(
 
 
 def combine_rows(block_dv: int, most: int) -> list[dict[str, int]]:
-    """Of the kernel that adds up to `most` splits: how many at once, and warps, the built-in row first."""
+    """Returns launch configs of the kernel that adds up to `most` splits: splits at once and warps, the default
+    first."""
     own = min(most, 4096 // block_dv)
     found: list[dict[str, int]] = []
     for splits, warps in ((own, 4), (own, 2), (own, 8), (own // 2, 4), (own // 2, 2), (min(most, 2 * own), 8)):

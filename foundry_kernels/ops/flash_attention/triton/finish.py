@@ -11,8 +11,8 @@ from foundry_kernels.ops.flash_attention.triton.softmax import LN2, add_sink
 
 @triton.jit
 def finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """From the sums b_acc [M, DV] and the state of the softmax [M]: out to the rows p_out [M, 1], and to `at` [M] what
-    is kept of a row. `head` is that of all rows, or of each [M]."""
+    """Writes, from the sums b_acc [M, DV] and the state of the softmax [M], out to the rows p_out [M, 1], and to `at`
+    [M] what is kept of a row. `head` is that of all rows, or of each [M]."""
     b_m, b_l, b_e = state
     m_empty = b_m == -float("inf")
     if results.max_logit is not None:

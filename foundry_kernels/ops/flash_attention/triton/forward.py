@@ -54,8 +54,8 @@ def _attend_range(
     for tile in range(end - 1, begin - 1, -1):
         j0 = tl.multiple_of(tile * sizes.BLOCK_N, sizes.BLOCK_N)
         if AHEAD:  # the next tile is whole; where there is none, nothing is loaded or, in whole tiles, this one again
-            b_now, ahead = b_qk, tl.maximum(tile - 1, first_tile)
-            b_qk = _products(b_q, keys.k, ahead, ahead < tile, MASKED, sizes)
+            b_now, following = b_qk, tl.maximum(tile - 1, first_tile)
+            b_qk = _products(b_q, keys.k, following, following < tile, MASKED, sizes)
         else:
             m_keys = tl.arange(0, sizes.BLOCK_N)[:, None] < keys.seqlen - j0
             b_now = _products(b_q, keys.k, tile, m_keys, MASKED, sizes)

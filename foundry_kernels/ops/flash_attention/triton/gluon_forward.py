@@ -72,7 +72,7 @@ class Form(NamedTuple):
 
 @gluon.jit
 def _wait(tiles, i, form):
-    """Until tile i is in its buffer."""
+    """Waits until tile i is in its buffer."""
     mbarrier.wait(tiles.ready.index(i % form.STAGES), (i // form.STAGES) & 1)
 
 

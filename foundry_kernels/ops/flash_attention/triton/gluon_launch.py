@@ -1,4 +1,4 @@
-"""Which calls the kernel in `gluon_forward` can serve, its rows, and its launch."""
+"""Which calls the kernel in `gluon_forward` supports, its launch configs, and its launch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ except ImportError as error:  # a part of Triton that is called experimental, an
 
 Row = dict[str, Any]
 
-#: What may be on or given among the constants of the usual kernel: sizes, the mask's right edge, and lse, which is made
-#: in any case.
-_SERVED = frozenset({"COMPUTE", "D", "DV", "BLOCK_D", "BLOCK_DV", "BOTTOM_RIGHT", "HAS_RIGHT", "SAVE_LSE"})
+#: What may be on or given among the constants of the default kernel: sizes, the mask's right edge, and lse, which is
+#: made in any case.
+_SUPPORTED = frozenset({"COMPUTE", "D", "DV", "BLOCK_D", "BLOCK_DV", "BOTTOM_RIGHT", "HAS_RIGHT", "SAVE_LSE"})
 
 #: By head dimension: queries of a consumer, keys of a tile and tiles in shared memory. More keys, and products are no
 #: longer under way during the softmax: there are too few registers for two tiles of scores.
@@ -37,19 +37,19 @@ _FARTHEST = 1 << 40
 
 
 def rows(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> list[Row]:
-    """Of a call, to be measured beside the rows of the usual kernel; none where this one does not serve it. `flags` are
-    those of the usual kernel besides the problem's, `out` the strides of the result. GLUON: no GPU has run it (see
-    `tuning.NEVER_RUN`)."""
-    if not serves(p, flags, out):
+    """Returns a call's launch configs, to be measured beside those of the default kernel; none where this one does not
+    support the call. `flags` are those of the default kernel besides the problem's, `out` the strides of the result.
+    GLUON: no GPU has run it (see `tuning.NEVER_RUN`)."""
+    if not supports(p, flags, out):
         return []
     m, n, stages = _TILES[p.head_dim]
     row = {"GLUON": True, "BLOCK_M": m, "BLOCK_N": n, "STAGES": stages, "num_warps": 4}
     return [row | {"TURNS": True}, row | {"TURNS": False}]
 
 
-def serves(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
+def supports(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
     """Dense 16-bit heads of 64 or 128, full or causal, on compute capability 9.0. A call with anything on besides
-    `_SERVED` is left to the usual kernel."""
+    `_SUPPORTED` is left to the default kernel."""
     on = {name for name, value in (p.constants | flags).items() if value is not False}
     return (
         MISSING is None
@@ -57,7 +57,7 @@ def serves(p: _Problem, flags: dict[str, bool], out: tuple[int, ...]) -> bool:
         and p.dtype in (torch.bfloat16, torch.float16)
         and p.head_dim in _TILES
         and p.head_dim_v == p.head_dim
-        and on <= _SERVED
+        and on <= _SUPPORTED
         and p.numbers["scale"] > 0
         and p.tokens_k > 0
         and addressable(p, out)
@@ -96,8 +96,8 @@ def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
 
 
 def descriptor(x: Tensor, rows: int) -> Any:
-    """Of x [B, H, T, D], for blocks of so many rows of a head. Where there is one of something its stride is of no
-    use, but must be a valid one."""
+    """Returns the descriptor of x [B, H, T, D], for blocks of so many rows of a head. The stride of a dimension of size
+    1 is not used, but must be valid."""
     block = [1, 1, rows, x.shape[3]]
     dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     strides = [s if size > 1 else x.shape[3] for size, s in zip(x.shape[:3], x.stride()[:3], strict=True)]

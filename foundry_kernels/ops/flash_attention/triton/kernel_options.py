@@ -23,7 +23,7 @@ def options_of(numbers: tuple[Any, ...]) -> AttentionOptions:
 
 
 class KernelOptions(NamedTuple):
-    """By the names of the parameters of the kernels that compute scores."""
+    """The options by the names of the parameters of the kernels that compute scores."""
 
     numbers: dict[str, Any]
     constants: dict[str, bool]

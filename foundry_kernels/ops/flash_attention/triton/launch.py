@@ -75,7 +75,7 @@ def _row_layout(shape: tuple[int, ...], strides: tuple[int, ...], width: int) ->
 
 
 def fake_rows(x: Tensor, width: int) -> Tensor:
-    """As `_empty_rows`, for sizes that may be symbolic."""
+    """Does the same as `_empty_rows`, for sizes that may be symbolic."""
     order = storage_order(x)
     shape = [*x.shape[:-1], width]
     return torch.empty([shape[d] for d in order], dtype=x.dtype, device=x.device).permute(inverse(order))
@@ -180,20 +180,20 @@ class _Problem:
         self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
 
     def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
-        """The row for `kernel`, with what is `fixed` in place of what the table says. `more`: rows of another kernel,
-        which dense calls can take in its place. They are a choice of their own, since a row of this kernel that was
-        measured on dense calls is for all others too."""
+        """The launch config for `kernel`, with what is `fixed` in place of what the table says. `more`: those of
+        another kernel, which dense calls can take in its place. They are a choice of their own, since a config of this
+        kernel that was measured on dense calls is for all others too."""
         name = f"flash_attention_{kernel}_kernel"
         tags, found = self._rows(kernel)
         rows = [row | fixed for row in found]
-        usual = choose(name, tags, rows, self.device)
+        default = choose(name, tags, rows, self.device)
         if not more or is_forced(name, tags, rows):
-            return usual
+            return default
         chosen = choose(name, f"{tags} dense", [rows[0], *more], self.device)
-        return usual if chosen == rows[0] else chosen
+        return default if chosen == rows[0] else chosen
 
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
-        """What tells the launch apart from others with the same row, and the rows."""
+        """What tells the launch apart from others with the same config, and the configs."""
         width, needs_registers = self.width_and_needs()
         found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
         return f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}", found
@@ -204,14 +204,14 @@ class _Problem:
         return max(blocks), self.needs_registers or blocks != (self.head_dim, self.head_dim_v)
 
     def section(self, tokens: int, num_splits: int = 1) -> int:
-        """How many sequences' key-value heads, or shares of them, each of which makes its programs read two tensors of
+        """How many sequences' key-value heads, or parts of them, each of which makes its programs read two tensors of
         so many rows, find these in L2 together. See `program_order`."""
         row_bytes = (self.head_dim + self.head_dim_v) * self.dtype.itemsize
         fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
         return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
 
     def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Of the sequence, the head and the token; packed sequences are told apart by cu_seqlens."""
+        """Returns the strides of the sequence, the head and the token; packed sequences are found by cu_seqlens."""
         found: list[int] = []
         for strides in tensors:
             sequence, head, token, _ = strides or (0, 0, 0, 0)

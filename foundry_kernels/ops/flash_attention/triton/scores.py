@@ -1,4 +1,4 @@
-"""From the products q.k to scores: scale, soft cap, ALiBi. Scores are in units of log2(e), see `softmax`."""
+"""Scores from the products q.k: scale, soft cap, ALiBi. Scores are in units of log2(e), see `softmax`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sequence lies: a row of a dense batch, or a part of packed tokens."""
+"""The place of a sequence: a row of a dense batch, or a part of packed tokens."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def store_rows(x, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def add_rows(x, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """As `store_rows`, added to what is there, where other programs add at the same time."""
+    """Adds to what `store_rows` would overwrite, where other programs add at the same time."""
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     tl.atomic_add(x.ptr + rows * x.stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH), sem="relaxed")

@@ -26,7 +26,7 @@ _TOGETHER = 8
 
 
 def most_tiles(rows: int, groups: int, block: int) -> int:
-    """Of tiles of `block` rows, whatever the sizes of the groups, the rows that belong to none being one more."""
+    """Returns an upper bound on the tiles of `block` rows over all sizes of groups; rows of no group are one more."""
     some = min(groups + 1, rows)  # those that have rows: of each but the last tile is full
     return (rows + some * (block - 1)) // block
 

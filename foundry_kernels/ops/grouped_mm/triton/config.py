@@ -78,8 +78,8 @@ _SINGLE_REGISTERS = 168
 
 
 def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> list[dict[str, int]]:
-    """Of the product, arch 0 being the interpreter: the first, then what `tune` tries beside it. `aligned`: all rows
-    begin at multiples of 16 numbers, which the compiler is told."""
+    """Returns the product's launch configs, arch 0 being the interpreter: the default, then what `tune` tries beside
+    it. `aligned`: all rows begin at multiples of 16 numbers, which the compiler is told."""
     if arch == 0:
         found = _INTERPRETED
     elif dtype.itemsize == 2 and not aligned:
@@ -92,7 +92,7 @@ def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> li
 
 
 def dweight_tiles(dtype: torch.dtype, arch: int, aligned: bool) -> list[dict[str, int]]:
-    """Of the gradient of the matrices, likewise."""
+    """Returns the launch configs of the matrices' gradient, the default first."""
     if arch == 0:
         found = _INTERPRETED
     elif dtype.itemsize == 2:

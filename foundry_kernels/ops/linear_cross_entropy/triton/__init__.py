@@ -1,4 +1,4 @@
-"""Two ways: chunks of tokens through Triton's cross-entropy, and tiles whose logits are never written at all."""
+"""Two paths: chunks of tokens through Triton's cross-entropy, and tiles whose logits are never written at all."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def linear_cross_entropy_target_kernel(
 
 @triton.jit
 def _center(b_picked):
-    """From where logits are counted in the sum of label smoothing."""
+    """Returns the value that logits are counted from in the sum of label smoothing."""
     return tl.where((b_picked == b_picked) & (tl.abs(b_picked) != float("inf")), b_picked, 0.0)
 
 
@@ -84,8 +84,8 @@ def linear_cross_entropy_fwd_kernel(
     CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of each row and a split of the classes, all but the target: the largest logit, the sum of the exponentials below
-    it, and for label smoothing the weighted sum of the logits' distances to the target's.
+    """Writes for each row and a split of the classes, all but the target, the largest logit, the sum of the
+    exponentials below it, and for label smoothing the weighted sum of the logits' distances to the target's.
 
     A program takes a tile of rows and walks over the split. Those of one split run next to each other: they read the
     same classes. A tile of which no row counts reads nothing.
@@ -189,11 +189,11 @@ def linear_cross_entropy_dlogits_kernel(
     b_lse = tl.load(lse_ptr + rows, mask=read, other=0.0)
     b_low = tl.load(lse_low_ptr + rows, mask=read, other=0.0)
     b_picked = tl.load(picked_ptr + rows, mask=read, other=0.0)
-    b_share, b_at = row_gradients(
+    b_factor, b_at = row_gradients(
         b_lse, b_low, b_picked, known, b_target, class_weight_ptr, weight_sum_ptr, n_cols,
         b_zero + label_smoothing, b_zero + share, b_zero + z_loss, SMOOTH, COMPUTE,
     )  # fmt: skip
-    b_v = b_share[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
+    b_v = b_factor[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
     if SMOOTH:
         if class_weight_ptr is None:
             b_v -= share

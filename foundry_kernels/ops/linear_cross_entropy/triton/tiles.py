@@ -245,5 +245,5 @@ def backward(
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:
-    """In place."""
+    """Multiplies x in place."""
     return x if factor is None else x.mul_(factor)

@@ -97,7 +97,7 @@ _rms_norm_dropout_bwd = define(
 def _gradients(
     x: Tensor | None, residual: Tensor | None, weight: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-    """In the order of `_RMSNorm.forward`; eps and the options have none."""
+    """Returns the gradients in the order of `_RMSNorm.forward`; eps and the options have none."""
     return x, residual, weight, None, None, None
 
 

@@ -1,7 +1,7 @@
 """The kernels of RMSNorm and, with CENTERED, of LayerNorm.
 
 Forward: a program keeps `BLOCK_ROWS` whole rows in registers, so x is read once; a row that does not fit is read twice
-by one program (three times for LayerNorm). Backward: a persistent grid. Each program sums its share of dW, and of the
+by one program (three times for LayerNorm). Backward: a persistent grid. Each program sums its part of dW, and of the
 bias's gradient, in float32 (in registers, or for wide rows in its own row of the partial buffer); one more kernel sums
 the partials and rounds. There are no atomics, so gradients are bitwise deterministic on one device.
 

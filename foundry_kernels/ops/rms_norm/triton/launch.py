@@ -62,7 +62,7 @@ _RESERVED = 4 << 10
 
 
 def _stages(row: dict[str, Any], row_bytes: int, capability: int) -> dict[str, Any]:
-    """`row` of a backward pass, with the loads of two tiles ahead in flight where shared memory has room for two
+    """`row` of a backward pass, with the loads of two tiles prefetched where shared memory has room for two
     programs' tiles. They take the place of registers, so that two programs of 16 warps fit where one did."""
     tile = 2 * row["BLOCK_ROWS"] * row_bytes
     if 2 * tile > device_of(capability).sm_shared - _RESERVED:
@@ -85,7 +85,7 @@ def rows(
     Rows of other widths than multiples of 16 are left as they are: their registers would have to be looked at.
 
     row_bytes: of all that a backward pass reads of a row, where that is regular (one row after the other, aligned);
-    None where it is not, and nothing is loaded ahead. A backward pass `needs_few_registers` where there is no dh.
+    None where it is not, and nothing is prefetched. A backward pass `needs_few_registers` where there is no dh.
     """
     needs = {"needs_few_registers": needs_few_registers, "centered": centered, "dropout": dropout}
     own = config(n_cols, backward=backward, **needs, capability=capability)
@@ -136,7 +136,7 @@ def _choose(
     found: list[dict[str, Any]],
     dropout: bool,
 ) -> dict[str, Any]:
-    """The row for a launch. "wide" says which kernel it is for, and is not an option of the kernel's."""
+    """The config of a launch. "wide" says which kernel it is for, and is not an option of the kernel's."""
     if found[0]["wide"]:
         return found[0]
     if dropout:  # nothing of it is measured; a counter of the generator has four columns
@@ -148,7 +148,7 @@ def _choose(
 
 #: (y, h, mean, rstd), of which what is not wanted is None.
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-#: (dx, dw, db), likewise.
+#: (dx, dw, db), of which what is not wanted is None.
 Backward = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 

@@ -31,7 +31,7 @@ def _dense_strides(shape: tuple[int, ...], strides: tuple[int, ...], order: tupl
 
 
 def _dense_fake(x: Tensor, order: list[int] | None) -> Tensor:
-    """As `_dense`, for sizes that may be symbolic."""
+    """Does the same as `_dense`, for sizes that may be symbolic."""
     order = storage_order(x) if order is None else order
     return torch.empty([x.shape[d] for d in order], dtype=x.dtype, device=x.device).permute(inverse(order))
 
@@ -73,7 +73,7 @@ _rope_apply = define(
 
 
 def _rope_gradients(q: Tensor | None, k: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-    """In the order of `_Rope.forward`; cos and what follows it have none."""
+    """Returns the gradients in the order of `_Rope.forward`; cos and what follows it have none."""
     return q, k, None, None, None
 
 
@@ -212,7 +212,7 @@ def _qk_norm_rope_gradients(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """In the order of `_QKNormRope.forward`; cos and what follows it have none."""
+    """Returns the gradients in the order of `_QKNormRope.forward`; cos and what follows it have none."""
     cos = sin = eps = weight_options = options = None
     return q, k, q_weight, k_weight, cos, sin, eps, weight_options, options
 

@@ -1,9 +1,9 @@
 """The kernels: rotary embedding, with or without norms before it, and the gradient through the norms.
 
-One launch serves q and k. A program takes `BLOCK_TOKENS` tokens of one sequence, loads their angles once and loops over
-chunks of `BLOCK_HEADS` heads of q, then of k; `splits` programs share the chunks. The gradient of a rotation is the
-rotation back, by the same kernel. The gradient through the norms has a persistent grid: each program sums its share of
-the weights' gradients in float32, and one more kernel sums the programs'. There are no atomics, so gradients are
+One launch computes q and k. A program takes `BLOCK_TOKENS` tokens of one sequence, loads their angles once and loops
+over chunks of `BLOCK_HEADS` heads of q, then of k; `splits` programs share the chunks. The gradient of a rotation is
+the rotation back, by the same kernel. The gradient through the norms has a persistent grid: each program sums its part
+of the weights' gradients in float32, and one more kernel sums the programs'. There are no atomics, so gradients are
 bitwise deterministic on one device.
 
 The D values of a head are kept as pairs (a, b), two blocks of `BLOCK` >= D/2, so that norms and rotation are the same
@@ -92,7 +92,7 @@ def _rotate(b_a, b_b, b_cos, b_sin, D: tl.constexpr, HALF: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _tile_rows(tile, n_tokens, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr):
-    """Of tile number `tile`: its batch, the tokens [N] of its rows, and their heads [N] within a chunk."""
+    """Returns for tile number `tile` its batch, the tokens [N] of its rows, and their heads [N] within a chunk."""
     tiles = tl.cdiv(n_tokens, BLOCK_TOKENS)
     row = tl.arange(0, BLOCK_TOKENS * BLOCK_HEADS)
     tokens = (tile % tiles) * BLOCK_TOKENS + row // BLOCK_HEADS
@@ -202,7 +202,7 @@ def _normed_gradient(
     ROUND_FIRST: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of x's items: dx, and its row of dw_ptr [programs, D]. Either pointer may be None."""
+    """This program's part of x's items: dx, and its row of dw_ptr [programs, D]. Either pointer may be None."""
     b_dwa = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
     b_dwb = tl.zeros([BLOCK_TOKENS * BLOCK_HEADS, BLOCK], COMPUTE)
     if w_ptr is not None:

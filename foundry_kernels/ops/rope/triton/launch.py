@@ -248,7 +248,7 @@ def _plan_backward(
 
 
 def check_positions(positions: Tensor | None, cos: Tensor) -> None:
-    """On the CPU; on a GPU the check would have to synchronize."""
+    """Checks positions on the CPU; on a GPU the check would have to synchronize."""
     if positions is not None and positions.device.type == "cpu" and positions.numel() > 0:
         low, high = (int(x) for x in positions.aminmax())
         if low < 0 or high >= cos.shape[-2]:
@@ -308,7 +308,7 @@ def _split(options: dict[str, Any], shape: tuple[int, ...], device: torch.device
 
 
 def _partial(dw: Tensor | None, x: Tensor, grid: int) -> Tensor | None:
-    """A row for each program's share of a weight's gradient."""
+    """A row for each program's part of a weight's gradient."""
     if dw is None:
         return None
     accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -316,7 +316,7 @@ def _partial(dw: Tensor | None, x: Tensor, grid: int) -> Tensor | None:
 
 
 def _strides(*tensors: tuple[int, ...] | None) -> list[int]:
-    """Of each over batch, heads and tokens."""
+    """Returns each tensor's strides over batch, heads and tokens."""
     return [s for strides in tensors for s in (strides or (0, 0, 0))[:3]]
 
 
