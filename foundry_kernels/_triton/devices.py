@@ -39,7 +39,7 @@ _KB = 1 << 10
 
 #: By compute capability, 90 for 9.0; AMD's by the number in gfx942. 0 is Triton's interpreter, whose cases are small.
 DEVICES = {
-    0: Device("interpreter", 4, 96 * _KB, 96 * _KB, 64),
+    0: Device("interpreter", 4, 99 * _KB, 100 * _KB, 64),
     80: Device("ampere", 108, 163 * _KB, 164 * _KB, 64),  # A100
     86: Device("small", 128, 99 * _KB, 100 * _KB, 48),  # A10, RTX 3090
     87: Device("ampere", 108, 163 * _KB, 164 * _KB, 48),  # Orin
