@@ -59,7 +59,7 @@ def config(
 
 #: Shared memory of a multiprocessor that programs cannot have.
 _RESERVED = 4 << 10
-#: AMD's launches were compiled with this bound, whatever the LDS: all fit, and none spills (tests/tools/test_aot_amd.py).
+#: AMD's launches were compiled with this bound, whatever the LDS; all fit, and none spills (test_aot_amd.py).
 _ROOM_ON_CDNA = 96 << 10
 
 
