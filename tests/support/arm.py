@@ -166,7 +166,7 @@ def build_wheel() -> Path:
 
 def instruction_sets(cpu: str) -> list[str]:
     """Those that the installed extension finds usable on an emulated processor."""
-    code = "from foundry_kernels import _native; print(*extension.build_info()['usable_instruction_sets'])"
+    code = "from foundry_kernels.core import extension; print(*extension.build_info()['usable_instruction_sets'])"
     return run(PYTHON, "-P", "-c", code, cwd=HERE, env=environment(cpu)).split()
 
 
