@@ -7,7 +7,7 @@
 namespace foundry {
 
 constexpr double kSmallest = 0x1p-126, kLargest = 0x1p127;  // between which float32 has its full precision
-constexpr int64_t kMaxHeadDim = 256;                        // of attention
+constexpr int64_t kMaxHeadDim = 512;                        // of attention
 
 inline bool is_positive_number(double value) { return value >= kSmallest && value <= kLargest; }
 inline bool is_number(double value) { return value == 0.0 || is_positive_number(std::abs(value)); }

@@ -21,7 +21,7 @@ from foundry_kernels.core.checks import (
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 ALIGNMENTS = ("bottom_right", "top_left")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
