@@ -130,6 +130,7 @@ struct AttentionBackward : AttentionInputs {
   float* sums;  // see AttentionBackwardTask
   void* dbias;  // of bias_type, or null
   PairStrides dbias_strides;
+  bool own_dbias;  // each pair has an element of its own, which the tasks write; else tasks of its own make it
 
   // dk and dv are summed in place where they are float and their rows whole registers.
   bool in_place(int64_t width) const { return type == Dtype::f32 && width % kAttentionPad == 0; }
@@ -163,6 +164,17 @@ struct AttentionBackwardTask {
   int64_t work_left;                   // of this task and the longest line of those that wait for it
 };
 
+// A task that sums the elements of dbias that these pairs have a part in, and no others: those of some rows and keys, or
+// of all of what shares them. It has one sequence, head or block of rows, or all.
+struct AttentionBiasTask {
+  int64_t sequence_begin, sequence_end, kv_head_begin, kv_head_end, row_begin, row_end, key_begin, key_end;
+};
+
+constexpr int64_t kBiasTaskKeys = 256;  // of a task at most, where keys have elements of their own
+
+// Elements of a key that such a task has at most: rows of a block, tokens of a tile or heads of a group.
+inline int64_t attention_bias_sums_width(int64_t group) { return round_up(group, kAttentionRows); }
+
 // delta = sum(dout * out) - dlse of each row, 0 for a row without keys.
 struct AttentionDelta {
   const void *out, *dout;
@@ -182,6 +194,9 @@ inline int64_t attention_backward_scratch(int64_t head_dim, int64_t head_dim_v, 
          kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv) + attention_bias_scratch(bias);
 }
 
+// The sums of a task for the bias, besides attention_backward_scratch.
+inline int64_t attention_bias_sums(int64_t group) { return kBiasTaskKeys * attention_bias_sums_width(group); }
+
 // Floats of one row in AttentionForward::splits.
 inline int64_t attention_split_size(int64_t head_dim_v) { return round_up(head_dim_v, kAttentionPad) + kAttentionPad; }
 
@@ -195,6 +210,8 @@ FK_DECLARE_PER_ISA_AND_AMX(void, attention_decode, const AttentionForward& args,
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_combine, const AttentionForward& args, const AttentionTask& task,
                            int64_t num_splits)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_backward, const AttentionBackward& args, const AttentionBackwardTask& task,
+                           float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_bias_gradient, const AttentionBackward& args, const AttentionBiasTask& task,
                            float* scratch)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
                            int64_t token_end)

@@ -78,7 +78,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
   const int64_t head = task.kv_head * a.group, kv_head = task.kv_head, n_rows = s.q_len * a.group;
   const int64_t padded_d = round_up(a.head_dim, kAttentionPad), padded_dv = round_up(a.head_dim_v, kAttentionPad);
   const int64_t lanes = lanes_of<E>(a.head_dim), value_lanes = lanes_of<E>(a.head_dim_v);
-  const bool need_scores = a.dq || a.dk, shared = task.sums >= 0;
+  const bool need_scores = a.dq || a.dk || a.own_dbias, shared = task.sums >= 0;
   float* dq_sums = shared ? a.sums + task.sums : nullptr;
   float* key_sums = shared ? dq_sums + a.dq_sums(n_rows) : scratch.sums;
   const KeySums dk(a, a.dk, a.head_dim, key_offset(a.dk_strides, s, kv_head, 0), a.dk_strides.token, key_sums);
@@ -126,7 +126,8 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
         const auto values = tiles.values(begin, n, scratch.values);
         multiply_rows<E>(b, decoded, values, n, a.head_dim_v, scratch.dout, scratch.dout_t, scratch.dscores);
       }
-      differentiate<E>(a, s, head, b, scratch, begin, n, first_key, false);
+      differentiate<E>(a, s, head, b, scratch, begin, n, first_key, a.own_dbias);
+      if (a.own_dbias) write_bias_tile(a, s, head, b, begin, n, scratch.bias_rows, scratch.bias);
       if (a.dv)
         multiply<E>(n, padded_dv / kLanes, weights, right(dout), dout.ld / kPer<E>, steps_of<E>(b.count),
                     dv.data + begin * dv.ld, dv.ld, Start::add);

@@ -45,5 +45,27 @@ inline void read_bias_tile(const AttentionInputs& a, const AttentionSequence& s,
   transpose(by_rows, kAttentionKeys, rows, round_up(n, kLanes), out, kAttentionRows);
 }
 
+// Writes the gradients of a row's bias for keys [key, key + n); `offset` is where that of the row's key 0 is.
+inline void write_bias_row(const AttentionBackward& a, int64_t offset, int64_t key, const float* row, int64_t n) {
+  const int64_t stride = a.dbias_strides.key;
+  with_type(a.bias_type, [&](auto* type) {
+    auto* out = static_cast<decltype(type)>(a.dbias) + offset + key * stride;
+    if (stride == 1) return narrow(row, n, out);
+    for (int64_t j = 0; j < n; ++j) Part{1}.store(out + j * stride, splat(row[j]));
+  });
+}
+
+// Writes a tile's gradients, [keys, kAttentionRows], where each pair has an element of its own.
+inline void write_bias_tile(const AttentionBackward& a, const AttentionSequence& s, int64_t head, const BlockRows& b,
+                            int64_t key, int64_t n, const float* tile, float* by_rows) {
+  const PairStrides& strides = a.dbias_strides;
+  transpose(tile, kAttentionRows, round_up(n, kLanes), b.vecs * kLanes, by_rows, kAttentionKeys);
+  for (int64_t r = 0; r < b.count; ++r) {
+    const int64_t row = b.row + r;
+    const int64_t at = (head + row % a.group) * strides.head + row / a.group * strides.query;
+    write_bias_row(a, s.batch * strides.batch + at, key, by_rows + r * kAttentionKeys, n);
+  }
+}
+
 }  // namespace FK_ISA
 }  // namespace foundry

@@ -252,6 +252,24 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
   });
 }
 
+// Whether each pair has an element of dbias of its own.
+bool is_own(const Tensor& dbias, const Tensor& q, const Tensor& k) {
+  return dbias.size(0) == q.size(0) && dbias.size(1) == q.size(1) && dbias.size(2) == q.size(2) &&
+         dbias.size(3) == k.size(2);
+}
+
+// Where pairs share elements of dbias, and where nothing else is wanted.
+void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
+  const auto tasks = bias_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
+  const auto n_tasks = static_cast<int64_t>(tasks.size());
+  const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, true) + attention_bias_sums(a.group);
+  const auto kernel = FK_CHOOSE_ISA(attention_bias_gradient);
+  std::atomic<int64_t> next{0};
+  on_threads(n_tasks, work_of(a, keep), scratch, [&](float* memory) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) kernel(a, tasks[i], memory);
+  });
+}
+
 FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
                     const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
                     bool need_dv, bool need_dsinks, bool need_dbias) {
@@ -282,7 +300,16 @@ FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
   write_to(dq, need_dq, a.dq, a.dq_strides);
   write_to(dk, need_dk, a.dk, a.dk_strides);
   write_to(dv, need_dv, a.dv, a.dv_strides);
-  if (need_dq || need_dk || need_dv) compute_dqkv(a, keep);
+  const bool need_dqkv = need_dq || need_dk || need_dv;
+  if (need_dbias) {
+    a.dbias = dbias.mutable_data_ptr();
+    a.dbias_strides = pair_strides(dbias);
+    a.own_dbias = need_dqkv && is_own(dbias, q, k);
+    const bool all_seen = !a.masked() && a.window_left == kUnbounded && a.window_right == kUnbounded;
+    if (a.own_dbias && !all_seen) dbias.zero_();
+    if (!a.own_dbias) compute_dbias(a, keep);
+  }
+  if (need_dqkv) compute_dqkv(a, keep);
   return {dq, dk, dv, dsinks, dbias};
 }
 
