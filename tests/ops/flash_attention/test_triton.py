@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_inputs import plain_options
 from attention_errors import assert_errors_of_the_reference
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from foundry_kernels.ops.flash_attention import (
 )
 from foundry_kernels.ops.flash_attention.case_makers import dense_case, packed_case
 from foundry_kernels.ops.flash_attention.cases import field_cases
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, assert_parity, normal
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
@@ -182,22 +182,7 @@ def test_cu_seqlens_that_overrun_touch_nothing_outside() -> None:
     q, k, v = (view(x[0].transpose(0, 1)) for x in inputs(40, 40))
     bad = torch.tensor([0, 33, 90], dtype=torch.int32, device=DEVICE)
     good = torch.tensor([0, 33, 40], dtype=torch.int32, device=DEVICE)
-    options = AttentionOptions(
-        cu_seqlens_q=bad,
-        cu_seqlens_k=bad,
-        max_seqlen_q=60,
-        max_seqlen_k=60,
-        scale=0.25,
-        window_left=None,
-        window_right=0,
-        softcap=None,
-        alibi_slopes=None,
-        sinks=None,
-        bottom_right=True,
-        deterministic=True,
-        return_lse=False,
-        return_stats=False,
-    )
+    options = plain_options(60, 60, 0.25, cu_seqlens_q=bad, cu_seqlens_k=bad, window_right=0)
     for x in (q, k, v):
         x.requires_grad_()
     results = []
