@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_inputs import plain_options
 
 import foundry_kernels as fk
 from foundry_kernels import RopeScaling, _triton
@@ -106,7 +107,7 @@ class Extended(namedtuple("Extended", (*AttentionOptions._fields, "made_up"))):
 
 
 def attention_options(tokens: int) -> AttentionOptions:
-    return AttentionOptions(None, None, tokens, tokens, 0.5, None, 0, None, None, None, True, True, False, False)
+    return plain_options(tokens, tokens, 0.5, window_right=0)
 
 
 def backends_of_attention() -> list[Any]:
