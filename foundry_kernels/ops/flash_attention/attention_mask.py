@@ -264,7 +264,7 @@ def _number(strips: list[_Strip]) -> Tiles:
 
 
 def _pack(rows: Callable[[int, int], Tensor], shape: tuple[int, int, int, int]) -> Tiles:
-    """The tiles of a mask of which ``rows(begin, end)`` are the queries begin .. end - 1, ``[b, h, end - begin, S]``."""
+    """The tiles of a mask of which ``rows(begin, end)`` are the queries begin .. end - 1 ``[b, h, end - begin, S]``."""
     b, h, t, s = shape
     step = max(1, _AT_ONCE // max(b * h * s * TILE, 1)) * TILE
     strips = []

@@ -7,9 +7,9 @@ of 64 bits, the key of Philox4x32-10 (`foundry_kernels.core.dropout`). The count
 
 gives four words, of which word ``j // 8 % 4`` decides about key j: by its lower half for queries with ``i // 8`` even,
 by its upper half for the others. So one counter decides about the queries i and i + 8 with the keys j, j + 8, j + 16
-and j + 24, which the matrix instructions of GPUs leave in the registers of one thread, and 8 keys in a row are a byte of
-a register's comparison on a CPU. A weight is kept where its 16 bits are at least ``threshold``, and is then multiplied
-by ``2^16 / (2^16 - threshold)``: p is rounded to a multiple of 2^-16, and the expectation is exact.
+and j + 24, which the matrix instructions of GPUs leave in the registers of one thread, and 8 keys in a row are a byte
+of a register's comparison on a CPU. A weight is kept where its 16 bits are at least ``threshold``, and is then
+multiplied by ``2^16 / (2^16 - threshold)``: p is rounded to a multiple of 2^-16, and the expectation is exact.
 
 The mask depends on no tile, backend, number of threads or other sequence, and nothing but the seed is kept of it.
 """
