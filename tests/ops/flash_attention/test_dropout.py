@@ -22,7 +22,7 @@ over_backends = pytest.mark.parametrize("backend", fk.OPS["flash_attention"].bac
 
 
 def weights(shape: tuple[int, int, int, int], backend: str, **options: Any) -> Tensor:
-    """The weights of attention ``[B, H, T, S]``, equal ones before dropout, read out by values that are unit vectors."""
+    """The weights of attention ``[B, H, T, S]``, equal ones before dropout, read out by unit vectors."""
     b, h, t, s = shape
     q, k = torch.zeros(b, h, t, 16, device=DEVICE), torch.zeros(b, h, s, 16, device=DEVICE)
     found = []
