@@ -43,9 +43,9 @@ def _words(key: Tensor, query: Tensor, head: Tensor, batch: Tensor, seed: Tensor
 def keep_pairs(query: Tensor, key: Tensor, head: Tensor, batch: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
     """Whether the weight of each pair is kept; all are int64 tensors that broadcast. It takes eight times as long as
     `keep_mask`, but the pairs may be any."""
-    words = _words(key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, head, batch, seed)
+    w0, w1, w2, w3 = _words(key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, head, batch, seed)
     which = key // 8 % 4
-    word = torch.where(which < 2, torch.where(which == 0, *words[:2]), torch.where(which == 2, *words[2:]))
+    word = torch.where(which < 2, torch.where(which == 0, w0, w1), torch.where(which == 2, w2, w3))
     return (word >> 16 * (query // 8 % 2) & 0xFFFF) >= threshold(dropout_p)
 
 

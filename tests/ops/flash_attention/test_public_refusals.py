@@ -10,7 +10,8 @@ import torch
 from attention_inputs import DV, HK, B, D, H, S, T, attend, inputs
 from torch import Tensor
 
-from foundry_kernels.ops.flash_attention import AttentionMask, flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
