@@ -32,10 +32,18 @@ INTERPRETED = pytest.mark.skipif(not _triton.INTERPRET, reason="launches in Trit
 HOW = {"backend", "deterministic", "chunk_size"}
 
 
+#: What has a default and must not be anything else.
+REFUSED = {("flash_attention_varlen", "attn_mask")}
+
+
 def options_of(spec: OpSpec) -> dict[str, Any]:
     """The public function's arguments that have a default, with it."""
     parameters = inspect.signature(spec.public).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in HOW}
+    return {
+        p.name: p.default
+        for p in parameters
+        if p.default is not p.empty and p.name not in HOW and (spec.name, p.name) not in REFUSED
+    }
 
 
 def is_set(case: Case, name: str, default: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_inputs import plain_options
 from attention_errors import assert_errors_of_the_reference
+from attention_inputs import plain_options
 from table import saved_tensors
 from torch import Tensor
 
@@ -30,7 +30,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPLIT = (
     dense_case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
     dense_case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
-    dense_case(1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
+    dense_case(
+        1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True
+    ),
     dense_case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
     dense_case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
     dense_case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
@@ -95,7 +97,9 @@ def test_tasks_that_share_keys_or_rows(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("case", [*SPLIT, dense_case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "case", [*SPLIT, dense_case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id
+)
 def test_the_number_of_threads_does_not_change_a_bit(case: Case) -> None:
     results = []
     for n in (1, 2, 5):

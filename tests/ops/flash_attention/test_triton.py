@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_inputs import plain_options
 from attention_errors import assert_errors_of_the_reference
+from attention_inputs import plain_options
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
@@ -218,7 +218,9 @@ DECODE = (
     dense_case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
     dense_case(1, (3, 1), (2, 290), 59, "uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
     dense_case(1, (4, 2), (5, 270), 32, "top-left", causal=True, align="top_left", sinks=normal(), return_lse=True),
-    dense_case(1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"),
+    dense_case(
+        1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"
+    ),
     dense_case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
     dense_case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
 )

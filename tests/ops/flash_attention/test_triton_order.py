@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_inputs import plain_options
 import triton
 import triton.language as tl
+from attention_inputs import plain_options
 
 from foundry_kernels import _triton
 from foundry_kernels._triton.launch import forget_plans
