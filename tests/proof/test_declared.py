@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_inputs import plain_options
 
 import foundry_kernels as fk
 from foundry_kernels import RopeScaling, _triton
@@ -31,10 +32,18 @@ INTERPRETED = pytest.mark.skipif(not _triton.INTERPRET, reason="launches in Trit
 HOW = {"backend", "deterministic", "chunk_size"}
 
 
+#: What has a default and must not be anything else.
+REFUSED = {("flash_attention_varlen", "attn_mask")}
+
+
 def options_of(spec: OpSpec) -> dict[str, Any]:
     """The public function's arguments that have a default, with it."""
     parameters = inspect.signature(spec.public).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in HOW}
+    return {
+        p.name: p.default
+        for p in parameters
+        if p.default is not p.empty and p.name not in HOW and (spec.name, p.name) not in REFUSED
+    }
 
 
 def is_set(case: Case, name: str, default: Any) -> bool:
@@ -106,7 +115,7 @@ class Extended(namedtuple("Extended", (*AttentionOptions._fields, "made_up"))):
 
 
 def attention_options(tokens: int) -> AttentionOptions:
-    return AttentionOptions(None, None, tokens, tokens, 0.5, None, 0, None, None, None, True, True, False, False)
+    return plain_options(tokens, tokens, 0.5, window_right=0)
 
 
 def backends_of_attention() -> list[Any]:

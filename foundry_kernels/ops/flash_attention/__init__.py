@@ -27,7 +27,8 @@ are computed in the same pass: one more multiply-add per score, and two numbers 
 Dao et al., "FlashAttention", 2022, arXiv:2205.14135; Dao, "FlashAttention-2", 2023, arXiv:2307.08691. Grouped heads:
 Ainslie et al., 2023, arXiv:2305.13245. ALiBi: Press et al., 2021, arXiv:2108.12409. Soft cap: Gemma 2, 2024,
 arXiv:2408.00118. Sinks: Xiao et al., 2023, arXiv:2309.17453; as a learned logit: gpt-oss, 2025, arXiv:2508.10925.
-Dropout of the weights: Vaswani et al., 2017, arXiv:1706.03762. Entropy collapse: Zhai et al., 2023, arXiv:2303.06296; clipping by the largest logit: Kimi K2, 2025, arXiv:2507.20534.
+Dropout of the weights: Vaswani et al., 2017, arXiv:1706.03762. Entropy collapse: Zhai et al., 2023, arXiv:2303.06296;
+clipping by the largest logit: Kimi K2, 2025, arXiv:2507.20534.
 """
 
 from __future__ import annotations

@@ -60,28 +60,28 @@ class AttentionMask:
             raise ValueError(f"mask must broadcast to [B, H, T, S]; got shape {tuple(mask.shape)}")
         mask = mask.detach()[(None,) * (4 - mask.dim())]
         b, h, t, s = mask.shape
-        # One row or column is that of any number of them.
-        self._set((b, h, None if t == 1 else t, None if s == 1 else s), mask.device)
-        whole = mask.expand(b, h, TILE if t == 1 else t, TILE if s == 1 else s)
-        self._fixed = _pack(lambda begin, end: whole[:, :, begin:end], (b, h, *whole.shape[2:]))
+        rows, cols = (TILE if n == 1 else n for n in (t, s))  # one row or column is that of any number of them
+        whole = mask.expand(b, h, rows, cols)
+        fixed = _pack(lambda begin, end: whole[:, :, begin:end], (b, h, rows, cols))
+        self._set((b, h, None if t == 1 else t, None if s == 1 else s), mask.device, fixed)
 
-    def _set(self, shape: tuple[int, int, int | None, int | None], device: torch.device) -> None:
-        self.shape, self.device = shape, device
-        self._fixed: Tiles | None = None
-        self._build: Callable[[int, int], Tiles] | None = None
-        self._built: dict[tuple[int, int], Tiles] = {}
-
-    @classmethod
-    def _of(
-        cls,
+    def _set(
+        self,
         shape: tuple[int, int, int | None, int | None],
         device: torch.device,
         fixed: Tiles | None = None,
         build: Callable[[int, int], Tiles] | None = None,
-    ) -> AttentionMask:
+    ) -> None:
+        """fixed: the tensors where they are the same for all numbers of queries and keys that fit; else `build`."""
+        self.shape, self.device = shape, device
+        self._fixed, self._build = fixed, build
+        self._built: dict[tuple[int, int], Tiles] = {}
+
+    @classmethod
+    def _of(cls, *args: Any) -> AttentionMask:
+        """Returns a mask of these arguments of `_set`."""
         made = cls.__new__(cls)
-        made._set(shape, device)
-        made._fixed, made._build = fixed, build
+        made._set(*args)
         return made
 
     @classmethod
@@ -160,7 +160,7 @@ class AttentionMask:
         check_integer("lengths", lengths)
         check_rank("lengths", lengths, 1, "[B]")
         shape = (lengths.shape[0], 1, None, None)
-        return cls._of(shape, lengths.device, build=partial(_prefix_tiles, lengths.long()))
+        return cls._of(shape, lengths.device, None, partial(_prefix_tiles, lengths.long()))
 
     def at(self, n_queries: int, n_keys: int) -> Tiles:
         """The tensors for so many queries and keys, kept for the next call."""
@@ -264,7 +264,7 @@ def _number(strips: list[_Strip]) -> Tiles:
 
 
 def _pack(rows: Callable[[int, int], Tensor], shape: tuple[int, int, int, int]) -> Tiles:
-    """The tiles of a mask of which ``rows(begin, end)`` are the queries begin .. end - 1, ``[b, h, end - begin, S]``."""
+    """The tiles of a mask of which ``rows(begin, end)`` are the queries begin .. end - 1 ``[b, h, end - begin, S]``."""
     b, h, t, s = shape
     step = max(1, _AT_ONCE // max(b * h * s * TILE, 1)) * TILE
     strips = []

@@ -11,6 +11,7 @@ from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.testing import Arg, Case, Values, normal
 
+_NORMAL = normal()
 
 ALL_OPTIONS: dict[str, Any] = {"causal": True, "window": (20, 3), "softcap": 3.0, "scale": 0.3, "return_lse": True}
 DROPOUT: dict[str, Any] = {"dropout_p": 0.2, "dropout_seed": 2**40 + 7}
@@ -130,6 +131,10 @@ def mask_arg(*shape: int, layout: str = "contiguous", values: Values = bool_mask
 
 
 def bias_arg(
-    *shape: int, layout: str = "contiguous", values: Values = normal(), dtype: torch.dtype | None = None, grad: bool = True
+    *shape: int,
+    layout: str = "contiguous",
+    values: Values = _NORMAL,
+    dtype: torch.dtype | None = None,
+    grad: bool = True,
 ) -> Arg:
     return Arg(shape, layout, values, dtype, grad)

@@ -20,7 +20,10 @@ _DENSE = (
     dense_case(1, (1, 1), (1, 1), 1),
     *(dense_case(1, (2, 1), (19, 33), d) for d in (8, 16, 40, 59, 64, 72, 96, 111, 128, 192, 256)),
     *(dense_case(1, (2, 1), (33, 33), d, "causal", causal=True) for d in (40, 59, 96, 111, 128, 256)),
-    *(dense_case(1, (1, 1), (t, t), 32, "causal-lse", causal=True, return_lse=True) for t in (1, 2, 63, 65, 127, 128, 129)),
+    *(
+        dense_case(1, (1, 1), (t, t), 32, "causal-lse", causal=True, return_lse=True)
+        for t in (1, 2, 63, 65, 127, 128, 129)
+    ),
     dense_case(1, (2, 2), (67, 131), 32, "lse", return_lse=True),
     dense_case(2, (3, 1), (20, 20), 32, "group-3", causal=True),
     dense_case(1, (8, 2), (33, 40), 64, "group-4", causal=True),
@@ -56,7 +59,9 @@ _DENSE = (
     dense_case(1, (2, 1), (33, 33), 32, "sinks-frozen", sinks=normal(), frozen="s"),
     dense_case(1, (2, 1), (33, 33), 32, "sinks-only", sinks=normal(), frozen="qkv"),
     dense_case(2, (4, 2), (50, 70), 40, "all-options", alibi_slopes=(2, 4), sinks=normal(), **ALL_OPTIONS),
-    dense_case(2, (4, 2), (70, 50), 40, "all-options-rows-without-keys", alibi_slopes=(4,), sinks=normal(), **ALL_OPTIONS),
+    dense_case(
+        2, (4, 2), (70, 50), 40, "all-options-rows-without-keys", alibi_slopes=(4,), sinks=normal(), **ALL_OPTIONS
+    ),
     dense_case(1, (2, 1), (33, 40), 64, "head-dim-v-32", head_dim_v=32, causal=True),
     dense_case(1, (2, 1), (33, 40), 40, "head-dim-v-96", head_dim_v=96, causal=True),
     dense_case(1, (2, 1), (17, 17), 192, "head-dim-v-128", head_dim_v=128, causal=True),
@@ -78,7 +83,9 @@ _DENSE = (
     dense_case(1, (4, 2), (65, 97), 40, "stats", causal=True, return_stats=True),
     dense_case(1, (2, 1), (50, 17), 32, "stats-rows-without-keys", causal=True, return_stats=True, return_lse=True),
     dense_case(1, (2, 1), (50, 17), 32, "stats-sinks", causal=True, sinks=normal(), return_stats=True),
-    dense_case(2, (4, 2), (50, 70), 40, "stats-all", alibi_slopes=(4,), sinks=normal(), return_stats=True, **ALL_OPTIONS),
+    dense_case(
+        2, (4, 2), (50, 70), 40, "stats-all", alibi_slopes=(4,), sinks=normal(), return_stats=True, **ALL_OPTIONS
+    ),
     dense_case(1, (2, 1), (65, 65), 64, "stats-logits-60", q_values=normal(60.0), causal=True, return_stats=True),
     dense_case(2, (2, 1), (5, 0), 32, "stats-no-keys", sinks=normal(), return_stats=True),
     dense_case(0, (2, 1), (5, 7), 32, "no-batch", return_lse=True),
@@ -108,8 +115,17 @@ _PACKED = (
     packed_case((17, 40), (33, 40), (4, 2), 32, "stats-sinks", sinks=normal(), window=(9, 4), return_stats=True),
     packed_case((17, 0, 40), (33, 5, 40), (4, 2), 32, "dropout", causal=True, return_lse=True, **DROPOUT),
     packed_case((1, 1, 1), (30, 1, 65), (4, 2), 64, "decode-dropout", **DROPOUT),
-    packed_case((30, 0, 40), (20, 5, 44), (4, 2), 40, "all-dropout", alibi_slopes=(3, 4), sinks=normal(), **ALL_OPTIONS,
-            **DROPOUT),
+    packed_case(
+        (30, 0, 40),
+        (20, 5, 44),
+        (4, 2),
+        40,
+        "all-dropout",
+        alibi_slopes=(3, 4),
+        sinks=normal(),
+        **ALL_OPTIONS,
+        **DROPOUT,
+    ),
     packed_case((0, 0), (3, 0), (2, 1), 32, "no-queries", return_lse=True, return_stats=True),
     packed_case((3, 2), (0, 0), (2, 1), 32, "no-keys", return_lse=True),
     packed_case((), (), (2, 1), 32, "no-sequences", return_lse=True),
@@ -146,7 +162,10 @@ def field_cases() -> Iterator[Case]:
     return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, _HEAD_DIMS))
 
 
-CASES: dict[str, tuple[Case, ...]] = {"flash_attention": (*_DENSE, *MASKED, *_paired()), "flash_attention_varlen": _PACKED}
+CASES: dict[str, tuple[Case, ...]] = {
+    "flash_attention": (*_DENSE, *MASKED, *_paired()),
+    "flash_attention_varlen": _PACKED,
+}
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
@@ -169,7 +188,10 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
             (dense_case(2, (8, 2), (512, 512), 64, "all-options", **everything), half),
             (dense_case(2, (8, 2), (16384, 16384), 256, "all-options", **everything), half),
             *((dense_case(1, (8, 2), (t, 2048), 128, "few-queries", causal=True), half) for t in (1, 16)),
-            *((dense_case(1, (8, 2), (4, 2048), d, "few-queries-all-options", **everything), half) for d in (64, 128, 256)),
+            *(
+                (dense_case(1, (8, 2), (4, 2048), d, "few-queries-all-options", **everything), half)
+                for d in (64, 128, 256)
+            ),
         )
     both = ((256, 256), (256, 256), (8, 2))
     return (

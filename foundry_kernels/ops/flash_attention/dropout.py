@@ -7,9 +7,9 @@ of 64 bits, the key of Philox4x32-10 (`foundry_kernels.core.dropout`). The count
 
 gives four words, of which word ``j // 8 % 4`` decides about key j: by its lower half for queries with ``i // 8`` even,
 by its upper half for the others. So one counter decides about the queries i and i + 8 with the keys j, j + 8, j + 16
-and j + 24, which the matrix instructions of GPUs leave in the registers of one thread, and 8 keys in a row are a byte of
-a register's comparison on a CPU. A weight is kept where its 16 bits are at least ``threshold``, and is then multiplied
-by ``2^16 / (2^16 - threshold)``: p is rounded to a multiple of 2^-16, and the expectation is exact.
+and j + 24, which the matrix instructions of GPUs leave in the registers of one thread, and 8 keys in a row are a byte
+of a register's comparison on a CPU. A weight is kept where its 16 bits are at least ``threshold``, and is then
+multiplied by ``2^16 / (2^16 - threshold)``: p is rounded to a multiple of 2^-16, and the expectation is exact.
 
 The mask depends on no tile, backend, number of threads or other sequence, and nothing but the seed is kept of it.
 """
@@ -43,9 +43,9 @@ def _words(key: Tensor, query: Tensor, head: Tensor, batch: Tensor, seed: Tensor
 def keep_pairs(query: Tensor, key: Tensor, head: Tensor, batch: Tensor, dropout_p: float, seed: Tensor) -> Tensor:
     """Whether the weight of each pair is kept; all are int64 tensors that broadcast. It takes eight times as long as
     `keep_mask`, but the pairs may be any."""
-    words = _words(key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, head, batch, seed)
+    w0, w1, w2, w3 = _words(key // 32 * 8 + key % 8, query // 16 * 8 + query % 8, head, batch, seed)
     which = key // 8 % 4
-    word = torch.where(which < 2, torch.where(which == 0, *words[:2]), torch.where(which == 2, *words[2:]))
+    word = torch.where(which < 2, torch.where(which == 0, w0, w1), torch.where(which == 2, w2, w3))
     return (word >> 16 * (query // 8 % 2) & 0xFFFF) >= threshold(dropout_p)
 
 

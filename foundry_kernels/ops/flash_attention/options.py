@@ -22,7 +22,7 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
-    attn_mask: Tensor | None  # [b, h, t, s], each 1 or as many as there are; bool, or floating to be added to the scores
+    attn_mask: Tensor | None  # [b, h, t, s], each 1 or that of the scores; bool, or floating to be added to them
     mask_tiles: Tensor | None  # see `attention_mask`
     mask_bits: Tensor | None
     dropout_p: float | None  # None for no dropout, see `dropout`

@@ -184,7 +184,7 @@ def _heads(options: AttentionOptions, n: int, q: Tensor) -> Tensor:
 def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """All sequences as one, with the pairs of different ones hidden: torch.compile can trace it, as nothing is read."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out, *rows = _attend(q, k, v, options, _packed_bias(*q.shape[1:3], k.shape[2], options))
+    out, *rows = _attend(q, k, v, options, _packed_bias(q.shape[1], q.shape[2], k.shape[2], options))
     return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))
 
 

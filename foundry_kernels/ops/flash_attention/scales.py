@@ -136,8 +136,8 @@ def _scales(
 def _output_scales(
     options: Mapping[str, Any], scores: Tensor, p: Tensor, error2: Tensor, out: Tensor, v: Tensor, factor: Tensor
 ) -> list[Tensor]:
-    """The squares of what errors of the scores (the sink's last) leave in each output: ``p_j (z_j v_j - y)``, ``p_j`` and
-    ``p_j (log p_j + H)`` times that of score j, and that of the largest score itself."""
+    """The squares of what errors of the scores (the sink's last) leave in each output: ``p_j (z_j v_j - y)``, ``p_j``
+    and ``p_j (log p_j + H)`` times that of score j, and that of the largest score itself."""
     weighted2 = p.square() * error2
     keys2 = weighted2[..., :-1]
     in_out = factor**2 * keys2 @ v.square() - 2 * out * ((factor * keys2) @ v)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
+from attention_inputs import plain_options
 from table import saved_tensors
 from torch import Tensor
 
@@ -18,7 +19,6 @@ import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.ops.flash_attention.case_makers import dense_case, packed_case
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, assert_parity, normal
 
 pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
@@ -30,7 +30,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPLIT = (
     dense_case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
     dense_case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
-    dense_case(1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
+    dense_case(
+        1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True
+    ),
     dense_case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
     dense_case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
     dense_case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
@@ -95,7 +97,9 @@ def test_tasks_that_share_keys_or_rows(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("case", [*SPLIT, dense_case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "case", [*SPLIT, dense_case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id
+)
 def test_the_number_of_threads_does_not_change_a_bit(case: Case) -> None:
     results = []
     for n in (1, 2, 5):
@@ -168,7 +172,7 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
     q, k, v = (x.detach() for x in inputs())
     sinks = torch.zeros(4)
-    call = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, sinks, True, True, True, False)
+    call = plain_options(70, 70, sinks=sinks, return_lse=True)
     options = call.operator_args()
     out, lse, _, _ = torch.ops.foundry_kernels.flash_attention_fwd(q, k, v, *options, True, False)
     for mask in range(16):
@@ -230,7 +234,7 @@ def test_a_row_that_is_not_finite_stays_by_itself(t: int) -> None:
 def test_the_bare_operator_checks_too() -> None:
     """torch.ops.foundry_kernels.flash_attention is reachable without the public function."""
     q, k, v = (x.detach() for x in inputs())
-    plain = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, None, True, True, False, False)
+    plain = plain_options(70, 70)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         torch.ops.foundry_kernels.flash_attention(q, k, v, *plain._replace(**options))
@@ -260,7 +264,7 @@ def test_the_bare_operator_checks_too() -> None:
 
 def test_meta_tensors() -> None:
     q, k, v = (torch.empty(2, h, 5, 8, device="meta") for h in (4, 2, 2))
-    options = AttentionOptions(None, None, 5, 5, 0.1, None, 0, None, None, None, True, True, True, False)
+    options = plain_options(5, 5, window_right=0, return_lse=True)
     out, lse, entropy, _ = torch.ops.foundry_kernels.flash_attention(
         q.transpose(1, 2).contiguous().transpose(1, 2), k, v[..., :3], *options
     )

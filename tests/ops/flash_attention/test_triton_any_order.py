@@ -29,7 +29,9 @@ needs_triton = pytest.mark.skipif(
 DENSE = (
     dense_case(1, (4, 2), (70, 45), 64, "full", return_lse=True),
     dense_case(2, (2, 2), (65, 97), 40, "causal", causal=True, layout="swapped"),
-    dense_case(1, (2, 1), (97, 40), 32, "rows-without-keys", causal=True, window=(9, 9), sinks=normal(), return_lse=True),
+    dense_case(
+        1, (2, 1), (97, 40), 32, "rows-without-keys", causal=True, window=(9, 9), sinks=normal(), return_lse=True
+    ),
     dense_case(1, (4, 1), (70, 70), 32, "window", window=(20, 3), align="top_left", head_dim_v=72),
     dense_case(1, (2, 1), (70, 70), 32, "window-left", window=(20, None)),
     dense_case(1, (2, 1), (65, 45), 32, "softcap", softcap=2.0, q_values=normal(30.0)),
