@@ -9,7 +9,8 @@ from torch import Tensor
 
 from foundry_kernels.compat.scalars import as_float
 from foundry_kernels.core.checks import check_tensor
-from foundry_kernels.ops.flash_attention import AttentionMask, flash_attention
+from foundry_kernels.ops.flash_attention import flash_attention
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 
 def scaled_dot_product_attention(

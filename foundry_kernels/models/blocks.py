@@ -27,7 +27,7 @@ from foundry_kernels.nn import (
     SwiGLU,
 )
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
-from foundry_kernels.ops.flash_attention import AttentionMask
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 Norm = RMSNorm | LayerNorm
 Passed = tuple[Any, ...]  # (branch, stream), or (branch, stream, shares, probabilities, z)

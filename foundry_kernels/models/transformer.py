@@ -36,7 +36,7 @@ from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
 from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.cross_entropy import cross_entropy
-from foundry_kernels.ops.flash_attention import AttentionMask
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 

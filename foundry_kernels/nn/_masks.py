@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_device, check_integer, check_shape
-from foundry_kernels.ops.flash_attention import AttentionMask
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import check_mask
 
 

@@ -14,7 +14,8 @@ from foundry_kernels.nn._masks import check_masks, hide_padding, packed_position
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
-from foundry_kernels.ops.flash_attention import AttentionMask, flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import qk_norm_rope
 
 
