@@ -41,6 +41,7 @@ OTHERS = {
     "rules": operators.rules,
     "mixtures": operators.mixtures,
     "norm": operators.norm_collectives,
+    "attention": operators.attention,
     "loss": operators.losses,
     "vocabulary": operators.vocabulary,
     "step": training.step_collectives,
@@ -173,6 +174,16 @@ def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_
             assert after == {"all_reduce": 1}
             assert split
             assert partial
+
+
+def test_sharded_attention_drops_what_the_whole_does(results):
+    """Each device the weights of its own sequences and heads, and a mask that all share is on each."""
+    for found in outcome(results, "attention"):
+        assert len(found) == 12
+        for name, (collectives, sharded, whole) in found.items():
+            assert collectives == {}, name
+            for a, e in zip(sharded, whole, strict=True):
+                near(name, a, e)
 
 
 def test_a_loss_over_sharded_tokens_sums_two_or_three_numbers_over_the_devices(results):
