@@ -110,13 +110,26 @@ def dropout_of_the_kernels(x: Tensor, p: float = 0.5, training: bool = True, inp
     return x * keep_mask(tuple(x.shape), p, seed) * keep_scale(p)  # type: ignore[arg-type]
 
 
+def sdpa_by_matrices(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """In place of torch's, whose dropout draws by itself."""
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -torch.inf)
+    return dropout_of_the_kernels(scores.softmax(-1), dropout_p) @ v
+
+
 @every_family
 def test_dropout_of_attention_is_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward it drops the weights that eager attention does with the kernels' mask; with padding the
-    tokens are finite, and a seed repeats them; the report knows of nothing that runs elsewhere."""
+    """Forward and backward it drops the weights that the model's attention does with the kernels' mask; with padding
+    the tokens are finite, and a seed repeats them; the report knows of nothing that runs elsewhere."""
     monkeypatch.setattr(nn.functional, "dropout", dropout_of_the_kernels)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", sdpa_by_matrices)
     model = tiny_model(family, **DROPOUT[family]).train()
-    default = model.config._attn_implementation
 
     def run(mask: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
         torch.manual_seed(seed)
@@ -126,9 +139,7 @@ def test_dropout_of_attention_is_the_kernels(family: str, monkeypatch: pytest.Mo
         out.square().mean().backward()
         return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    model.set_attn_implementation("eager")
     expected = run()
-    model.set_attn_implementation(default)
     with fk.patch(model) as handle:
         assert {e.reason for e in handle.report().replaced if "flash_attention" in e.ops} == {None}
         assert "drop" not in str(handle.report())
