@@ -27,6 +27,19 @@ class Mask(NamedTuple):
     right: Any
 
 
+class Dropout(NamedTuple):
+    """What decides which weights are kept, and what these are multiplied by, see `kept`."""
+
+    low: Any
+    high: Any
+    n: Any
+    head: Any  # the one at hand, or that of each row [M, 1]
+    least: Any
+    scale: Any
+    zero: Any
+    nothing: Any
+
+
 class Rows(NamedTuple):
     """Rows of one head: a pointer to the first, and how far they lie apart."""
 
