@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
-from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import Layers, layers_for
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.checks import make_options
-from foundry_kernels.ops.flash_attention.reference import attention_with_dropout
 from foundry_kernels.ops.rope import qk_norm_rope
 
 
@@ -51,8 +48,8 @@ class Attention(torch.nn.Module):
         out_bias: whether the projection from attention has one; None is `bias`.
         qk_norm: an RMSNorm of each head of queries and of keys, before the rotation: `q_norm` and `k_norm`.
         norm_eps, norm_round_before_weight: of these two, as of :class:`RMSNorm`.
-        dropout: of the weights of attention, in training. No kernel has it yet: such a call is computed by plain
-            PyTorch with the matrix ``[B, H, T, S]`` in memory, and with a named kernel raises `BackendUnavailable`.
+        dropout: of the weights of attention, in training: `dropout_p` of :func:`flash_attention`, with a seed from
+            torch's generator.
         backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own.
 
     Raises:
@@ -219,13 +216,9 @@ class Attention(torch.nn.Module):
         """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
         window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
         slopes = None if self.alibi is None else self.alibi.slopes
-        if self.dropout and self.training:
-            self._check_dropout(return_lse or return_stats)
-            lengths = (cu_seqlens, cu_seqlens, q.shape[2], k.shape[2])
-            dropped = make_options(q, *lengths, causal=self.causal, window=window, alibi_slopes=slopes)
-            return (attention_with_dropout(q, k, v, dropped, self.dropout),)
         options: dict[str, Any] = {
             "causal": self.causal, "window": window, "alibi_slopes": slopes,
+            "dropout_p": self.dropout if self.training else 0.0,
             "return_lse": return_lse, "return_stats": return_stats, "backend": self.backends["flash_attention"],
         }  # fmt: skip
         if cu_seqlens is None:
@@ -248,15 +241,6 @@ class Attention(torch.nn.Module):
             round_before_weight=q_norm.round_before_weight, interleaved=rope.interleaved,
             backend=self.backends["qk_norm_rope"],
         )  # fmt: skip
-
-    def _check_dropout(self, returns_rows: bool) -> None:
-        if (backend := self.backends["flash_attention"]) not in ("auto", "reference"):
-            raise BackendUnavailable(
-                f"backend {backend!r} has no dropout of attention's weights; got dropout={self.dropout} in training. "
-                "Use backend 'auto' or 'reference' for flash_attention, or dropout=0"
-            )
-        if returns_rows:
-            raise ValueError("return_lse and return_stats need attention without dropout; got it in training")
 
     def extra_repr(self) -> str:
         extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "

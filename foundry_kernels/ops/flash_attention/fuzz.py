@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
-from foundry_kernels.ops.flash_attention.cases import alibi_slopes_of
+from foundry_kernels.ops.flash_attention.case_makers import alibi_slopes_of
 from foundry_kernels.testing import Arg, Case, Values, alike, normal, uniform
 from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
-from foundry_kernels.ops.flash_attention.cases import _case, _varlen
+from foundry_kernels.ops.flash_attention.case_makers import dense_case, packed_case
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, assert_parity, normal
 
@@ -28,20 +28,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 #: Long enough for several tasks to share a row's keys, or a head's rows.
 SPLIT = (
-    _case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
-    _case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
-    _case(1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
-    _case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
-    _case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
-    _case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
-    _case(1, (2, 1), (20, 1100), 32, "top-left", causal=True, align="top_left", return_lse=True),
-    _case(1, (4, 1), (300, 300), 32, "rows", causal=True, return_lse=True),
-    _case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), head_dim_v=24),
-    _case(1, (1, 1), (1100, 1100), 16, "rows-top-left", align="top_left", window=(30, 30), frozen="q"),
+    dense_case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
+    dense_case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
+    dense_case(1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
+    dense_case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
+    dense_case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
+    dense_case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
+    dense_case(1, (2, 1), (20, 1100), 32, "top-left", causal=True, align="top_left", return_lse=True),
+    dense_case(1, (4, 1), (300, 300), 32, "rows", causal=True, return_lse=True),
+    dense_case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), head_dim_v=24),
+    dense_case(1, (1, 1), (1100, 1100), 16, "rows-top-left", align="top_left", window=(30, 30), frozen="q"),
 )
 PACKED = (
-    _varlen((1, 3, 1), (1100, 5, 2048), (4, 2), 32, "decode", causal=True, return_lse=True, return_stats=True),
-    _varlen((900, 0, 7), (900, 40, 3), (2, 1), 32, "rows", causal=True, sinks=normal(), return_lse=True),
+    packed_case((1, 3, 1), (1100, 5, 2048), (4, 2), 32, "decode", causal=True, return_lse=True, return_stats=True),
+    packed_case((900, 0, 7), (900, 40, 3), (2, 1), 32, "rows", causal=True, sinks=normal(), return_lse=True),
 )
 
 
@@ -95,7 +95,7 @@ def test_tasks_that_share_keys_or_rows(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("case", [*SPLIT, _case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*SPLIT, dense_case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id)
 def test_the_number_of_threads_does_not_change_a_bit(case: Case) -> None:
     results = []
     for n in (1, 2, 5):

@@ -24,7 +24,8 @@ from foundry_kernels.ops.flash_attention import (
     flash_attention,
     flash_attention_varlen,
 )
-from foundry_kernels.ops.flash_attention.cases import _case, _varlen, field_cases
+from foundry_kernels.ops.flash_attention.case_makers import dense_case, packed_case
+from foundry_kernels.ops.flash_attention.cases import field_cases
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Case, assert_parity, normal
 
@@ -228,18 +229,18 @@ def test_gradients_lie_as_their_tensors_do() -> None:
 
 #: Few queries with keys for several splits: of 64 keys in the interpreter, of 256 on a GPU.
 DECODE = (
-    _case(1, (4, 2), (1, 300), 64, "decode", causal=True, return_lse=True),
-    _case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
-    _case(1, (3, 1), (2, 290), 59, "uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
-    _case(1, (4, 2), (5, 270), 32, "top-left", causal=True, align="top_left", sinks=normal(), return_lse=True),
-    _case(1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"),
-    _case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
-    _case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
+    dense_case(1, (4, 2), (1, 300), 64, "decode", causal=True, return_lse=True),
+    dense_case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
+    dense_case(1, (3, 1), (2, 290), 59, "uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
+    dense_case(1, (4, 2), (5, 270), 32, "top-left", causal=True, align="top_left", sinks=normal(), return_lse=True),
+    dense_case(1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"),
+    dense_case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
+    dense_case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
 )
 DECODE_PACKED = (
-    _varlen((1, 3, 0, 1), (260, 5, 9, 0), (4, 2), 40, "all", alibi_slopes=(4, 4), sinks=normal(), causal=True,
+    packed_case((1, 3, 0, 1), (260, 5, 9, 0), (4, 2), 40, "all", alibi_slopes=(4, 4), sinks=normal(), causal=True,
             softcap=3.0, return_lse=True, return_stats=True),
-    _varlen((1, 1, 1), (300, 1, 129), (2, 1), 32, "window", window=(290, 0), index=torch.int64, slack=2),
+    packed_case((1, 1, 1), (300, 1, 129), (2, 1), 32, "window", window=(290, 0), index=torch.int64, slack=2),
 )  # fmt: skip
 
 
