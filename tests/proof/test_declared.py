@@ -154,7 +154,11 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
 
     def backward(deterministic: bool) -> Any:
         options = attention_options(20)._replace(deterministic=deterministic)
-        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, True, True, True, False)
+        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, True, True, True, False, False)
+
+    def bias() -> Any:
+        options = attention_options(20)._replace(attn_mask=torch.zeros(1, 1, 20, 20))
+        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, False, False, False, False, True)
 
     few = q[:, :, :2]
     return {
@@ -162,11 +166,12 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
         "few queries": lambda: launch.launch_fwd(few, q, q, attention_options(20), True, False),
         "backward": lambda: backward(True),
         "backward, one kernel": lambda: backward(False),
+        "gradient of a bias": bias,
     }
 
 
 @INTERPRETED
-@pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel"])
+@pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel", "gradient of a bias"])
 def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon's kernel, which leaves such a call to another: tests/proof/test_gluon_launch.py."""
     from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
@@ -183,7 +188,7 @@ def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypat
     run = triton_paths()[path]
     run()
     monkeypatch.setattr(launch, "_kept_problem", problem)
-    with pytest.raises(TypeError, match=r"flash_attention_(fwd|decode|dkdv)_kernel has no MADE_UP"):
+    with pytest.raises(TypeError, match=r"flash_attention_(fwd|decode|dkdv|dbias)_kernel has no MADE_UP"):
         run()
     assert seen[0].few_queries == (path == "few queries")
     monkeypatch.setattr(launch, "_kept_problem", own)
