@@ -106,7 +106,7 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
       ds = Whole::load(gradients + j * kAttentionRows);
       if constexpr (kDrops) ds = lanes.pick(with.kept + j, ds * a.dropout.scale, 0.0f);
       ds -= delta;
-      [[maybe_unused]] Vec slope;  // of the cap
+      [[maybe_unused]] Vec slope{};  // of the cap
       if constexpr (kBias) {
         s = capped(a, s);
         if (a.softcap > 0.0f) {

@@ -171,16 +171,16 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
     q, k, v = (x.detach() for x in inputs())
-    sinks = torch.zeros(4)
-    call = plain_options(70, 70, sinks=sinks, return_lse=True)
+    sinks, bias = torch.zeros(4), torch.zeros(1, 4, 70, 1)
+    call = plain_options(70, 70, sinks=sinks, attn_mask=bias, return_lse=True)
     options = call.operator_args()
     out, lse, _, _ = torch.ops.foundry_kernels.flash_attention_fwd(q, k, v, *options, True, False)
-    for mask in range(16):
-        needed = [bool(mask >> i & 1) for i in range(4)]
+    for mask in range(32):
+        needed = [bool(mask >> i & 1) for i in range(5)]
         grads = torch.ops.foundry_kernels.flash_attention_bwd(
             torch.ones_like(out), None, q, k, v, out, lse, *options, *needed
         )
-        for grad, like, wanted in zip(grads, (q, k, v, sinks), needed, strict=True):
+        for grad, like, wanted in zip(grads, (q, k, v, sinks, bias), needed, strict=True):
             assert grad.shape == (like.shape if wanted else (0,))
 
 
