@@ -69,8 +69,8 @@ def check_varlen(
     check_int("max_seqlen_q", max_seqlen_q, minimum=0)
     check_int("max_seqlen_k", max_seqlen_k, minimum=0)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_lengths("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q.shape[0])
-        _check_lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k.shape[0])
+        check_lengths("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q.shape[0])
+        check_lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k.shape[0])
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor) -> None:
@@ -81,7 +81,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor, packed_name: str, packed: T
         raise ValueError(f"{name} must be [B + 1], starting with 0; got shape (0,)")
 
 
-def _check_lengths(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, total: int) -> None:
+def check_lengths(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, total: int) -> None:
     """The values of `cu_seqlens`; call this where reading them does not wait for a GPU."""
     if type(cu_seqlens) is not Tensor:  # a DTensor or a fake tensor has no values to read
         return
@@ -184,26 +184,35 @@ def _mask_tensors(
             "put them in one row with AttentionMask.documents"
         )
     wanted = (*q.shape[:3], n_keys)
+    check_mask(attn_mask, wanted, q, "q")
     if isinstance(attn_mask, AttentionMask):
-        b, h, t, s = attn_mask.shape
-        if b not in (1, wanted[0]) or h not in (1, wanted[1]) or t not in (None, wanted[2]) or s not in (None, n_keys):
-            raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {wanted}; got a mask of {attn_mask.shape}")
-        if attn_mask.device != q.device:
-            raise ValueError(f"attn_mask must be on q's device {q.device}; got {attn_mask.device}")
         tiles, bits = attn_mask.at(*wanted[2:])
         return None, _replicated(tiles, q), _replicated(bits, q)
+    rank = attn_mask.dim()
+    return attn_mask[(None,) * (4 - rank)] if rank < 4 else attn_mask, None, None
+
+
+def check_mask(attn_mask: Tensor | AttentionMask, wanted: tuple[int, int, int, int], x: Tensor, name: str) -> None:
+    """A mask or bias of scores ``[B, H, T, S]`` of the sizes `wanted`, for x, which is called `name` in errors."""
+    if isinstance(attn_mask, AttentionMask):
+        b, h, t, s = attn_mask.shape
+        fits = b in (1, wanted[0]) and h in (1, wanted[1]) and t in (None, wanted[2]) and s in (None, wanted[3])
+        if not fits:
+            raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {wanted}; got a mask of {attn_mask.shape}")
+        if attn_mask.device != x.device:
+            raise ValueError(f"attn_mask must be on {name}'s device {x.device}; got {attn_mask.device}")
+        return
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor or an AttentionMask; got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool:
         if attn_mask.dtype not in FLOATS:
             raise TypeError(f"attn_mask must be bool, float32, bfloat16, float16 or float64; got {attn_mask.dtype}")
-        if attn_mask.dtype == torch.float64 != q.dtype:
-            raise TypeError(f"attn_mask may be float64 only where q is; got q of {q.dtype}")
-    check_device("attn_mask", attn_mask, "q", q)
+        if attn_mask.dtype == torch.float64 != x.dtype:
+            raise TypeError(f"attn_mask may be float64 only where {name} is; got {name} of {x.dtype}")
+    check_device("attn_mask", attn_mask, name, x)
     shape = attn_mask.shape
     if len(shape) > 4 or any(n not in (1, m) for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
         raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {tuple(wanted)}; got shape {tuple(shape)}")
-    return attn_mask[(None,) * (4 - len(shape))] if len(shape) < 4 else attn_mask, None, None
 
 
 def _global_heads(q: Tensor, n_batch: int) -> Tensor:
