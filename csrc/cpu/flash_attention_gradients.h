@@ -191,9 +191,7 @@ void differentiate(const AttentionBackward& a, const AttentionSequence& s, int64
   }
   with_hidden(hidden, a.drops(), [&](auto by, auto drops) {
     with_bools(
-        [&](auto bias) {
-          differentiate_tile<E, by.value, drops.value, bias.value>(a, b, scratch, with, n, counted);
-        },
+        [&](auto bias) { differentiate_tile<E, by.value, drops.value, bias.value>(a, b, scratch, with, n, counted); },
         has_bias(a));
   });
 }
