@@ -39,8 +39,8 @@ struct PairStrides {
 
 // Which pairs are seen, by tiles of 64 queries and 64 keys.
 struct AttentionTiles {
-  const int32_t* index;  // of a tile's words, or null; 0 sees nothing, 1 all
-  PairStrides strides;   // in tiles
+  const int32_t* index;   // of a tile's words, or null; 0 sees nothing, 1 all
+  PairStrides strides;    // in tiles
   const uint64_t* words;  // [n, 64]: bit j of a query's is key j
 };
 
@@ -164,8 +164,8 @@ struct AttentionBackwardTask {
   int64_t work_left;                   // of this task and the longest line of those that wait for it
 };
 
-// A task that sums the elements of dbias that these pairs have a part in, and no others: those of some rows and keys, or
-// of all of what shares them. It has one sequence, head or block of rows, or all.
+// A task that sums the elements of dbias that these pairs have a part in, and no others: those of some rows and keys,
+// or of all of what shares them. It has one sequence, head or block of rows, or all.
 struct AttentionBiasTask {
   int64_t sequence_begin, sequence_end, kv_head_begin, kv_head_end, row_begin, row_end, key_begin, key_end;
 };

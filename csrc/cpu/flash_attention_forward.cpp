@@ -110,7 +110,8 @@ bool look(const AttentionForward& a, const AttentionTask& task, Block& b, int64_
   const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - tile);
   b.words.all = Seen::none;
   return tile >= b.key_begin && n > 0 &&
-         b.words.look(a, a.sequences[task.sequence], task.kv_head * a.group, b, tile, n, int32_t(tile - task.key_begin));
+         b.words.look(a, a.sequences[task.sequence], task.kv_head * a.group, b, tile, n,
+                      int32_t(tile - task.key_begin));
 }
 
 template <class E>
@@ -170,8 +171,8 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
       with_hidden(hidden, a.drops(), [&](auto by, auto drops) {
         with_bools(
             [&](auto bias, auto entropy) {
-              softmax_tile<E, by.value, drops.value, bias.value, entropy.value>(
-                  a, b, with, scratch.scores, n, int32_t(begin - task.key_begin), scale);
+              softmax_tile<E, by.value, drops.value, bias.value, entropy.value>(a, b, with, scratch.scores, n,
+                                                                                int32_t(begin - task.key_begin), scale);
             },
             has_bias(a), a.entropy != nullptr);
       });

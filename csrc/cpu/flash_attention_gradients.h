@@ -106,7 +106,7 @@ void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, cons
       ds = Whole::load(gradients + j * kAttentionRows);
       if constexpr (kDrops) ds = lanes.pick(with.kept + j, ds * a.dropout.scale, 0.0f);
       ds -= delta;
-      [[maybe_unused]] Vec slope;  // of the cap
+      [[maybe_unused]] Vec slope{};  // of the cap
       if constexpr (kBias) {
         s = capped(a, s);
         if (a.softcap > 0.0f) {
@@ -191,9 +191,7 @@ void differentiate(const AttentionBackward& a, const AttentionSequence& s, int64
   }
   with_hidden(hidden, a.drops(), [&](auto by, auto drops) {
     with_bools(
-        [&](auto bias) {
-          differentiate_tile<E, by.value, drops.value, bias.value>(a, b, scratch, with, n, counted);
-        },
+        [&](auto bias) { differentiate_tile<E, by.value, drops.value, bias.value>(a, b, scratch, with, n, counted); },
         has_bias(a));
   });
 }

@@ -51,7 +51,8 @@ struct BlockRows {
 // Whether logits need more than a product with the scale.
 inline bool has_bias(const AttentionInputs& a) { return a.softcap > 0.0f || a.alibi_slopes || a.bias; }
 
-// The part of a logit that a lane's score s gives, before ALiBi and a bias: softcap * tanh(scale * s / softcap), or scale * s.
+// The part of a logit that a lane's score s gives, before ALiBi and a bias: softcap * tanh(scale * s / softcap), or
+// scale * s.
 inline Vec capped(const AttentionInputs& a, Vec s) {
   return a.softcap > 0.0f ? a.softcap * tanh(s * a.scale * (1.0f / a.softcap)) : s * a.scale;
 }

@@ -275,12 +275,13 @@ struct TileOptions {
 
 template <Hidden hidden> using HiddenBy = std::integral_constant<Hidden, hidden>;
 
-// Calls f(HiddenBy, std::bool_constant): a kernel is specialised on what hides pairs and on dropout, with which edges are
-// words too.
+// Calls f(HiddenBy, std::bool_constant): a kernel is specialised on what hides pairs and on dropout, with which edges
+// are words too.
 template <class F>
 void with_hidden(Hidden hidden, bool drops, F&& f) {
-  if (drops) hidden == Hidden::nothing ? f(HiddenBy<Hidden::nothing>{}, std::true_type{})
-                                       : f(HiddenBy<Hidden::words>{}, std::true_type{});
+  if (drops)
+    hidden == Hidden::nothing ? f(HiddenBy<Hidden::nothing>{}, std::true_type{})
+                              : f(HiddenBy<Hidden::words>{}, std::true_type{});
   else if (hidden == Hidden::nothing) f(HiddenBy<Hidden::nothing>{}, std::false_type{});
   else if (hidden == Hidden::edge) f(HiddenBy<Hidden::edge>{}, std::false_type{});
   else f(HiddenBy<Hidden::words>{}, std::false_type{});

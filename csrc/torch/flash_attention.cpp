@@ -43,8 +43,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   // The sinks and attn_mask are passed by themselves: autograd looks for tensors that require gradients among the
   // arguments.
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const OptionalTensor& sinks, const OptionalTensor& bias,
-                               const AttentionOptions& options, bool return_lse, bool return_stats) {
+                               const OptionalTensor& sinks, const OptionalTensor& bias, const AttentionOptions& options,
+                               bool return_lse, bool return_stats) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, entropy, max_logit] = call_fwd(q, k, v, options, true, return_stats);
@@ -54,8 +54,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     // By the dispatcher, unlike absent(): here the tensors may be fake ones.
     lse = return_lse ? lse.to(at::kFloat) : at::empty({0}, q.options().dtype(at::kFloat));
     variable_list constants{entropy, max_logit};
-    const bool depends_on_inputs =
-        requires_grad(q) || requires_grad(k) || requires_grad(sinks) || requires_grad(bias);
+    const bool depends_on_inputs = requires_grad(q) || requires_grad(k) || requires_grad(sinks) || requires_grad(bias);
     if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // of v it is no function
     ctx->mark_non_differentiable(constants);
     return {out, lse, entropy, max_logit};

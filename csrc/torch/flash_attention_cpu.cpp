@@ -185,14 +185,16 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   const auto combine = FK_CHOOSE_ISA(attention_combine);
   std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
   std::atomic<int64_t> next{0};
-  on_threads(n_tasks, work_of(a, keep), attention_forward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr), [&](float* scratch) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
-      kernel(a, all.tasks[i], scratch);
-      // Whoever does the last split of some rows combines them: waking threads once more would cost more than that.
-      if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
-        combine(a, all.tasks[i / num_splits * num_splits], num_splits);
-    }
-  });
+  on_threads(n_tasks, work_of(a, keep), attention_forward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr),
+             [&](float* scratch) {
+               for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
+                 kernel(a, all.tasks[i], scratch);
+                 // Whoever does the last split of some rows combines them: waking threads once more would cost more
+                 // than that.
+                 if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
+                   combine(a, all.tasks[i / num_splits * num_splits], num_splits);
+               }
+             });
   return {out, lse, entropy, max_logit};
 }
 
@@ -243,8 +245,8 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
   int64_t own_keys = 0;  // keys whose sums are in a thread's scratch
   for (const auto& task : all.tasks)
     if (task.sums < 0) own_keys = std::max(own_keys, task.key_end);
-  const int64_t scratch =
-      attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) + a.dk_sums(own_keys) + a.dv_sums(own_keys);
+  const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) +
+                          a.dk_sums(own_keys) + a.dv_sums(own_keys);
   const auto kernel = FK_CHOOSE_ISA(attention_backward);
   TaskQueue queue(all.tasks);
   on_threads(static_cast<int64_t>(all.tasks.size()), 2 * work_of(a, keep), scratch, [&](float* memory) {
