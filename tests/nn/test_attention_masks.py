@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
 from foundry_kernels.nn import Attention, RotaryEmbedding, attention
-from foundry_kernels.nn._decode import KeyValueMemory
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
@@ -112,7 +111,7 @@ def test_a_sequence_of_no_length_gives_the_projection_of_zero(backend: str) -> N
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-class Store(KeyValueMemory):
+class Store:
     """Keys and values in tensors that grow."""
 
     def __init__(self) -> None:
