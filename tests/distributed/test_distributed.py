@@ -294,9 +294,20 @@ def mesh_of_three():
         ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
         ({"dim": 24, "n_heads": 6, "qk_norm": True}, "qk_norm=True is not divided .* summed over the devices"),
         ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
+        ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not divided .* heads by their"),
         ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not divided by this plan: experts"),
     ],
-    ids=["heads", "key-value-heads", "tied", "alibi", "sinusoidal", "qk-norm", "dropout", "experts"],
+    ids=[
+        "heads",
+        "key-value-heads",
+        "tied",
+        "alibi",
+        "sinusoidal",
+        "qk-norm",
+        "dropout",
+        "attention-dropout",
+        "experts",
+    ],
 )
 def test_plan_refuses_what_cannot_be_sharded(shape, message, mesh_of_three):
     from foundry_kernels.distributed import tensor_parallel_plan

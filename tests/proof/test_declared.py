@@ -290,7 +290,7 @@ UNSEEN |= {"init_std", "max_seq_len", "load_balancing_coef", "router_z_coef"}
 #: The choices in `OTHER` that tensor parallelism and QK-clip refuse.
 NOT_SHARDED = {"tie_embeddings", "positions", "qk_norm", "embedding_dropout", "residual_dropout", "attention_dropout"}
 NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
-NOT_CLIPPED = {"qk_norm", "attention_dropout"}
+NOT_CLIPPED = {"qk_norm"}
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ class AttentionMask:
         sizes: list[int | None] = []
         for name, a, b in zip("BHTS", self.shape, other.shape, strict=True):
             any_size = 1 if name in "BH" else None
-            if any_size not in (a, b) and a != b:
+            if a != any_size and b != any_size and a != b:
                 raise ValueError(f"masks must have the same {name}; got {a} and {b}")
             sizes.append(b if a == any_size else a)
         build = partial(_combine, self, other, op)

@@ -196,8 +196,9 @@ def check_mask(attn_mask: Tensor | AttentionMask, wanted: tuple[int, int, int, i
     """A mask or bias of scores ``[B, H, T, S]`` of the sizes `wanted`, for x, which is called `name` in errors."""
     if isinstance(attn_mask, AttentionMask):
         b, h, t, s = attn_mask.shape
-        fits = b in (1, wanted[0]) and h in (1, wanted[1]) and t in (None, wanted[2]) and s in (None, wanted[3])
-        if not fits:
+        # Compared one by one: to torch.compile, a size that varies is in no tuple.
+        fits = (b == 1 or b == wanted[0]) and (h == 1 or h == wanted[1])
+        if not (fits and (t is None or t == wanted[2]) and (s is None or s == wanted[3])):
             raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {wanted}; got a mask of {attn_mask.shape}")
         if attn_mask.device != x.device:
             raise ValueError(f"attn_mask must be on {name}'s device {x.device}; got {attn_mask.device}")
@@ -211,7 +212,7 @@ def check_mask(attn_mask: Tensor | AttentionMask, wanted: tuple[int, int, int, i
             raise TypeError(f"attn_mask may be float64 only where {name} is; got {name} of {x.dtype}")
     check_device("attn_mask", attn_mask, name, x)
     shape = attn_mask.shape
-    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
+    if len(shape) > 4 or any(n != 1 and n != m for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
         raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {tuple(wanted)}; got shape {tuple(shape)}")
 
 
