@@ -241,8 +241,8 @@ def flash_attention_dkdv_kernel(
         slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
         dense = Dense(
             fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_masks, n, head, j_places, seqlen_k,
-                       KEYS_DIFFER),
-            stride_maskt if QUERIES_DIFFER else None,
+                       KEYS_DIFFER, False),
+            j_places < seqlen_k if KEYS_DIFFER else None, stride_maskt if QUERIES_DIFFER else None,
         ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
         bits = Bits(
             mask_tiles_ptr + n * stride_tileb + head * stride_tileh, mask_bits_ptr, (stride_tilet, stride_tiles)
@@ -389,7 +389,7 @@ def flash_attention_dq_kernel(
     slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
     dense = Dense(
         fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows, seqlen_q, QUERIES_DIFFER),
-        stride_masks if KEYS_DIFFER else None,
+        None, stride_masks if KEYS_DIFFER else None,
     ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
     scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
     bits = Bits(

@@ -69,7 +69,7 @@ def flash_attention_dbias_kernel(
         bias = Dense(
             fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows, tokens_q,
                        QUERIES_DIFFER),
-            stride_masks if KEYS_DIFFER else None,
+            None, stride_masks if KEYS_DIFFER else None,
         )  # fmt: skip
         scoring = Scoring(scale, softcap, slope, bias)
         b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)

@@ -32,6 +32,7 @@ class Dense(NamedTuple):
     """A dense mask or bias, see `load_dense`."""
 
     ptr: Any  # of the tile's rows [M, 1], or of what is the same for all of them
+    m_rows: Any  # which rows there are, None where pointers to all of them are valid
     stride: Any  # of the tile's columns, None where they are the same
 
 

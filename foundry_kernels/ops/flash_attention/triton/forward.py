@@ -138,7 +138,7 @@ def flash_attention_fwd_kernel(
     dense = Dense(
         fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows[:, None], seqlen_q,
                    QUERIES_DIFFER),
-        stride_masks if KEYS_DIFFER else None,
+        None, stride_masks if KEYS_DIFFER else None,
     ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
     scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
     bits = Bits(
