@@ -53,7 +53,9 @@ class Check:
     def wrong(self, name: str) -> str | None:
         """Returns why the result of a row is not that of the reference, or None. Ours must meet the parity
         policy; a peer must compute the same, unless it draws other elements for dropout."""
-        if name in (*LIMITS, "reference") or (name not in OURS and self.group.case.options.get("dropout_p")):
+        if name in (*LIMITS, "reference", *self.group.bench.UNCHECKED) or (
+            name not in OURS and self.group.case.options.get("dropout_p")
+        ):
             return None
         try:
             actual = self._result(name)

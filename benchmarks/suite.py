@@ -21,6 +21,7 @@ from benchmarks.measure import cache_bytes, free_bytes
 from foundry_kernels.core.contract import Bench
 from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
+from foundry_kernels.testing.policy import options_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
@@ -112,7 +113,8 @@ class Group:
     def function(self, name: str) -> Callable[..., Any]:
         """Returns what is called with the case's arguments for one of `names` that is no limit."""
         if name in OURS:
-            return lambda **a: self.op.public(**a, **self.case.options, backend=name)
+            options = options_on(DEVICE, self.case.options)
+            return lambda **a: self.op.public(**a, **options, backend=name)
         found = self.peers[name]
         assert not isinstance(found, str), found
         return found

@@ -93,6 +93,7 @@ class Arguments {
   void optional_positive(std::optional<double>& value) {
     if (!take_none()) need(is_positive_number(*(value = real())));
   }
+  void zero(std::optional<double>&) { need(real() == 0.0); }  // None for it
   void positions(OptionalTensor& value) {
     if (take_none()) return;
     const Tensor& t = any_tensor();

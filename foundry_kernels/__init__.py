@@ -10,6 +10,7 @@ from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "OPS",
+    "AttentionMask",
     "BackendUnavailable",
     "RopeScaling",
     "add_layer_norm",

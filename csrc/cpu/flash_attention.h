@@ -31,6 +31,28 @@ struct AttentionSequence {
   int64_t q_start, q_len, k_start, k_len;
 };
 
+// A tensor of the pairs of queries and keys, of which all may share an element along a dimension: element strides, 0
+// where they do.
+struct PairStrides {
+  int64_t batch, head, query, key;
+};
+
+// Which pairs are seen, by tiles of 64 queries and 64 keys.
+struct AttentionTiles {
+  const int32_t* index;   // of a tile's words, or null; 0 sees nothing, 1 all
+  PairStrides strides;    // in tiles
+  const uint64_t* words;  // [n, 64]: bit j of a query's is key j
+};
+
+// Which weights are kept: those whose 16 bits of Philox are at least the threshold.
+struct AttentionDropout {
+  uint64_t seed;
+  uint32_t threshold;    // 0 where dropout is off
+  float scale;           // of what is kept
+  const int64_t* heads;  // [sequences, H] of batch << 32 | head, or null for a head's own place
+  int64_t n_heads;
+};
+
 // Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
 // attention_decode.
 inline bool decode_supports(int64_t row, int64_t n_rows) {
@@ -52,9 +74,20 @@ struct AttentionInputs {
   bool bottom_right;
   Dtype type;               // of q, k, v and outputs
   HeadStrides lse_strides;  // also of the other numbers a row
+  const uint8_t* mask;      // not 0 where a pair is seen, or null
+  PairStrides mask_strides;
+  AttentionTiles tiles;
+  const void* bias;  // added to scores, or null
+  Dtype bias_type;
+  PairStrides bias_strides;
+  AttentionDropout dropout;
 
   // The position that query 0 of a sequence has among its keys.
   int64_t offset(const AttentionSequence& s) const { return bottom_right ? s.k_len - s.q_len : 0; }
+  bool masked() const { return mask || tiles.index; }
+  bool drops() const { return dropout.threshold > 0; }
+  // Whether tiles of keys begin at multiples of kAttentionKeys, where words of 64 keys do.
+  bool aligned() const { return masked() || drops(); }
 };
 
 struct AttentionForward : AttentionInputs {
@@ -73,11 +106,14 @@ struct AttentionTask {
   int64_t split;               // of AttentionForward::splits
 };
 
+// A tile of the bias, as it lies in memory and transposed.
+inline int64_t attention_bias_scratch(bool bias) { return bias ? 2 * kAttentionRows * kAttentionKeys : 0; }
+
 // Floats of scratch that a thread needs.
-inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v) {
+inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v, bool bias) {
   const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
-                        kAttentionKeys * (kAttentionRows + d + dv + dv / 2);
+                        kAttentionKeys * (kAttentionRows + d + dv + dv / 2) + attention_bias_scratch(bias);
   const int64_t decode = kAttentionDecodeRows * (d + dv + kAttentionDecodeKeys + kAttentionPad);
   return tiles > decode ? tiles : decode;
 }
@@ -92,6 +128,9 @@ struct AttentionBackward : AttentionInputs {
   void *dq, *dk, *dv;  // each null where no gradient is wanted
   HeadStrides dq_strides, dk_strides, dv_strides;
   float* sums;  // see AttentionBackwardTask
+  void* dbias;  // of bias_type, or null
+  PairStrides dbias_strides;
+  bool own_dbias;  // each pair has an element of its own, which the tasks write; else tasks of its own make it
 
   // dk and dv are summed in place where they are float and their rows whole registers.
   bool in_place(int64_t width) const { return type == Dtype::f32 && width % kAttentionPad == 0; }
@@ -125,6 +164,17 @@ struct AttentionBackwardTask {
   int64_t work_left;                   // of this task and the longest line of those that wait for it
 };
 
+// A task that sums the elements of dbias that these pairs have a part in, and no others: those of some rows and keys,
+// or of all of what shares them. It has one sequence, head or block of rows, or all.
+struct AttentionBiasTask {
+  int64_t sequence_begin, sequence_end, kv_head_begin, kv_head_end, row_begin, row_end, key_begin, key_end;
+};
+
+constexpr int64_t kBiasTaskKeys = 256;  // of a task at most, where keys have elements of their own
+
+// Elements of a key that such a task has at most: rows of a block, tokens of a tile or heads of a group.
+inline int64_t attention_bias_sums_width(int64_t group) { return round_up(group, kAttentionRows); }
+
 // delta = sum(dout * out) - dlse of each row, 0 for a row without keys.
 struct AttentionDelta {
   const void *out, *dout;
@@ -138,11 +188,14 @@ struct AttentionDelta {
 };
 
 // As attention_forward_scratch, besides the sums for dk and dv.
-inline int64_t attention_backward_scratch(int64_t head_dim, int64_t head_dim_v) {
+inline int64_t attention_backward_scratch(int64_t head_dim, int64_t head_dim_v, bool bias) {
   const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   return kAttentionRows * (3 * d + d / 2 + 2 * dv + dv / 2) +
-         kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv);
+         kAttentionKeys * (2 * kAttentionRows + kAttentionRows / 2 + d + d / 2 + dv) + attention_bias_scratch(bias);
 }
+
+// The sums of a task for the bias, besides attention_backward_scratch.
+inline int64_t attention_bias_sums(int64_t group) { return kBiasTaskKeys * attention_bias_sums_width(group); }
 
 // Floats of one row in AttentionForward::splits.
 inline int64_t attention_split_size(int64_t head_dim_v) { return round_up(head_dim_v, kAttentionPad) + kAttentionPad; }
@@ -157,6 +210,8 @@ FK_DECLARE_PER_ISA_AND_AMX(void, attention_decode, const AttentionForward& args,
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_combine, const AttentionForward& args, const AttentionTask& task,
                            int64_t num_splits)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_backward, const AttentionBackward& args, const AttentionBackwardTask& task,
+                           float* scratch)
+FK_DECLARE_PER_ISA_AND_AMX(void, attention_bias_gradient, const AttentionBackward& args, const AttentionBiasTask& task,
                            float* scratch)
 FK_DECLARE_PER_ISA_AND_AMX(void, attention_delta, const AttentionDelta& args, int64_t sequence, int64_t token_begin,
                            int64_t token_end)

@@ -1,135 +1,13 @@
 // Attention's backward pass. Compiled once per instruction set (see isa.h).
-#include "flash_attention_dot.h"
-#include "flash_attention_pairs.h"
-#include "flash_attention_softmax.h"
-#include "transpose.h"
+#include "flash_attention_gradients.h"
 
 namespace foundry {
 namespace FK_ISA {
 
 namespace {
 
-struct Scratch {
-  // Queries and gradients of the output: a row after the other, transposed, and in pairs of rows. The gradient of the
-  // queries, transposed.
-  float *queries, *queries_t, *query_pairs, *dout, *dout_t, *dout_pairs, *dq;
-  float *weights, *dscores;  // a tile of each, [keys, rows]; of bfloat16 the gradients in pairs of keys
-  BFloat16* dscores_rows;    // with pairs: the same gradients, a row for each key
-  float *keys, *key_pairs, *values, *sums;
-
-  Scratch(const AttentionBackward& a, float* p) {
-    const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
-    const auto take = [&](int64_t n) { return std::exchange(p, p + n); };
-    queries = take(kAttentionRows * d);
-    queries_t = take(kAttentionRows * d);
-    query_pairs = take(kAttentionRows * d / 2);
-    dq = take(kAttentionRows * d);
-    dout = take(kAttentionRows * dv);
-    dout_t = take(kAttentionRows * dv);
-    dout_pairs = take(kAttentionRows * dv / 2);
-    weights = take(kAttentionKeys * kAttentionRows);
-    dscores = take(kAttentionKeys * kAttentionRows);
-    dscores_rows = reinterpret_cast<BFloat16*>(take(kAttentionKeys * kAttentionRows / 2));
-    keys = take(kAttentionKeys * d);
-    key_pairs = take(kAttentionKeys * d / 2);
-    values = take(kAttentionKeys * dv);
-    sums = p;
-  }
-};
-
-struct Block : BlockRows {
-  // lse in two parts: its float, infinite where a row has no keys (weights of 0), and what that lacks.
-  alignas(64) float lse[kAttentionRows], lse_rest[kAttentionRows], delta[kAttentionRows];
-};
-
-template <class E>
-void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t head, Block& b,
-                const Scratch& scratch) {
-  const int64_t rows = b.vecs * kLanes;
-  const auto read = [&](const void* data, const HeadStrides& strides, int64_t width, float* out, float* transposed) {
-    const int64_t lanes = lanes_of<E>(width);
-    for (int64_t i = 0; i < b.count; ++i)
-      read_row<E>(a.type, data, row_offset(strides, s, head, a.group, b.row + i), width, out + i * lanes, lanes);
-    std::fill(out + b.count * lanes, out + rows * lanes, 0.0f);
-    transpose(out, lanes, rows, lanes, transposed, kAttentionRows);
-  };
-  read(a.q, a.q_strides, a.head_dim, scratch.queries, scratch.queries_t);
-  read(a.dout, a.dout_strides, a.head_dim_v, scratch.dout, scratch.dout_t);
-  for (int64_t i = 0; i < b.count; ++i) {
-    const int64_t at = row_offset(a.lse_strides, s, head, a.group, b.row + i);
-    const bool empty = a.lse[at] == kNone;
-    b.lse[i] = empty ? -kNone : float(a.lse[at]);
-    b.lse_rest[i] = empty ? 0.0f : float(a.lse[at] - b.lse[i]);
-    b.delta[i] = a.delta[at];
-  }
-  std::fill(b.lse + b.count, b.lse + rows, -kNone);
-  std::fill(b.lse_rest + b.count, b.lse_rest + rows, 0.0f);
-  std::fill(b.delta + b.count, b.delta + rows, 0.0f);
-}
-
-// out [n, rows] = the products of a tile's rows with those of the block, which are given as they lie and transposed.
-// For rows that decode did, by its products: lse was made of them.
-template <class E>
-void multiply_rows(const Block& b, bool decoded, Tile<E> tile, int64_t n, int64_t width, const float* rows,
-                   const float* rows_t, float* out) {
-  if (!decoded)
-    return multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows_t, kAttentionRows, steps_of<E>(width), out,
-                       kAttentionRows, Start::zero);
-  constexpr int64_t ld = kAttentionKeys + kSums;
-  float products[kAttentionDecodeRows * ld];
-  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data, tile.ld}, n, products, ld);
-  for (int64_t j = 0; j < n; ++j)
-    for (int64_t r = 0; r < b.vecs * kLanes; ++r)
-      out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
-}
-
-// A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
-// of the scores, but for the factor `scale`. Of E bfloat16 each becomes half as long: weights stay a row for each key.
-template <class E, bool kEdge, bool kBias>
-void differentiate_tile(const AttentionBackward& a, const Block& b, const Scratch& scratch, int64_t n, int32_t key) {
-  const Vec unit = splat(kBias ? 1.0f : a.scale);
-  for (int v = 0; v < b.vecs; ++v) {
-    const Vec lse = Whole::load(b.lse + v * kLanes), lse_rest = Whole::load(b.lse_rest + v * kLanes);
-    const Vec delta = Whole::load(b.delta + v * kLanes);
-    float *weights = scratch.weights + v * kLanes, *gradients = scratch.dscores + v * kLanes;
-    const auto differentiate = [&](int64_t j, Vec& p, Vec& ds) FK_INLINE {
-      Vec s = Whole::load(weights + j * kAttentionRows);
-      ds = Whole::load(gradients + j * kAttentionRows) - delta;
-      if constexpr (kBias) {
-        s = capped(a, s);
-        if (a.softcap > 0.0f) {
-          const Vec t = s * (1.0f / a.softcap);  // whose square is at most 1, where that of the cap may be 0
-          ds *= 1.0f - t * t;
-        }
-        if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
-      }
-      p = exp((s * unit - lse) - lse_rest);
-      if constexpr (kEdge) p = seen(b, v, key + int32_t(j), p, 0.0f);
-      ds *= p;
-    };
-    if constexpr (kPer<E> == 1) {
-      for (int64_t j = 0; j < n; ++j) {
-        Vec p, ds;
-        differentiate(j, p, ds);
-        Whole::store(weights + j * kAttentionRows, p);
-        Whole::store(gradients + j * kAttentionRows, ds);
-      }
-    } else {  // in place: what is written over has been read, here or for the registers before
-      E* rows = reinterpret_cast<E*>(scratch.weights) + v * kLanes;
-      for (int64_t j = 0; j < n; j += 2) {
-        Vec p[2] = {}, ds[2] = {};
-        differentiate(j, p[0], ds[0]);
-        if (j + 1 < n) differentiate(j + 1, p[1], ds[1]);
-        E* dscores_row = scratch.dscores_rows + j * kAttentionRows + v * kLanes;
-        store_pairs(nullptr, p[0], p[1], rows + j * 2 * kAttentionRows, rows + (j + 1) * 2 * kAttentionRows);
-        store_pairs(gradients + j / 2 * kAttentionRows, ds[0], ds[1], dscores_row, dscores_row + kAttentionRows);
-      }
-    }
-  }
-}
-
-void write_queries(const AttentionBackward& a, const AttentionSequence& s, int64_t head, const Block& b,
-                   const float* dq, const Scratch& scratch) {
+void write_queries(const AttentionBackward& a, const AttentionSequence& s, int64_t head, const GradientBlock& b,
+                   const float* dq, const GradientScratch& scratch) {
   const int64_t d = round_up(a.head_dim, kAttentionPad);
   transpose(dq, kAttentionRows, d, b.vecs * kLanes, scratch.queries, d);
   const Vec scale = splat(a.scale);
@@ -195,12 +73,12 @@ void prefetch_rows(const AttentionBackward& a, const AttentionBackwardTask& task
 
 template <class E>
 void backward(const AttentionBackward& a, const AttentionBackwardTask& task, float* scratch_memory) {
-  const Scratch scratch(a, scratch_memory);
+  const GradientScratch scratch(a, scratch_memory);
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t head = task.kv_head * a.group, kv_head = task.kv_head, n_rows = s.q_len * a.group;
   const int64_t padded_d = round_up(a.head_dim, kAttentionPad), padded_dv = round_up(a.head_dim_v, kAttentionPad);
   const int64_t lanes = lanes_of<E>(a.head_dim), value_lanes = lanes_of<E>(a.head_dim_v);
-  const bool need_scores = a.dq || a.dk, shared = task.sums >= 0;
+  const bool need_scores = a.dq || a.dk || a.own_dbias, shared = task.sums >= 0;
   float* dq_sums = shared ? a.sums + task.sums : nullptr;
   float* key_sums = shared ? dq_sums + a.dq_sums(n_rows) : scratch.sums;
   const KeySums dk(a, a.dk, a.head_dim, key_offset(a.dk_strides, s, kv_head, 0), a.dk_strides.token, key_sums);
@@ -212,8 +90,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
       if (a.dv) std::fill_n(dv.data + key * dv.ld, padded_dv, 0.0f);
     }
 
-  const int64_t k_base = key_offset(a.k_strides, s, kv_head, 0);
-  const int64_t v_base = key_offset(a.v_strides, s, kv_head, 0);
+  const KeyTiles<E> tiles(a, s, kv_head);
   // The tiles of weights and of gradients as left factors of products along the queries.
   const Factor<E> weights{reinterpret_cast<const E*>(scratch.weights), kAttentionRows * kPer<E>, kPer<E>};
   const Factor<E> dscores{
@@ -223,12 +100,13 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
   const auto as_tile = [](const float* rows, int64_t n) {
     return Tile<E>{reinterpret_cast<const E*>(rows), n * kPer<E>};
   };
-  Block b;
+  GradientBlock b;
   for (int64_t row = task.row_begin; row < task.row_end; row += kAttentionRows) {
     b.set(a, s, task.sequence, head, row, task.row_end, task.key_begin, task.key_end);
     float* dq = shared ? dq_sums + row * padded_d : scratch.dq;
     if (a.dq && task.first_of_rows) std::fill_n(dq, padded_d * kAttentionRows, 0.0f);
     Tile<E> queries{}, dout{};
+    if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
     if (b.key_begin < b.key_end) {
       read_block<E>(a, s, head, b, scratch);
       queries = pack_pairs(as_tile(scratch.queries, lanes), b.count, a.head_dim, scratch.query_pairs);
@@ -240,18 +118,16 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
       if (const int64_t next = row + kAttentionRows; shared && next < task.row_end)
         prefetch_rows(a, task, next, a.dq ? dq_sums + next * padded_d : nullptr, (begin - b.key_begin) / kAttentionKeys,
                       (b.key_end - b.key_begin + kAttentionKeys - 1) / kAttentionKeys);
-      const auto keys =
-          read_tile<E>(a.type, a.k, k_base + begin * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.keys);
+      const auto first_key = int32_t(begin - task.key_begin);
+      if (!looks_at(a, s, head, b, begin, n, first_key)) continue;
+      const auto keys = tiles.keys(begin, n, scratch.keys);
       multiply_rows<E>(b, decoded, keys, n, a.head_dim, scratch.queries, scratch.queries_t, scratch.weights);
       if (need_scores) {
-        const auto values = read_tile<E>(a.type, a.v, v_base + begin * a.v_strides.token, a.v_strides.token, n,
-                                         a.head_dim_v, scratch.values);
+        const auto values = tiles.values(begin, n, scratch.values);
         multiply_rows<E>(b, decoded, values, n, a.head_dim_v, scratch.dout, scratch.dout_t, scratch.dscores);
       }
-      const auto first_key = int32_t(begin - task.key_begin);
-      with_bools(
-          [&](auto edge, auto bias) { differentiate_tile<E, edge.value, bias.value>(a, b, scratch, n, first_key); },
-          begin < b.full_begin || begin + n > b.full_end, has_bias(a));
+      differentiate<E>(a, s, head, b, scratch, begin, n, first_key, a.own_dbias);
+      if (a.own_dbias) write_bias_tile(a, s, head, b, begin, n, scratch.bias_rows, scratch.bias);
       if (a.dv)
         multiply<E>(n, padded_dv / kLanes, weights, right(dout), dout.ld / kPer<E>, steps_of<E>(b.count),
                     dv.data + begin * dv.ld, dv.ld, Start::add);

@@ -1,8 +1,10 @@
 // Attention's forward pass of few query rows, as in decoding: reading the keys and values is all the work, so they are
 // used straight from memory, with the head dimension along the lanes. Compiled once per instruction set (see isa.h).
+#include "flash_attention_bias.h"
 #include "flash_attention_dot.h"
 #include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
+#include "flash_attention_words.h"
 #include "transpose.h"
 
 namespace foundry {
@@ -85,25 +87,44 @@ void add_all_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, c
 struct DecodeRows : BlockRows {
   RowSums sums[kAttentionDecodeRows];
   float scale[kAttentionDecodeRows];
+  BlockWords words;
 };
 
+// What a row has in a tile beside scores.
+struct RowOptions {
+  uint64_t seen, kept;
+  const float* bias;  // or null
+};
+
+// x in the lanes of keys [j, j + kLanes) that have a bit in a row's word, `other` elsewhere.
+inline Vec pick_keys(uint64_t word, int64_t j, Vec x, float other) {
+  uint64_t bits[1] = {word >> j};
+  return PickedLanes(0).pick(bits, x, other);
+}
+
 // A row's scores of keys [key, key + n) become weights, as softmax_tile of the other kernel has it.
-void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* scores, int64_t n, int32_t key) {
+template <bool kOptions>
+void softmax_row(const AttentionForward& a, DecodeRows& b, int row, const RowOptions& with, float* scores, int64_t n,
+                 int32_t key) {
   const Vec q_pos = splat(float(b.q_pos[row] - key)), first = splat(float(b.first[row] - key)),
             last = splat(float(b.last[row] - key));
   const auto each = [&](auto&& f) FK_INLINE {
     Vec index;
     for (int i = 0; i < kLanes; ++i) index[i] = float(i);
-    for (int64_t j = 0; j < n; j += kLanes, index += float(kLanes)) f(scores + j, index);
+    for (int64_t j = 0; j < n; j += kLanes, index += float(kLanes)) f(scores + j, index, j);
   };
   const Vec end = splat(float(n));
   const bool bias = has_bias(a);
   const float unit = bias ? 1.0f : a.scale;  // of the scores in `scores`
   Vec top = splat(kNone);
-  each([&](float* p, Vec index) FK_INLINE {
+  each([&](float* p, Vec index, [[maybe_unused]] int64_t j) FK_INLINE {
     Vec s = Whole::load(p);
     if (bias) s = capped(a, s);
     if (a.alibi_slopes) s -= b.slope[row] * (index > q_pos ? index - q_pos : q_pos - index);
+    if constexpr (kOptions) {
+      if (with.bias) s += Whole::load(with.bias + j);
+      s = pick_keys(with.seen, j, s, kNone);
+    }
     s = (index >= first) & (index <= last) & (index < end) ? s : splat(kNone);
     Whole::store(p, s);
     top = larger(s, top);
@@ -113,14 +134,37 @@ void softmax_row(const AttentionForward& a, DecodeRows& b, int row, float* score
   Whole::store(found, top);
   const float now = std::max(r.max, *std::max_element(found, found + kLanes) * unit), at = now == kNone ? 0.0f : now;
   Vec sum[4] = {}, entropy[4] = {};
-  each([&](float* p, Vec) FK_INLINE {
+  each([&](float* p, Vec, [[maybe_unused]] int64_t j) FK_INLINE {
     const Vec t = Whole::load(p) * unit - at, weight = exp(t);
     sum[0] += weight;
     entropy[0] += weight > Vec{} ? weight * t : Vec{};
+    if constexpr (kOptions) {
+      if (a.drops()) return Whole::store(p, pick_keys(with.kept, j, weight * a.dropout.scale, 0.0f));
+    }
     Whole::store(p, weight);
   });
   float unused;
   r.combine({now, foundry::FK_ISA::sum(sum), foundry::FK_ISA::sum(entropy)}, b.scale[row], unused);
+}
+
+// Makes weights of the scores of all rows, where there are masks, a bias or dropout. After DecodeRows::words.look, if
+// there are masks.
+void softmax_rows(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, float* scores, int64_t ld,
+                  int64_t tile, int64_t n) {
+  constexpr int64_t kRoom = kAttentionDecodeKeys + kLanes;
+  const AttentionSequence& s = a.sequences[task.sequence];
+  const int64_t head = task.kv_head * a.group;
+  float bias[kAttentionDecodeRows * kRoom];
+  if (a.bias) read_bias_rows(a, s, head, b, tile, n, bias, kRoom);
+  if (a.drops()) {
+    kept_rows(a.dropout, a.group, b, b.words.dropout, tile, b.words.kept);
+    transpose_bits(b.words.kept);
+  }
+  for (int r = 0; r < b.count; ++r) {
+    const uint64_t seen = a.masked() && b.words.all == Seen::some ? b.words.seen[r] : ~uint64_t(0);
+    const RowOptions with{seen, b.words.kept[r], a.bias ? bias + r * kRoom : nullptr};
+    softmax_row<true>(a, b, r, with, scores + r * ld, n, int32_t(tile - task.key_begin));
+  }
 }
 
 template <int kRows, class T>
@@ -135,10 +179,14 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
   const T* v = static_cast<const T*>(a.v) + key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionDecodeKeys) {
     const int64_t n = std::min<int64_t>(kAttentionDecodeKeys, b.key_end - tile);
+    const auto first_key = int32_t(tile - task.key_begin);
+    if (a.masked() && !b.words.look(a, s, task.kv_head * a.group, b, tile, n, first_key)) continue;
     const T *keys = k + tile * a.k_strides.token, *values = v + tile * a.v_strides.token;
     multiply_keys<kRows>(queries, a.head_dim, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores,
                          ld);
-    for (int r = 0; r < b.count; ++r) softmax_row(a, b, r, scores + r * ld, n, int32_t(tile - task.key_begin));
+    if (a.bias || a.aligned()) softmax_rows(a, task, b, scores, ld, tile, n);
+    else
+      for (int r = 0; r < b.count; ++r) softmax_row<false>(a, b, r, {}, scores + r * ld, n, first_key);
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
     E* weights = reinterpret_cast<E*>(scores);
     if constexpr (kPer<E> == 2) {
@@ -161,6 +209,7 @@ void attention_decode(const AttentionForward& a, const AttentionTask& task, floa
   float *queries = scratch, *out = queries + kAttentionDecodeRows * d, *scores = out + kAttentionDecodeRows * dv;
   DecodeRows b;
   b.set(a, s, task.sequence, head, task.row_begin, task.row_end, task.key_begin, task.key_end);
+  if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
   std::fill(queries, scores, 0.0f);
   std::fill(b.scale, b.scale + kAttentionDecodeRows, 0.0f);
   std::fill(b.sums, b.sums + kAttentionDecodeRows, RowSums{kNone, 0.0f, 0.0f});

@@ -1,6 +1,8 @@
 // Attention's forward pass. Compiled once per instruction set (see isa.h).
+#include "flash_attention_bias.h"
 #include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
+#include "flash_attention_words.h"
 #include "transpose.h"
 
 namespace foundry {
@@ -11,10 +13,11 @@ namespace {
 struct Block : BlockRows {
   float *queries, *out;  // transposed: [D, kAttentionRows], [Dv, kAttentionRows]
   alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];
+  BlockWords words;
 };
 
 struct Scratch {
-  float *queries, *out, *by_rows, *scores, *keys, *values, *value_pairs;
+  float *queries, *out, *by_rows, *scores, *keys, *values, *value_pairs, *bias, *bias_rows;
 
   Scratch(const AttentionForward& a, float* p) {
     const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
@@ -26,6 +29,8 @@ struct Scratch {
     keys = take(kAttentionKeys * d);
     values = take(kAttentionKeys * dv);
     value_pairs = take(kAttentionKeys * dv / 2);
+    bias = take(kAttentionKeys * kAttentionRows);
+    bias_rows = p;
   }
 };
 
@@ -42,10 +47,12 @@ void read_queries(const AttentionForward& a, const AttentionSequence& s, int64_t
 // One tile of scores [n, rows] becomes weights, relative to the largest logit so far; `scale` is left the factor by
 // which that changes what was summed before. The first key is `key`, counted as in BlockRows. Of E bfloat16 the weights
 // of two keys share a row.
-template <class E, bool kEdge, bool kBias, bool kEntropy>
-void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n, int32_t key, float* scale) {
+template <class E, Hidden kHidden, bool kDrops, bool kBias, bool kEntropy>
+void softmax_tile(const AttentionForward& a, Block& b, const TileOptions& with, float* scores, int64_t n, int32_t key,
+                  float* scale) {
   const Vec unit = splat(kBias ? 1.0f : a.scale);  // of the scores in `scores`
   for (int v = 0; v < b.vecs; ++v) {
+    [[maybe_unused]] const PickedLanes lanes(v);
     float* column = scores + v * kLanes;
     Vec top[2] = {splat(kNone), splat(kNone)};
     for (int64_t j = 0; j < n; ++j) {
@@ -53,9 +60,11 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
       if constexpr (kBias) {
         s = capped(a, s);
         if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
+        if (with.bias) s += Whole::load(with.bias + j * kAttentionRows + v * kLanes);
       }
-      if constexpr (kEdge) s = seen(b, v, key + int32_t(j), s, kNone);
-      if constexpr (kBias || kEdge) Whole::store(column + j * kAttentionRows, s);
+      if constexpr (kHidden == Hidden::edge) s = seen(b, v, key + int32_t(j), s, kNone);
+      if constexpr (kHidden == Hidden::words) s = lanes.pick(with.seen + j, s, kNone);
+      if constexpr (kBias || kHidden != Hidden::nothing) Whole::store(column + j * kAttentionRows, s);
       top[j & 1] = larger(s, top[j & 1]);
     }
     const auto row = [&](float* of) { return of + v * kLanes; };
@@ -67,7 +76,8 @@ void softmax_tile(const AttentionForward& a, Block& b, float* scores, int64_t n,
       const Vec t = Whole::load(column + j * kAttentionRows) * unit - at, p = exp(t);
       sum += p;
       if constexpr (kEntropy) entropy += p > Vec{} ? p * t : Vec{};
-      return p;
+      if constexpr (kDrops) return lanes.pick(with.kept + j, p * a.dropout.scale, 0.0f);
+      else return p;
     };
     if constexpr (kPer<E> == 1) {
       for (int64_t j = 0; j < n; ++j) Whole::store(column + j * kAttentionRows, weight(j));
@@ -95,6 +105,15 @@ void write_block(const AttentionForward& a, const AttentionTask& task, const Blo
     write_row(a, task, b.row + i, {b.max[i], b.sum[i], b.entropy[i]}, by_rows + i * dv);
 }
 
+// Finds out what a block sees of the tile of keys that begins at `tile`; whether it is anything.
+bool look(const AttentionForward& a, const AttentionTask& task, Block& b, int64_t tile) {
+  const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - tile);
+  b.words.all = Seen::none;
+  return tile >= b.key_begin && n > 0 &&
+         b.words.look(a, a.sequences[task.sequence], task.kv_head * a.group, b, tile, n,
+                      int32_t(tile - task.key_begin));
+}
+
 template <class E>
 void forward(const AttentionForward& a, const AttentionTask& task, float* scratch_memory) {
   const Scratch scratch(a, scratch_memory);
@@ -115,6 +134,7 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
     std::fill(b.entropy, b.entropy + kAttentionRows, 0.0f);
     std::fill(b.out, b.out + dv * kAttentionRows, 0.0f);
     if (b.key_begin < b.key_end) read_queries<E>(a, s, head, b, scratch.by_rows);
+    if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
     key_begin = std::min(key_begin, b.key_begin);
     key_end = std::max(key_end, b.key_end);
   }
@@ -123,6 +143,11 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
   const int64_t v_base = key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = key_begin; tile < key_end; tile += kAttentionKeys) {
     const int64_t n_tile = std::min<int64_t>(kAttentionKeys, key_end - tile);
+    if (a.masked()) {
+      bool any = false;
+      for (Block* b = blocks; b < blocks + n_blocks; ++b) any |= look(a, task, *b, tile);
+      if (!any) continue;
+    }
     const auto keys = read_tile<E>(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile,
                                    a.head_dim, scratch.keys);
     const auto values = pack_pairs(read_tile<E>(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token,
@@ -133,15 +158,24 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
       int64_t skipped = std::max<int64_t>(0, b.key_begin - tile);
       skipped -= skipped % kPer<E>;  // pairs stay together
       const int64_t begin = tile + skipped, end = std::min(tile + n_tile, b.key_end), n = end - begin;
-      if (n <= 0) continue;
+      if (n <= 0 || (a.masked() && b.words.all == Seen::none)) continue;
       multiply<E>(n, b.vecs, {keys.data + skipped * keys.ld, keys.ld, kPer<E>}, b.queries, kAttentionRows,
                   steps_of<E>(a.head_dim), scratch.scores, kAttentionRows, Start::zero);
-      with_bools(
-          [&](auto edge, auto bias, auto entropy) {
-            softmax_tile<E, edge.value, bias.value, entropy.value>(a, b, scratch.scores, n,
-                                                                   int32_t(begin - task.key_begin), scale);
-          },
-          begin < b.full_begin || end > b.full_end, has_bias(a), a.entropy != nullptr);
+      Hidden hidden = begin < b.full_begin || end > b.full_end ? Hidden::edge : Hidden::nothing;
+      TileOptions with{b.words.seen, b.words.kept, nullptr, nullptr};
+      if (a.aligned()) {
+        if (!a.masked()) look(a, task, b, tile);
+        hidden = b.words.finish(a, b, tile);
+      }
+      if (a.bias) read_bias_tile(a, s, head, b, begin, n, scratch.bias_rows, scratch.bias), with.bias = scratch.bias;
+      with_hidden(hidden, a.drops(), [&](auto by, auto drops) {
+        with_bools(
+            [&](auto bias, auto entropy) {
+              softmax_tile<E, by.value, drops.value, bias.value, entropy.value>(a, b, with, scratch.scores, n,
+                                                                                int32_t(begin - task.key_begin), scale);
+            },
+            has_bias(a), a.entropy != nullptr);
+      });
       multiply<E>(a.head_dim_v, b.vecs, {values.data + skipped / kPer<E> * values.ld, kPer<E>, values.ld},
                   scratch.scores, kAttentionRows, steps_of<E>(n), b.out, kAttentionRows, Start::scaled, scale);
     }

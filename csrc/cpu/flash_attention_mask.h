@@ -32,6 +32,7 @@ struct BlockRows {
     const auto q_pos_of = [&](int64_t i) { return (row + std::min(i, count - 1)) / a.group + offset; };
     key_begin = std::max(begin, q_pos_of(0) - a.window_left);
     key_end = std::min(end, q_pos_of(count) + a.window_right + 1);
+    if (a.aligned() && key_begin < end) key_begin -= (key_begin - begin) % kAttentionKeys;
     full_begin = std::max(begin, q_pos_of(count) - a.window_left);
     full_end = std::min(end, q_pos_of(0) + a.window_right + 1);
     constexpr int64_t kFar = 1 << 30;
@@ -48,9 +49,10 @@ struct BlockRows {
 };
 
 // Whether logits need more than a product with the scale.
-inline bool has_bias(const AttentionInputs& a) { return a.softcap > 0.0f || a.alibi_slopes; }
+inline bool has_bias(const AttentionInputs& a) { return a.softcap > 0.0f || a.alibi_slopes || a.bias; }
 
-// The part of a logit that a lane's score s gives, before ALiBi: softcap * tanh(scale * s / softcap), or scale * s.
+// The part of a logit that a lane's score s gives, before ALiBi and a bias: softcap * tanh(scale * s / softcap), or
+// scale * s.
 inline Vec capped(const AttentionInputs& a, Vec s) {
   return a.softcap > 0.0f ? a.softcap * tanh(s * a.scale * (1.0f / a.softcap)) : s * a.scale;
 }

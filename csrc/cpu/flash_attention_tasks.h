@@ -159,4 +159,27 @@ inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequen
   return result;
 }
 
+// The tasks that make dbias where pairs share its elements. A token's rows may lie in two blocks: where the heads of a
+// group share elements, a task has whole tiles of 64 tokens.
+inline std::vector<AttentionBiasTask> bias_tasks(const AttentionBackward& a, int64_t n_sequences, int64_t n_kv_heads) {
+  const PairStrides& own = a.dbias_strides;  // 0 for what is shared
+  const AttentionSequence& s = a.sequences[0];
+  const int64_t rows = s.q_len * a.group;
+  const int64_t sequences = own.batch ? 1 : n_sequences, kv_heads = own.head ? 1 : n_kv_heads;
+  const int64_t task_rows = !own.query ? rows : own.head ? kAttentionRows : kAttentionRows * a.group;
+  const auto tasks_of = [&](int64_t keys) {
+    std::vector<AttentionBiasTask> tasks;
+    for (int64_t n = 0; n < n_sequences; n += sequences)
+      for (int64_t head = 0; head < n_kv_heads; head += kv_heads)
+        for (int64_t row = 0; row < rows; row += task_rows)
+          for (int64_t key = 0; key == 0 || key < s.k_len; key += keys)
+            tasks.push_back({n, n + sequences, head, head + kv_heads, row, std::min(row + task_rows, rows), key,
+                             std::min(key + keys, s.k_len)});
+    return tasks;
+  };
+  if (!own.key) return tasks_of(std::max<int64_t>(s.k_len, 1));
+  auto tasks = tasks_of(kBiasTaskKeys);
+  return int64_t(tasks.size()) < kAttentionThreads ? tasks_of(kAttentionKeys) : tasks;
+}
+
 }  // namespace foundry

@@ -21,10 +21,10 @@ FourTensors fwd_meta(const Tensor& q, const Tensor& k, const Tensor& v, const At
   return empty_attention_fwd(q, v, options.packed(), save_lse, save_stats);
 }
 
-FourTensors bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& q, const Tensor& k, const Tensor& v,
+FiveTensors bwd_meta(const Tensor&, const OptionalTensor&, const Tensor& q, const Tensor& k, const Tensor& v,
                      const Tensor&, const Tensor&, const AttentionOptions& options, bool need_dq, bool need_dk,
-                     bool need_dv, bool need_dsinks) {
-  return empty_attention_bwd(q, k, v, options.sinks, need_dq, need_dk, need_dv, need_dsinks);
+                     bool need_dv, bool need_dsinks, bool need_dbias) {
+  return empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
 }
 
 FourTensors call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
@@ -36,14 +36,15 @@ FourTensors call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const At
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
   // The places of forward's arguments, of its results and of the tensors that it saves in autograd's lists.
-  enum Argument { kQ, kK, kV, kSinks, kOptions, kReturnLse, kReturnStats, kArguments };
+  enum Argument { kQ, kK, kV, kSinks, kBias, kOptions, kReturnLse, kReturnStats, kArguments };
   enum Result { kOut, kLse, kEntropy, kMaxLogit };
   enum Saved { kSavedQ, kSavedK, kSavedV, kSavedOut, kSavedLse, kSavedOptions };
 
-  // The sinks are passed by themselves: autograd looks for tensors that require gradients among the arguments.
+  // The sinks and attn_mask are passed by themselves: autograd looks for tensors that require gradients among the
+  // arguments.
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const OptionalTensor& sinks, const AttentionOptions& options, bool return_lse,
-                               bool return_stats) {
+                               const OptionalTensor& sinks, const OptionalTensor& bias, const AttentionOptions& options,
+                               bool return_lse, bool return_stats) {
     ctx->set_materialize_grads(false);  // zeros would cost a pass, and are no DTensor where the outputs are
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, entropy, max_logit] = call_fwd(q, k, v, options, true, return_stats);
@@ -53,7 +54,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     // By the dispatcher, unlike absent(): here the tensors may be fake ones.
     lse = return_lse ? lse.to(at::kFloat) : at::empty({0}, q.options().dtype(at::kFloat));
     variable_list constants{entropy, max_logit};
-    const bool depends_on_inputs = requires_grad(q) || requires_grad(k) || requires_grad(sinks);
+    const bool depends_on_inputs = requires_grad(q) || requires_grad(k) || requires_grad(sinks) || requires_grad(bias);
     if (!return_lse || !depends_on_inputs) constants.push_back(lse);  // of v it is no function
     ctx->mark_non_differentiable(constants);
     return {out, lse, entropy, max_logit};
@@ -70,15 +71,19 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     variable_list result(kArguments);
     if (!has_dout && !dlse.has_value()) return result;
     const Tensor dout = has_dout ? grads[kOut] : at::zeros_like(saved[kSavedOut]);
-    const bool need_dq = ctx->needs_input_grad(kQ), need_dk = ctx->needs_input_grad(kK);
-    const bool need_dv = has_dout && ctx->needs_input_grad(kV);  // of lse alone v is no part
-    const bool need_dsinks = options.sinks.has_value() && ctx->needs_input_grad(kSinks);
-    auto [dq, dk, dv, dsinks] = op(dout, dlse, saved[kSavedQ], saved[kSavedK], saved[kSavedV], saved[kSavedOut],
-                                   saved[kSavedLse], options, need_dq, need_dk, need_dv, need_dsinks);
+    NeedsGrad needs(ctx);
+    const bool need_dq = needs.next(), need_dk = needs.next();
+    const bool need_dv = needs.next() && has_dout;  // of lse alone v is no part
+    const bool need_dsinks = needs.next_if(options.sinks.has_value());
+    const bool need_dbias = needs.next_if(options.attn_mask.has_value());
+    auto [dq, dk, dv, dsinks, dbias] =
+        op(dout, dlse, saved[kSavedQ], saved[kSavedK], saved[kSavedV], saved[kSavedOut], saved[kSavedLse], options,
+           need_dq, need_dk, need_dv, need_dsinks, need_dbias);
     if (need_dq) result[kQ] = dq;
     if (need_dk) result[kK] = dk;
     if (need_dv) result[kV] = dv;
     if (need_dsinks) result[kSinks] = dsinks;
+    if (need_dbias) result[kBias] = dbias;
     return result;
   }
 };
@@ -88,12 +93,12 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options,
                             bool return_lse, bool return_stats) {
   using F = flash_attention_schema::AttentionFunction;
-  if (!any_requires_grad(q, k, v, options.sinks)) {
+  if (!any_requires_grad(q, k, v, options.sinks, options.attn_mask)) {
     auto results = flash_attention_schema::call_fwd(q, k, v, options, return_lse, return_stats);
     if (return_lse) std::get<F::kLse>(results) = std::get<F::kLse>(results).to(at::kFloat);
     return results;
   }
-  const auto results = F::apply(q, k, v, options.sinks, options, return_lse, return_stats);
+  const auto results = F::apply(q, k, v, options.sinks, options.attn_mask, options, return_lse, return_stats);
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};
 }
 
@@ -103,8 +108,8 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   define_operator(m, "flash_attention(" + inputs + options + ", bool return_lse, bool return_stats)" + results);
   define_operator(m, "flash_attention_fwd(" + inputs + options + ", bool save_lse, bool save_stats)" + results);
   define_operator(m, "flash_attention_bwd(Tensor dout, Tensor? dlse, " + inputs + "Tensor out, Tensor lse, " + options +
-                         ", bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) "
-                         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+                         ", bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias) "
+                         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)");
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {

@@ -13,6 +13,50 @@
 namespace foundry {
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+constexpr int64_t kMaskTile = 64;  // queries and keys of a tile of mask_tiles
+
+// A tensor that broadcasts to these four sizes: each of its own is that or 1.
+inline void check_broadcasts(const char* name, const Tensor& t, const std::vector<c10::SymInt>& sizes) {
+  TORCH_CHECK_VALUE(t.dim() == 4, name, " must have 4 dimensions; got ", t.dim());
+  for (int64_t i = 0; i < 4; ++i)
+    TORCH_CHECK_VALUE(t.sym_size(i) == sizes[i] || t.sym_size(i) == 1, name, " must broadcast to ",
+                      c10::SymIntArrayRef(sizes), "; got ", t.sym_sizes());
+}
+
+inline void check_masks(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
+  const OptionalTensor &mask = options.attn_mask, &tiles = options.mask_tiles, &bits = options.mask_bits;
+  TORCH_CHECK_VALUE(tiles.has_value() == bits.has_value(), "mask_tiles and mask_bits must be given together");
+  if (!mask.has_value() && !tiles.has_value()) return;
+  TORCH_CHECK_VALUE(!options.packed(), "packed sequences have no attn_mask");
+  std::vector<c10::SymInt> sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)};
+  if (mask.has_value()) {
+    TORCH_CHECK_TYPE(mask->scalar_type() == at::kBool || mask->is_floating_point(),
+                     "attn_mask must be bool or floating; got ", mask->scalar_type());
+    check_broadcasts("attn_mask", *mask, sizes);
+  }
+  if (!tiles.has_value()) return;
+  for (int64_t i : {2, 3}) sizes[i] = (sizes[i] + (kMaskTile - 1)) / kMaskTile;
+  TORCH_CHECK_TYPE(tiles->scalar_type() == at::kInt, "mask_tiles must be int32; got ", tiles->scalar_type());
+  TORCH_CHECK_TYPE(bits->scalar_type() == at::kLong, "mask_bits must be int64; got ", bits->scalar_type());
+  check_broadcasts("mask_tiles", *tiles, sizes);
+  TORCH_CHECK_VALUE(bits->dim() == 2 && bits->sym_size(1) == kMaskTile, "mask_bits must be [n, ", kMaskTile, "]; got ",
+                    bits->sym_sizes());
+}
+
+inline void check_dropout(const AttentionOptions& options, const c10::SymInt& batch, const c10::SymInt& n_heads) {
+  const OptionalTensor &seed = options.dropout_seed, &heads = options.dropout_heads;
+  if (!options.dropout_p.has_value()) return;
+  const double p = *options.dropout_p;
+  TORCH_CHECK_VALUE(p >= 0.0 && p < 1.0, "dropout_p must be in [0, 1); got ", p);
+  TORCH_CHECK_VALUE(seed.has_value() && seed->scalar_type() == at::kLong && seed->sym_numel() == 1,
+                    "dropout_seed must be one int64 number");
+  if (heads.has_value())
+    TORCH_CHECK_VALUE(heads->scalar_type() == at::kLong && heads->dim() == 2 && heads->sym_size(0) == batch &&
+                          heads->sym_size(1) == n_heads,
+                      "dropout_heads must be int64 [B, H]; got ", heads->sym_sizes());
+}
 
 // q [B, H, T, D], or packed [total_q, H, D] where cu_seqlens are given; heads are dimension 1 in both.
 inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
@@ -50,6 +94,8 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   if (sinks.has_value())
     TORCH_CHECK_VALUE(sinks->dim() == 1 && sinks->sym_size(0) == q.sym_size(1), "sinks must be [H]; got ",
                       sinks->sym_sizes());
+  check_masks(q, k, options);
+  check_dropout(options, batch, q.sym_size(1));
 }
 
 // [B, H, T, Dv] of q's dtype, dense in q's storage order; [total_q, H, Dv] contiguous.
@@ -75,14 +121,19 @@ inline FourTensors empty_attention_fwd(const Tensor& q, const Tensor& v, bool pa
           row_tensor(save_stats, at::kFloat), row_tensor(save_stats, at::kFloat)};
 }
 
-// dq, dk, dv and dsinks, each laid out as its tensor, empty where it is not needed.
-inline FourTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& sinks,
-                                       bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) {
+// dq, dk, dv, dsinks and dbias, each laid out as its tensor, empty where it is not needed.
+inline FiveTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                       const AttentionOptions& options, bool need_dq, bool need_dk, bool need_dv,
+                                       bool need_dsinks, bool need_dbias) {
+  const OptionalTensor &sinks = options.sinks, &bias = options.attn_mask;
   TORCH_CHECK_VALUE(!need_dsinks || sinks.has_value(), "there are no sinks to give a gradient for");
+  TORCH_CHECK_VALUE(!need_dbias || (bias.has_value() && bias->is_floating_point()),
+                    "there is no bias to give a gradient for");
   const auto like = [&](const Tensor& t, bool wanted) {
     return wanted ? empty_in_storage_order(t) : absent(t, t.scalar_type());
   };
-  return {like(q, need_dq), like(k, need_dk), like(v, need_dv), like(sinks.value_or(q), need_dsinks)};
+  return {like(q, need_dq), like(k, need_dk), like(v, need_dv), like(sinks.value_or(q), need_dsinks),
+          like(bias.value_or(q), need_dbias)};
 }
 
 }  // namespace foundry

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <vector>
 
 #include "cpu_common.h"
@@ -65,15 +66,55 @@ std::vector<AttentionSequence> sequences_of(const Tensor& q, const Tensor& k, co
 
 // Owns what the pointers of AttentionInputs point into.
 struct KeepAlive {
-  Tensor q, k, v, alibi_slopes, sinks;
+  Tensor q, k, v, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_heads;
   std::vector<AttentionSequence> sequences;
 };
+
+PairStrides pair_strides(const Tensor& t) {
+  const auto stride = [&](int64_t i) { return t.size(i) == 1 ? 0 : t.stride(i); };
+  return {stride(0), stride(1), stride(2), stride(3)};
+}
+
+void set_masks(AttentionInputs& a, KeepAlive& keep, const OptionalTensor& attn_mask, const OptionalTensor& mask_tiles,
+               const OptionalTensor& mask_bits) {
+  if (attn_mask.has_value()) {
+    keep.attn_mask = *attn_mask;
+    const bool is_bool = attn_mask->scalar_type() == at::kBool;
+    (is_bool ? a.mask_strides : a.bias_strides) = pair_strides(*attn_mask);
+    if (is_bool) a.mask = static_cast<const uint8_t*>(attn_mask->const_data_ptr());
+    else a.bias = attn_mask->const_data_ptr(), a.bias_type = dtype_of(*attn_mask);
+  }
+  if (mask_tiles.has_value()) {
+    keep.mask_tiles = mask_tiles->contiguous();
+    keep.mask_bits = mask_bits->contiguous();
+    const int32_t* index = keep.mask_tiles.const_data_ptr<int32_t>();
+    const auto [least, most] = std::minmax_element(index, index + keep.mask_tiles.numel());
+    TORCH_CHECK_VALUE(keep.mask_tiles.numel() == 0 || (*least >= 0 && *most < keep.mask_bits.size(0)),
+                      "mask_tiles must be rows of mask_bits, of which there are ", keep.mask_bits.size(0));
+    a.tiles = {index, pair_strides(keep.mask_tiles),
+               reinterpret_cast<const uint64_t*>(keep.mask_bits.const_data_ptr<int64_t>())};
+  }
+}
+
+AttentionDropout dropout_of(KeepAlive& keep, double p, const Tensor& seed, const OptionalTensor& heads,
+                            int64_t n_heads) {
+  constexpr double kWords = 65536;
+  const double threshold = std::min(std::nearbyint(p * kWords), kWords - 1);
+  AttentionDropout dropout{static_cast<uint64_t>(*seed.const_data_ptr<int64_t>()), static_cast<uint32_t>(threshold),
+                           static_cast<float>(kWords / (kWords - threshold)), nullptr, n_heads};
+  if (heads.has_value()) {
+    keep.dropout_heads = heads->contiguous();
+    dropout.heads = keep.dropout_heads.const_data_ptr<int64_t>();
+  }
+  return dropout;
+}
 
 void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tensor& k, const Tensor& v,
                 const AttentionOptions& options) {
   // One name each, so that an option that nothing is made of here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
-               alibi_slopes, sinks, bottom_right, deterministic] = options;
+               alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p, dropout_seed, dropout_heads,
+               bottom_right, deterministic] = options;
   keep.q = unit_last_stride(q);
   keep.k = unit_last_stride(k);
   keep.v = unit_last_stride(v);
@@ -99,6 +140,8 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
     keep.sinks = sinks->to(at::kFloat).contiguous();
     a.sinks = keep.sinks.const_data_ptr<float>();
   }
+  set_masks(a, keep, attn_mask, mask_tiles, mask_bits);
+  if (dropout_p.has_value()) a.dropout = dropout_of(keep, *dropout_p, *dropout_seed, dropout_heads, q.size(1));
   const auto side = [](const OptionalInt& n) {
     return n.has_value() ? std::min(n->guard_int(__FILE__, __LINE__), kUnbounded) : kUnbounded;
   };
@@ -142,14 +185,16 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   const auto combine = FK_CHOOSE_ISA(attention_combine);
   std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
   std::atomic<int64_t> next{0};
-  on_threads(n_tasks, work_of(a, keep), attention_forward_scratch(a.head_dim, a.head_dim_v), [&](float* scratch) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
-      kernel(a, all.tasks[i], scratch);
-      // Whoever does the last split of some rows combines them: waking threads once more would cost more than that.
-      if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
-        combine(a, all.tasks[i / num_splits * num_splits], num_splits);
-    }
-  });
+  on_threads(n_tasks, work_of(a, keep), attention_forward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr),
+             [&](float* scratch) {
+               for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
+                 kernel(a, all.tasks[i], scratch);
+                 // Whoever does the last split of some rows combines them: waking threads once more would cost more
+                 // than that.
+                 if (num_splits > 1 && done[i / num_splits].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
+                   combine(a, all.tasks[i / num_splits * num_splits], num_splits);
+               }
+             });
   return {out, lse, entropy, max_logit};
 }
 
@@ -200,8 +245,8 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
   int64_t own_keys = 0;  // keys whose sums are in a thread's scratch
   for (const auto& task : all.tasks)
     if (task.sums < 0) own_keys = std::max(own_keys, task.key_end);
-  const int64_t scratch =
-      attention_backward_scratch(a.head_dim, a.head_dim_v) + a.dk_sums(own_keys) + a.dv_sums(own_keys);
+  const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) +
+                          a.dk_sums(own_keys) + a.dv_sums(own_keys);
   const auto kernel = FK_CHOOSE_ISA(attention_backward);
   TaskQueue queue(all.tasks);
   on_threads(static_cast<int64_t>(all.tasks.size()), 2 * work_of(a, keep), scratch, [&](float* memory) {
@@ -209,12 +254,31 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
   });
 }
 
-FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
+// Whether each pair has an element of dbias of its own.
+bool is_own(const Tensor& dbias, const Tensor& q, const Tensor& k) {
+  return dbias.size(0) == q.size(0) && dbias.size(1) == q.size(1) && dbias.size(2) == q.size(2) &&
+         dbias.size(3) == k.size(2);
+}
+
+// Where pairs share elements of dbias, and where nothing else is wanted.
+void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
+  const auto tasks = bias_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
+  const auto n_tasks = static_cast<int64_t>(tasks.size());
+  const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, true) + attention_bias_sums(a.group);
+  const auto kernel = FK_CHOOSE_ISA(attention_bias_gradient);
+  std::atomic<int64_t> next{0};
+  on_threads(n_tasks, work_of(a, keep), scratch, [&](float* memory) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) kernel(a, tasks[i], memory);
+  });
+}
+
+FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tensor& q, const Tensor& k, const Tensor& v,
                     const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
-                    bool need_dv, bool need_dsinks) {
+                    bool need_dv, bool need_dsinks, bool need_dbias) {
   check_attention(q, k, v, options);
-  auto [dq, dk, dv, dsinks] = empty_attention_bwd(q, k, v, options.sinks, need_dq, need_dk, need_dv, need_dsinks);
-  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()};
+  auto [dq, dk, dv, dsinks, dbias] =
+      empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
+  if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_()};
   for (const Tensor* t : {&dq, &dk, &dv}) advise_huge_pages(*t);
   AttentionBackward a{};
   KeepAlive keep;
@@ -224,7 +288,7 @@ FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
   const AttentionDelta d = delta_args(a, q, out, dout, lse, dlse, delta);
   compute_delta(d, keep);
   if (need_dsinks) compute_dsinks(d, keep, dsinks);
-  if (!need_dq && !need_dk && !need_dv) return {dq, dk, dv, dsinks};
+  if (!need_dq && !need_dk && !need_dv && !need_dbias) return {dq, dk, dv, dsinks, dbias};
 
   a.dout = d.dout;
   a.dout_strides = d.dout_strides;
@@ -238,8 +302,17 @@ FourTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
   write_to(dq, need_dq, a.dq, a.dq_strides);
   write_to(dk, need_dk, a.dk, a.dk_strides);
   write_to(dv, need_dv, a.dv, a.dv_strides);
-  compute_dqkv(a, keep);
-  return {dq, dk, dv, dsinks};
+  const bool need_dqkv = need_dq || need_dk || need_dv;
+  if (need_dbias) {
+    a.dbias = dbias.mutable_data_ptr();
+    a.dbias_strides = pair_strides(dbias);
+    a.own_dbias = need_dqkv && is_own(dbias, q, k);
+    const bool all_seen = !a.masked() && a.window_left == kUnbounded && a.window_right == kUnbounded;
+    if (a.own_dbias && !all_seen) dbias.zero_();
+    if (!a.own_dbias) compute_dbias(a, keep);
+  }
+  if (need_dqkv) compute_dqkv(a, keep);
+  return {dq, dk, dv, dsinks, dbias};
 }
 
 }  // namespace flash_attention_cpu

@@ -18,6 +18,12 @@ namespace foundry {
   OPTION(std::optional<double>, softcap, optional_positive) \
   OPTION(OptionalTensor, alibi_slopes, none)                \
   OPTION(OptionalTensor, sinks, none)                       \
+  OPTION(OptionalTensor, attn_mask, none)                   \
+  OPTION(OptionalTensor, mask_tiles, not_an_argument)       \
+  OPTION(OptionalTensor, mask_bits, not_an_argument)        \
+  OPTION(std::optional<double>, dropout_p, zero)            \
+  OPTION(OptionalTensor, dropout_seed, none)                \
+  OPTION(OptionalTensor, dropout_heads, not_an_argument)    \
   OPTION(bool, bottom_right, alignment)                     \
   OPTION(bool, deterministic, boolean) /* of no account on the CPU, where everything is */
 

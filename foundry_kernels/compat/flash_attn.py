@@ -35,15 +35,16 @@ def flash_attn_func(
         q: ``[B, T, H, D]``, any strides, dtypes as for :func:`foundry_kernels.flash_attention`.
         k: ``[B, S, Hk, D]``; H must be a multiple of Hk.
         v: ``[B, S, Hk, Dv]``.
-        dropout_p: must be 0.
+        dropout_p: in [0, 1): the probability that a weight is dropped out. The seed comes from torch's default
+            generator of q's device; what it drops is not what flash-attn drops.
         softmax_scale: factor on the scores; ``1 / sqrt(D)`` if None.
         causal: the last query sees the last key, and none sees a later one.
         window_size: ``(left, right)``, a tuple, list or tensor; -1 is unbounded.
         softcap: bounds the scores; 0 does not.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
         deterministic: as for :func:`foundry_kernels.flash_attention`, whose default is True.
-        return_attn_probs: return more than the output. There are no probabilities without dropout, so None stands in
-            their place, as in flash-attn.
+        return_attn_probs: return more than the output. None stands in the place of the probabilities: with dropout
+            too, where flash-attn returns them for its tests. They are never in memory here.
         backend: "auto", "reference", "triton" or "native".
 
     A number may also be NumPy's, or a tensor of one element: reading one that is on a GPU waits for it.
@@ -125,7 +126,6 @@ def translate(
     deterministic: bool = True,
 ) -> Options:
     """flash-attn's options as :func:`foundry_kernels.flash_attention` has them; errors name them as flash-attn does."""
-    check_no_dropout(dropout_p)
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     if scale is not None:
         check_positive("softmax_scale", scale)
@@ -139,14 +139,10 @@ def translate(
         "window": None if left is None and right is None else (left, right),
         "softcap": cap,
         "alibi_slopes": alibi_slopes,
+        "dropout_p": as_float("dropout_p", dropout_p),
         "deterministic": bool(deterministic),
         "backend": backend,
     }
-
-
-def check_no_dropout(dropout_p: SupportsFloat) -> None:
-    if as_float("dropout_p", dropout_p) != 0.0:
-        raise ValueError(f"dropout_p must be 0: attention has no dropout here; got {dropout_p}")
 
 
 def check_no_pages(block_table: Tensor | None) -> None:

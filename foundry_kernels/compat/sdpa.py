@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention, without materialized masks."""
+"""PyTorch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ from typing import SupportsFloat
 
 from torch import Tensor
 
-from foundry_kernels.compat.flash_attn import check_no_dropout
 from foundry_kernels.compat.scalars import as_float
 from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.ops.flash_attention import flash_attention
-
-_NO_MASK = (
-    "attn_mask must be None: masks in memory are not supported. For a causal mask pass is_causal=True; for a window, "
-    "ALiBi or a causal mask aligned to the last key call foundry_kernels.flash_attention (window=, alibi_slopes=, "
-    "causal=); for padding or packed documents foundry_kernels.flash_attention_varlen; for any other mask "
-    "torch.nn.functional.scaled_dot_product_attention. Got {}"
-)
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | AttentionMask | None = None,
     dropout_p: SupportsFloat = 0.0,
     is_causal: bool = False,
     scale: SupportsFloat | None = None,
@@ -38,23 +31,29 @@ def scaled_dot_product_attention(
         query: ``[..., H, T, D]`` or ``[T, D]``, any strides.
         key: ``[..., Hk, S, D]``.
         value: ``[..., Hv, S, Dv]``. The dimensions in front of the heads are broadcast between all three.
-        attn_mask: must be None; the error says what supports which mask.
-        dropout_p: must be 0.
-        is_causal: query i sees keys 0 .. i, the first query being aligned with the first key.
+        attn_mask: bool, True where a query sees a key, or a floating bias of the scores, of any shape that broadcasts
+            to ``[..., H, T, S]``; a bias that requires a gradient gets one. Or a
+            :class:`foundry_kernels.AttentionMask`, whose B is that of all dimensions in front of the heads together.
+        dropout_p: in [0, 1): the probability that a weight is dropped out, whatever the mode of a module. The seed
+            comes from torch's default generator of the query's device; what it drops is not what PyTorch drops.
+        is_causal: query i sees keys 0 .. i, the first query being aligned with the first key. Not with `attn_mask`, as
+            in PyTorch; :func:`foundry_kernels.flash_attention` takes both.
         scale: factor on the scores; ``1 / sqrt(D)`` if None. It may be negative; 0 weights all keys alike.
         enable_gqa: whether H may be any multiple of Hk and of Hv, consecutive query heads sharing a key or value head;
             otherwise heads are broadcast like the dimensions in front of them.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        ``[..., H, T, Dv]`` of query's dtype, dense in the storage order of the query.
+        ``[..., H, T, Dv]`` of query's dtype, dense in the storage order of the query. A query that sees no key gives 0
+        and contributes to no gradient. (PyTorch 2.13 gives 0 on the CPU; other kernels and versions of it give NaN.)
 
     Raises:
         TypeError, ValueError: an argument does not fit.
         BackendUnavailable: the named backend does not support this device or dtype.
 
-    Broadcasting copies nothing where there is at most one dimension in front of the heads. With ``enable_gqa=True``
-    and Hk unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
+    Broadcasting copies nothing where there is at most one dimension in front of the heads. With several, a mask is read
+    where it lies if it is the same along all of them, or if they can be viewed as one. With ``enable_gqa=True`` and Hk
+    unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
@@ -62,17 +61,23 @@ def scaled_dot_product_attention(
             raise ValueError(
                 f"{name} must be [..., heads, tokens, head_dim] or [tokens, head_dim]; got {tuple(x.shape)}"
             )
-    if attn_mask is not None:
-        kind = f"{attn_mask.dtype} {tuple(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else type(attn_mask)
-        raise ValueError(_NO_MASK.format(kind))
-    check_no_dropout(dropout_p)
+    if attn_mask is not None and is_causal:
+        raise ValueError(
+            "attn_mask must be None with is_causal=True, as in PyTorch; foundry_kernels.flash_attention takes both "
+            '(causal=True, align="top_left" for the same alignment)'
+        )
     without_heads = max(query.dim(), key.dim(), value.dim()) == 2
     q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
     q, k, v = _grouped_heads(q, k, v) if enable_gqa else _broadcast_heads(q, k, v)
     batch = _broadcast_batch(q, k, v)
     q, k, v = (_four_dimensions(x, batch) for x in (q, k, v))
     q, factor = _positive_scale(q, None if scale is None else as_float("scale", scale))
-    out = flash_attention(q, k, v, causal=is_causal, scale=factor, align="top_left", backend=backend)
+    if isinstance(attn_mask, Tensor) and len(batch) > 1:
+        attn_mask = _folded_mask(attn_mask, batch)
+    out = flash_attention(
+        q, k, v, attn_mask=attn_mask, causal=is_causal, scale=factor, align="top_left",
+        dropout_p=as_float("dropout_p", dropout_p), backend=backend,
+    )  # fmt: skip
     if without_heads:
         return out[0, 0]
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
@@ -135,3 +140,13 @@ def _four_dimensions(x: Tensor, batch: tuple[int, ...]) -> Tensor:
     if len(batch) == 1:
         return x
     return x.flatten(0, -4) if batch else x.unsqueeze(0)
+
+
+def _folded_mask(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """A mask of several dimensions in front of the heads as one of the dimension that they are folded to."""
+    own = tuple(mask.shape[:-3])
+    if all(n == 1 for n in own):
+        return mask[(0,) * len(own)]
+    if len(own) > len(batch) or any(n not in (1, m) for n, m in zip(own[::-1], batch[::-1], strict=False)):
+        raise ValueError(f"attn_mask must broadcast to the batch {batch}; got shape {tuple(mask.shape)}")
+    return mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)

@@ -98,6 +98,9 @@ class Bench(Protocol):
     #: the gradients has no "backward" that could be compared.
     DIRECTIONS: tuple[str, ...] = ("forward", "backward", "both")
 
+    #: Peers whose results are others: what a call takes without an option.
+    UNCHECKED: tuple[str, ...] = ()
+
     @abstractmethod
     def bench_cases(self, op: str, device: str) -> tuple[Case, ...]:
         """The shapes to time on "cpu" or "cuda". An id is a shape, then words behind hyphens: "512x2048-cached"; what

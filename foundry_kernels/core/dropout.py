@@ -26,9 +26,12 @@ _LOW = 0xFFFFFFFF
 _SEEDS = 2**63 - 1  # what torch.randint can draw from; one more is what an int64 tensor holds
 
 
-def arguments(x: Tensor, dropout_p: float, dropout_seed: Tensor | int | None) -> tuple[()] | tuple[float, Tensor]:
+def arguments(
+    x: Tensor, dropout_p: float, dropout_seed: Tensor | int | None, name: str = "x"
+) -> tuple[()] | tuple[float, Tensor]:
     """The last arguments of a kernel, checked: none where nothing is dropped, else the probability and a seed in a
-    tensor on x's device. There it is a number for a CUDA graph to draw anew, and nobody waits for it."""
+    tensor on x's device. There it is a number for a CUDA graph to draw anew, and nobody waits for it. `name` is that of
+    x, for errors."""
     if not isinstance(dropout_p, (float, int)) or isinstance(dropout_p, bool):
         raise TypeError(f"dropout_p must be a float; got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p < 1.0:  # also false for NaN
@@ -38,7 +41,7 @@ def arguments(x: Tensor, dropout_p: float, dropout_seed: Tensor | int | None) ->
             raise TypeError(f"dropout_seed must be int64, where it is a tensor; got {dropout_seed.dtype}")
         if dropout_seed.numel() != 1:
             raise ValueError(f"dropout_seed must hold one number; got shape {tuple(dropout_seed.shape)}")
-        check_device("dropout_seed", dropout_seed, "x", x)
+        check_device("dropout_seed", dropout_seed, name, x)
     elif dropout_seed is not None:
         check_int("dropout_seed", dropout_seed, 0)
         if dropout_seed > _SEEDS:
@@ -47,7 +50,7 @@ def arguments(x: Tensor, dropout_p: float, dropout_seed: Tensor | int | None) ->
         return ()
     if dropout_seed is None:
         if is_dtensor(x):
-            raise ValueError("dropout_seed must be given where x is a DTensor: each device would draw its own")
+            raise ValueError(f"dropout_seed must be given where {name} is a DTensor: each device would draw its own")
         dropout_seed = torch.randint(_SEEDS, (), device=x.device)
     elif not isinstance(dropout_seed, Tensor):
         dropout_seed = torch.full((), dropout_seed, dtype=torch.int64, device=x.device)

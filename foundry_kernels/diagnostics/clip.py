@@ -20,14 +20,12 @@ CLIPPED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("norm", "norm_eps", "norm_round_before_weight", "norm_bias", "norm_placement", "embedding_norm")),
     **dict.fromkeys(("rope_base", "rope_scaling", "rope_interleaved", "rope_dim", "sliding_window")),
     **dict.fromkeys(("attention_bias", "attention_out_bias", "output_bias", "tie_embeddings")),
-    **dict.fromkeys(("parallel_residual", "shared_attention_norm", "embedding_dropout", "residual_dropout")),
+    **dict.fromkeys(("parallel_residual", "shared_attention_norm")),
+    **dict.fromkeys(("embedding_dropout", "residual_dropout", "attention_dropout")),
     **dict.fromkeys(("n_experts", *EXPERT_FIELDS)),
     "positions": ("rope", "alibi", "learned", "sinusoidal", "none"),
 }
-_REASONS = {
-    "qk_norm": "it bounds the logits by itself",
-    "attention_dropout": "no kernel has it, and a logit is a kernel's",
-}
+_REASONS = {"qk_norm": "it bounds the logits by itself"}
 
 
 class QKClip:
@@ -46,7 +44,7 @@ class QKClip:
 
     Args:
         model: a :class:`foundry_kernels.models.Transformer` with the choices in `CLIPPED`: not with QK-norm, which
-            bounds the logits by itself, nor attention dropout, which no kernel has.
+            bounds the logits by itself. A bias that a call adds to the scores counts, though no weight made it.
         limit: the largest logit that is left alone, above 0.
 
     Raises:

@@ -91,7 +91,8 @@ def record(model: Transformer) -> Iterator[Recorder]:
 
     Args:
         model: a :class:`foundry_kernels.models.Transformer`. Not one that was compiled, whose layers are not called,
-            nor with a cache; and attention without dropout, which no kernel has.
+            nor with a cache. Entropies are compared with those of all keys before a token and in its window: with
+            masks, lengths or packed sequences they look lower than they are.
 
     Yields:
         a :class:`Recorder`, whose `health()` says what was seen.

@@ -71,10 +71,6 @@ class Adapter:
         """Returns the reason why this one module is not supported, or None."""
         return None
 
-    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
-        """Returns what the report says of this module though it runs on `ops`, or None."""
-        return None
-
     def members(self, original: type) -> dict[str, Any]:
         """Returns what the subclass of `original` defines."""
         raise NotImplementedError

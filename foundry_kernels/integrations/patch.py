@@ -299,7 +299,7 @@ def _find(
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
         return found, Entry(name, cls, chosen, reason or NO_LOGITS)
-    return found, Entry(name, cls, chosen, None if found is None else found.note(module, chosen))
+    return found, Entry(name, cls, chosen)
 
 
 def _without_containers(entries: list[Entry]) -> list[Entry]:

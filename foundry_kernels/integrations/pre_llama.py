@@ -1,15 +1,13 @@
 """Adapters of pre-Llama families: a LayerNorm, biases, an MLP without a gate, and dropout.
 
-Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout stays where the model has it: that of
-residuals and embeddings is done by the model, and a call whose attention drops weights out runs as it would have
-without `patch`.
+Their norms are `torch.nn.LayerNorm`, which has an adapter of its own. Dropout of residuals and embeddings is the
+model's, that of attention's weights is inside the kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +18,12 @@ from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.rope import rope
 
 
-def _own_dropout(module: Any) -> float:
-    return float(module.attention_dropout)
-
-
 @dataclass(frozen=True)
 class PreLlamaAttention(Attention):
-    """An attention that calls the function of the model's config. dropout: its probability, of a module."""
-
-    dropout: Callable[[Any], float] = _own_dropout
-    #: Whether calls with dropout come to the attention function at all.
-    leaves_dropout: ClassVar[bool] = True
+    """An attention whose forward uses `names`, and none that those of Llama's kind share."""
 
     def known(self) -> frozenset[str]:
         return self.names
-
-    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
-        p = self.dropout(module)
-        if not p or "flash_attention" not in ops:
-            return None
-        return f"calls in training mode drop weights out (p={p}), and run on SDPA"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Adapters of BLOOM and Falcon, whose attention calls no attention function of transformers.
 
-Their forward is replaced as a whole, or is the model's own: for dense masks, and where weights are dropped out.
+Their forward is replaced as a whole, or is the model's own, for dense masks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from foundry_kernels.ops.rope import rope
 class WholeAttention(PreLlamaAttention):
     """Products, rotation, cache and attention in one forward."""
 
-    leaves_dropout: ClassVar[bool] = False
     whole: ClassVar[bool] = True
-
-    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
-        p = self.dropout(module)
-        return f"calls in training mode drop weights out (p={p}), and run as before" if p else None
 
     def runs_dense_masks(self, module: nn.Module) -> str:
         return "the model's own eager attention"
@@ -90,7 +85,7 @@ def _bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Any:
-    if output_attentions or _is_dense(attention_mask) or (self.training and self.attention_dropout.p):
+    if output_attentions or _is_dense(attention_mask):
         mask = _additive(self, hidden_states, attention_mask, layer_past)
         original = self._foundry_original.forward
         return original(self, hidden_states, residual, alibi, mask, layer_past, use_cache, output_attentions, **kwargs)
@@ -98,9 +93,9 @@ def _bloom_attention(
     if layer_past is not None:
         k, v = layer_past.update(k, v, self.layer_idx)
     slopes = self._foundry_home._get_alibi_slopes(self.num_heads, q.device)
-    out, _ = self._foundry_attend(
-        self, q, k, v, attention_mask, scaling=self.inv_norm_factor, is_causal=True, alibi_slopes=slopes
-    )
+    dropout = self.attention_dropout.p if self.training else 0.0
+    options = {"scaling": self.inv_norm_factor, "dropout": dropout, "is_causal": True, "alibi_slopes": slopes}
+    out, _ = self._foundry_attend(self, q, k, v, attention_mask, **options)
     out = self.dense(out.reshape(*hidden_states.shape[:2], -1))
     return self._foundry_home.dropout_add(out, residual, self.hidden_dropout, self.training), None
 
@@ -148,9 +143,6 @@ class FalconAttention(WholeAttention):
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("flash_attention",) if _has_alibi(module) else ("rope", "flash_attention")
 
-    def note(self, module: nn.Module, ops: tuple[str, ...]) -> str | None:
-        return super().note(module, ops) if _has_alibi(module) else None  # with rotations nothing is dropped out
-
     def members(self, original: type) -> dict[str, Any]:
         return super().members(original) | {"forward": _falcon_attention}
 
@@ -167,9 +159,8 @@ def _falcon_attention(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    drops = alibi is not None and self.training and self.attention_dropout.p
     ours = str(self.config._attn_implementation).startswith("foundry")
-    if output_attentions or drops or not ours or _is_dense(attention_mask):
+    if output_attentions or not ours or _is_dense(attention_mask):
         mask = _additive(self, hidden_states, attention_mask, layer_past) if ours else attention_mask
         more = layer_past, use_cache, output_attentions, position_embeddings
         return self._foundry_original.forward(self, hidden_states, alibi, mask, position_ids, *more, **kwargs)
@@ -183,9 +174,10 @@ def _falcon_attention(
     if layer_past is not None:
         k, v = layer_past.update(k, v, self.layer_idx)
     slopes = None if alibi is None else _falcon_slopes(self, q.device)
-    out, _ = self._foundry_attend(
-        self, q, k, v, attention_mask, scaling=self.inv_norm_factor, is_causal=True, alibi_slopes=slopes
-    )
+    # With rotations its own attention drops nothing out.
+    dropout = 0.0 if alibi is None or not self.training else self.attention_dropout.p
+    options = {"scaling": self.inv_norm_factor, "dropout": dropout, "is_causal": True, "alibi_slopes": slopes}
+    out, _ = self._foundry_attend(self, q, k, v, attention_mask, **options)
     return self.dense(out.reshape(*hidden_states.shape[:2], -1)), None
 
 

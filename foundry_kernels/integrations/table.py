@@ -76,14 +76,6 @@ def _clamped_gate(module: Any) -> dict[str, Any]:
     return {"alpha": module.alpha, "limit": module.limit, "up_offset": 1.0, "interleaved": True}
 
 
-def _dropout_module(module: Any) -> float:
-    return float(module.attention_dropout.p)
-
-
-def _attn_dropout(module: Any) -> float:
-    return float(module.attn_dropout.p)
-
-
 # Where the division by the root mean square is rounded: before the weight (Llama), or once, after it.
 LLAMA = Norm(round_before_weight=True)
 ROUNDED_ONCE = Norm()
@@ -127,7 +119,7 @@ FAMILIES = {
     "gpt2": Family(
         "GPT2",
         {
-            "Attention": GPT2Attention(dropout=_attn_dropout),
+            "Attention": GPT2Attention(),
             "MLP": PlainMLP(first="c_fc", second="c_proj", dropout="dropout"),
             "LMHeadModel": CausalLM(decoder="transformer", uses=CROSS),
         },
@@ -143,7 +135,7 @@ FAMILIES = {
     "bloom": Family(
         "Bloom",
         {
-            "Attention": BloomAttention(dropout=_dropout_module),
+            "Attention": BloomAttention(),
             "MLP": BloomMLP(first="dense_h_to_4h", second="dense_4h_to_h", act="gelu_impl"),
             "ForCausalLM": BLOOM_LIKE,
         },
@@ -151,7 +143,7 @@ FAMILIES = {
     ),
     "falcon": Family(
         "Falcon",
-        {"Attention": FalconAttention(dropout=_dropout_module), "MLP": DENSE, "ForCausalLM": BLOOM_LIKE},
+        {"Attention": FalconAttention(), "MLP": DENSE, "ForCausalLM": BLOOM_LIKE},
         readings.FALCON,
     ),
     "opt": Family("OPT", reads=readings.OPT),

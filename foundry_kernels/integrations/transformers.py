@@ -18,7 +18,7 @@ Under ``torch.compile``, where the values of a mask cannot be read, packed seque
 restart, and padding between the tokens of a row, fail when the graph runs. "foundry_or_sdpa" materializes the mask
 there instead.
 
-Dropout in attention and returned attention weights are refused.
+Dropout in attention is the kernels', with a seed from torch's generator. Returned attention weights are refused.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def attention(
         query: ``[B, H, T, D]``. key, value: ``[B, Hk, S, D]``, the cached ones included.
         attention_mask: None, where query T - 1 is aligned with key S - 1, or what :func:`mask` gave.
         scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
+        dropout: of the weights, its `dropout_p`; transformers passes 0 in evaluation.
         sliding_window: how many keys a token sees, itself included; None for the module's own.
         s_aux: ``[H]``, the sinks.
         alibi_slopes: ``[H]``, as of :func:`foundry_kernels.flash_attention`.
@@ -86,19 +87,11 @@ def attention(
         ``(out [B, T, H, D], None)``.
 
     Raises:
-        ValueError: a dense mask, dropout, `output_attentions`, or an argument of another attention function.
+        ValueError: a dense mask, `output_attentions`, or an argument of another attention function.
     """
-    plain = sliding_window is None and softcap is None and s_aux is None and alibi_slopes is None
-    leaves_dropout = dropout and plain and getattr(getattr(module, "_foundry_row", None), "leaves_dropout", False)
-    _refuse(0.0 if leaves_dropout else dropout, kwargs)
+    _refuse(kwargs)
     if attention_mask is not None and attention_mask.dtype != torch.int32:
         raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
-    if leaves_dropout:
-        layout = _layout(attention_mask, kwargs)
-        seen = None if layout is None else dense_causal(layout, query.shape[0], query.shape[2], key.shape[2])
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, seen, scaling=scaling, dropout=dropout, is_causal=is_causal
-        )
     state = getattr(module, "_foundry", None)
     backends = {} if state is None else state.backends
     causal = _is_causal(module) if is_causal is None else is_causal
@@ -111,6 +104,7 @@ def attention(
         "softcap": softcap,
         "sinks": s_aux,
         "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout,
     }
     layout = _layout(attention_mask, kwargs)
     if layout is None:
@@ -124,12 +118,7 @@ def attention(
     return out.view(batch, queries, heads, value.shape[-1]), None
 
 
-def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout:
-        raise ValueError(
-            f"dropout must be 0, the kernels have none; got {dropout}: set attention_dropout of the config to 0, or "
-            "train with another attn_implementation (patch takes ops without flash_attention)"
-        )
+def _refuse(kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions must be False, no weights are ever formed; use attn_implementation='eager', and patch "
@@ -181,7 +170,7 @@ def attention_or_sdpa(
     """
     if attention_mask is None or attention_mask.dtype == torch.int32:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    _refuse_weights_and_dropout(kwargs)
+    _refuse_weights(kwargs)
     if any(value is not None and value is not False and name not in SDPA for name, value in kwargs.items()):
         return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
@@ -198,7 +187,7 @@ def attention_or_eager(
     """
     if attention_mask is None or attention_mask.dtype == torch.int32:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    _refuse_weights_and_dropout(kwargs)
+    _refuse_weights(kwargs)
     eager = _own_eager(module)
     if eager is None:
         lacking = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
@@ -213,8 +202,8 @@ def attention_or_eager(
     return eager(module, query, key, value, attention_mask, **kwargs)[0], None
 
 
-def _refuse_weights_and_dropout(kwargs: dict[str, Any]) -> None:
-    _refuse(kwargs.get("dropout", 0.0), {"output_attentions": kwargs.get("output_attentions")})
+def _refuse_weights(kwargs: dict[str, Any]) -> None:
+    _refuse({"output_attentions": kwargs.get("output_attentions")})
 
 
 def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:

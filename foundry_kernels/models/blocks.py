@@ -2,7 +2,8 @@
 
 A block gets a stream and the branch that is still to be added to it, and returns the same two, so that the sum is made
 in the pass of the next norm, and the branch is dropped out there too. Asked for the statistics of its router, it
-returns those behind them, tensor by tensor: reentrant activation checkpointing gives no gradient to what lies deeper.
+returns those behind them, tensor by tensor: reentrant activation checkpointing gives no gradient to what lies deeper,
+which is why a mask is passed as an argument by itself too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from foundry_kernels.nn import (
     SwiGLU,
 )
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 Norm = RMSNorm | LayerNorm
 Passed = tuple[Any, ...]  # (branch, stream), or (branch, stream, shares, probabilities, z)
@@ -117,20 +119,43 @@ class TransformerBlock(nn.Module):
         self.dropout = config.residual_dropout
 
     def forward(
-        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None, return_stats: bool = False
+        self,
+        branch: Tensor | None,
+        stream: Tensor,
+        cache: KeyValueStore | None = None,
+        return_stats: bool = False,
+        *seen: Any,
     ) -> Passed:
         """`branch`, the previous block's output (None before the first), is still to be added to `stream`; both
         ``[B, T, dim]``. Returns this block's branch, the stream that it is to be added to, and with `return_stats` the
         three tensors of :class:`foundry_kernels.nn.RouterStats`. If the block `drops_late`, a branch is dropped out
-        where it is added."""
+        where it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of its attention, or
+        nothing."""
         if branch is None:
             y = self.attention_norm(stream)
         else:
             y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
-        branch = self.attention(y, cache=cache)
+        branch = self._attend(y, cache, *seen)
         y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
         branch, *stats = self._feed(y, return_stats)
         return branch, stream, *stats
+
+    def _attend(
+        self,
+        y: Tensor,
+        cache: KeyValueStore | None,
+        attn_mask: Tensor | AttentionMask | None = None,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        if attn_mask is None and cu_seqlens is None:
+            found: Tensor = self.attention(y, cache=cache)
+        elif cu_seqlens is None:
+            found = self.attention(y, cache=cache, attn_mask=attn_mask)
+        else:
+            found = self.attention(y, positions, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        return found
 
     def _feed(self, y: Tensor, return_stats: bool) -> tuple[Tensor, ...]:
         if not return_stats:
@@ -152,13 +177,18 @@ class ParallelBlock(TransformerBlock):
     drops_late = False
 
     def forward(
-        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None, return_stats: bool = False
+        self,
+        branch: Tensor | None,
+        stream: Tensor,
+        cache: KeyValueStore | None = None,
+        return_stats: bool = False,
+        *seen: Any,
     ) -> Passed:
         if branch is None:
             y = self.attention_norm(stream)
         else:
             y, stream = self.attention_norm(branch.to(stream.dtype), stream)
-        attended = self.attention(y, cache=cache)
+        attended = self._attend(y, cache, *seen)
         fed, *stats = self._feed(y if self.ffn_norm is None else self.ffn_norm(stream), return_stats)
         if self.dropout:
             attended, fed = (F.dropout(each, self.dropout, self.training) for each in (attended, fed))
@@ -169,9 +199,14 @@ class PostNormBlock(TransformerBlock):
     """Attention and feed-forward, each before a norm of the sum; no branch is left to be added."""
 
     def forward(
-        self, branch: Tensor | None, stream: Tensor, cache: KeyValueStore | None = None, return_stats: bool = False
+        self,
+        branch: Tensor | None,
+        stream: Tensor,
+        cache: KeyValueStore | None = None,
+        return_stats: bool = False,
+        *seen: Any,
     ) -> Passed:
-        branch = self.attention(stream, cache=cache)
+        branch = self._attend(stream, cache, *seen)
         stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
         branch, *stats = self._feed(stream, return_stats)
         stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]

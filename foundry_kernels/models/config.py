@@ -75,8 +75,7 @@ class ModelConfig:
         qk_norm: an RMSNorm of each head of queries and keys, before the rotation (Qwen3).
         embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added, in the pass of
             the norm that adds it.
-        attention_dropout: of attention's weights. No kernel has it yet: in training, attention is then computed by
-            plain PyTorch with a T x T matrix in memory, and a named kernel raises `BackendUnavailable`.
+        attention_dropout: of attention's weights, inside attention's kernels.
         n_experts: None, or how many experts take the place of the feed-forward block, each of its width, in every layer
             (:class:`foundry_kernels.nn.MoE`).
         top_k: experts of a token.

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_integer, check_rank
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.models.blocks import add_branch, block_class, make_norm, operations
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.generate import generate
+from foundry_kernels.models.inputs import check_range, check_targets, check_tokens
 from foundry_kernels.nn import (
     AlibiSlopes,
     Experts,
@@ -33,8 +33,10 @@ from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._head import matrix_of
 from foundry_kernels.nn._layers import is_observed
+from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
 from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.cross_entropy import cross_entropy
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -166,6 +168,10 @@ class Transformer(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
+        attn_mask: Tensor | AttentionMask | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
         ignore_index: int = -100,
@@ -176,7 +182,19 @@ class Transformer(nn.Module):
 
         Args:
             tokens: ``[B, T]`` int32 or int64, 0 <= token < vocab_size, T >= 1.
-            targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`.
+            targets: ``[B, T]`` int32 or int64, the token that follows each position, or `ignore_index`: for padding,
+                and for the last token of each packed sequence.
+            attn_mask: what a query sees of what is before it, in every layer: bool, a floating bias, or an
+                :class:`foundry_kernels.AttentionMask`, of a shape that broadcasts to ``[B, H, T, S]``; S counts the
+                positions in the cache too. A bias gets its gradient from all layers.
+            lengths: ``[B]`` int32 or int64: of sequence b the keys at ``lengths[b]`` and behind it are padding, which
+                no query sees; those in the cache count. With `attn_mask` too: at the cost that
+                :class:`foundry_kernels.nn.Attention` names.
+            cu_seqlens: ``[N + 1]`` int32 or int64: tokens are ``[1, total]`` and hold N sequences one after the other,
+                each from ``cu_seqlens[n]`` on, whose positions begin at 0 and which see no other's. `total` may exceed
+                max_seq_len. Not with a mask, lengths or a cache.
+            max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
+                launches empty programs where there are many sequences.
             cache: keys and values of the positions before `tokens`; those of `tokens` are appended. Inference only.
             last_only: logits of the last position only, ``[B, 1, V]``; not together with targets.
             ignore_index: positions with this target are ignored.
@@ -193,13 +211,20 @@ class Transformer(nn.Module):
             `router_z_coef` of the configuration; in eval mode the loss is the cross entropy alone.
 
         Raises:
-            TypeError: tokens or targets are no int32 or int64 tensors.
+            TypeError: tokens, targets, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask of another kind.
             ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
-                not fit, and, where they are on the CPU and nothing is being compiled, tokens or targets outside the
-                vocabulary. (Elsewhere that would need a synchronization; the embedding then raises its own error.)
+                not fit, arguments that exclude each other, and, where they are on the CPU and nothing is being
+                compiled, tokens or targets outside the vocabulary and packed sequences that are too long. (Elsewhere
+                that would need a synchronization; the embedding then raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
-        self._check(tokens, targets, cache, last_only, ignore_index)
+        config, weight = self.config, self.tok_embeddings.weight
+        check_tokens(tokens, cache, cu_seqlens, max_seqlen, config, weight)
+        if cache is not None:
+            cache.check(tokens, self._key_dtype(), config.n_layers)
+        if targets is not None:
+            check_targets(targets, tokens, last_only, ignore_index, config.vocab_size)
+        seen = self._seen(tokens, cache, attn_mask, lengths, cu_seqlens, max_seqlen)
         if return_router_stats and self.config.n_experts is None:
             raise ValueError(
                 "return_router_stats needs a model with experts, whose configuration has n_experts; got True"
@@ -207,16 +232,16 @@ class Transformer(nn.Module):
         balances = targets is not None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
-            stream = self._prepare(stream, 0 if cache is None else cache.length)
+            stream = self._prepare(stream, 0 if cache is None else cache.length, seen[1] if seen else None)
         branch: Tensor | None = None
         stats: list[RouterStats] = []
         for index, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layer(index)
             if balances or return_router_stats:
-                branch, stream, *of_router = block(branch, stream, layer_cache, True)
+                branch, stream, *of_router = block(branch, stream, layer_cache, True, *seen)
                 stats.append(RouterStats(*of_router))
             else:
-                branch, stream = block(branch, stream, layer_cache)
+                branch, stream = block(branch, stream, layer_cache, False, *seen)
         if last_only:
             branch, stream = None if branch is None else branch[:, -1:], stream[:, -1:]
         # A block of "post" norms leaves no branch.
@@ -267,20 +292,47 @@ class Transformer(nn.Module):
         table = self.tok_embeddings
         looks = type(table) is nn.Embedding and table.num_embeddings == self.config.vocab_size
         if not looks or is_observed(table):
-            _check_range("tokens", tokens, self.config.vocab_size)
+            check_range("tokens", tokens, self.config.vocab_size)
         try:
             return table(tokens)
         except IndexError:
-            _check_range("tokens", tokens, self.config.vocab_size)
+            check_range("tokens", tokens, self.config.vocab_size)
             raise
 
-    def _prepare(self, stream: Tensor, start: int) -> Tensor:
-        """Embeddings of the positions from `start` on to the stream that the first block reads."""
+    def _seen(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None,
+        attn_mask: Tensor | AttentionMask | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> tuple[Any, ...]:
+        """What every block is called with besides (see `TransformerBlock`): nothing in a plain call."""
+        positions = None
+        if attn_mask is not None or lengths is not None:
+            batch, count = tokens.shape
+            keys = count if cache is None else cache.length + count
+            weight = self.tok_embeddings.weight
+            check_masks(attn_mask, lengths, cu_seqlens, (batch, self.config.n_heads, count, keys), weight, "the model")
+            if lengths is not None:
+                attn_mask = hide_padding(attn_mask, lengths, keys)
+        elif cu_seqlens is None:
+            return ()
+        else:
+            positions = packed_positions(cu_seqlens, tokens.shape[1])
+        return attn_mask, positions, cu_seqlens, max_seqlen
+
+    def _prepare(self, stream: Tensor, start: int, positions: Tensor | None) -> Tensor:
+        """Embeddings of the positions from `start` on, or of those that are given, to the stream that the first block
+        reads."""
         table, norm, dropout = self.pos_embeddings, self.embedding_norm, self.config.embedding_dropout
         if isinstance(table, SinusoidalEmbedding):
-            stream = table(stream, start)
+            stream = table(stream, start, positions)
         elif table is not None:
-            stream = stream + table(torch.arange(start, start + stream.shape[1], device=stream.device))
+            if positions is None:
+                positions = torch.arange(start, start + stream.shape[1], device=stream.device)
+            stream = stream + table(positions)
         if norm is not None:
             stream = norm(stream)
         return F.dropout(stream, dropout, self.training) if dropout else stream
@@ -316,36 +368,6 @@ class Transformer(nn.Module):
         weight = self.tok_embeddings.weight
         return autocast_dtype(weight) or weight.dtype
 
-    def _check(
-        self, tokens: Tensor, targets: Tensor | None, cache: KVCache | None, last_only: bool, ignore_index: int
-    ) -> None:
-        device, vocab_size = self.tok_embeddings.weight.device, self.config.vocab_size
-        check_integer("tokens", tokens)
-        check_rank("tokens", tokens, 2, "[B, T]")
-        if tokens.shape[1] == 0:
-            raise ValueError(f"tokens must hold at least one position; got shape {tuple(tokens.shape)}")
-        if tokens.device != device:
-            raise ValueError(f"tokens must be on the model's device {device}; got {tokens.device}")
-        start = 0 if cache is None else cache.length
-        if start + tokens.shape[1] > self.config.max_seq_len:
-            cached = f" behind {start} cached ones" if start else ""
-            learned = ", the length of the table of learned positions" if self.config.positions == "learned" else ""
-            raise ValueError(
-                f"tokens hold {tokens.shape[1]} positions{cached}; max_seq_len is {self.config.max_seq_len}{learned}"
-            )
-        if cache is not None:
-            cache.check(tokens, self._key_dtype(), self.config.n_layers)
-        if targets is not None:
-            check_integer("targets", targets)
-            if last_only:
-                raise ValueError("targets need the logits of all positions; got last_only=True")
-            if targets.shape != tokens.shape:
-                raise ValueError(f"targets must have tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}")
-            if targets.device != device:
-                raise ValueError(f"targets must be on the model's device {device}; got {targets.device}")
-        if targets is not None and device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_range("targets", targets[targets != ignore_index], vocab_size)
-
 
 def _position_embedding(
     config: ModelConfig, device: Any, dtype: torch.dtype | None
@@ -355,14 +377,6 @@ def _position_embedding(
     if config.positions == "sinusoidal":
         return SinusoidalEmbedding(config.dim, config.max_seq_len, device=device)
     return None
-
-
-def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
-    if tokens.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(tokens))
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}; got {low if low < 0 else high}")
 
 
 def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
-from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import Layers, layers_for
+from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.checks import make_options
-from foundry_kernels.ops.flash_attention.reference import attention_with_dropout
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import qk_norm_rope
 
 
@@ -51,8 +50,8 @@ class Attention(torch.nn.Module):
         out_bias: whether the projection from attention has one; None is `bias`.
         qk_norm: an RMSNorm of each head of queries and of keys, before the rotation: `q_norm` and `k_norm`.
         norm_eps, norm_round_before_weight: of these two, as of :class:`RMSNorm`.
-        dropout: of the weights of attention, in training. No kernel has it yet: such a call is computed by plain
-            PyTorch with the matrix ``[B, H, T, S]`` in memory, and with a named kernel raises `BackendUnavailable`.
+        dropout: of the weights of attention, in training: `dropout_p` of :func:`flash_attention`, with a seed from
+            torch's generator.
         backend: a backend's name, or a mapping of operations to names. The rotary embedding has its own.
 
     Raises:
@@ -126,6 +125,8 @@ class Attention(torch.nn.Module):
         cache: KeyValueStore | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attn_mask: Tensor | AttentionMask | None = None,
+        lengths: Tensor | None = None,
         return_lse: bool = False,
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -141,20 +142,33 @@ class Attention(torch.nn.Module):
                 other's. Not together with a cache.
             max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
                 launches empty programs where there are many sequences.
+            attn_mask: what a query sees of what `causal` and the window let it see: bool, floating or an
+                :class:`foundry_kernels.AttentionMask`, as of :func:`flash_attention`, for ``[B, H, T, S]``; S counts
+                the keys in the cache too. Not together with `cu_seqlens`.
+            lengths: ``[B]`` int32 or int64: no query of sequence b sees the keys at ``lengths[b]`` and behind it, of
+                those in the cache and x's: padding at the end. (They are computed all the same.) Not together with
+                `cu_seqlens`. With a bool mask or an AttentionMask both are combined tile by tile, which waits for a
+                GPU; a floating one is copied to ``[B, h, t, S]``, with the padding at -inf, and keeps its gradient.
             return_lse, return_stats: also return what :func:`flash_attention` returns for them, ``[B, H, T]`` each.
 
         Returns:
             y, or ``(y, lse)``, ``(y, entropy, max_logit)``, ``(y, lse, entropy, max_logit)``.
 
         Raises:
-            TypeError: cu_seqlens is no integer tensor.
-            ValueError: x has another rank or width, a packed batch comes with more than one row or with a cache, or the
-                rotary embedding's, the cache's or the operations' own conditions.
+            TypeError: cu_seqlens or lengths is no integer tensor, attn_mask of another kind.
+            ValueError: x has another rank or width, a packed batch comes with more than one row, a cache, a mask or
+                lengths, a mask or lengths have another shape or device, or the rotary embedding's, the cache's or the
+                operations' own conditions.
         """
         self._check(x, cache, cu_seqlens, max_seqlen)
+        if attn_mask is not None or lengths is not None:
+            n_keys = x.shape[1] if cache is None else cache.length + x.shape[1]
+            check_masks(attn_mask, lengths, cu_seqlens, (x.shape[0], self.n_heads, x.shape[1], n_keys), x, "x")
+            if lengths is not None:
+                attn_mask = hide_padding(attn_mask, lengths, n_keys)
         layers = layers_for(x, self.backends["flash_attention"])
         q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens)
-        out, *rows = self._attend(q, k, v, cu_seqlens, max_seqlen, return_lse, return_stats)
+        out, *rows = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, return_lse, return_stats)
         # A view where the operation kept q's storage order, as it promises.
         y = layers.linear(out.transpose(1, 2).flatten(2), self.wo)
         return (y, *rows) if rows else y
@@ -198,7 +212,7 @@ class Attention(torch.nn.Module):
             if positions is None and cache is not None:
                 positions = cache.length
             elif positions is None and cu_seqlens is not None:
-                positions = _packed_positions(cu_seqlens, x.shape[1])
+                positions = packed_positions(cu_seqlens, x.shape[1])
             q, k = self.rope(q, k, positions) if self.q_norm is None else self._norm_and_rotate(q, k, positions)
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -211,6 +225,7 @@ class Attention(torch.nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        attn_mask: Tensor | AttentionMask | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
         return_lse: bool,
@@ -219,17 +234,13 @@ class Attention(torch.nn.Module):
         """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
         window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
         slopes = None if self.alibi is None else self.alibi.slopes
-        if self.dropout and self.training:
-            self._check_dropout(return_lse or return_stats)
-            lengths = (cu_seqlens, cu_seqlens, q.shape[2], k.shape[2])
-            dropped = make_options(q, *lengths, causal=self.causal, window=window, alibi_slopes=slopes)
-            return (attention_with_dropout(q, k, v, dropped, self.dropout),)
         options: dict[str, Any] = {
             "causal": self.causal, "window": window, "alibi_slopes": slopes,
+            "dropout_p": self.dropout if self.training else 0.0,
             "return_lse": return_lse, "return_stats": return_stats, "backend": self.backends["flash_attention"],
         }  # fmt: skip
         if cu_seqlens is None:
-            result = flash_attention(q, k, v, **options)
+            result = flash_attention(q, k, v, attn_mask=attn_mask, **options)
             return result if isinstance(result, tuple) else (result,)
         max_seqlen = q.shape[2] if max_seqlen is None else max_seqlen
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
@@ -249,15 +260,6 @@ class Attention(torch.nn.Module):
             backend=self.backends["qk_norm_rope"],
         )  # fmt: skip
 
-    def _check_dropout(self, returns_rows: bool) -> None:
-        if (backend := self.backends["flash_attention"]) not in ("auto", "reference"):
-            raise BackendUnavailable(
-                f"backend {backend!r} has no dropout of attention's weights; got dropout={self.dropout} in training. "
-                "Use backend 'auto' or 'reference' for flash_attention, or dropout=0"
-            )
-        if returns_rows:
-            raise ValueError("return_lse and return_stats need attention without dropout; got it in training")
-
     def extra_repr(self) -> str:
         extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "
         extra += f"dropout={self.dropout}, " if self.dropout else ""
@@ -265,10 +267,3 @@ class Attention(torch.nn.Module):
             f"{self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, {extra}backend={describe(self.backends)}"
         )
-
-
-def _packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """The position of each packed token in its own sequence, without waiting for a GPU."""
-    token = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    return token - cu_seqlens[sequence]

@@ -87,12 +87,15 @@ class SinusoidalEmbedding(FixedTables):
         table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, : self.dim]
         return (table.float().to(device),)
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """x ``[B, T, dim]`` of the positions from `start` on, with the rows of the table added.
+    def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Tensor:
+        """x ``[B, T, dim]`` of the positions from `start` on, with the rows of the table added; or of `positions`, a
+        tensor ``[T]`` of integers (one beyond the table raises IndexError, on a GPU an assertion there).
 
         Raises:
             ValueError: positions beyond the table.
         """
+        if positions is not None:
+            return x + self.weight[positions].to(x.dtype)
         stop = start + x.shape[1]
         if stop > self.max_positions:
             raise ValueError(f"positions {start} to {stop - 1} do not fit max_positions={self.max_positions}")

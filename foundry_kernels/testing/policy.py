@@ -55,11 +55,17 @@ class Result:
         return named | {f"gradient of {k}": v for k, v in self.grads.items()}
 
 
+def options_on(device: torch.device | str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a case, with what is in memory (an `AttentionMask`) on the device."""
+    return {name: x.to(device) if hasattr(x, "to") else x for name, x in options.items()}
+
+
 def call(
     op: OpSpec, args: Mapping[str, Tensor | None], options: Mapping[str, Any], *, backend: str
 ) -> tuple[Tensor, ...]:
     """The op's public function, its result always a tuple."""
-    result = op.public(**args, **options, backend=backend)
+    device = next((x.device for x in args.values() if x is not None), torch.device("cpu"))
+    result = op.public(**args, **options_on(device, options), backend=backend)
     return result if isinstance(result, tuple) else (result,)
 
 

@@ -70,7 +70,8 @@ packed = torch.ones(6, 2, 8)
 cu_seqlens = torch.tensor([0, 6])
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "dropout": (lambda: flash_attn_func(q, k, k, 0.1), ValueError, r"dropout_p must be 0.*got 0.1"),
+    "dropout": (lambda: flash_attn_func(q, k, k, 1.0), ValueError, r"dropout_p must be in \[0, 1\); got 1.0"),
+    "text for dropout": (lambda: flash_attn_func(q, k, k, "0.1"), TypeError, r"dropout_p must be a float; got '0.1'"),  # type: ignore[arg-type]
     "rank": (lambda: flash_attn_func(q[0], k, k), ValueError, r"q must be \[B, tokens, heads, head_dim\]"),
     "no tensor": (lambda: flash_attn_func([1], k, k), TypeError, r"q must be a torch.Tensor"),  # type: ignore[arg-type]
     "scale": (lambda: flash_attn_func(q, k, k, softmax_scale=-1.0), ValueError, r"softmax_scale must be finite"),
@@ -108,16 +109,45 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"block_table must be None: paged",
     ),
     "varlen dropout": (
-        lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, 0.5),
+        lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, -0.5),
         ValueError,
-        r"dropout_p must be 0",
+        r"dropout_p must be in \[0, 1\); got -0.5",
     ),
     "mask": (
-        lambda: scaled_dot_product_attention(q, q, q, torch.ones(4, 4, dtype=torch.bool)),
+        lambda: scaled_dot_product_attention(q, q, q, torch.ones(4, 3, dtype=torch.bool)),
         ValueError,
-        r"attn_mask must be None.*is_causal=True.*flash_attention_varlen.*Got torch.bool \(4, 4\)",
+        r"attn_mask must broadcast to \[B, H, T, S\] = \(2, 3, 4, 4\); got shape \(4, 3\)",
     ),
-    "sdpa dropout": (lambda: scaled_dot_product_attention(q, q, q, dropout_p=0.1), ValueError, r"dropout_p must be 0"),
+    "mask of integers": (
+        lambda: scaled_dot_product_attention(q, q, q, torch.ones(4, 4, dtype=torch.int64)),
+        TypeError,
+        r"attn_mask must be bool, float32, bfloat16, float16 or float64; got torch.int64",
+    ),
+    "mask of lists": (
+        lambda: scaled_dot_product_attention(q, q, q, [[True]]),  # type: ignore[arg-type]
+        TypeError,
+        r"attn_mask must be a torch.Tensor or an AttentionMask; got list",
+    ),
+    "mask and causal": (
+        lambda: scaled_dot_product_attention(q, q, q, torch.ones(4, 4), is_causal=True),
+        ValueError,
+        r"attn_mask must be None with is_causal=True",
+    ),
+    "mask of another batch": (
+        lambda: scaled_dot_product_attention(q[None], q[None], q[None], torch.ones(3, 1, 1, 4, 4)),
+        ValueError,
+        r"attn_mask must broadcast to the batch \(1, 2\); got shape \(3, 1, 1, 4, 4\)",
+    ),
+    "mask of more dimensions": (
+        lambda: scaled_dot_product_attention(q, q, q, torch.ones(1, 2, 1, 4, 4)),
+        ValueError,
+        r"attn_mask must broadcast to \[B, H, T, S\] = \(2, 3, 4, 4\)",
+    ),
+    "sdpa dropout": (
+        lambda: scaled_dot_product_attention(q, q, q, dropout_p=1.5),
+        ValueError,
+        r"dropout_p must be in \[0, 1\); got 1.5",
+    ),
     "sdpa heads": (
         lambda: scaled_dot_product_attention(torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8)),
         ValueError,

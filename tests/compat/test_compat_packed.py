@@ -247,19 +247,19 @@ indices = torch.tensor([0, 2])
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "qkv dropout": (
-        lambda: flash_attn_qkvpacked_func(x[:, :, None].expand(2, 3, 3, 4, 8), 0.1),
+        lambda: flash_attn_qkvpacked_func(x[:, :, None].expand(2, 3, 3, 4, 8), 1.0),
         ValueError,
-        "dropout_p must be 0",
+        r"dropout_p must be in \[0, 1\); got 1.0",
     ),
     "kv dropout": (
-        lambda: flash_attn_kvpacked_func(x, x[:, :, None].expand(2, 3, 2, 4, 8), 0.1),
+        lambda: flash_attn_kvpacked_func(x, x[:, :, None].expand(2, 3, 2, 4, 8), 1.0),
         ValueError,
-        "dropout_p must be 0",
+        r"dropout_p must be in \[0, 1\); got 1.0",
     ),
     "varlen qkv dropout": (
-        lambda: flash_attn_varlen_qkvpacked_func(x[0, :, None].expand(3, 3, 4, 8), cu_seqlens, 3, 0.1),
+        lambda: flash_attn_varlen_qkvpacked_func(x[0, :, None].expand(3, 3, 4, 8), cu_seqlens, 3, 1.0),
         ValueError,
-        "dropout_p must be 0",
+        r"dropout_p must be in \[0, 1\); got 1.0",
     ),
     "qkv rank": (lambda: flash_attn_qkvpacked_func(x), ValueError, r"qkv must be \[B, T, 3, H, D\]"),
     "qkv of two": (

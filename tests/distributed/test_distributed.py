@@ -41,6 +41,7 @@ OTHERS = {
     "rules": operators.rules,
     "mixtures": operators.mixtures,
     "norm": operators.norm_collectives,
+    "attention": operators.attention,
     "loss": operators.losses,
     "vocabulary": operators.vocabulary,
     "step": training.step_collectives,
@@ -175,6 +176,16 @@ def test_norm_under_sequence_parallelism_reduces_the_gradient_of_its_weight_and_
             assert partial
 
 
+def test_sharded_attention_drops_what_the_whole_does(results):
+    """Each device the weights of its own sequences and heads, and a mask that all share is on each."""
+    for found in outcome(results, "attention"):
+        assert len(found) == 12
+        for name, (collectives, sharded, whole) in found.items():
+            assert collectives == {}, name
+            for a, e in zip(sharded, whole, strict=True):
+                near(name, a, e)
+
+
 def test_a_loss_over_sharded_tokens_sums_two_or_three_numbers_over_the_devices(results):
     for found in outcome(results, "loss"):
         for id, (collectives, actual, expected) in found.items():
@@ -283,9 +294,20 @@ def mesh_of_three():
         ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
         ({"dim": 24, "n_heads": 6, "qk_norm": True}, "qk_norm=True is not divided .* summed over the devices"),
         ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
+        ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not divided .* heads by their"),
         ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not divided by this plan: experts"),
     ],
-    ids=["heads", "key-value-heads", "tied", "alibi", "sinusoidal", "qk-norm", "dropout", "experts"],
+    ids=[
+        "heads",
+        "key-value-heads",
+        "tied",
+        "alibi",
+        "sinusoidal",
+        "qk-norm",
+        "dropout",
+        "attention-dropout",
+        "experts",
+    ],
 )
 def test_plan_refuses_what_cannot_be_sharded(shape, message, mesh_of_three):
     from foundry_kernels.distributed import tensor_parallel_plan

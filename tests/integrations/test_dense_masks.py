@@ -58,9 +58,22 @@ def test_by_name(family: str) -> None:
     plain, ours = tiny_model(family), tiny_model(family, attn_implementation="foundry_or_eager")
     assert close(logits(ours, attention_mask=HOLE)[REAL], logits(plain, attention_mask=HOLE)[REAL])
     assert close(logits(ours), logits(plain))
-    for option, value in (("output_attentions", True), ("dropout", 0.1)):
-        with pytest.raises(ValueError, match=f"{option} must be"):
-            attention_or_eager(ours.model.layers[0].self_attn, *torch.randn(3, 1, 4, 12, 16), MASK, **{option: value})
+    with pytest.raises(ValueError, match="output_attentions must be"):
+        attention_or_eager(ours.model.layers[0].self_attn, *torch.randn(3, 1, 4, 12, 16), MASK, output_attentions=True)
+
+
+@pytest.mark.parametrize("function", [attention_or_sdpa, attention_or_eager])
+def test_dropout_goes_to_what_runs_the_call(function: Any) -> None:
+    """SDPA and eager attention drop out by torch's own generator."""
+    module = tiny_model("llama").train().model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 12, 16), torch.randn(1, 2, 12, 16)
+
+    def run(dropout: float) -> Tensor:
+        torch.manual_seed(0)
+        return function(module, q, k, k, MASK, scaling=0.25, dropout=dropout)[0]
+
+    assert torch.equal(run(0.5), run(0.5))
+    assert not close(run(0.5), run(0.0))
 
 
 def test_no_eager_attention_to_be_found() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import foundry_kernels as fk
 from foundry_kernels.integrations.table import PRE_LLAMA
 from foundry_kernels.integrations.tiny import tiny_model
+from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 every_family = pytest.mark.parametrize("family", PRE_LLAMA)
 
@@ -100,30 +101,64 @@ DROPOUT: dict[str, dict[str, Any]] = {
 }
 
 
+def dropout_of_the_kernels(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """In place of torch's: what the kernels drop of weights ``[B, H, T, S]`` with a seed from the same generator, and
+    nothing of other tensors."""
+    if not p or not training or x.dim() != 4:
+        return x
+    seed = torch.randint(2**63 - 1, ())
+    return x * keep_mask(tuple(x.shape), p, seed) * keep_scale(p)  # type: ignore[arg-type]
+
+
+def sdpa_by_matrices(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """In place of torch's, whose dropout draws by itself."""
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask if attn_mask.is_floating_point() else scores.masked_fill(~attn_mask, -torch.inf)
+    return dropout_of_the_kernels(scores.softmax(-1), dropout_p) @ v
+
+
 @every_family
-def test_dropout_of_attention_is_left_to_the_model(family: str) -> None:
-    """The same random numbers drop the same weights out, with padding too; the report says so."""
+def test_dropout_of_attention_is_the_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward it drops the weights that the model's attention does with the kernels' mask; with padding
+    the tokens are finite, and a seed repeats them; the report knows of nothing that runs elsewhere."""
+    monkeypatch.setattr(nn.functional, "dropout", dropout_of_the_kernels)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", sdpa_by_matrices)
     model = tiny_model(family, **DROPOUT[family]).train()
-    default = model.config._attn_implementation
 
-    def run(mask: Tensor | None) -> Tensor:
-        torch.manual_seed(0)
+    def run(mask: Tensor | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        model.zero_grad()
         out: Tensor = model(IDS, attention_mask=mask).logits
-        return out if mask is None else out[mask.bool()]
+        out = out if mask is None else out[mask.bool()]
+        out.square().mean().backward()
+        return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    if family == "falcon":
-        model.set_attn_implementation("eager")  # which is what its forward does where it does not call SDPA
-    expected = [run(mask) for mask in (None, LEFT)]
-    model.set_attn_implementation(default)
+    expected = run()
     with fk.patch(model) as handle:
-        notes = {str(e.reason) for e in handle.report().replaced if "flash_attention" in e.ops}
-        assert len(notes) == 1
-        assert notes.pop().startswith("calls in training mode drop weights out (p=0.5), and run ")
-        for mask, wanted in zip((None, LEFT), expected, strict=True):
-            assert close(run(mask), wanted)
+        assert {e.reason for e in handle.report().replaced if "flash_attention" in e.ops} == {None}
+        assert "drop" not in str(handle.report())
+        assert all(map(close, run(), expected))
+        assert not close(run(seed=1)[0], expected[0])
+        padded = run(LEFT)
+        assert all(map(torch.equal, padded, run(LEFT)))
+        assert all(x.isfinite().all() for x in padded)
         model.eval()
         ours = logits(model)
     assert close(ours, logits(model))
+
+
+def test_rotations_of_falcon_go_without_dropout() -> None:
+    """So it is in the model: only with ALiBi does it drop weights out."""
+    model = tiny_model("falcon", attention_dropout=0.5)
+    expected = logits(model)
+    with fk.patch(model):
+        assert close(logits(model.train()), expected)
 
 
 @every_family

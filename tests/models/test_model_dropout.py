@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_model import config, draw, make
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
-from foundry_kernels import OPS, BackendUnavailable
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.ops.flash_attention.reference import attention_with_dropout
+from foundry_kernels.nn import attention
 
+BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
 KINDS = ("embedding_dropout", "residual_dropout", "attention_dropout")
 
 
@@ -66,43 +68,50 @@ def test_each_block_drops_a_branch_once():
         assert not torch.equal(model.eval()(draw()), model.train()(draw()))
 
 
-def attend_with_dropout(q, k, v, dropout_p, *, window=(None, None), alibi_slopes=None):
-    options = AttentionOptions(
-        None, None, q.shape[2], k.shape[2], q.shape[3] ** -0.5, *window, None, alibi_slopes, None,
-        bottom_right=True, deterministic=True, return_lse=False, return_stats=False,
-    )  # fmt: skip
-    return attention_with_dropout(q, k, v, options, dropout_p)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_dropout_runs_on_the_kernel_that_is_named(backend, monkeypatch):
+    """And not on one in its place: each layer calls attention with a seed of its own."""
+    seen = []
+    call = attention.flash_attention
+
+    def spy(*args, **options):
+        seen.append((options["dropout_p"], options["backend"], torch.get_rng_state()))
+        return call(*args, **options)
+
+    monkeypatch.setattr(attention, "flash_attention", spy)
+    model = make(config("gpt2", attention_dropout=0.1), {"flash_attention": backend})
+    assert model.serving()["flash_attention"] == backend
+    model.train()(draw())
+    assert [each[:2] for each in seen] == [(0.1, backend)] * 2
+    assert not torch.equal(seen[0][2], seen[1][2])
+    model.eval()(draw())
+    assert [each[:2] for each in seen[2:]] == [(0.0, backend)] * 2
 
 
-def test_attention_with_dropout_of_nothing_is_attention():
-    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 5)
-    for options in (
-        {"window": (None, 0)},
-        {"window": (2, 2)},
-        {"window": (1, 0), "alibi_slopes": fk.nn.alibi_slopes(6)},
-    ):
-        torch.testing.assert_close(attend_with_dropout(q, k, v, 0.0, **options), fk.flash_attention(q, k, v, **options))
-    # The heads that are kept whole: of one query and key, the value is kept and doubled, or gone.
-    out = attend_with_dropout(torch.ones(1, 400, 1, 4), torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0.5)
-    assert set(out.unique().tolist()) == {0.0, 2.0}
-    assert abs(out.mean().item() - 1.0) < 0.25  # five standard deviations
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_checkpointed_blocks_drop_the_same_again(reentrant, backend):
+    kinds = dict.fromkeys(KINDS, 0.3)
+    found = []
+    for checkpointed in (False, True):
+        model = make(config("gpt2", **kinds), {"flash_attention": backend}).train()
+        if checkpointed:
+            for block in model.layers:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+        torch.manual_seed(3)
+        _, loss = model(draw(), draw(seed=1), lengths=torch.tensor([7, 3, 5]))
+        loss.backward()
+        found.append((loss, *(p.grad for p in model.parameters())))
+    assert all(map(torch.equal, *found))
 
 
-def test_attention_dropout_of_packed_sequences_sees_no_other():
-    torch.manual_seed(0)
-    attention = fk.nn.Attention(16, 4, 2, sliding_window=3, dropout=1e-9, rope=fk.nn.RotaryEmbedding(4))
-    x, cu_seqlens = torch.randn(1, 9, 16), torch.tensor([0, 4, 9], dtype=torch.int32)
-    packed = attention(x, cu_seqlens=cu_seqlens)
-    torch.testing.assert_close(packed, attention.eval()(x, cu_seqlens=cu_seqlens))
-    with pytest.raises(ValueError, match="return_lse and return_stats need attention without dropout"):
-        attention.train()(x, return_lse=True)
-
-
-def test_a_named_kernel_has_no_attention_dropout():
-    if (reason := OPS["flash_attention"].why_not("native", "cpu", torch.float32)) is not None:
-        pytest.skip(reason)
-    ops = {"flash_attention": "native"}
-    model = make(config("gpt2", attention_dropout=0.1), ops)  # type: ignore[arg-type]
-    with pytest.raises(BackendUnavailable, match=r"'native' has no dropout of attention's weights; got dropout=0\.1"):
-        model(draw())
-    assert torch.isfinite(model.eval()(draw())).all()
+def test_attention_dropout_compiles_whole_and_draws_at_each_call():
+    model = make(config("gpt2", attention_dropout=0.3)).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    first = compiled(draw())
+    assert not torch.allclose(first, compiled(draw()))
+    found = []
+    for call in (model, compiled):
+        torch.manual_seed(4)
+        found.append(call(draw()))
+    torch.testing.assert_close(*found)

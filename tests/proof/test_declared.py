@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_inputs import plain_options
 
 import foundry_kernels as fk
 from foundry_kernels import RopeScaling, _triton
@@ -31,10 +32,18 @@ INTERPRETED = pytest.mark.skipif(not _triton.INTERPRET, reason="launches in Trit
 HOW = {"backend", "deterministic", "chunk_size"}
 
 
+#: What has a default and must not be anything else.
+REFUSED = {("flash_attention_varlen", "attn_mask")}
+
+
 def options_of(spec: OpSpec) -> dict[str, Any]:
     """The public function's arguments that have a default, with it."""
     parameters = inspect.signature(spec.public).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in HOW}
+    return {
+        p.name: p.default
+        for p in parameters
+        if p.default is not p.empty and p.name not in HOW and (spec.name, p.name) not in REFUSED
+    }
 
 
 def is_set(case: Case, name: str, default: Any) -> bool:
@@ -106,7 +115,7 @@ class Extended(namedtuple("Extended", (*AttentionOptions._fields, "made_up"))):
 
 
 def attention_options(tokens: int) -> AttentionOptions:
-    return AttentionOptions(None, None, tokens, tokens, 0.5, None, 0, None, None, None, True, True, False, False)
+    return plain_options(tokens, tokens, 0.5, window_right=0)
 
 
 def backends_of_attention() -> list[Any]:
@@ -145,7 +154,11 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
 
     def backward(deterministic: bool) -> Any:
         options = attention_options(20)._replace(deterministic=deterministic)
-        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, True, True, True, False)
+        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, True, True, True, False, False)
+
+    def bias() -> Any:
+        options = attention_options(20)._replace(attn_mask=torch.zeros(1, 1, 20, 20))
+        return backward_launch.launch_bwd(q, None, q, q, q, q, lse, options, False, False, False, False, True)
 
     few = q[:, :, :2]
     return {
@@ -153,11 +166,12 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
         "few queries": lambda: launch.launch_fwd(few, q, q, attention_options(20), True, False),
         "backward": lambda: backward(True),
         "backward, one kernel": lambda: backward(False),
+        "gradient of a bias": bias,
     }
 
 
 @INTERPRETED
-@pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel"])
+@pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel", "gradient of a bias"])
 def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon's kernel, which leaves such a call to another: tests/proof/test_gluon_launch.py."""
     from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
@@ -174,7 +188,7 @@ def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypat
     run = triton_paths()[path]
     run()
     monkeypatch.setattr(launch, "_kept_problem", problem)
-    with pytest.raises(TypeError, match=r"flash_attention_(fwd|decode|dkdv)_kernel has no MADE_UP"):
+    with pytest.raises(TypeError, match=r"flash_attention_(fwd|decode|dkdv|dbias)_kernel has no MADE_UP"):
         run()
     assert seen[0].few_queries == (path == "few queries")
     monkeypatch.setattr(launch, "_kept_problem", own)
@@ -276,7 +290,7 @@ UNSEEN |= {"init_std", "max_seq_len", "load_balancing_coef", "router_z_coef"}
 #: The choices in `OTHER` that tensor parallelism and QK-clip refuse.
 NOT_SHARDED = {"tie_embeddings", "positions", "qk_norm", "embedding_dropout", "residual_dropout", "attention_dropout"}
 NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
-NOT_CLIPPED = {"qk_norm", "attention_dropout"}
+NOT_CLIPPED = {"qk_norm"}
 
 
 @dataclass(frozen=True)

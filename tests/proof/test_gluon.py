@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from attention_inputs import plain_options
 from gluon_cases import case, hold
 from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels._triton import devices
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import Expected
 
 if _triton.MISSING is None:
@@ -95,9 +95,9 @@ def attend(
 def problem(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
     right, scale = 0 if given.get("causal") else None, given.get("scale") or q.shape[3] ** -0.5
     bottom_right = given.get("align") != "top_left"
-    options = AttentionOptions(
-        None, None, q.shape[2], k.shape[2], scale, given.get("left"), right, given.get("softcap"),
-        given.get("alibi_slopes"), None, bottom_right, True, True, False,
+    options = plain_options(
+        q.shape[2], k.shape[2], scale, window_left=given.get("left"), window_right=right, softcap=given.get("softcap"),
+        alibi_slopes=given.get("alibi_slopes"), bottom_right=bottom_right, return_lse=True,
     )  # fmt: skip
     return _problem(q, k, v, options)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from attention_inputs import plain_options
 from torch import Tensor
 
 from foundry_kernels import _triton
 from foundry_kernels._triton import devices, tuning, tuning_file
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 if _triton.MISSING is None:
     from foundry_kernels.ops.flash_attention.triton import gluon_launch
@@ -93,9 +93,7 @@ def draw(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, save_lse: bool = True, save_stats: bool = False, **given: Any) -> Any:
-    options = AttentionOptions(
-        None, None, q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, None, 0, None, None, None, True, True, False, False
-    )
+    options = plain_options(q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, window_right=0)
     return launching.launch_fwd(q, k, v, options._replace(**given), save_lse, save_stats)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import lay_out
 
 B, H, HK, T, S, D, DV = 2, 4, 2, 5, 7, 6, 3
@@ -27,6 +28,13 @@ def inputs(
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     q, k, v = (lay_out(x, layout).requires_grad_() for x in drawn)
     return q, k, v
+
+
+def plain_options(t: int, s: int, scale: float = 0.1, **given: Any) -> AttentionOptions:
+    """The options of T queries and S keys, off but for what is given."""
+    fields: dict[str, Any] = dict.fromkeys(AttentionOptions._fields)
+    fields |= {"max_seqlen_q": t, "max_seqlen_k": s, "scale": scale, "bottom_right": True, "deterministic": True}
+    return AttentionOptions(**(fields | {"return_lse": False, "return_stats": False} | given))
 
 
 def attend(*args: Any, **options: Any) -> Any:

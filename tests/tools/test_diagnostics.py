@@ -191,11 +191,24 @@ def test_clipping_sees_all_parts_of_a_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
+def test_logits_are_those_before_dropout() -> None:
+    """Of the first layer, that is: the others see what it has dropped out."""
+    plain, dropping = make_model(), make_model(attention_dropout=0.5)
+    assert torch.equal(plain.output.weight, dropping.output.weight)
+    tokens = tokens_of(plain)
+    found = []
+    for model in (plain, dropping):
+        clip = QKClip(model, limit=1e6)
+        with record(model.train()) as recorder:
+            model(tokens, tokens)[1].backward()
+        found.append((clip.max_logits[0], torch.tensor(recorder.health().layers[0].entropy)))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize(
     ("changes", "limit", "message"),
     [
         ({"qk_norm": True}, 100.0, "qk_norm=True has no logits to be clipped: it bounds"),
-        ({"attention_dropout": 0.1}, 100.0, "attention_dropout=0.1 has no logits to be clipped"),
         ({}, 0.0, "limit must be finite and above 0"),
     ],
 )

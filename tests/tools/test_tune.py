@@ -113,9 +113,9 @@ def test_every_operation_is_measured(op: registry.OpSpec, timed: Any) -> None:
 
 def test_the_kernels_of_few_queries_are_measured() -> None:
     """Keys that are split, in tiles of fewer; results of all configs are right."""
-    from foundry_kernels.ops.flash_attention.cases import _case
+    from foundry_kernels.ops.flash_attention.case_makers import dense_case
 
-    op, case = fk.OPS["flash_attention"], _case(1, (4, 2), (1, 100), 16, "decode", causal=True)
+    op, case = fk.OPS["flash_attention"], dense_case(1, (4, 2), (1, 100), 16, "decode", causal=True)
     args = {name: arg and dataclasses.replace(arg, grad=False) for name, arg in case.args.items()}
     case = dataclasses.replace(case, args=args)
     tuner = tune.Tuner("cpu", MadeUp(lambda name: 1.0))

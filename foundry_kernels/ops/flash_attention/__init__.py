@@ -3,17 +3,19 @@ r"""Softmax attention that never materializes the matrix of scores; dense and pa
 For a query :math:`q_i`, the keys :math:`k_j` and values :math:`v_j` of its head, a scale :math:`\alpha` and an offset
 :math:`o` that aligns queries with keys (``S - T`` for "bottom_right", 0 for "top_left")
 
-.. math:: s_{ij} = c \tanh(\alpha \, q_i \cdot k_j / c) - m \, |i + o - j|, \qquad
+.. math:: s_{ij} = c \tanh(\alpha \, q_i \cdot k_j / c) - m \, |i + o - j| + b_{ij}, \qquad
           \ell_i = \log \Bigl(e^{\sigma} + \sum_{j \in W_i} e^{s_{ij}}\Bigr), \qquad
-          p_{ij} = e^{s_{ij} - \ell_i}, \qquad y_i = \sum_{j \in W_i} p_{ij} v_j
+          p_{ij} = e^{s_{ij} - \ell_i}, \qquad y_i = \sum_{j \in W_i} z_{ij} p_{ij} v_j
 
-where :math:`W_i = \{j : i + o - left \le j \le i + o + right\}`. The soft cap :math:`c`, the ALiBi slope :math:`m` and
-the sink :math:`\sigma` are optional; the cap comes before ALiBi, the mask last. With the gradients :math:`g_i` of
-:math:`y_i` (``dout``) and :math:`\lambda_i` of :math:`\ell_i` (``dlse``)
+where :math:`W_i` are the keys ``i + o - left <= j <= i + o + right`` that a mask lets be seen. The soft cap :math:`c`,
+the ALiBi slope :math:`m`, the bias :math:`b`, the sink :math:`\sigma` and dropout are optional; the cap comes before
+ALiBi, then the bias, the mask last. :math:`z_{ij}` is 1 without dropout, else 0 or :math:`1 / (1 - p)`
+(`foundry_kernels.ops.flash_attention.dropout`). With the gradients :math:`g_i` of :math:`y_i` (``dout``) and
+:math:`\lambda_i` of :math:`\ell_i` (``dlse``)
 
 .. math:: \delta_i = g_i \cdot y_i - \lambda_i, \quad
-          \partial L / \partial s_{ij} = p_{ij} (g_i \cdot v_j - \delta_i), \quad
-          \partial L / \partial v_j = \sum_i p_{ij} g_i, \quad
+          \partial L / \partial s_{ij} = p_{ij} (z_{ij} \, g_i \cdot v_j - \delta_i), \quad
+          \partial L / \partial v_j = \sum_i z_{ij} p_{ij} g_i, \quad
           \partial L / \partial \sigma = -\sum_i e^{\sigma - \ell_i} \delta_i ,
 
 so the backward pass needs the inputs, the output and one number per row, :math:`\ell_i`. The derivative of the cap is
@@ -25,7 +27,8 @@ are computed in the same pass: one more multiply-add per score, and two numbers 
 Dao et al., "FlashAttention", 2022, arXiv:2205.14135; Dao, "FlashAttention-2", 2023, arXiv:2307.08691. Grouped heads:
 Ainslie et al., 2023, arXiv:2305.13245. ALiBi: Press et al., 2021, arXiv:2108.12409. Soft cap: Gemma 2, 2024,
 arXiv:2408.00118. Sinks: Xiao et al., 2023, arXiv:2309.17453; as a learned logit: gpt-oss, 2025, arXiv:2508.10925.
-Entropy collapse: Zhai et al., 2023, arXiv:2303.06296; clipping by the largest logit: Kimi K2, 2025, arXiv:2507.20534.
+Dropout of the weights: Vaswani et al., 2017, arXiv:1706.03762. Entropy collapse: Zhai et al., 2023, arXiv:2303.06296;
+clipping by the largest logit: Kimi K2, 2025, arXiv:2507.20534.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import check_dense, check_varlen, make_options
 
 
@@ -54,6 +58,9 @@ class Options(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    attn_mask: Tensor | AttentionMask | None
+    dropout_p: float
+    dropout_seed: Tensor | int | None
     align: str
     deterministic: bool
     backend: str
@@ -88,12 +95,15 @@ def flash_attention(
     k: Tensor,
     v: Tensor,
     *,
+    attn_mask: Tensor | AttentionMask | None = None,
     causal: bool = False,
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
     return_lse: bool = False,
@@ -108,6 +118,11 @@ def flash_attention(
         q: ``[B, H, T, D]`` float32, bfloat16, float16 or float64, any strides, 1 <= D <= 256. B, T and S may be 0.
         k: ``[B, Hk, S, D]``, of q's dtype and device; H must be a multiple of Hk.
         v: ``[B, Hk, S, Dv]``, likewise; Dv need not be D, 1 <= Dv <= 256.
+        attn_mask: a bool tensor, True where a query sees a key, or a floating one, a bias that is added to the scores:
+            of any shape that broadcasts to ``[B, H, T, S]``, with any strides, read where it lies. A bias may have
+            another dtype than q (float64 only where q has) and, if it requires one, gets a gradient: the sum over what
+            was broadcast, in float32 or wider, rounded once. A bool mask that many calls share is better an
+            :class:`AttentionMask`, whose empty tiles are skipped on all backends.
         causal: a query sees no key after its own position, also if `window` would allow it.
         scale: factor on the scores, finite and > 0; ``1 / sqrt(D)`` if None.
         window: ``(left, right)``: query i sees keys ``i - left <= j <= i + right`` after alignment; each is >= 0 or
@@ -116,6 +131,12 @@ def flash_attention(
         alibi_slopes: ``[H]`` or ``[B, H]`` float32; subtracts ``slope * |i - j|`` (after alignment). Takes no gradient.
         sinks: ``[H]``, floating-point: one logit per head that counts in the softmax's denominator and in `lse`, but
             has no value.
+        dropout_p: in [0, 1): each weight is 0 with this probability, rounded to a multiple of 2^-16, and else divided
+            by what remains, so that the mean is exact. It is meant for training: in evaluation pass 0.
+        dropout_seed: what decides which, an int in [0, 2^63) or an int64 tensor of one number on q's device. Equal
+            seeds drop the weights of equal places (sequence, head, query and key) on every backend and device, dense
+            or packed. None draws one from the default generator of q's device: `torch.manual_seed` repeats it,
+            activation checkpointing makes it again, and each replay of a CUDA graph draws another.
         align: which query sees which key where T != S. "bottom_right" aligns the last query with the last key (as with
             a key-value cache), "top_left" the first with the first (as ``is_causal`` of torch's
             scaled_dot_product_attention does).
@@ -136,13 +157,13 @@ def flash_attention(
         With `return_stats`, ``(out, entropy, max_logit)`` or ``(out, lse, entropy, max_logit)``: each ``[B, H, T]``, of
         lse's dtype, and not differentiable. `entropy` is that of the softmax in nats, between 0 and the logarithm of
         the number of keys seen (plus one with sinks: a sink counts as an outcome). `max_logit` is the largest score
-        that enters the softmax, after scale, cap and ALiBi, sinks not included. A query that sees no key has entropy 0
-        and max_logit -inf.
+        that enters the softmax, after scale, cap, ALiBi and bias, sinks not included. A query that sees no key has
+        entropy 0 and max_logit -inf. Statistics and lse are those of the weights before dropout.
 
     Raises:
         TypeError: an argument is not a tensor or number of the kind listed above.
         ValueError: shapes, dtypes or devices do not match, an option is out of range, `alibi_slopes` requires a
-            gradient, or the backend's name is unknown.
+            gradient, q is a DTensor and `dropout_seed` is not given, or the backend's name is unknown.
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Under ``torch.autocast``, q, k and v (unless float64) are cast to its dtype first, as torch does for its own
@@ -150,8 +171,8 @@ def flash_attention(
     """
     if not is_dynamo_compiling():
         out = FLASH_ATTENTION.direct(
-            backend, q, k, v, causal, scale, window, softcap, alibi_slopes, sinks, align, deterministic,
-            return_lse, return_stats,
+            backend, q, k, v, causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed,
+            align, deterministic, return_lse, return_stats,
         )  # fmt: skip
         if out is not None:
             return out
@@ -159,8 +180,8 @@ def flash_attention(
     q, k, v = _autocast(q, k, v)
     check_dense(q, k, v)
     options = make_options(
-        q, None, None, q.shape[2], k.shape[2], causal, scale, window, softcap, alibi_slopes, sinks, align,
-        deterministic, return_lse, return_stats,
+        q, None, None, q.shape[2], k.shape[2], causal, scale, window, softcap, alibi_slopes, sinks, attn_mask,
+        dropout_p, dropout_seed, align, deterministic, return_lse, return_stats,
     )  # fmt: skip
     return resolve(FLASH_ATTENTION, backend, q)(q, k, v, options)
 
@@ -216,12 +237,15 @@ def flash_attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    attn_mask: Tensor | AttentionMask | None = None,
     causal: bool = False,
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
     return_lse: bool = False,
@@ -243,8 +267,10 @@ def flash_attention_varlen(
         max_seqlen_q: the longest length in `cu_seqlens_q`, or any number above it.
         max_seqlen_k: the same for keys.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
-        causal, scale, window, softcap, sinks, align, deterministic, return_lse, return_stats, backend: as for
-            :func:`flash_attention`; `align` applies within each sequence.
+        attn_mask: must be None: packed tokens have no common place in a mask.
+        causal, scale, window, softcap, sinks, dropout_p, dropout_seed, align, deterministic, return_lse, return_stats,
+            backend: as for :func:`flash_attention`; `align` applies within each sequence, and dropout drops of sequence
+            n what it would drop of row n of a padded batch.
 
     Returns:
         ``out [total_q, H, Dv]`` of q's dtype, contiguous. `return_lse` and `return_stats` add the same results as in
@@ -263,7 +289,7 @@ def flash_attention_varlen(
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = make_options(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
-        align, deterministic, return_lse, return_stats,
+        attn_mask, dropout_p, dropout_seed, align, deterministic, return_lse, return_stats,
     )  # fmt: skip
     return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foundry_kernels.core.contract import SAMPLED, Sample
+from foundry_kernels.ops.flash_attention import bench_masked
 from foundry_kernels.testing import Arg, Case
 
 #: (B, H, Hk, T, D), by device. On a GPU 16384 tokens each, the heads of Llama-3-8B.
@@ -36,7 +37,9 @@ BENCH_QUICK = (
     *("Hk=8 T=4096 D=128-causal", "Hk=8 T=16384 D=128-causal", "Hk=8 T=4096 D=64-causal"),
     *("S=512 D=128-decode", "S=4096 D=128-decode", "S=16384 D=128-decode"),
     "D=64-packed",
+    *("-half-masked", "-bias", "-bias-gradient", "-dropout"),
 )
+UNCHECKED = (bench_masked.PLAIN,)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     if op != "flash_attention":
         return (packed_case(_PACKED, 8, 2, 64),) if device == "cpu" else ()
     whole = (bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
-    return (*whole, *(decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS))
+    decode = (decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS)
+    return (*whole, *decode, *bench_masked.cases(device))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
@@ -156,6 +160,8 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
     else:
         b, h, t, _ = q.shape
         pairs = b * h * (t * (t + 1) // 2 if options["causal"] else t * k.shape[2])
+        if (mask := options.get("attn_mask")) is not None:  # the same for all sequences and heads
+            pairs = b * h * int(mask.dense().sum())
     done = {"forward": 2 * pairs * (d + dv), "backward": 2 * pairs * (3 * d + 2 * dv)}
     done["both"] = done["forward"] + done["backward"]
     return done[direction]
@@ -219,6 +225,8 @@ def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | st
     if op != "flash_attention":
         flash = partial(_sdpa, causal=True, kernel=SDPBackend.FLASH_ATTENTION)
         return {"eager": _one_by_one(partial(_eager, causal=True)), "SDPA flash": _one_by_one(flash)}
+    if bench_masked.is_masked(case):
+        return bench_masked.peers(case, device)
     causal, q = case.options["causal"], case.args["q"]
     assert q is not None
     too_long = None

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from foundry_kernels.core import dropout
 from foundry_kernels.core.checks import (
     check_device,
     check_dtype,
@@ -18,6 +19,8 @@ from foundry_kernels.core.checks import (
     check_shape,
     check_tensor,
 )
+from foundry_kernels.core.registry import FLOATS, is_dtensor
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -66,8 +69,8 @@ def check_varlen(
     check_int("max_seqlen_q", max_seqlen_q, minimum=0)
     check_int("max_seqlen_k", max_seqlen_k, minimum=0)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_lengths("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q.shape[0])
-        _check_lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k.shape[0])
+        check_lengths("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q.shape[0])
+        check_lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k.shape[0])
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor) -> None:
@@ -78,7 +81,7 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor, packed_name: str, packed: T
         raise ValueError(f"{name} must be [B + 1], starting with 0; got shape (0,)")
 
 
-def _check_lengths(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, total: int) -> None:
+def check_lengths(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, total: int) -> None:
     """The values of `cu_seqlens`; call this where reading them does not wait for a GPU."""
     if type(cu_seqlens) is not Tensor:  # a DTensor or a fake tensor has no values to read
         return
@@ -128,6 +131,9 @@ def make_options(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | AttentionMask | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | int | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
     return_lse: bool = False,
@@ -151,10 +157,79 @@ def make_options(
         check_alibi_slopes(alibi_slopes, q, batch, n_heads=q.shape[1])
     if sinks is not None:
         _check_sinks(sinks, q, n_heads=q.shape[1])
+    bias = tiles = bits = seed = heads = None
+    if attn_mask is not None:
+        bias, tiles, bits = _mask_tensors(attn_mask, q, cu_seqlens_q is not None, max_seqlen_k)
+    drop: tuple[float, Tensor] | tuple[()] = ()
+    if dropout_p != 0.0 or dropout_seed is not None or type(dropout_p) is not float:
+        drop = dropout.arguments(q, dropout_p, dropout_seed, "q")
+    if drop:
+        seed = drop[1]
+        if is_dtensor(q):
+            heads = _global_heads(q, q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1)
     return AttentionOptions(  # by position, which takes half the time
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, softcap, alibi_slopes, sinks,
+        bias, tiles, bits, drop[0] if drop else None, seed, heads,
         align == "bottom_right", deterministic, return_lse, return_stats,
     )  # fmt: skip
+
+
+def _mask_tensors(
+    attn_mask: Tensor | AttentionMask, q: Tensor, packed: bool, n_keys: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`attn_mask`, `mask_tiles` and `mask_bits` of the options."""
+    if packed:
+        raise ValueError(
+            "attn_mask must be None for packed sequences, whose tokens have no common place in a mask; pad them, or "
+            "put them in one row with AttentionMask.documents"
+        )
+    wanted = (*q.shape[:3], n_keys)
+    check_mask(attn_mask, wanted, q, "q")
+    if isinstance(attn_mask, AttentionMask):
+        tiles, bits = attn_mask.at(*wanted[2:])
+        return None, _replicated(tiles, q), _replicated(bits, q)
+    rank = attn_mask.dim()
+    return attn_mask[(None,) * (4 - rank)] if rank < 4 else attn_mask, None, None
+
+
+def check_mask(attn_mask: Tensor | AttentionMask, wanted: tuple[int, int, int, int], x: Tensor, name: str) -> None:
+    """A mask or bias of scores ``[B, H, T, S]`` of the sizes `wanted`, for x, which is called `name` in errors."""
+    if isinstance(attn_mask, AttentionMask):
+        b, h, t, s = attn_mask.shape
+        # Compared one by one: to torch.compile, a size that varies is in no tuple.
+        fits = (b == 1 or b == wanted[0]) and (h == 1 or h == wanted[1])
+        if not (fits and (t is None or t == wanted[2]) and (s is None or s == wanted[3])):
+            raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {wanted}; got a mask of {attn_mask.shape}")
+        if attn_mask.device != x.device:
+            raise ValueError(f"attn_mask must be on {name}'s device {x.device}; got {attn_mask.device}")
+        return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor or an AttentionMask; got {type(attn_mask).__name__}")
+    if attn_mask.dtype != torch.bool:
+        if attn_mask.dtype not in FLOATS:
+            raise TypeError(f"attn_mask must be bool, float32, bfloat16, float16 or float64; got {attn_mask.dtype}")
+        if attn_mask.dtype == torch.float64 != x.dtype:
+            raise TypeError(f"attn_mask may be float64 only where {name} is; got {name} of {x.dtype}")
+    check_device("attn_mask", attn_mask, name, x)
+    shape = attn_mask.shape
+    if len(shape) > 4 or any(n != 1 and n != m for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
+        raise ValueError(f"attn_mask must broadcast to [B, H, T, S] = {tuple(wanted)}; got shape {tuple(shape)}")
+
+
+def _global_heads(q: Tensor, n_batch: int) -> Tensor:
+    """``batch << 32 | head`` of each head of the whole, of which each device then gets its own: q is a DTensor."""
+    batch, head = torch.arange(n_batch, device=q.device), torch.arange(q.shape[1], device=q.device)
+    return _replicated((batch[:, None] << 32) + head, q)
+
+
+def _replicated(x: Tensor, q: Tensor) -> Tensor:
+    """x, which is the same on all devices, as a DTensor where q is one."""
+    if not is_dtensor(q) or is_dtensor(x):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = q.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def check_alibi_slopes(alibi_slopes: Tensor, q: Tensor, batch: int, n_heads: int) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
-from foundry_kernels.ops.flash_attention.cases import alibi_slopes_of
+from foundry_kernels.ops.flash_attention.case_makers import alibi_slopes_of, bias_with_gaps, blocks, bool_mask
 from foundry_kernels.testing import Arg, Case, Values, alike, normal, uniform
 from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 
@@ -47,8 +48,53 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         # No larger: outputs would be subnormal float16, of which the sinks' gradient is the sum.
         sinks = st.sampled_from([normal(), normal(3.0), normal(1.0, 8.0)])
         args["sinks"] = draw(tensors((n_heads,), sinks, (None, torch.float32)))
+    if op == "flash_attention" and draw(st.integers(0, 1)):
+        kind = draw(st.sampled_from(["bool", "bias", "tiles"]))
+        if kind == "tiles":
+            options["attn_mask"] = draw(_tiles(args))
+        else:
+            args["attn_mask"] = draw(_mask(args, kind))
+    if draw(st.integers(0, 2)) == 0:
+        options["dropout_p"] = draw(st.sampled_from([0.0, 0.1, 0.5]))
+        options["dropout_seed"] = draw(st.integers(0, 2**63 - 1))
     ranks = [3 if op == "flash_attention" else 2] if options.get("return_lse") or options.get("return_stats") else []
     return Case("random", args, options, draw(layouts(min([*ranks, len(args["q"].shape)]))))  # type: ignore[union-attr]
+
+
+def _broadcast_to(args: dict[str, Arg | None]) -> tuple[int, ...]:
+    """``(B, H, T, S)``."""
+    q, k = args["q"], args["k"]
+    assert q is not None
+    assert k is not None
+    return (*q.shape[:3], k.shape[2])
+
+
+@st.composite
+def _mask(draw: st.DrawFn, args: dict[str, Arg | None], kind: str) -> Arg:
+    shape = tuple(draw(st.sampled_from([1, n])) for n in _broadcast_to(args))
+    shape = shape[draw(st.integers(0, next((i for i, n in enumerate(shape) if n != 1), 4))) :]
+    layout = draw(layouts(len(shape)))
+    if kind == "bool":
+        return Arg(
+            shape,
+            layout,
+            draw(st.sampled_from([bool_mask, blocks])) if len(shape) > 1 else bool_mask,
+            torch.bool,
+            grad=False,
+        )
+    values = draw(st.sampled_from([normal(), normal(5.0), bias_with_gaps]))
+    return Arg(shape, layout, values, draw(st.sampled_from([None, torch.float32])), draw(st.booleans()))
+
+
+@st.composite
+def _tiles(draw: st.DrawFn, args: dict[str, Arg | None]) -> AttentionMask:
+    batch, heads, t, s = _broadcast_to(args)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
+    of_each = AttentionMask(
+        blocks(generator, (draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads])), t, s))
+    )
+    prefix = AttentionMask.prefix(torch.randint(0, s + 1, (batch,), generator=generator))
+    return draw(st.sampled_from([of_each, prefix, of_each & prefix, of_each | prefix]))
 
 
 @st.composite

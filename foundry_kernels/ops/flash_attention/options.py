@@ -22,6 +22,12 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
     softcap: float | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    attn_mask: Tensor | None  # [b, h, t, s], each 1 or that of the scores; bool, or floating to be added to them
+    mask_tiles: Tensor | None  # see `attention_mask`
+    mask_bits: Tensor | None
+    dropout_p: float | None  # None for no dropout, see `dropout`
+    dropout_seed: Tensor | None
+    dropout_heads: Tensor | None  # [B, H]: batch << 32 | head of each head in the whole of which this is a shard
     bottom_right: bool
     deterministic: bool
     return_lse: bool = False
@@ -42,5 +48,6 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
 #: `refuse_others`.
 SUPPORTED_BY_ALL = (
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap",
-    "alibi_slopes", "sinks", "bottom_right", "deterministic", "return_lse", "return_stats",
+    "alibi_slopes", "sinks", "attn_mask", "mask_tiles", "mask_bits", "dropout_p", "dropout_seed", "dropout_heads",
+    "bottom_right", "deterministic", "return_lse", "return_stats",
 )  # fmt: skip

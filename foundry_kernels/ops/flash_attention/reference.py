@@ -7,12 +7,15 @@ repeated.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
 
 from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.flash_attention.attention_mask import dense
+from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_pairs, keep_scale
 from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 
 
@@ -30,22 +33,20 @@ def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOp
     return options.select(*(x.contiguous() for x in attend(q, k, v, options)))
 
 
-def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_p: float) -> Tensor:
-    """The output of attention each of whose weights is 0 with the probability `dropout_p` and else divided by
-    ``1 - dropout_p``, for q ``[B, H, T, D]``; of packed sequences B is 1. Sinks are not among its options."""
-    bias = _packed_bias(q.shape[2], k.shape[2], options) if options.packed else _dense_bias(q, k, options)
-    weights = dropout(_scores(q, k, options, bias).softmax(-1), dropout_p)
-    return _weighted(weights, v)
-
-
 def scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
     """The logits ``[B, H, T, S]`` of the softmax of ``[B, H, T, D]`` queries; -inf where a query does not see a key."""
     return _scores(q, k, options, _dense_bias(q, k, options))
 
 
-#: ``[T, S]``: the key's position minus the query's, and which keys a query does not see; then ALiBi's slopes, which
-#: broadcast to ``[B, H, T, S]``. Each is None where it is not needed.
-_Bias = tuple[Tensor | None, Tensor | None, Tensor | None]
+class _Bias(NamedTuple):
+    """What is added to the scores, each None where it is not needed; what is no ``[T, S]`` broadcasts to
+    ``[B, H, T, S]``."""
+
+    rel_pos: Tensor | None  # [T, S], the key's position minus the query's
+    hidden: Tensor | None  # which keys a query does not see
+    slopes: Tensor | None  # of ALiBi
+    added: Tensor | None = None  # a floating mask
+    factor: Tensor | None = None  # what dropout multiplies the weights by
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
@@ -60,7 +61,23 @@ def _dense_bias(q: Tensor, k: Tensor, options: AttentionOptions) -> _Bias:
         q_pos = torch.arange(t, device=q.device) + (s - t if options.bottom_right else 0)
         rel_pos = torch.arange(s, device=q.device) - q_pos[:, None]
     slopes = None if options.alibi_slopes is None else options.alibi_slopes[..., None, None]
-    return rel_pos, _outside_window(rel_pos, options), slopes
+    hidden, added = _outside_window(rel_pos, options), None
+    if options.attn_mask is not None and options.attn_mask.dtype == torch.bool:
+        hidden = _either(hidden, ~options.attn_mask)
+    elif options.attn_mask is not None:
+        added = options.attn_mask
+    if options.mask_tiles is not None and options.mask_bits is not None:
+        hidden = _either(hidden, ~dense(options.mask_tiles, options.mask_bits, q.shape[2], k.shape[2]))
+    factor = None
+    if options.dropout_p is not None and options.dropout_seed is not None:
+        shape = (*q.shape[:3], k.shape[2])
+        kept = keep_mask(shape, options.dropout_p, options.dropout_seed, options.dropout_heads)
+        factor = kept * keep_scale(options.dropout_p)
+    return _Bias(rel_pos, hidden, slopes, added, factor)
+
+
+def _either(hidden: Tensor | None, other: Tensor) -> Tensor:
+    return other if hidden is None else hidden | other
 
 
 def _outside_window(rel_pos: Tensor | None, options: AttentionOptions) -> Tensor | None:
@@ -79,11 +96,13 @@ def _outside_window(rel_pos: Tensor | None, options: AttentionOptions) -> Tensor
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: _Bias) -> tuple[Tensor, ...]:
     """(out, lse, entropy, max_logit)."""
     probabilities, *per_row = _softmax(_scores(q, k, options, bias), options.sinks)
+    if bias.factor is not None:
+        probabilities = probabilities * bias.factor.to(probabilities.dtype)
     return (_weighted(probabilities, v), *per_row)
 
 
 def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Tensor:
-    rel_pos, hidden, slopes = bias
+    rel_pos, hidden, slopes, added, _ = bias
     b, h, t, d = q.shape
     hk, s = k.shape[1:3]
     folded = q.reshape(b, hk, (h // hk) * t, d)
@@ -93,6 +112,8 @@ def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Ten
     if slopes is not None:
         assert rel_pos is not None
         scores = scores - slopes.to(scores.dtype) * rel_pos.abs()
+    if added is not None:
+        scores = scores + added.to(scores.dtype)
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
@@ -146,20 +167,28 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> t
         tokens_q, tokens_k = slice(*cu_seqlens_q[n : n + 2]), slice(*cu_seqlens_k[n : n + 2])
         qn, kn, vn = (x.transpose(0, 1).unsqueeze(0) for x in (q[tokens_q], k[tokens_k], v[tokens_k]))
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        out, *rows = _dense(qn, kn, vn, options._replace(alibi_slopes=slopes))
+        heads = None if options.dropout_p is None else _heads(options, n, q)
+        out, *rows = _dense(qn, kn, vn, options._replace(alibi_slopes=slopes, dropout_heads=heads))
         found.append((out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows)))
     outs, *each = (list(x) for x in zip(*found, strict=True))
     return (torch.cat(outs), *(torch.cat(rows, dim=1) for rows in each))
 
 
+def _heads(options: AttentionOptions, n: int, q: Tensor) -> Tensor:
+    """``[1, H]``: the numbers of the heads of packed sequence n, see `dropout`."""
+    if options.dropout_heads is not None:
+        return options.dropout_heads[n : n + 1]
+    return (n << 32) + torch.arange(q.shape[1], device=q.device)[None]
+
+
 def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """All sequences as one, with the pairs of different ones hidden: torch.compile can trace it, as nothing is read."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out, *rows = _attend(q, k, v, options, _packed_bias(q.shape[2], k.shape[2], options))
+    out, *rows = _attend(q, k, v, options, _packed_bias(q.shape[1], q.shape[2], k.shape[2], options))
     return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))
 
 
-def _packed_bias(n_queries: int, n_keys: int, options: AttentionOptions) -> _Bias:
+def _packed_bias(n_heads: int, n_queries: int, n_keys: int, options: AttentionOptions) -> _Bias:
     """Returns the bias of packed sequences in one matrix, in which tokens of different ones do not see each other."""
     cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
     assert cu_seqlens_q is not None
@@ -179,4 +208,13 @@ def _packed_bias(n_queries: int, n_keys: int, options: AttentionOptions) -> _Bia
     slopes = options.alibi_slopes
     if slopes is not None:
         slopes = slopes[:, None, None] if slopes.dim() == 1 else slopes[sequence_q].t()[..., None]
-    return rel_pos, hidden, slopes
+    factor = None
+    if options.dropout_p is not None and options.dropout_seed is not None:
+        in_q, in_k = (index_q - cu_seqlens_q[sequence_q])[:, None], index_k - cu_seqlens_k[sequence_k]
+        heads = torch.arange(n_heads, device=cu_seqlens_q.device)[:, None] + (sequence_q << 32)  # [H, T]
+        if options.dropout_heads is not None:
+            heads = options.dropout_heads[sequence_q].t()
+        head, batch = heads[..., None] & 0xFFFFFFFF, heads[..., None] >> 32
+        kept = keep_pairs(in_q, in_k, head, batch, options.dropout_p, options.dropout_seed)
+        factor = kept * keep_scale(options.dropout_p)
+    return _Bias(rel_pos, hidden, slopes, None, factor)

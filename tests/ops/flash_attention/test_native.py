@@ -11,14 +11,22 @@ from typing import Any
 import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
+from attention_inputs import plain_options
 from table import saved_tensors
 from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
-from foundry_kernels.ops.flash_attention.cases import _case, _varlen
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.case_makers import (
+    DROPOUT,
+    bias_arg,
+    bias_with_gaps,
+    blocks,
+    dense_case,
+    mask_arg,
+    packed_case,
+)
 from foundry_kernels.testing import Case, assert_parity, normal
 
 pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
@@ -28,20 +36,37 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 #: Long enough for several tasks to share a row's keys, or a head's rows.
 SPLIT = (
-    _case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
-    _case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
-    _case(1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
-    _case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
-    _case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
-    _case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
-    _case(1, (2, 1), (20, 1100), 32, "top-left", causal=True, align="top_left", return_lse=True),
-    _case(1, (4, 1), (300, 300), 32, "rows", causal=True, return_lse=True),
-    _case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), head_dim_v=24),
-    _case(1, (1, 1), (1100, 1100), 16, "rows-top-left", align="top_left", window=(30, 30), frozen="q"),
+    dense_case(1, (4, 2), (1, 2100), 64, "decode", causal=True, return_lse=True),
+    dense_case(2, (8, 1), (1, 1500), 40, "decode-sinks", sinks=normal(), return_stats=True, window=(1200, None)),
+    dense_case(
+        1, (3, 1), (2, 1300), 59, "decode-uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True
+    ),
+    dense_case(1, (2, 2), (1, 1100), 128, "decode-one-row", softcap=5.0, v_layout="swapped", return_lse=True),
+    dense_case(1, (2, 1), (40, 1100), 32, "chunk", causal=True, sinks=normal(), return_lse=True, return_stats=True),
+    dense_case(1, (2, 1), (20, 1100), 32, "parts-without-keys", window=(100, 0), return_lse=True),
+    dense_case(1, (2, 1), (20, 1100), 32, "top-left", causal=True, align="top_left", return_lse=True),
+    dense_case(1, (4, 1), (300, 300), 32, "rows", causal=True, return_lse=True),
+    dense_case(1, (4, 1), (700, 90), 40, "rows-without-keys", causal=True, window=(50, None), head_dim_v=24),
+    dense_case(1, (1, 1), (1100, 1100), 16, "rows-top-left", align="top_left", window=(30, 30), frozen="q"),
+)
+#: The same of masks, biases and dropout; and what shares an element of a bias in one task, or in several.
+MASKED = (
+    dense_case(1, (4, 2), (1, 2100), 64, "decode-bias", attn_mask=bias_arg(1, 1, 1, 2100), return_lse=True),
+    dense_case(1, (4, 2), (2, 2100), 32, "decode-bool", attn_mask=mask_arg(2, 2100), return_stats=True, **DROPOUT),
+    dense_case(2, (3, 1), (2, 1300), 32, "decode-gaps", attn_mask=bias_arg(2, 1, 2, 1300, values=bias_with_gaps)),
+    dense_case(1, (2, 1), (20, 1100), 32, "parts-bool", attn_mask=mask_arg(20, 1100, values=blocks), return_lse=True),
+    dense_case(1, (4, 1), (700, 300), 32, "rows-bias", attn_mask=bias_arg(4, 700, 300), causal=True, **DROPOUT),
+    dense_case(1, (2, 2), (1100, 1100), 16, "rows-bool", attn_mask=mask_arg(1100, 1100, values=blocks), **DROPOUT),
+    dense_case(2, (3, 1), (150, 300), 24, "bias-of-all-heads", attn_mask=bias_arg(150, 300), window=(200, 40)),
+    dense_case(2, (6, 2), (150, 300), 24, "bias-of-all-queries", attn_mask=bias_arg(6, 1, 300), softcap=4.0),
+    dense_case(2, (6, 2), (90, 70), 24, "bias-of-keys", attn_mask=bias_arg(2, 1, 1, 70), sinks=normal()),
+    dense_case(2, (4, 4), (90, 300), 24, "bias-of-a-batch", attn_mask=bias_arg(2, 4, 90, 300, layout="swapped")),
+    dense_case(1, (24, 1), (9, 70), 16, "bias-of-a-large-group", attn_mask=bias_arg(24, 1, 70), **DROPOUT),
 )
 PACKED = (
-    _varlen((1, 3, 1), (1100, 5, 2048), (4, 2), 32, "decode", causal=True, return_lse=True, return_stats=True),
-    _varlen((900, 0, 7), (900, 40, 3), (2, 1), 32, "rows", causal=True, sinks=normal(), return_lse=True),
+    packed_case((1, 3, 1), (1100, 5, 2048), (4, 2), 32, "decode", causal=True, return_lse=True, return_stats=True),
+    packed_case((1, 3, 70), (1100, 2048, 70), (3, 1), 32, "dropout", causal=True, return_lse=True, **DROPOUT),
+    packed_case((900, 0, 7), (900, 40, 3), (2, 1), 32, "rows", causal=True, sinks=normal(), return_lse=True),
 )
 
 
@@ -87,7 +112,7 @@ def test_tiles_are_used_where_linux_shows_them(instruction_set: Callable[[str], 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*SPLIT, *PACKED], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*SPLIT, *MASKED, *PACKED], ids=lambda c: c.id)
 @pytest.mark.usefixtures("poisoned")
 def test_tasks_that_share_keys_or_rows(case: Case, dtype: torch.dtype) -> None:
     op = FLASH_ATTENTION_VARLEN if case in PACKED else FLASH_ATTENTION
@@ -95,7 +120,9 @@ def test_tasks_that_share_keys_or_rows(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("case", [*SPLIT, _case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "case", [*SPLIT, *MASKED, dense_case(3, (6, 3), (130, 131), 40, "plain", causal=True)], ids=lambda c: c.id
+)
 def test_the_number_of_threads_does_not_change_a_bit(case: Case) -> None:
     results = []
     for n in (1, 2, 5):
@@ -167,16 +194,16 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 def test_nothing_is_computed_for_what_needs_no_gradient() -> None:
     q, k, v = (x.detach() for x in inputs())
-    sinks = torch.zeros(4)
-    call = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, sinks, True, True, True, False)
+    sinks, bias = torch.zeros(4), torch.zeros(1, 4, 70, 1)
+    call = plain_options(70, 70, sinks=sinks, attn_mask=bias, return_lse=True)
     options = call.operator_args()
     out, lse, _, _ = torch.ops.foundry_kernels.flash_attention_fwd(q, k, v, *options, True, False)
-    for mask in range(16):
-        needed = [bool(mask >> i & 1) for i in range(4)]
+    for mask in range(32):
+        needed = [bool(mask >> i & 1) for i in range(5)]
         grads = torch.ops.foundry_kernels.flash_attention_bwd(
             torch.ones_like(out), None, q, k, v, out, lse, *options, *needed
         )
-        for grad, like, wanted in zip(grads, (q, k, v, sinks), needed, strict=True):
+        for grad, like, wanted in zip(grads, (q, k, v, sinks, bias), needed, strict=True):
             assert grad.shape == (like.shape if wanted else (0,))
 
 
@@ -227,10 +254,28 @@ def test_a_row_that_is_not_finite_stays_by_itself(t: int) -> None:
     assert torch.equal(out, clean)
 
 
+@pytest.mark.parametrize("t", [2, 130])
+def test_keys_that_nobody_sees_are_not_read(t: int) -> None:
+    """Whole tiles of them: as with a window, what is in them changes nothing."""
+    q, k, v = inputs((1, 2, t, 32), hk=1, s=300)
+    seen = torch.ones(1, 1, t, 300, dtype=torch.bool)
+    seen[..., 64:192] = False
+    results = []
+    for hidden in (0.0, math.nan):
+        keys, values = (x.detach().clone() for x in (k, v))
+        keys[:, :, 64:192], values[:, :, 64:192] = hidden, hidden
+        keys.requires_grad_(), values.requires_grad_()
+        for mask in (seen, fk.AttentionMask(seen)):
+            out = fk.flash_attention(q, keys, values, attn_mask=mask, backend="native")
+            results.append((out, *torch.autograd.grad(out.sum(), (q, keys, values))))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
 def test_the_bare_operator_checks_too() -> None:
     """torch.ops.foundry_kernels.flash_attention is reachable without the public function."""
     q, k, v = (x.detach() for x in inputs())
-    plain = AttentionOptions(None, None, 70, 70, 0.1, None, None, None, None, None, True, True, False, False)
+    plain = plain_options(70, 70)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         torch.ops.foundry_kernels.flash_attention(q, k, v, *plain._replace(**options))
@@ -249,6 +294,21 @@ def test_the_bare_operator_checks_too() -> None:
         attend(q, k, v, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match=r"alibi_slopes must be \[H\] or \[B, H\]"):
         attend(q, k, v, alibi_slopes=torch.zeros(3))
+    with pytest.raises(ValueError, match="attn_mask must broadcast to"):
+        attend(q, k, v, attn_mask=torch.zeros(1, 4, 70, 69))
+    with pytest.raises(TypeError, match="attn_mask must be bool or floating"):
+        attend(q, k, v, attn_mask=torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="mask_tiles and mask_bits must be given together"):
+        attend(q, k, v, mask_bits=torch.zeros(2, 64, dtype=torch.int64))
+    tiles, bits = torch.full((1, 1, 2, 2), 2, dtype=torch.int32), torch.zeros(2, 64, dtype=torch.int64)
+    with pytest.raises(ValueError, match="mask_tiles must be rows of mask_bits, of which there are 2"):
+        attend(q, k, v, mask_tiles=tiles, mask_bits=bits)
+    with pytest.raises(ValueError, match="mask_tiles must broadcast to"):
+        attend(q, k, v, mask_tiles=tiles[..., :1, :].expand(1, 1, 3, 2), mask_bits=bits)
+    with pytest.raises(ValueError, match="dropout_seed must be one int64 number"):
+        attend(q, k, v, dropout_p=0.5)
+    with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\)"):
+        attend(q, k, v, dropout_p=1.0, dropout_seed=torch.tensor(1))
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_k must be given together"):
         attend(*packed, cu_seqlens_q=torch.tensor([0, 70]))
@@ -260,7 +320,7 @@ def test_the_bare_operator_checks_too() -> None:
 
 def test_meta_tensors() -> None:
     q, k, v = (torch.empty(2, h, 5, 8, device="meta") for h in (4, 2, 2))
-    options = AttentionOptions(None, None, 5, 5, 0.1, None, 0, None, None, None, True, True, True, False)
+    options = plain_options(5, 5, window_right=0, return_lse=True)
     out, lse, entropy, _ = torch.ops.foundry_kernels.flash_attention(
         q.transpose(1, 2).contiguous().transpose(1, 2), k, v[..., :3], *options
     )

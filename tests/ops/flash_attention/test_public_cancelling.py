@@ -16,7 +16,7 @@ from foundry_kernels import _triton
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import OpSpec, override
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
-from foundry_kernels.ops.flash_attention.cases import _ALL_OPTIONS, _case, _varlen
+from foundry_kernels.ops.flash_attention.case_makers import ALL_OPTIONS, dense_case, packed_case
 from foundry_kernels.ops.flash_attention.fuzz import random_case
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.testing import MAX_FACTOR, RMS_FACTOR, Arg, Case, alike, assert_parity, normal, uniform
@@ -32,9 +32,9 @@ def _with(case: Case, **args: Arg) -> Case:
 
 
 #: Keys and values that are alike, with all that else goes into a row: statistics, sinks, a gradient of lse.
-_PACKED = _varlen((40, 0, 33), (40, 5, 60), (2, 1), 16, "alike", sinks=normal(), **_ALL_OPTIONS)
-_DENSE = _case(2, (4, 2), (50, 70), 40, "alike-all", alibi_slopes=(4,), sinks=normal(), **_ALL_OPTIONS)
-_STATS = _case(1, (2, 1), (50, 30), 16, "alike-stats", sinks=normal(), causal=True, return_stats=True)
+_PACKED = packed_case((40, 0, 33), (40, 5, 60), (2, 1), 16, "alike", sinks=normal(), **ALL_OPTIONS)
+_DENSE = dense_case(2, (4, 2), (50, 70), 40, "alike-all", alibi_slopes=(4,), sinks=normal(), **ALL_OPTIONS)
+_STATS = dense_case(1, (2, 1), (50, 30), 16, "alike-stats", sinks=normal(), causal=True, return_stats=True)
 MORE = (
     _with(_DENSE, k=Arg((2, 2, 70, 40), values=alike(2)), v=Arg((2, 2, 70, 40), values=normal(1.0, 4.0))),
     _with(_STATS, k=Arg((1, 1, 30, 16), values=alike(2)), v=Arg((1, 1, 30, 16), values=normal(1.0, 4.0))),

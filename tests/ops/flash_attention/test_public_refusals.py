@@ -11,6 +11,7 @@ from attention_inputs import DV, HK, B, D, H, S, T, attend, inputs
 from torch import Tensor
 
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -48,8 +49,32 @@ OPTIONS: Bad = [
     (ValueError, "sinks must have shape .4,.", {"sinks": zeros(HK)}),
     (ValueError, "sinks must be on q's device", {"sinks": zeros(H, device="meta")}),
     (TypeError, "sinks may be float64 only where q is", {"sinks": zeros(H, dtype=torch.float64)}),
+    (TypeError, "dropout_p must be a float; got str", {"dropout_p": "0.1"}),
+    (TypeError, "dropout_p must be a float; got bool", {"dropout_p": False}),
+    (ValueError, r"dropout_p must be in \[0, 1\); got 1.0", {"dropout_p": 1.0}),
+    (ValueError, r"dropout_p must be in \[0, 1\); got -0.1", {"dropout_p": -0.1}),
+    (ValueError, r"dropout_p must be in \[0, 1\); got nan", {"dropout_p": math.nan}),
+    (TypeError, "dropout_seed must be an int; got float", {"dropout_p": 0.1, "dropout_seed": 1.0}),
+    (ValueError, "dropout_seed must be >= 0; got -1", {"dropout_seed": -1}),
+    (ValueError, r"dropout_seed must be below 2\^63", {"dropout_p": 0.1, "dropout_seed": 2**63}),
+    (TypeError, "dropout_seed must be int64", {"dropout_p": 0.1, "dropout_seed": zeros(1)}),
+    (ValueError, "dropout_seed must hold one number", {"dropout_seed": zeros(2, dtype=torch.int64)}),
+    (ValueError, "dropout_seed must be on q's device", {"dropout_seed": zeros(1, dtype=torch.int64, device="meta")}),
 ]
+_MASK = zeros(T, S, dtype=torch.bool)
 DENSE: Bad = [
+    (TypeError, "attn_mask must be a torch.Tensor or an AttentionMask; got str", {"attn_mask": "causal"}),
+    (TypeError, "attn_mask must be bool, .*; got torch.int64", {"attn_mask": zeros(T, S, dtype=torch.int64)}),
+    (TypeError, "attn_mask must be bool, .*; got torch.uint8", {"attn_mask": zeros(T, S, dtype=torch.uint8)}),
+    (TypeError, "attn_mask may be float64 only where q is", {"attn_mask": zeros(T, S, dtype=torch.float64)}),
+    (ValueError, r"attn_mask must broadcast to .*= \(2, 4, 5, 7\); got shape \(5, 6\)", {"attn_mask": zeros(T, S - 1)}),
+    (ValueError, "attn_mask must broadcast to .*got shape .3, 1, 5, 7", {"attn_mask": zeros(B + 1, 1, T, S)}),
+    (ValueError, "attn_mask must broadcast to .*got shape .2, 2, 5, 7", {"attn_mask": zeros(B, HK, T, S)}),
+    (ValueError, "attn_mask must broadcast to", {"attn_mask": zeros(1, 1, 1, T, S)}),
+    (ValueError, "attn_mask must be on q's device cpu; got meta", {"attn_mask": zeros(T, S, device="meta")}),
+    (ValueError, "attn_mask must be on q's device cpu; got meta", {"attn_mask": AttentionMask(_MASK).to("meta")}),
+    (ValueError, "attn_mask must broadcast to .*got a mask of", {"attn_mask": AttentionMask(_MASK[:, :6])}),
+    (ValueError, "attn_mask must broadcast to .*got a mask of", {"attn_mask": AttentionMask(_MASK.expand(3, 1, T, S))}),
     (TypeError, "q must be float32.*int32", {"q": zeros(B, H, T, D, dtype=torch.int32)}),
     (ValueError, "q must be .B, H, T, D.; got shape .4, 5, 6.", {"q": zeros(H, T, D)}),
     (ValueError, "k must be .B, Hk, S, D.", {"k": zeros(HK, S, D)}),

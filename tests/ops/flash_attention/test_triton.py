@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_errors import assert_errors_of_the_reference
+from attention_inputs import plain_options
 from torch import Tensor
 
 from benchmarks.measure import peak_bytes
@@ -24,8 +25,8 @@ from foundry_kernels.ops.flash_attention import (
     flash_attention,
     flash_attention_varlen,
 )
-from foundry_kernels.ops.flash_attention.cases import _case, _varlen, field_cases
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.case_makers import dense_case, packed_case
+from foundry_kernels.ops.flash_attention.cases import field_cases
 from foundry_kernels.testing import Case, assert_parity, normal
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
@@ -181,22 +182,7 @@ def test_cu_seqlens_that_overrun_touch_nothing_outside() -> None:
     q, k, v = (view(x[0].transpose(0, 1)) for x in inputs(40, 40))
     bad = torch.tensor([0, 33, 90], dtype=torch.int32, device=DEVICE)
     good = torch.tensor([0, 33, 40], dtype=torch.int32, device=DEVICE)
-    options = AttentionOptions(
-        cu_seqlens_q=bad,
-        cu_seqlens_k=bad,
-        max_seqlen_q=60,
-        max_seqlen_k=60,
-        scale=0.25,
-        window_left=None,
-        window_right=0,
-        softcap=None,
-        alibi_slopes=None,
-        sinks=None,
-        bottom_right=True,
-        deterministic=True,
-        return_lse=False,
-        return_stats=False,
-    )
+    options = plain_options(60, 60, 0.25, cu_seqlens_q=bad, cu_seqlens_k=bad, window_right=0)
     for x in (q, k, v):
         x.requires_grad_()
     results = []
@@ -228,18 +214,20 @@ def test_gradients_lie_as_their_tensors_do() -> None:
 
 #: Few queries with keys for several splits: of 64 keys in the interpreter, of 256 on a GPU.
 DECODE = (
-    _case(1, (4, 2), (1, 300), 64, "decode", causal=True, return_lse=True),
-    _case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
-    _case(1, (3, 1), (2, 290), 59, "uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
-    _case(1, (4, 2), (5, 270), 32, "top-left", causal=True, align="top_left", sinks=normal(), return_lse=True),
-    _case(1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"),
-    _case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
-    _case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
+    dense_case(1, (4, 2), (1, 300), 64, "decode", causal=True, return_lse=True),
+    dense_case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
+    dense_case(1, (3, 1), (2, 290), 59, "uneven", alibi_slopes=(3,), causal=True, head_dim_v=72, return_stats=True),
+    dense_case(1, (4, 2), (5, 270), 32, "top-left", causal=True, align="top_left", sinks=normal(), return_lse=True),
+    dense_case(
+        1, (2, 1), (5, 270), 32, "top-left-left", align="top_left", window=(3, None), return_lse=True, frozen="kv"
+    ),
+    dense_case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
+    dense_case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
 )
 DECODE_PACKED = (
-    _varlen((1, 3, 0, 1), (260, 5, 9, 0), (4, 2), 40, "all", alibi_slopes=(4, 4), sinks=normal(), causal=True,
+    packed_case((1, 3, 0, 1), (260, 5, 9, 0), (4, 2), 40, "all", alibi_slopes=(4, 4), sinks=normal(), causal=True,
             softcap=3.0, return_lse=True, return_stats=True),
-    _varlen((1, 1, 1), (300, 1, 129), (2, 1), 32, "window", window=(290, 0), index=torch.int64, slack=2),
+    packed_case((1, 1, 1), (300, 1, 129), (2, 1), 32, "window", window=(290, 0), index=torch.int64, slack=2),
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
-from foundry_kernels.ops.flash_attention.cases import _ALL_OPTIONS, _case, _varlen
+from foundry_kernels.ops.flash_attention.case_makers import ALL_OPTIONS, dense_case, packed_case
 from foundry_kernels.ops.flash_attention.fuzz import random_case
 from foundry_kernels.testing import Case, assert_parity, normal
 
@@ -27,19 +27,21 @@ needs_triton = pytest.mark.skipif(
 
 #: More queries than a tile has, and last tiles of queries and of keys that are not full.
 DENSE = (
-    _case(1, (4, 2), (70, 45), 64, "full", return_lse=True),
-    _case(2, (2, 2), (65, 97), 40, "causal", causal=True, layout="swapped"),
-    _case(1, (2, 1), (97, 40), 32, "rows-without-keys", causal=True, window=(9, 9), sinks=normal(), return_lse=True),
-    _case(1, (4, 1), (70, 70), 32, "window", window=(20, 3), align="top_left", head_dim_v=72),
-    _case(1, (2, 1), (70, 70), 32, "window-left", window=(20, None)),
-    _case(1, (2, 1), (65, 45), 32, "softcap", softcap=2.0, q_values=normal(30.0)),
-    _case(1, (3, 1), (65, 50), 59, "all", alibi_slopes=(3,), sinks=normal(), **_ALL_OPTIONS),
+    dense_case(1, (4, 2), (70, 45), 64, "full", return_lse=True),
+    dense_case(2, (2, 2), (65, 97), 40, "causal", causal=True, layout="swapped"),
+    dense_case(
+        1, (2, 1), (97, 40), 32, "rows-without-keys", causal=True, window=(9, 9), sinks=normal(), return_lse=True
+    ),
+    dense_case(1, (4, 1), (70, 70), 32, "window", window=(20, 3), align="top_left", head_dim_v=72),
+    dense_case(1, (2, 1), (70, 70), 32, "window-left", window=(20, None)),
+    dense_case(1, (2, 1), (65, 45), 32, "softcap", softcap=2.0, q_values=normal(30.0)),
+    dense_case(1, (3, 1), (65, 50), 59, "all", alibi_slopes=(3,), sinks=normal(), **ALL_OPTIONS),
     # Of what is no key the score would be 0, next to which the probabilities of these are infinite.
-    _case(1, (2, 1), (65, 45), 32, "low", q_values=normal(0.1, 10.0), k_values=normal(0.1, -10.0)),
+    dense_case(1, (2, 1), (65, 45), 32, "low", q_values=normal(0.1, 10.0), k_values=normal(0.1, -10.0)),
 )
 PACKED = (
-    _varlen((40, 0, 66), (30, 5, 44), (4, 2), 32, "full", return_lse=True),
-    _varlen((5, 70, 33), (33, 70, 5), (2, 1), 40, "all", alibi_slopes=(3, 2), sinks=normal(), **_ALL_OPTIONS),
+    packed_case((40, 0, 66), (30, 5, 44), (4, 2), 32, "full", return_lse=True),
+    packed_case((5, 70, 33), (33, 70, 5), (2, 1), 40, "all", alibi_slopes=(3, 2), sinks=normal(), **ALL_OPTIONS),
 )
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from attention_inputs import plain_options
 
 from foundry_kernels import _triton
 from foundry_kernels._triton.launch import forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton import launch
 from foundry_kernels.ops.flash_attention.triton.kernel_options import numbers_of
 from foundry_kernels.ops.flash_attention.triton.order import program_order
@@ -84,7 +84,7 @@ def test_what_shares_a_cache() -> None:
         q, k = (torch.empty(b, h, t, 128, dtype=torch.bfloat16, device="meta") for h in heads)
         layouts = ((x.shape, x.stride()) for x in (q, k, k))
         device = torch.device("cpu")
-        options = AttentionOptions(None, None, t, t, 1.0, None, 0, None, None, None, True, True, False, False)
+        options = plain_options(t, t, 1.0, window_right=0)
         return launch._Problem(*layouts, q.dtype, device, None, 0, numbers_of(options))
 
     assert problem(4, (32, 32), 4096).section(4096) == 8

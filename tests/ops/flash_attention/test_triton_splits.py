@@ -11,7 +11,7 @@ from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
 from foundry_kernels._triton.launch import Plan, forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, flash_attention
-from foundry_kernels.ops.flash_attention.cases import _ALL_OPTIONS, _case, _varlen
+from foundry_kernels.ops.flash_attention.case_makers import ALL_OPTIONS, dense_case, packed_case
 from foundry_kernels.testing import Case, assert_parity, normal
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 DENSE = (
-    _case(2, (3, 1), (70, 45), 59, "all", alibi_slopes=(2, 3), sinks=normal(), head_dim_v=72, **_ALL_OPTIONS),
-    _case(1, (8, 2), (50, 33), 32, "rows-without-keys", causal=True, return_lse=True, layout="swapped"),
-    _case(1, (4, 2), (40, 70), 32, "no-dv", causal=True, align="top_left", frozen="v"),
-    _case(1, (4, 1), (33, 65), 64, "any-order", window=(20, 3), deterministic=False),
+    dense_case(2, (3, 1), (70, 45), 59, "all", alibi_slopes=(2, 3), sinks=normal(), head_dim_v=72, **ALL_OPTIONS),
+    dense_case(1, (8, 2), (50, 33), 32, "rows-without-keys", causal=True, return_lse=True, layout="swapped"),
+    dense_case(1, (4, 2), (40, 70), 32, "no-dv", causal=True, align="top_left", frozen="v"),
+    dense_case(1, (4, 1), (33, 65), 64, "any-order", window=(20, 3), deterministic=False),
 )
 PACKED = (
-    _varlen((5, 0, 70, 3), (33, 4, 70, 0), (6, 2), 40, "all", alibi_slopes=(4, 6), sinks=normal(), **_ALL_OPTIONS),
-    _varlen((40, 33), (66, 5), (4, 2), 32, "slack", causal=True, slack=40),
+    packed_case((5, 0, 70, 3), (33, 4, 70, 0), (6, 2), 40, "all", alibi_slopes=(4, 6), sinks=normal(), **ALL_OPTIONS),
+    packed_case((40, 33), (66, 5), (4, 2), 32, "slack", causal=True, slack=40),
 )
 
 

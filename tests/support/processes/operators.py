@@ -132,6 +132,47 @@ def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return result
 
 
+def attention(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Attention with dropout, masks and a bias whose sequences or heads are sharded: the collectives, the results and
+    gradients, and those of one process."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import foundry_kernels as fk
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 4, 20, 16), "k": (2, 2, 30, 16), "v": (2, 2, 30, 16)}
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    mask = fk.AttentionMask.prefix(torch.tensor([11, 30]))
+    biases = {
+        "shared": torch.randn(20, 30, generator=generator),
+        "of heads": torch.randn(4, 20, 30, generator=generator),
+    }
+    found: dict[str, Any] = {}
+    for backend in ("native", "triton"):
+        for what, bias in (("mask", mask), *biases.items()):
+            for axis in (0, 1):
+                results = []
+                for placement in (Shard(axis), None):
+                    given = dict(inputs) | ({"attn_mask": bias} if what != "mask" else {})
+                    if placement is not None:
+                        given = {n: distribute_tensor(x, mesh, [placement]) for n, x in given.items() if n in shapes}
+                        if what != "mask":
+                            sharded = what == "of heads" and axis == 1
+                            given["attn_mask"] = distribute_tensor(bias, mesh, [Shard(0) if sharded else Replicate()])
+                    leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+                    options = {"attn_mask": mask} if what == "mask" else {}
+                    options |= {"dropout_p": 0.3, "dropout_seed": 5, "causal": True, "backend": backend}
+                    with Collectives() as collectives:
+                        out = fk.flash_attention(**leaves, **options)
+                        grads = torch.autograd.grad(out.square().sum(), [*leaves.values()])
+                    if placement is not None:
+                        counts = dict(collectives.counts)
+                    results.append([full(x.detach()) for x in (out, *grads)])
+                found[f"{backend} {what} {'bh'[axis]}"] = (counts, *results)
+    return found
+
+
 def dist_partial(x: Tensor, mesh: Any, partial: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 

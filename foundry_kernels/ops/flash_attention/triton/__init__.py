@@ -21,9 +21,9 @@ def _fake_fwd(
 
 def _fake_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    options: AttentionOptions, need_dq: bool, need_dk: bool, need_dv: bool, need_dsinks: bool,
+    options: AttentionOptions, need_dq: bool, need_dk: bool, need_dv: bool, need_dsinks: bool, need_dbias: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    return empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, fake_rows)
+    return empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias, fake_rows)
 
 
 flash_attention_fwd = define(
@@ -35,8 +35,8 @@ flash_attention_fwd = define(
 )
 flash_attention_bwd = define(
     "triton_flash_attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{AttentionOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    f"{AttentionOptions.SCHEMA}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)",
     launch_bwd,
     _fake_bwd,
     AttentionOptions,
@@ -49,21 +49,24 @@ def _returned(lse: Tensor, q: Tensor) -> Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Returns a tuple of what is wanted. The sinks are an argument of their own, since autograd does not look for
-    tensors inside of `options`."""
+    """Returns a tuple of what is wanted. The sinks and the mask are arguments of their own, since autograd does not look
+    for tensors inside of `options`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attn_mask: Tensor | None,
+        options: AttentionOptions,
+    ) -> Any:  # fmt: skip
         ctx.set_materialize_grads(False)  # zeros would cost a pass, and are no DTensor where the outputs are
-        if sinks is not None:
-            options = options._replace(sinks=sinks)
+        if sinks is not None or attn_mask is not None:
+            options = options._replace(sinks=sinks, attn_mask=attn_mask)
         save_lse = True
         out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, save_lse, options.return_stats)
         ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
         ctx.options = options.without_tensors()
         if options.return_lse:
             lse = _returned(lse, q)
-            if not (q.requires_grad or k.requires_grad or (sinks is not None and sinks.requires_grad)):  # never on v
+            if not any(x is not None and x.requires_grad for x in (q, k, sinks, attn_mask)):  # never on v
                 ctx.mark_non_differentiable(lse)
         if options.return_stats:
             ctx.mark_non_differentiable(entropy, max_logit)
@@ -76,30 +79,31 @@ class _FlashAttention(torch.autograd.Function):
         `dlse`."""
         refuse_second_derivative("flash_attention")
         if dout is None and dlse is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         options = ctx.options.with_tensors(tensors)
-        need_dq, need_dk, need_dv, need_dsinks, _ = ctx.needs_input_grad
+        need_dq, need_dk, need_dv, need_dsinks, need_dbias, _ = ctx.needs_input_grad
         if dout is None:
             dout, need_dv = torch.zeros_like(out), False  # lse does not depend on v
-        dq, dk, dv, dsinks = flash_attention_bwd(
-            dout, dlse, q, k, v, out, lse, options, need_dq, need_dk, need_dv, need_dsinks
+        dq, dk, dv, dsinks, dbias = flash_attention_bwd(
+            dout, dlse, q, k, v, out, lse, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias
         )
         return (
             dq if need_dq else None,
             dk if need_dk else None,
             dv if need_dv else None,
             dsinks if need_dsinks else None,
+            dbias if need_dbias else None,
             None,
         )
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "triton")
-    sinks = options.sinks
-    if requires_grad(q, k, v, sinks):
-        bare = options if sinks is None else options._replace(sinks=None)
-        results = _FlashAttention.apply(q, k, v, sinks, bare)
+    sinks, attn_mask = options.sinks, options.attn_mask
+    if requires_grad(q, k, v, sinks, attn_mask):
+        bare = options if sinks is None and attn_mask is None else options._replace(sinks=None, attn_mask=None)
+        results = _FlashAttention.apply(q, k, v, sinks, attn_mask, bare)
         return results if len(results) > 1 else results[0]
     out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, options.return_lse, options.return_stats)
     if options.return_lse:

@@ -15,7 +15,19 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
-from foundry_kernels.ops.flash_attention.triton.bundles import Mask, Range, Rows, Saved, Scoring, Sizes
+from foundry_kernels.ops.flash_attention.triton.bundles import (
+    Bits,
+    Dense,
+    Mask,
+    Pairs,
+    Range,
+    Rows,
+    Saved,
+    Scoring,
+    Sizes,
+)
+from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_part, hide_by_dense
+from foundry_kernels.ops.flash_attention.triton.dropout import dropout_scale, kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.mask import in_window, seeing_queries, seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
@@ -29,6 +41,7 @@ from foundry_kernels.ops.flash_attention.triton.tile_io import (
     rows_from,
     store_rows,
 )
+from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_keys, bits_of_rows, list_of, tile_at
 
 
 @triton.jit
@@ -77,11 +90,15 @@ def flash_attention_preprocess_kernel(
 
 
 @triton.jit
-def _hide(b_z, i0, k_pos, scoring, mask, sizes):
+def _hide(b_z, i0, k_pos, scoring, mask, bits, j0, n_keys, sizes):
     """The transposed scores [N, M] of the queries from i0 on, -inf where they do not see the key at k_pos [N, 1]. Of
     three variants of the same, the one that does not spill."""
     rows = tl.arange(0, sizes.BLOCK_M)[None, :]
-    if sizes.BLOCK_D > 128:
+    if bits is not None:
+        b_z = tl.where(bits_of_keys(bits, i0, j0, n_keys, sizes.BLOCK_M, sizes.BLOCK_N), b_z, -float("inf"))
+    if mask.left is None and mask.right is None:
+        m_seen = rows >= 0
+    elif sizes.BLOCK_D > 128:
         m_seen = in_window(k_pos - (i0 + rows), mask)
     elif scoring.softcap is not None:
         m_seen = seeing_queries(rows, k_pos, i0, mask)
@@ -92,11 +109,11 @@ def _hide(b_z, i0, k_pos, scoring, mask, sizes):
 
 @triton.jit
 def _accumulate_dkdv(
-    b_dk, b_dv, b_k, b_v, k_pos, q, dout, saved, dq_ptr, queries, seqlen_q, scoring, mask,
+    b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, dq_ptr, order, queries, seqlen_q, n_keys, scoring, mask, pairs,
     NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
 ):  # fmt: skip
-    """Add the queries of one head in the `Range` queries; k_pos [N, 1] is the position of each key among them.
-    dq_ptr: the head's dq, to be added to, or None.
+    """Add the queries of one head in the `Range` queries, of tiles in the list `order` where there is one; k_pos [N, 1]
+    is the position of each key among them. dq_ptr: the head's dq, to be added to, or None.
 
     All blocks of scores are transposed, [N, M], so that dout and q need no transposition. Keys past the last one need
     no mask: they reach only rows of dk and dv that are not stored; with dq_ptr they are out of every query's sight.
@@ -104,7 +121,9 @@ def _accumulate_dkdv(
     would cost registers, which are scarcest here.
     """
     factor = score_factor(scoring)
-    for i0 in range(queries.start, queries.stop, sizes.BLOCK_M):
+    STEP: tl.constexpr = sizes.BLOCK_M if order is None else 1
+    for at in range(queries.start, queries.stop, STEP):
+        i0 = at if order is None else tile_at(order, at) * sizes.BLOCK_M
         i0 = tl.multiple_of(i0, sizes.BLOCK_M)
         first = tl.cast(i0, tl.int64)  # here, as registers are allotted differently where `rows_from` does it
         rows = i0 + tl.arange(0, sizes.BLOCK_M)[None, :]  # [1, M]
@@ -114,23 +133,37 @@ def _accumulate_dkdv(
         if DELTA_FIRST:  # not where it is used: of two variants of the same, the one that does not spill
             b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring)
+        places = tl.arange(0, sizes.BLOCK_M)[None, :]
+        if scoring.bias is not None:
+            b_s = add_bias(b_s, scoring.bias, i0, places, seqlen_q, True)
         b_z = b_s * factor - b_lse
         if saved.lse_low is not None:
             b_z -= tl.load(saved.lse_low + rows, mask=m_rows, other=0.0)
-        if mask.left is not None or mask.right is not None:
+        if pairs.allowed is not None:
+            b_z = hide_by_dense(b_z, pairs.allowed, i0, places, seqlen_q, True)
+        if mask.left is not None or mask.right is not None or pairs.bits is not None:
             # The compiler knows whether the first of these is so, and a branch takes registers.
             if sizes.BLOCK_D > 128 or scoring.softcap is not None:  # noqa: SIM114
-                b_z = _hide(b_z, i0, k_pos, scoring, mask, sizes)
-            elif (i0 < queries.full_start) | (i0 >= queries.full_stop):
-                b_z = _hide(b_z, i0, k_pos, scoring, mask, sizes)
+                b_z = _hide(b_z, i0, k_pos, scoring, mask, pairs.bits, j0, n_keys, sizes)
+            elif (at < queries.full_start) | (at >= queries.full_stop):
+                b_z = _hide(b_z, i0, k_pos, scoring, mask, pairs.bits, j0, n_keys, sizes)
         b_p = tl.exp2(b_z)
         b_dout = load_rows(rows_from(dout, first), seqlen_q - i0, sizes.BLOCK_M, sizes.BLOCK_DV, sizes.DV, True)
+        if pairs.dropout is not None:
+            keys = tl.arange(0, sizes.BLOCK_N)[:, None]
+            m_kept = kept(pairs.dropout, i0, places, j0, keys, sizes)
         if NEED_DV:
-            b_dv = dot(round_to(b_p, b_dout.dtype), b_dout, b_dv)
+            b_pd = b_p
+            if pairs.dropout is not None:
+                b_pd = tl.where(m_kept, b_p, pairs.dropout.zero)
+            b_dv = dot(round_to(b_pd, b_dout.dtype), b_dout, b_dv)
         if NEED_DK:
             if not DELTA_FIRST:
                 b_delta = tl.load(saved.delta + rows, mask=m_rows, other=0.0)
-            b_ds = b_p * (dot(b_v, tl.trans(b_dout)) - b_delta)
+            b_dp = dot(b_v, tl.trans(b_dout))
+            if pairs.dropout is not None:
+                b_dp = tl.where(m_kept, b_dp * pairs.dropout.scale, 0.0)
+            b_ds = b_p * (b_dp - b_delta)
             if scoring.softcap is not None:
                 b_ds = b_ds * (1.0 - b_t * b_t)
             b_ds = round_to(b_ds, b_q.dtype)
@@ -141,16 +174,22 @@ def _accumulate_dkdv(
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["section"])
+@triton.jit(do_not_specialize=["section", "threshold"])
 def flash_attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
+    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_parts, members, num_splits, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
+    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
+    stride_listb, stride_listh, stride_listr, threshold, keep_scale,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
+    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
+    LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +202,7 @@ def flash_attention_dkdv_kernel(
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
-    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N)
+    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     n, part, tile, tiles = program_order(n_batch, n_parts, section)
     kv_head = part // num_splits
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
@@ -192,22 +231,45 @@ def flash_attention_dkdv_kernel(
     DELTA_FIRST: tl.constexpr = ADD_DQ or (
         VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
     )
+    n_heads = n_parts * members
+    j_places = j0 + tl.arange(0, BLOCK_N)[:, None]
     for head in range(part * members, part * members + members):
         q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, start_q)
         dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, start_q)
         at = n * stride_lseb + head * tokens_q + start_q
         dq_h = dq_ptr + at * D if ADD_DQ else None  # its rows lie as those of lse do
-        slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, COMPUTE) if HAS_ALIBI else None
+        slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
+        dense = Dense(
+            fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_masks, n, head, j_places, seqlen_k,
+                       KEYS_DIFFER, False),
+            j_places < seqlen_k if KEYS_DIFFER else None, stride_maskt if QUERIES_DIFFER else None,
+        ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
+        bits = Bits(
+            mask_tiles_ptr + n * stride_tileb + head * stride_tileh, mask_bits_ptr, (stride_tilet, stride_tiles)
+        ) if HAS_TILES else None  # fmt: skip
+        dropout = load_dropout(
+            dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
+        ) if HAS_DROPOUT else None  # fmt: skip
+        pairs = Pairs(dense if HAS_MASK else None, bits, dropout)
+        scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+        if HAS_TILES:
+            p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
+            n_whole = 0 if ADD_DQ and j0 + BLOCK_N > seqlen_k else tl.load(p_list)
+            order, visited = p_list + 2, Range(0, 0, n_whole, tl.load(p_list + 1))
+        else:
+            order, visited = None, queries
         saved = Saved(lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
         b_dk, b_dv = _accumulate_dkdv(
-            b_dk, b_dv, b_k, b_v, k_pos, q, dout, saved, dq_h, queries, seqlen_q, Scoring(scale, softcap, slope), mask,
-            NEED_DK, NEED_DV, DELTA_FIRST, sizes,
+            b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, dq_h, order, visited, seqlen_q, seqlen_k, scoring, mask,
+            pairs, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)
         dk = head_rows(dk_ptr, stride_dkb, stride_dkh, stride_dks, n, part, first)
         store_rows(dk, seqlen_k - j0, b_dk, BLOCK_N, BLOCK_D, D)
     if NEED_DV:
+        if HAS_DROPOUT:
+            b_dv = b_dv * dropout_scale(keep_scale, COMPUTE)
         b_dv = round_to(b_dv, dv_ptr.dtype.element_ty)
         dv = head_rows(dv_ptr, stride_dvb, stride_dvh, stride_dvs, n, part, first)
         store_rows(dv, seqlen_k - j0, b_dv, BLOCK_N, BLOCK_DV, DV)
@@ -239,39 +301,59 @@ def flash_attention_sum_splits_kernel(
 
 @triton.jit
 def _accumulate_dq(
-    b_dq, b_q, b_dout, saved, q_pos, keys, begin, end, scoring, mask, MASKED: tl.constexpr, sizes
+    b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, MASKED: tl.constexpr, sizes
 ):  # fmt: skip
-    """Add the keys begin .. end - 1."""
+    """Add the keys begin .. end - 1, or those of the tiles at these places of the list `order`."""
     factor = score_factor(scoring)
-    for j0 in range(begin, end, sizes.BLOCK_N):
+    STEP: tl.constexpr = sizes.BLOCK_N if order is None else 1
+    for at in range(begin, end, STEP):
+        j0 = at if order is None else tile_at(order, at) * sizes.BLOCK_N
         j0 = tl.multiple_of(j0, sizes.BLOCK_N)
         first = tl.cast(j0, tl.int64)  # here, as in `_accumulate_dkdv`
         cols = j0 + tl.arange(0, sizes.BLOCK_N)[None, :]  # [1, N]
         b_k = load_rows(rows_from(keys.k, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_D, sizes.D, MASKED)
         b_v = load_rows(rows_from(keys.v, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)
         b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring)
+        places = tl.arange(0, sizes.BLOCK_N)[None, :]
+        if scoring.bias is not None:
+            b_s = add_bias(b_s, scoring.bias, j0, places, keys.seqlen, MASKED)
         b_z = b_s * factor - saved.lse_log2
         if saved.lse_low is not None:
             b_z -= saved.lse_low
+        if pairs.allowed is not None:
+            b_z = hide_by_dense(b_z, pairs.allowed, j0, places, keys.seqlen, MASKED)
         if MASKED:
-            b_z = tl.where(seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask), b_z, -float("inf"))
-        b_ds = tl.exp2(b_z) * (dot(b_dout, tl.trans(b_v)) - saved.delta)
+            m_seen = seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask)
+            if pairs.bits is not None:
+                m_seen = m_seen & bits_of_rows(pairs.bits, j0, sizes.BLOCK_N)
+            b_z = tl.where(m_seen, b_z, -float("inf"))
+        b_p, b_dp = tl.exp2(b_z), dot(b_dout, tl.trans(b_v))
+        if pairs.dropout is not None:
+            rows = tl.arange(0, sizes.BLOCK_M)[:, None]
+            b_dp = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_dp * pairs.dropout.scale, 0.0)
+        b_ds = b_p * (b_dp - saved.delta)
         if scoring.softcap is not None:
             b_ds = b_ds * (1.0 - b_t * b_t)
         b_dq = dot(round_to(b_ds, b_k.dtype), b_k, b_dq)
     return b_dq
 
 
-@triton.jit(do_not_specialize=["section"])
+@triton.jit(do_not_specialize=["section", "threshold"])
 def flash_attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
+    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
     stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
+    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
+    stride_listb, stride_listh, stride_listr, threshold, keep_scale,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
+    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
+    LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -279,7 +361,7 @@ def flash_attention_dq_kernel(
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
-    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N)
+    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     n, head, tile, tiles = program_order(n_batch, n_heads, section)
     if HAS_RIGHT:
         tile = tiles - 1 - tile
@@ -304,18 +386,40 @@ def flash_attention_dq_kernel(
     b_lse = tl.load(lse_log2_ptr + at, mask=m_rows, other=float("inf"))
     b_low = tl.load(lse_low_ptr + at, mask=m_rows, other=0.0) if LSE_LOW else None
     saved = Saved(b_lse, b_low, tl.load(delta_ptr + at, mask=m_rows, other=0.0))
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, COMPUTE) if HAS_ALIBI else None
-    scoring = Scoring(scale, softcap, slope)
+    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
+    dense = Dense(
+        fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows, seqlen_q, QUERIES_DIFFER),
+        None, stride_masks if KEYS_DIFFER else None,
+    ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
+    scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+    bits = Bits(
+        fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows // 64,
+                   tl.cdiv(seqlen_q, 64), True),
+        mask_bits_ptr + rows % 64, stride_tiles,
+    ) if HAS_TILES else None  # fmt: skip
+    dropout = load_dropout(
+        dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
+    ) if HAS_DROPOUT else None  # fmt: skip
+    pairs = Pairs(dense if HAS_MASK else None, bits, dropout)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
-    cols = block_range(i0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
-    if HAS_LEFT:
-        stop = tl.minimum(cols.full_start, cols.stop)
-        b_dq = _accumulate_dq(b_dq, b_q, b_dout, saved, q_pos, keys, cols.start, stop, scoring, mask, True, sizes)
+    if HAS_TILES:
+        p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
+        order, full_start, full_stop, stop = p_list + 2, 0, tl.load(p_list), tl.load(p_list + 1)
+    else:
+        cols = block_range(i0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
+        order, full_start, full_stop, stop = None, cols.full_start, cols.full_stop, cols.stop
+    if HAS_LEFT and not HAS_TILES:
+        b_dq = _accumulate_dq(
+            b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, cols.start, tl.minimum(full_start, stop), scoring, mask,
+            pairs, True, sizes,
+        )  # fmt: skip
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, saved, q_pos, keys, cols.full_start, cols.full_stop, scoring, mask, False, sizes
+        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, full_start, full_stop, scoring, mask, pairs, False, sizes
     )
-    start = tl.maximum(cols.full_start, cols.full_stop)
-    b_dq = _accumulate_dq(b_dq, b_q, b_dout, saved, q_pos, keys, start, cols.stop, scoring, mask, True, sizes)
+    start = tl.maximum(full_start, full_stop)
+    b_dq = _accumulate_dq(
+        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, True, sizes
+    )
     b_dq = round_to(b_dq * natural_scale, dq_ptr.dtype.element_ty)
     dq = head_rows(dq_ptr, stride_dqb, stride_dqh, stride_dqt, n, head, first)
     store_rows(dq, seqlen_q - i0, b_dq, BLOCK_M, BLOCK_D, D)

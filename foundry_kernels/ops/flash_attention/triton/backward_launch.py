@@ -19,6 +19,7 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
     flash_attention_preprocess_kernel,
     flash_attention_sum_splits_kernel,
 )
+from foundry_kernels.ops.flash_attention.triton.bias_launch import launch_dbias
 from foundry_kernels.ops.flash_attention.triton.config import added_row
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
@@ -29,7 +30,9 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _problem,
     _target,
     empty_bwd,
+    pair_tensors,
 )
+from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 
 def launch_bwd(
@@ -45,8 +48,9 @@ def launch_bwd(
     need_dk: bool,
     need_dv: bool,
     need_dsinks: bool,
+    need_dbias: bool,
 ) -> Gradients:
-    dq, dk, dv, dsinks = grads = empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks)
+    dq, dk, dv, dsinks, dbias = grads = empty_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias)
     if out.numel() == 0 or k.numel() == 0:
         for x in grads:
             if x is not None:
@@ -56,12 +60,15 @@ def launch_bwd(
     p = _problem(q, k, v, options)
     rows = _launch_preprocess(p, dout, dlse, _aligned(_batched(out)), lse, options, dsinks)
     lengths = contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k), contiguous(options.alibi_slopes)
+    others = (*lengths, *pair_tensors(options))
     inputs = (q, k, v, dout, *rows)
     added = not options.deterministic and dq is not None and dk is not None and dv is not None and _adds_dq(p)
     if dk is not None or dv is not None:
-        _launch_dkdv(p, inputs, lengths, dk, dv, dq if added else None)
+        _launch_dkdv(p, inputs, others, dk, dv, dq if added else None)
     if dq is not None and not added:
-        _launch_dq(p, inputs, lengths, dq)
+        _launch_dq(p, inputs, others, dq)
+    if dbias is not None:
+        launch_dbias(p, inputs, others[2:], dbias)
     return grads
 
 
@@ -112,6 +119,10 @@ def _launch_preprocess(
     if dsinks is not None and partial is not None:
         torch.sum(partial, 0, out=dsinks) if dsinks.dtype == partial.dtype else dsinks.copy_(partial.sum(0))
     return rows
+
+
+#: Where `mask_tiles` is among the lengths, the slopes and those of `pair_tensors`.
+_MASK_TILES = 4
 
 
 def _numbers(p: _Problem, *tensors: tuple[int, ...] | None) -> tuple[Any, ...]:
@@ -193,8 +204,9 @@ def _plan_dkdv(
     options = p.numbers | p.constants | {"natural_scale": 1.0 if splits > 1 else p.natural_scale}
     if add_dq and not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
         options |= {"HAS_RIGHT": True, "right": p.reach}
+    lists = list_strides(p, config["BLOCK_N"], config["BLOCK_M"], True)
     tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
-    return Plan((tiles * p.n_batch * parts,), numbers, options | flags | config), splits, sums
+    return Plan((tiles * p.n_batch * parts,), numbers, options | lists | flags | config), splits, sums
 
 
 def _empty_parts(p: _Problem, target: Tensor, splits: int) -> Tensor:
@@ -220,7 +232,7 @@ def _plan_sum(p: _Problem, splits: int, result: Strides, width: int, scale: floa
 def _launch_dkdv(
     p: _Problem,
     inputs: tuple[Tensor | None, ...],
-    lengths: tuple[Tensor | None, ...],
+    others: tuple[Tensor | None, ...],
     dk: Tensor | None,
     dv: Tensor | None,
     dq: Tensor | None,
@@ -236,7 +248,8 @@ def _launch_dkdv(
     assert dout is not None
     plan, splits, sums = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets), dq is not None)
     written = targets if splits == 1 else [None if x is None else _empty_parts(p, x, splits) for x in targets]
-    launch(flash_attention_dkdv_kernel, plan, *inputs, *written, dq_sum, *lengths)
+    lists = launch_lists(p, plan, others[_MASK_TILES], True)
+    launch(flash_attention_dkdv_kernel, plan, *inputs, *written, dq_sum, *others, lists)
     for sum_plan, parts, target in zip(sums, written, targets, strict=False):  # there are none where nothing is split
         if target is not None:
             launch(flash_attention_sum_splits_kernel, sum_plan, parts, target)
@@ -255,17 +268,21 @@ def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
         config["BLOCK_M"] = 64  # with rows of few queries alone, whose other half would be empty, the large tile spills
     if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
         config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0
+    if p.constants["HAS_TILES"]:  # as forward
+        config["BLOCK_N"] = min(config["BLOCK_N"], 64)
+    lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), *_numbers(p, dout, dq))
     fixed = {"natural_scale": p.natural_scale, "LSE_LOW": p.dtype == torch.float32}
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | fixed | config)
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | lists | fixed | config)
 
 
-def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], lengths: tuple[Tensor | None, ...], dq: Tensor) -> None:
+def _launch_dq(p: _Problem, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...], dq: Tensor) -> None:
     result = _batched(dq)
     target = _target(result, p.head_dim)
     dout = inputs[3]
     assert dout is not None
     plan = _plan_dq(p, dout.stride(), target.stride())
-    launch(flash_attention_dq_kernel, plan, *inputs, target, *lengths)
+    lists = launch_lists(p, plan, others[_MASK_TILES], False)
+    launch(flash_attention_dq_kernel, plan, *inputs, target, *others, lists)
     _copy_back(target, result)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 
 class Scoring(NamedTuple):
-    """What makes scores of products, in units of log2(e), see `scores`."""
+    """What makes scores of products, in units of log2(e) or, with a bias, natural ones; see `scores`."""
 
     scale: Any
     softcap: Any
     slope: Any  # of ALiBi, of the head at hand or of each row [M, 1]
+    bias: Any  # Dense
 
 
 class Mask(NamedTuple):
@@ -25,6 +26,42 @@ class Mask(NamedTuple):
 
     left: Any
     right: Any
+
+
+class Dense(NamedTuple):
+    """A dense mask or bias, see `load_dense`."""
+
+    ptr: Any  # of the tile's rows [M, 1], or of what is the same for all of them
+    m_rows: Any  # which rows there are, None where pointers to all of them are valid
+    stride: Any  # of the tile's columns, None where they are the same
+
+
+class Bits(NamedTuple):
+    """A mask by tiles, see `bits_of_rows` and `bits_of_keys`."""
+
+    tiles: Any  # of the tile's rows [M, 1], or of one head
+    words: Any
+    stride: Any  # of the tiles of keys, or of those of queries and of keys
+
+
+class Dropout(NamedTuple):
+    """What decides which weights are kept, see `kept`, and what these are multiplied by."""
+
+    low: Any  # of the seed
+    high: Any
+    n: Any
+    head: Any  # the one at hand, or that of each row [M, 1]
+    least: Any
+    scale: Any
+    zero: Any  # what is left of a weight that is not kept
+
+
+class Pairs(NamedTuple):
+    """What else decides about each pair of a query and a key. None where it is off."""
+
+    allowed: Any  # Dense
+    bits: Any  # Bits
+    dropout: Any  # Dropout
 
 
 class Rows(NamedTuple):
@@ -76,8 +113,8 @@ class Saved(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Constants: the widths of heads, rounded up to powers of two as blocks, and the rows of the tiles of queries and
-    of keys."""
+    """Constants: the widths of heads, rounded up to powers of two as blocks, the rows of the tiles of queries and of
+    keys, and whether some code may be written in PTX."""
 
     D: Any
     DV: Any
@@ -85,3 +122,4 @@ class Sizes(NamedTuple):
     BLOCK_DV: Any
     BLOCK_M: Any
     BLOCK_N: Any
+    PTX: Any

@@ -12,13 +12,24 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
-from foundry_kernels.ops.flash_attention.triton.bundles import Mask, Results, Scoring, State
+from foundry_kernels.ops.flash_attention.triton.bundles import (
+    Bits,
+    Dense,
+    Mask,
+    Results,
+    Scoring,
+    Sizes,
+    State,
+)
+from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_part, hide_by_dense
+from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, load_rows, rows_from
+from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows
 
 #: The most splits of a sequence: what `combine` reads at once.
 MAX_SPLITS = tl.constexpr(64)
@@ -33,15 +44,20 @@ def _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN: tl.constexpr):
     return used, first
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "threshold"])
 def flash_attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, sums_ptr, states_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
+    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr,
     n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
+    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
+    threshold, keep_scale,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
+    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -52,6 +68,7 @@ def flash_attention_decode_kernel(
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
+    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     pid = tl.program_id(0)
     kv_head = (pid % n_kv_heads).to(tl.int64)
     n = (pid // n_kv_heads % n_batch).to(tl.int64)
@@ -73,8 +90,22 @@ def flash_attention_decode_kernel(
     b_q = tl.load(p_q[:, None] + dims, mask=m_rows[:, None] & (dims < D), other=0.0)  # [M, D]
     keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
                      n, kv_head, 1, start_k, seqlen_k)  # fmt: skip
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, heads[:, None], COMPUTE) if HAS_ALIBI else None
-    scoring = Scoring(scale, softcap, slope)
+    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, heads[:, None], HAS_BIAS, COMPUTE) if HAS_ALIBI else None
+    dense = Dense(
+        fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, heads[:, None], tokens[:, None],
+                   seqlen_q, QUERIES_DIFFER),
+        None, stride_masks if KEYS_DIFFER else None,
+    ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
+    scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+    bits = Bits(
+        fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, heads[:, None], tokens[:, None] // 64,
+                   tl.cdiv(seqlen_q, 64), True),
+        mask_bits_ptr + tokens[:, None] % 64, stride_tiles,
+    ) if HAS_TILES else None  # fmt: skip
+    dropout = load_dropout(
+        dropout_seed_ptr, dropout_heads_ptr, n, heads[:, None], n_kv_heads * group, threshold, keep_scale,
+        HAS_DROPOUT_HEADS, COMPUTE,
+    ) if HAS_DROPOUT else None  # fmt: skip
     factor = score_factor(scoring)
     b_acc = tl.zeros([BLOCK_M, BLOCK_DV], COMPUTE)
     b_m = tl.full([BLOCK_M], -float("inf"), COMPUTE)
@@ -88,11 +119,21 @@ def flash_attention_decode_kernel(
         j0 = tl.multiple_of(j0, BLOCK_N)
         b_k = load_rows(rows_from(keys.k, j0), seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)  # [N, D]
         b_v = load_rows(rows_from(keys.v, j0), seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)  # [N, DV]
-        cols = j0 + tl.arange(0, BLOCK_N)[None, :]
-        b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring)  # [M, N]
+        places = tl.arange(0, BLOCK_N)[None, :]
+        b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)  # [M, N]
+        if HAS_BIAS:
+            b_s = add_bias(b_s, scoring.bias, j0, places, seqlen_k, True)
+        if HAS_MASK:
+            b_s = hide_by_dense(b_s, dense, j0, places, seqlen_k, True)
+        if HAS_TILES:
+            b_s = tl.where(bits_of_rows(bits, j0, BLOCK_N), b_s, -float("inf"))
         b_s = tl.where(seen_keys(j0, BLOCK_N, q_pos, seqlen_k, mask), b_s, -float("inf"))
         b_p, b_shrink, state = online_softmax(b_s, factor, state, True, SAVE_STATS)
+        if HAS_DROPOUT:
+            b_p = tl.where(kept(dropout, 0, tokens[:, None], j0, places, sizes), b_p, dropout.zero)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
+    if HAS_DROPOUT:
+        b_acc = b_acc * dropout.scale
     if SPLIT:
         at = ((place + split) * n_kv_heads + kv_head) * n_rows + rows
         m_rows = rows < n_rows
@@ -109,7 +150,7 @@ def flash_attention_decode_kernel(
         results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
                           max_logit_ptr if SAVE_STATS else None)  # fmt: skip
         sinks_ptr = sinks_ptr if HAS_SINKS else None
-        finish_rows(b_acc, state, m_rows, heads, p_out[:, None], at, results, sinks_ptr, DV, BLOCK_DV)
+        finish_rows(b_acc, state, m_rows, heads, p_out[:, None], at, results, sinks_ptr, HAS_BIAS, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -117,8 +158,8 @@ def flash_attention_combine_kernel(
     sums_ptr, states_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sinks_ptr,
     n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     stride_ob, stride_oh, stride_ot, stride_lseb,
-    VARLEN: tl.constexpr, HAS_SINKS: tl.constexpr, SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr,
-    COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    VARLEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_LSE: tl.constexpr,
+    SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row from its splits: the sums as one softmax over all keys would have them, added in a fixed order."""
     pid = tl.program_id(0)
@@ -161,5 +202,5 @@ def flash_attention_combine_kernel(
     state, sinks_ptr = State(b_m, b_l, b_e), sinks_ptr if HAS_SINKS else None
     finish_rows(
         b_acc[None, :], state, head >= 0, head, p_out[:, None], n * stride_lseb + head * tokens_q + token,
-        results, sinks_ptr, DV, BLOCK_DV,
+        results, sinks_ptr, HAS_BIAS, DV, BLOCK_DV,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def _plan_decode(
     decode = Plan(grid, numbers, p.numbers | p.constants | flags | {"SPLIT": num_splits > 1} | config)
     if num_splits == 1:
         return decode, None, 0, 0
-    shared = {name: p.constants[name] for name in ("VARLEN", "COMPUTE", "DV", "BLOCK_DV")}
+    shared = {name: p.constants[name] for name in ("VARLEN", "HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
     tags = f"{8 * p.dtype.itemsize}-bit D<={shared['BLOCK_DV']}"
     found = combine_rows(shared["BLOCK_DV"], MAX_SPLITS.value)
     chunk = choose("flash_attention_combine_kernel", tags, found, p.device)
@@ -81,10 +81,11 @@ def launch_decode(
     lengths: tuple[Tensor | None, Tensor | None],
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    pairs: tuple[Tensor | None, ...],
     save_lse: bool,
     save_stats: bool,
 ) -> None:
-    """`results` are out, lse, entropy and max_logit, `lengths` the cu_seqlens."""
+    """`results` are out, lse, entropy and max_logit, `lengths` the cu_seqlens, `pairs` those of `pair_tensors`."""
     out = results[0]
     assert out is not None
     decode, combine, n_states, width = _plan_decode(p, out.stride(), sinks is not None, save_lse, save_stats)
@@ -93,6 +94,7 @@ def launch_decode(
         dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
         sums = out.new_empty((n_states, width), dtype=dtype)
         states = sums.new_empty((3 if save_stats else 2, n_states))
-    launch(flash_attention_decode_kernel, decode, *inputs, *results, sums, states, *lengths, alibi_slopes, sinks)
+    tensors = (*inputs, *results, sums, states, *lengths, alibi_slopes, sinks, *pairs)
+    launch(flash_attention_decode_kernel, decode, *tensors)
     if combine is not None:
         launch(flash_attention_combine_kernel, combine, sums, states, *results, *lengths, sinks)

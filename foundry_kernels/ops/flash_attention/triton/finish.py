@@ -10,13 +10,20 @@ from foundry_kernels.ops.flash_attention.triton.softmax import LN2, add_sink
 
 
 @triton.jit
-def finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+def finish_rows(
+    b_acc, state, m_rows, head, p_out, at, results, sinks_ptr,
+    HAS_BIAS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """Writes, from the sums b_acc [M, DV] and the state of the softmax [M], out to the rows p_out [M, 1], and to `at`
-    [M] what is kept of a row. `head` is that of all rows, or of each [M]."""
+    [M] what is kept of a row. `head` is that of all rows, or of each [M]. A NaN in a bias makes NaN of all results of its
+    row; of those that are maxima, which pass over it, by what follows HAS_BIAS."""
     b_m, b_l, b_e = state
-    m_empty = b_m == -float("inf")
+    m_empty = b_l == 0.0 if HAS_BIAS else b_m == -float("inf")
     if results.max_logit is not None:
-        tl.store(results.max_logit + at, b_m * LN2, mask=m_rows)
+        b_top = b_m * LN2
+        if HAS_BIAS:
+            b_top = tl.where((b_l != b_l) & (b_m < float("inf")), b_l, b_top)
+        tl.store(results.max_logit + at, b_top, mask=m_rows)
     b_base = tl.where(m_empty, 0.0, b_m)
     if sinks_ptr is not None:
         logit = tl.load(sinks_ptr + head)
@@ -31,4 +38,6 @@ def finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, DV: t
         tl.store(results.lse + at, tl.where(m_empty, -float("inf"), b_lse), mask=m_rows)
     if results.entropy is not None:
         b_entropy = tl.maximum((tl.log2(b_l) - b_e / b_l) * LN2, 0.0)
+        if HAS_BIAS:
+            b_entropy = tl.where(b_l != b_l, b_l, b_entropy)
         tl.store(results.entropy + at, tl.where(m_empty, 0.0, b_entropy), mask=m_rows)

@@ -12,7 +12,18 @@ import triton.language as tl
 
 from foundry_kernels._triton.functions import dot, round_to
 from foundry_kernels.ops.flash_attention.triton.block_range import block_range
-from foundry_kernels.ops.flash_attention.triton.bundles import Mask, Results, Scoring, Sizes, State
+from foundry_kernels.ops.flash_attention.triton.bundles import (
+    Bits,
+    Dense,
+    Mask,
+    Pairs,
+    Results,
+    Scoring,
+    Sizes,
+    State,
+)
+from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_part, hide_by_dense
+from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
@@ -20,6 +31,7 @@ from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, head_rows, load_rows, rows_from
+from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_of, tile_at
 
 
 @triton.jit
@@ -41,51 +53,67 @@ def _products(b_q, k, tile, m_keys, CHECK: tl.constexpr, sizes):
 
 @triton.jit
 def _attend_range(
-    b_acc, state, b_qk, b_q, q_pos, keys, first_tile, begin, end, scoring, mask,
+    b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs,
     MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes,
 ):  # fmt: skip
-    """Attend to the tiles end - 1, .., begin of keys; q_pos [M, 1] is the position of each query among the keys.
+    """Attend to the tiles end - 1, .., begin of keys, or to those at these places of the list `order`; q_pos [M, 1] is
+    the position of each query among the keys, i0 the first query.
 
     AHEAD: b_qk are the products with the keys of tile end - 1, and what is returned those of tile begin - 1. Each
     tile's are begun before the softmax of the tile to its right, which hides them where products are asynchronous;
     those beyond `first_tile` are of no use. It takes the registers of one more tile of scores.
     """
     factor = score_factor(scoring)
+    rows = tl.arange(0, sizes.BLOCK_M)[:, None]
     for tile in range(end - 1, begin - 1, -1):
-        j0 = tl.multiple_of(tile * sizes.BLOCK_N, sizes.BLOCK_N)
+        j0 = tl.multiple_of(tile_at(order, tile) * sizes.BLOCK_N, sizes.BLOCK_N)
         if AHEAD:  # the next tile is whole; where there is none, nothing is loaded or, in whole tiles, this one again
             b_now, following = b_qk, tl.maximum(tile - 1, first_tile)
-            b_qk = _products(b_q, keys.k, following, following < tile, MASKED, sizes)
+            b_qk = _products(b_q, keys.k, tile_at(order, following), following < tile, MASKED, sizes)
         else:
             m_keys = tl.arange(0, sizes.BLOCK_N)[:, None] < keys.seqlen - j0
-            b_now = _products(b_q, keys.k, tile, m_keys, MASKED, sizes)
-        cols = j0 + tl.arange(0, sizes.BLOCK_N)[None, :]
-        b_s, _b_t = scores(b_now, cols - q_pos, scoring)
+            b_now = _products(b_q, keys.k, tile_at(order, tile), m_keys, MASKED, sizes)
+        places = tl.arange(0, sizes.BLOCK_N)[None, :]
+        b_s, _b_t = scores(b_now, j0 + places - q_pos, scoring)
+        if scoring.bias is not None:
+            b_s = add_bias(b_s, scoring.bias, j0, places, keys.seqlen, MASKED)
+        if pairs.allowed is not None:
+            b_s = hide_by_dense(b_s, pairs.allowed, j0, places, keys.seqlen, MASKED)
         if MASKED:
             m_seen = seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask)
+            if pairs.bits is not None:
+                m_seen = m_seen & bits_of_rows(pairs.bits, j0, sizes.BLOCK_N)
             b_s = tl.where(m_seen, b_s, -float("inf"))
-        b_p, b_shrink, state = online_softmax(b_s, factor, state, MASKED, SAVE_STATS)
+        SOME_EMPTY: tl.constexpr = MASKED or scoring.bias is not None or pairs.allowed is not None
+        b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, SAVE_STATS)
+        if pairs.dropout is not None:
+            b_p = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_p, pairs.dropout.zero)
         b_v = load_rows(rows_from(keys.v, j0), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
     return b_acc, state, b_qk
 
 
-@triton.jit(do_not_specialize=["section"])
+@triton.jit(do_not_specialize=["section", "threshold"])
 def flash_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
+    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
+    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
+    stride_listb, stride_listh, stride_listr, threshold, keep_scale,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
+    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Under a causal mask the last tiles have most to do, so they come first in their section. `stride_lseb` is the
     batch stride of lse, entropy and max_logit, `stride_alibi` that of the slopes."""
-    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N)
+    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
@@ -106,35 +134,60 @@ def flash_attention_fwd_kernel(
     b_q = load_rows(q, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)
     keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
                      n, head, group, start_k, seqlen_k)  # fmt: skip
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, COMPUTE) if HAS_ALIBI else None
-    scoring = Scoring(scale, softcap, slope)
+    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
+    dense = Dense(
+        fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows[:, None], seqlen_q,
+                   QUERIES_DIFFER),
+        None, stride_masks if KEYS_DIFFER else None,
+    ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
+    scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+    bits = Bits(
+        fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows[:, None] // 64,
+                   tl.cdiv(seqlen_q, 64), True),
+        mask_bits_ptr + rows[:, None] % 64, stride_tiles,
+    ) if HAS_TILES else None  # fmt: skip
+    dropout = load_dropout(
+        dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
+    ) if HAS_DROPOUT else None  # fmt: skip
+    pairs = Pairs(dense if HAS_MASK else None, bits, dropout)
     b_acc = tl.zeros([BLOCK_M, BLOCK_DV], COMPUTE)
     b_m = tl.full([BLOCK_M], -float("inf"), COMPUTE)
     state = State(b_m, tl.zeros([BLOCK_M], COMPUTE), tl.zeros([BLOCK_M], COMPUTE))
-    cols = block_range(i0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
-    first_tile, full_tile, end = cols.start // BLOCK_N, cols.full_start // BLOCK_N, tl.cdiv(cols.stop, BLOCK_N)
-    masked_tile = tl.maximum(cols.full_start, cols.full_stop) // BLOCK_N
+    if HAS_TILES:
+        p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
+        order, first_tile, full_tile = p_list + 2, 0, 0
+        full_stop, end = tl.load(p_list), tl.load(p_list + 1)
+        masked_tile = full_stop
+    else:
+        cols = block_range(i0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
+        order = None
+        first_tile, full_tile, end = cols.start // BLOCK_N, cols.full_start // BLOCK_N, tl.cdiv(cols.stop, BLOCK_N)
+        full_stop = cols.full_stop // BLOCK_N
+        masked_tile = tl.maximum(cols.full_start, cols.full_stop) // BLOCK_N
     b_qk = b_zero  # stands for no products: Triton 3.6 takes no None out of a function
     if AHEAD:
-        last_tile = tl.maximum(end - 1, 0)
+        last_tile = tile_at(order, tl.maximum(end - 1, 0))
         m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N
         b_qk = _products(b_q, keys.k, last_tile, m_keys, True, sizes)
     b_acc, state, b_qk = _attend_range(
-        b_acc, state, b_qk, b_q, q_pos, keys, first_tile, masked_tile, end, scoring, mask,
+        b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, masked_tile, end, scoring, mask, pairs,
         True, SAVE_STATS, AHEAD, sizes,
     )  # fmt: skip
     b_acc, state, b_qk = _attend_range(
-        b_acc, state, b_qk, b_q, q_pos, keys, first_tile, full_tile, cols.full_stop // BLOCK_N, scoring, mask,
+        b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, full_tile, full_stop, scoring, mask, pairs,
         False, SAVE_STATS, AHEAD, sizes,
     )  # fmt: skip
-    if HAS_LEFT:
+    if HAS_LEFT and not HAS_TILES:
         b_acc, state, b_qk = _attend_range(
-            b_acc, state, b_qk, b_q, q_pos, keys, first_tile, first_tile, tl.minimum(full_tile, end), scoring, mask,
+            b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end), scoring, mask, pairs,
             True, SAVE_STATS, AHEAD, sizes,
         )  # fmt: skip
+    if HAS_DROPOUT:
+        b_acc = b_acc * dropout.scale
     at = n * stride_lseb + head * tokens_q + first + tl.arange(0, BLOCK_M)
     out = head_rows(out_ptr, stride_ob, stride_oh, stride_ot, n, head, first)
     results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
                       max_logit_ptr if SAVE_STATS else None)  # fmt: skip
     m_rows, p_out = rows < seqlen_q, out.ptr + tl.arange(0, BLOCK_M)[:, None] * out.stride
-    finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr if HAS_SINKS else None, DV, BLOCK_DV)
+    sinks_ptr = sinks_ptr if HAS_SINKS else None
+    finish_rows(b_acc, state, m_rows, head, p_out, at, results, sinks_ptr, HAS_BIAS, DV, BLOCK_DV)

@@ -7,6 +7,11 @@ import math
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from foundry_kernels._triton.rows import contiguous
+from foundry_kernels.ops.flash_attention.dropout import keep_scale, threshold
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 _POSITIONS = AttentionOptions._make(range(len(AttentionOptions._fields)))
@@ -22,6 +27,38 @@ def options_of(numbers: tuple[Any, ...]) -> AttentionOptions:
     return AttentionOptions._make(map(given.get, _POSITIONS))
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+class TensorOptions(NamedTuple):
+    """What launches are planned by of the options that are tensors."""
+
+    alibi_dims: int  # 0 where there are no slopes
+    attn_mask: Layout | None
+    biased: bool  # the mask is floating
+    mask_tiles: Layout | None
+    dropout_heads: bool
+
+
+def tensor_options(options: AttentionOptions) -> TensorOptions:
+    slopes, mask, tiles = options.alibi_slopes, options.attn_mask, options.mask_tiles
+    return TensorOptions(
+        0 if slopes is None else slopes.dim(),
+        None if mask is None else (mask.shape, mask.stride()),
+        mask is not None and mask.dtype != torch.bool,
+        None if tiles is None else (tiles.shape, tiles.stride()),
+        options.dropout_heads is not None,
+    )
+
+
+def pair_tensors(options: AttentionOptions) -> tuple[Tensor | None, ...]:
+    """The options that decide about single pairs of a query and a key, in the order of the kernels' parameters."""
+    return (
+        options.attn_mask, options.mask_tiles, contiguous(options.mask_bits), options.dropout_seed,
+        contiguous(options.dropout_heads),
+    )  # fmt: skip
+
+
 class KernelOptions(NamedTuple):
     """The options by the names of the parameters of the kernels that compute scores."""
 
@@ -30,25 +67,48 @@ class KernelOptions(NamedTuple):
     needs_registers: bool  # as the table of configurations has it
 
 
-def kernel_options(options: AttentionOptions, stride_alibi: int | None, reach: int) -> KernelOptions:
-    """Returns what the kernels get for the options, of which it reads no tensors. `stride_alibi` leads from one
-    sequence's slopes to the next one's, None where there are no slopes. A window that extends as far as `reach` bounds
-    nothing."""
+def kernel_options(
+    options: AttentionOptions, tensors: TensorOptions, n_heads: int, reach: int, ptx: bool
+) -> KernelOptions:
+    """Returns what the kernels get for the options, of which it reads no tensors. A window that extends as far as
+    `reach` bounds nothing. A number of an option that is off is None, and no argument of the compiled kernel. `ptx`:
+    some code is better written in it."""
     sides = (options.window_left, options.window_right)
     left, right = (None if side is None or side >= reach else side for side in sides)
-    softcap, has_alibi, log2e = options.softcap, stride_alibi is not None, math.log2(math.e)
+    softcap, has_alibi = options.softcap, tensors.alibi_dims > 0
+    unit = 1.0 if tensors.biased else math.log2(math.e)  # of the scores, see `scores`
     numbers = {
-        "stride_alibi": stride_alibi or 0,
-        "scale": options.scale * log2e if softcap is None else options.scale / softcap,
-        "softcap": 1.0 if softcap is None else softcap * log2e,
+        "stride_alibi": n_heads if tensors.alibi_dims == 2 else 0,
+        "scale": options.scale * unit if softcap is None else options.scale / softcap,
+        "softcap": 1.0 if softcap is None else softcap * unit,
         "left": left or 0,
         "right": right or 0,
+        **_strides("stride_mask", tensors.attn_mask),
+        **_strides("stride_tile", tensors.mask_tiles),
+        "threshold": None if options.dropout_p is None else threshold(options.dropout_p),
+        "keep_scale": None if options.dropout_p is None else keep_scale(options.dropout_p),
     }
+    shape = (1, 1, 1, 1) if tensors.attn_mask is None else tensors.attn_mask[0]
     constants = {
         "BOTTOM_RIGHT": options.bottom_right,
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_ALIBI": has_alibi,
+        "HAS_BIAS": tensors.biased,
+        "HAS_MASK": tensors.attn_mask is not None and not tensors.biased,
+        "QUERIES_DIFFER": shape[2] != 1,
+        "KEYS_DIFFER": shape[3] != 1,
+        "HAS_TILES": tensors.mask_tiles is not None,
+        "HAS_DROPOUT": options.dropout_p is not None,
+        "HAS_DROPOUT_HEADS": tensors.dropout_heads,
+        "PTX": ptx and options.dropout_p is not None,
     }
     return KernelOptions(numbers, constants, softcap is not None or has_alibi)
+
+
+def _strides(name: str, layout: Layout | None) -> dict[str, int | None]:
+    """The strides by the names of their parameters, 0 where there is one element for all."""
+    if layout is None:
+        return dict.fromkeys((name + dim for dim in "bhts"), None)
+    return {name + dim: stride if n > 1 else 0 for dim, n, stride in zip("bhts", *layout, strict=True)}

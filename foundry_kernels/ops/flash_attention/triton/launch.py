@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._triton.devices import capability
+from foundry_kernels._triton.devices import capability, device_of
 from foundry_kernels._triton.launch import Plan, launch, planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose, is_forced
@@ -22,16 +22,22 @@ from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
-from foundry_kernels.ops.flash_attention.triton.kernel_options import kernel_options, numbers_of, options_of
+from foundry_kernels.ops.flash_attention.triton.kernel_options import (
+    Layout,
+    TensorOptions,
+    kernel_options,
+    numbers_of,
+    options_of,
+    pair_tensors,
+    tensor_options,
+)
+from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
 
 #: Of the L2 cache, what the heads of a section may read: less than half of what GPUs of data centers have.
 _SECTION_BYTES = 16 << 20
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
-
 
 def _batched(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.transpose(0, 1).unsqueeze(0)
@@ -113,7 +119,7 @@ def empty_fwd(
     return out, lse, entropy, torch.empty_like(entropy)
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def empty_bwd(
@@ -125,14 +131,16 @@ def empty_bwd(
     need_dk: bool,
     need_dv: bool,
     need_dsinks: bool,
+    need_dbias: bool,
     rows: Rows = _empty_rows,
 ) -> Gradients:
-    """(dq, dk, dv, dsinks), None in place of what is not needed."""
+    """(dq, dk, dv, dsinks, dbias), None in place of what is not needed."""
     return (
         rows(q, q.shape[-1]) if need_dq else None,
         rows(k, k.shape[-1]) if need_dk else None,
         rows(v, v.shape[-1]) if need_dv else None,
         torch.empty_like(options.sinks) if need_dsinks and options.sinks is not None else None,
+        torch.empty_like(options.attn_mask) if need_dbias and options.attn_mask is not None else None,
     )
 
 
@@ -148,7 +156,7 @@ class _Problem:
         dtype: torch.dtype,
         device: torch.device,
         n_sequences: int | None,
-        alibi_dims: int,
+        tensors: TensorOptions,
         numbers: tuple[Any, ...],
     ) -> None:
         """`n_sequences`: None for dense tensors. `numbers`: see `numbers_of`."""
@@ -162,8 +170,10 @@ class _Problem:
         self.max_seqlen_k = min(options.max_seqlen_k, self.tokens_k)
         self.dtype, self.device, self.capability = dtype, device, capability(device)
         self.reach = self.tokens_q + self.tokens_k  # a window that extends past every key bounds nothing
-        stride_alibi = (None, 0, self.n_heads)[alibi_dims]
-        self.numbers, constants, self.needs_registers = kernel_options(options, stride_alibi, self.reach)
+        ptx = self.capability != 0 and device_of(self.capability).name != "cdna"
+        found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
+        self.numbers, constants, self.needs_registers = found
+        self.mask_tiles = tensors.mask_tiles
         self.window = (self.numbers["left"], self.numbers["right"])
         self.natural_scale = options.scale
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
@@ -223,10 +233,10 @@ _kept_problem = planned(_Problem)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Problem:
-    cu_seqlens, slopes = options.cu_seqlens_q, options.alibi_slopes
+    cu_seqlens = options.cu_seqlens_q
     return _kept_problem(
         (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device,
-        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, 0 if slopes is None else slopes.dim(),
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, tensor_options(options),
         numbers_of(options),
     )  # fmt: skip
 
@@ -244,12 +254,15 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         return gluon_launch.plan(p, tuple(config.items()))
     if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64):
         config |= {"BLOCK_N": 64, "num_stages": 3}  # the left edge is one more masked loop, with which 128 keys spill
+    if p.constants["HAS_TILES"]:  # a tile is within one of the mask's
+        config["BLOCK_N"] = min(config["BLOCK_N"], 64)
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
         p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
         *p.strides(out), p.stride_lseb,
     )  # fmt: skip
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | flags | config)
+    lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | lists | flags | config)
 
 
 def launch_fwd(
@@ -262,9 +275,10 @@ def launch_fwd(
     p = _problem(q, k, v, options)
     target = _target(result, p.head_dim_v)
     sinks, slopes = contiguous(options.sinks), contiguous(options.alibi_slopes)
+    pairs = pair_tensors(options)
     lengths, results = (contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k)), (lse, entropy, max_logit)
     if p.few_queries:
-        launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, save_lse, save_stats)
+        launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, pairs, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
         if "TURNS" in plan.constants:
@@ -272,6 +286,7 @@ def launch_fwd(
 
             gluon_launch.launch_gluon(plan, q, k, v, target, lse)
         else:
-            launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks)
+            lists = launch_lists(p, plan, options.mask_tiles, False)
+            launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks, *pairs, lists)
     _copy_back(target, result)
     return out, lse, entropy, max_logit

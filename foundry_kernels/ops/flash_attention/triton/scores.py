@@ -1,4 +1,5 @@
-"""Scores from the products q.k: scale, soft cap, ALiBi. Scores are in units of log2(e), see `softmax`."""
+"""Scores from the products q.k: scale, soft cap, ALiBi. They are in units of log2(e), see `softmax`; but where a bias is
+still to be added they are in natural ones, as it is."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E
 def scores(b_qk, rel_pos, scoring):
     """(b_s, b_t): the scores and, for the derivative of the soft cap, its hyperbolic tangent.
 
-    Without cap and ALiBi b_s is b_qk itself, still to be multiplied by `score_factor`. `rel_pos` is the key's position
+    Without cap, ALiBi and bias b_s is b_qk itself, still to be multiplied by `score_factor`. `rel_pos` is the key's position
     minus the query's, after alignment.
     """
     b_t = b_qk
     if scoring.softcap is not None:
         b_t = tanh(b_qk * scoring.scale)
         b_s = b_t * scoring.softcap
-    elif scoring.slope is not None:
+    elif scoring.slope is not None or scoring.bias is not None:
         b_s = b_qk * scoring.scale
     else:
         b_s = b_qk
@@ -32,13 +33,16 @@ def scores(b_qk, rel_pos, scoring):
 @triton.jit
 def score_factor(scoring):
     """What the result of `scores` is still to be multiplied by: free as part of the subtraction before exp2."""
-    if scoring.softcap is not None or scoring.slope is not None:
+    if scoring.bias is not None:
+        return tl.full([], LOG2E, scoring.scale.dtype)
+    elif scoring.softcap is not None or scoring.slope is not None:
         return 1.0
     else:
         return scoring.scale
 
 
 @triton.jit
-def load_slope(alibi_slopes_ptr, stride_alibi, n, head, COMPUTE: tl.constexpr):
-    """The ALiBi slope of one head of sequence n, in units of log2(e)."""
-    return tl.load(alibi_slopes_ptr + n * stride_alibi + head).to(COMPUTE) * LOG2E
+def load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr):
+    """The ALiBi slope of one head of sequence n, in the units of the scores."""
+    slope = tl.load(alibi_slopes_ptr + n * stride_alibi + head).to(COMPUTE)
+    return slope if HAS_BIAS else slope * LOG2E

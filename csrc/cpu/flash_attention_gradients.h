@@ -1,0 +1,200 @@
+// Weights of a tile and gradients of its scores, of which the gradients of queries, keys, values and a bias are made.
+#pragma once
+
+#include "flash_attention_bias.h"
+#include "flash_attention_dot.h"
+#include "flash_attention_pairs.h"
+#include "flash_attention_softmax.h"
+#include "flash_attention_words.h"
+#include "transpose.h"
+
+namespace foundry {
+namespace FK_ISA {
+
+struct GradientScratch {
+  // Queries and gradients of the output: a row after the other, transposed, and in pairs of rows. The gradient of the
+  // queries, transposed.
+  float *queries, *queries_t, *query_pairs, *dout, *dout_t, *dout_pairs, *dq;
+  float *weights, *dscores;  // a tile of each, [keys, rows]; of bfloat16 the gradients in pairs of keys
+  BFloat16* dscores_rows;    // with pairs: the same gradients, a row for each key
+  float *keys, *key_pairs, *values;
+  float *bias, *bias_rows;  // where there is one: a tile, and the same as it lies in memory or its gradient
+  float* sums;
+
+  GradientScratch(const AttentionBackward& a, float* p) {
+    const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
+    const auto take = [&](int64_t n) { return std::exchange(p, p + n); };
+    queries = take(kAttentionRows * d);
+    queries_t = take(kAttentionRows * d);
+    query_pairs = take(kAttentionRows * d / 2);
+    dq = take(kAttentionRows * d);
+    dout = take(kAttentionRows * dv);
+    dout_t = take(kAttentionRows * dv);
+    dout_pairs = take(kAttentionRows * dv / 2);
+    weights = take(kAttentionKeys * kAttentionRows);
+    dscores = take(kAttentionKeys * kAttentionRows);
+    dscores_rows = reinterpret_cast<BFloat16*>(take(kAttentionKeys * kAttentionRows / 2));
+    keys = take(kAttentionKeys * d);
+    key_pairs = take(kAttentionKeys * d / 2);
+    values = take(kAttentionKeys * dv);
+    bias = take(a.bias ? kAttentionKeys * kAttentionRows : 0);
+    bias_rows = take(a.bias ? kAttentionKeys * kAttentionRows : 0);
+    sums = p;
+  }
+};
+
+struct GradientBlock : BlockRows {
+  // lse in two parts: its float, infinite where a row has no keys (weights of 0), and what that lacks.
+  alignas(64) float lse[kAttentionRows], lse_rest[kAttentionRows], delta[kAttentionRows];
+  BlockWords words;
+};
+
+template <class E>
+void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b,
+                const GradientScratch& scratch) {
+  const int64_t rows = b.vecs * kLanes;
+  const auto read = [&](const void* data, const HeadStrides& strides, int64_t width, float* out, float* transposed) {
+    const int64_t lanes = lanes_of<E>(width);
+    for (int64_t i = 0; i < b.count; ++i)
+      read_row<E>(a.type, data, row_offset(strides, s, head, a.group, b.row + i), width, out + i * lanes, lanes);
+    std::fill(out + b.count * lanes, out + rows * lanes, 0.0f);
+    transpose(out, lanes, rows, lanes, transposed, kAttentionRows);
+  };
+  read(a.q, a.q_strides, a.head_dim, scratch.queries, scratch.queries_t);
+  read(a.dout, a.dout_strides, a.head_dim_v, scratch.dout, scratch.dout_t);
+  for (int64_t i = 0; i < b.count; ++i) {
+    const int64_t at = row_offset(a.lse_strides, s, head, a.group, b.row + i);
+    const bool empty = a.lse[at] == kNone;
+    b.lse[i] = empty ? -kNone : float(a.lse[at]);
+    b.lse_rest[i] = empty ? 0.0f : float(a.lse[at] - b.lse[i]);
+    b.delta[i] = a.delta[at];
+  }
+  std::fill(b.lse + b.count, b.lse + rows, -kNone);
+  std::fill(b.lse_rest + b.count, b.lse_rest + rows, 0.0f);
+  std::fill(b.delta + b.count, b.delta + rows, 0.0f);
+}
+
+// out [n, rows] = the products of a tile's rows with those of the block, which are given as they lie and transposed.
+// For rows that decode did, by its products: lse was made of them.
+template <class E>
+void multiply_rows(const GradientBlock& b, bool decoded, Tile<E> tile, int64_t n, int64_t width, const float* rows,
+                   const float* rows_t, float* out) {
+  if (!decoded)
+    return multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows_t, kAttentionRows, steps_of<E>(width), out,
+                       kAttentionRows, Start::zero);
+  constexpr int64_t ld = kAttentionKeys + kSums;
+  float products[kAttentionDecodeRows * ld];
+  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data, tile.ld}, n, products, ld);
+  for (int64_t j = 0; j < n; ++j)
+    for (int64_t r = 0; r < b.vecs * kLanes; ++r)
+      out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
+}
+
+// A tile's scores, in `weights`, become weights; its products of gradients and values, in `dscores`, become gradients
+// of the scores, but for the factor `scale`. Of E bfloat16 each becomes half as long: weights stay a row for each key.
+template <class E, Hidden kHidden, bool kDrops, bool kBias>
+void differentiate_tile(const AttentionBackward& a, const GradientBlock& b, const GradientScratch& scratch,
+                        const TileOptions& with, int64_t n, int32_t key) {
+  const Vec unit = splat(kBias ? 1.0f : a.scale);
+  for (int v = 0; v < b.vecs; ++v) {
+    const Vec lse = Whole::load(b.lse + v * kLanes), lse_rest = Whole::load(b.lse_rest + v * kLanes);
+    const Vec delta = Whole::load(b.delta + v * kLanes);
+    float *weights = scratch.weights + v * kLanes, *gradients = scratch.dscores + v * kLanes;
+    [[maybe_unused]] const PickedLanes lanes(v);
+    const auto differentiate = [&](int64_t j, Vec& p, Vec& ds) FK_INLINE {
+      Vec s = Whole::load(weights + j * kAttentionRows);
+      ds = Whole::load(gradients + j * kAttentionRows);
+      if constexpr (kDrops) ds = lanes.pick(with.kept + j, ds * a.dropout.scale, 0.0f);
+      ds -= delta;
+      [[maybe_unused]] Vec slope{};  // of the cap
+      if constexpr (kBias) {
+        s = capped(a, s);
+        if (a.softcap > 0.0f) {
+          const Vec t = s * (1.0f / a.softcap);  // whose square is at most 1, where that of the cap may be 0
+          slope = 1.0f - t * t;
+        }
+        if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
+        if (with.bias) s += Whole::load(with.bias + j * kAttentionRows + v * kLanes);
+      }
+      p = exp((s * unit - lse) - lse_rest);
+      if constexpr (kHidden == Hidden::edge) p = seen(b, v, key + int32_t(j), p, 0.0f);
+      if constexpr (kHidden == Hidden::words) p = lanes.pick(with.seen + j, p, 0.0f);
+      ds *= p;
+      if constexpr (kBias) {
+        if (with.dbias) Whole::store(with.dbias + j * kAttentionRows + v * kLanes, ds);
+        if (a.softcap > 0.0f) ds *= slope;
+      }
+      if constexpr (kDrops) p = lanes.pick(with.kept + j, p * a.dropout.scale, 0.0f);
+    };
+    if constexpr (kPer<E> == 1) {
+      for (int64_t j = 0; j < n; ++j) {
+        Vec p, ds;
+        differentiate(j, p, ds);
+        Whole::store(weights + j * kAttentionRows, p);
+        Whole::store(gradients + j * kAttentionRows, ds);
+      }
+    } else {  // in place: what is written over has been read, here or for the registers before
+      E* rows = reinterpret_cast<E*>(scratch.weights) + v * kLanes;
+      for (int64_t j = 0; j < n; j += 2) {
+        Vec p[2] = {}, ds[2] = {};
+        differentiate(j, p[0], ds[0]);
+        if (j + 1 < n) differentiate(j + 1, p[1], ds[1]);
+        E* dscores_row = scratch.dscores_rows + j * kAttentionRows + v * kLanes;
+        store_pairs(nullptr, p[0], p[1], rows + j * 2 * kAttentionRows, rows + (j + 1) * 2 * kAttentionRows);
+        store_pairs(gradients + j / 2 * kAttentionRows, ds[0], ds[1], dscores_row, dscores_row + kAttentionRows);
+      }
+    }
+  }
+}
+
+// What tiles of keys and values a block's gradients are made of.
+template <class E> struct KeyTiles {
+  const AttentionBackward& a;
+  const AttentionSequence& s;
+  int64_t k_base, v_base;
+
+  KeyTiles(const AttentionBackward& a, const AttentionSequence& s, int64_t kv_head)
+      : a(a),
+        s(s),
+        k_base(key_offset(a.k_strides, s, kv_head, 0)),
+        v_base(key_offset(a.v_strides, s, kv_head, 0)) {}
+
+  Tile<E> keys(int64_t key, int64_t n, float* scratch) const {
+    return read_tile<E>(a.type, a.k, k_base + key * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch);
+  }
+  Tile<E> values(int64_t key, int64_t n, float* scratch) const {
+    return read_tile<E>(a.type, a.v, v_base + key * a.v_strides.token, a.v_strides.token, n, a.head_dim_v, scratch);
+  }
+};
+
+// Whether the block sees any of keys [key, key + n), the first of which is `counted` as in BlockRows.
+inline bool looks_at(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b,
+                     int64_t key, int64_t n, int32_t counted) {
+  return !a.masked() || b.words.look(a, s, head, b, key, n, counted);
+}
+
+// Products of queries and keys, in scratch.weights, and of gradients and values, in scratch.dscores, become weights and
+// gradients of scores; the gradient of the bias goes to scratch.bias_rows if it is wanted. After looks_at.
+template <class E>
+void differentiate(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b,
+                   const GradientScratch& scratch, int64_t key, int64_t n, int32_t counted, bool dbias) {
+  Hidden hidden = key < b.full_begin || key + n > b.full_end ? Hidden::edge : Hidden::nothing;
+  TileOptions with{b.words.seen, b.words.kept, nullptr, nullptr};
+  if (a.aligned()) {
+    if (!a.masked()) b.words.look(a, s, head, b, key, n, counted);
+    hidden = b.words.finish(a, b, key);
+  }
+  if (a.bias) {
+    read_bias_tile(a, s, head, b, key, n, scratch.bias_rows, scratch.bias);
+    with.bias = scratch.bias;
+    if (dbias) with.dbias = scratch.bias_rows;
+  }
+  with_hidden(hidden, a.drops(), [&](auto by, auto drops) {
+    with_bools(
+        [&](auto bias) { differentiate_tile<E, by.value, drops.value, bias.value>(a, b, scratch, with, n, counted); },
+        has_bias(a));
+  });
+}
+
+}  // namespace FK_ISA
+}  // namespace foundry

@@ -1,0 +1,154 @@
+"""The size of what a result of attention sums, by which the parity suite says how exact it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.ops.flash_attention import reference
+from foundry_kernels.ops.flash_attention.checks import make_options
+from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
+
+#: Gradients that a kernel computes from delta, which comes from the rounded output: whatever their own dtype and size,
+#: they are allowed one rounding for each row.
+FROM_OUTPUT = ("q", "k", "sinks", "attn_mask")
+
+
+def of_output(
+    options: Mapping[str, Any], cotangents: tuple[Tensor, ...], error: Tensor
+) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """``delta = dout . out - dlse`` is all that a kernel makes of the output: it is off by as much as if lse's gradient
+    were."""
+    dlse = -(cotangents[0] * error).sum(-1)
+    if error.dim() == 3:
+        dlse = dlse.t()  # packed: out is [total, H, Dv], lse [H, total]
+    rest = cotangents[1:]
+    if options.get("return_lse"):
+        dlse, rest = dlse + rest[0], rest[1:]
+    return {**options, "return_lse": True}, (cotangents[0], dlse, *rest)
+
+
+#: Two float32 roundings, as a part of what tiny() forgives a sum.
+_ROUNDING = 1 / 16
+
+
+def scales(
+    args: Mapping[str, Tensor | None], options: Mapping[str, Any], cotangents: tuple[Tensor, ...]
+) -> dict[str, float]:
+    """Size of the terms that each result sums (float64 inputs), by name: the root of the sum of their squares.
+
+    In gradients ``dout . v - delta`` of each score cancels, and so do the sums over keys (q), queries (k, v) and both
+    (sinks). In all results a score is itself a sum, and the exponential multiplies its error by ``p``: large scores
+    that happen to leave a small or saturated result are not compared with the size of that result.
+    """
+    tensors = {name: x if x is None else x.detach() for name, x in args.items()}
+    cotangents = cotangents[: 2 if options.get("return_lse") else 1]  # statistics have none
+    q, k, v = (tensors.pop(name) for name in "qkv")
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    if "cu_seqlens_q" not in tensors:
+        return _scales(q, k, v, {**options, **tensors}, cotangents)
+    cu_seqlens_q, cu_seqlens_k = tensors.pop("cu_seqlens_q"), tensors.pop("cu_seqlens_k")
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    options = {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
+    most: dict[str, float] = {}
+    parts = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for n, ((q0, q1), (k0, k1)) in enumerate(parts):
+        one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1], cotangents[0][q0:q1])]
+        into_lse = tuple(c[None, :, q0:q1] for c in cotangents[1:])
+        own = dict(tensors)
+        slopes = own.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:
+            own["alibi_slopes"] = slopes[n]
+        found = _scales(one[0], one[1], one[2], {**options, **own}, (one[3], *into_lse), n)
+        most |= {name: max(size, most.get(name, 0.0)) for name, size in found.items()}
+    return most
+
+
+def _scales(
+    q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], cotangents: tuple[Tensor, ...], n: int = 0
+) -> dict[str, float]:
+    """Those of dense tensors, the first of which is sequence n for dropout."""
+    group = q.shape[1] // k.shape[1]
+    if q.numel() == 0 or k.numel() == 0:
+        return {}
+    t, s = q.shape[2], k.shape[2]
+    asked = make_options(q, None, None, t, s, **options)
+    scale, cap, sinks, bias = asked.scale, asked.softcap, asked.sinks, asked.attn_mask
+    whole = asked._replace(window_left=None, window_right=None, attn_mask=None, mask_tiles=None, mask_bits=None)
+    scores, unmasked = reference.scores(q, k, asked), reference.scores(q, k, whole)
+    unbiased = reference.scores(q, k, whole._replace(alibi_slopes=None))
+    hidden = scores == -torch.inf
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    error2 = scale**2 * q.square() @ k.square().transpose(-1, -2)  # of a score, as tiny() counts errors
+    if cap is not None:
+        error2 = error2 * (1 - (unbiased / cap).square()).square()
+    error2 = error2 + (_ROUNDING * (unbiased - unmasked)).square()
+    if bias is not None and bias.dtype != torch.bool:
+        error2 = error2 + (_ROUNDING * bias.nan_to_num(0.0, 0.0, 0.0)).square()
+    sink = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if sinks is not None:
+        sink = sink.masked_fill(~hidden.all(-1, keepdim=True), 0.0) + sinks[:, None, None]
+    every = torch.cat([scores, sink], -1)
+    lse = every.logsumexp(-1, keepdim=True)
+    every_p = every.softmax(-1).nan_to_num(0.0)  # a row without keys is 0 / 0
+    error2 = torch.cat([error2, torch.zeros_like(sink)], -1)
+    error2 = error2 + (_ROUNDING * (every.abs() + lse.abs())).square().nan_to_num(0.0, posinf=0.0)
+    p, p_sink = every_p[..., :-1], every_p[..., -1:]
+    factor = torch.ones((), dtype=p.dtype)  # of dropout
+    if asked.dropout_p is not None and asked.dropout_seed is not None:
+        heads = (torch.arange(n, n + q.shape[0])[:, None] << 32) + torch.arange(q.shape[1])
+        kept = keep_mask(tuple(p.shape), asked.dropout_p, asked.dropout_seed, heads)  # type: ignore[arg-type]
+        factor = kept * keep_scale(asked.dropout_p)
+    out = (p * factor) @ v
+    kept_in = _output_scales(options, every, every_p, error2, out, v, factor)
+    found = {f"output {i}": float(x.max().sqrt()) for i, x in enumerate(kept_in)}
+    error2 = error2 + (every_p.square() * error2).sum(-1, keepdim=True)  # of a weight's logarithm: score - lse
+
+    dout2 = cotangents[0].square()
+    delta2 = (dout2 * (out.square() + kept_in[0])).sum(-1, keepdim=True)
+    if len(cotangents) > 1:
+        delta2 = delta2 + cotangents[1].square()[..., None]
+    p2 = p.square() * (1 + error2[..., :-1])
+    ds2 = p2 * (factor**2 * (dout2 @ v.square().transpose(-1, -2)) + delta2)
+
+    def over_group(squares: Tensor) -> float:
+        return float(squares.unflatten(1, (-1, group)).sum(2).max().sqrt())
+
+    found |= {
+        "q": scale * float((ds2 @ k.square()).max().sqrt()),
+        "k": scale * over_group(ds2.transpose(-1, -2) @ q.square()),
+        "v": over_group((factor**2 * p2).transpose(-1, -2) @ dout2),
+    }
+    if sinks is not None:
+        found["sinks"] = float((p_sink.square() * (1 + error2[..., -1:]) * delta2).sum((0, 2, 3)).max().sqrt())
+    if bias is not None:
+        found["attn_mask"] = float(ds2.sum_to_size(bias.shape).max().sqrt())
+    return found
+
+
+def _output_scales(
+    options: Mapping[str, Any], scores: Tensor, p: Tensor, error2: Tensor, out: Tensor, v: Tensor, factor: Tensor
+) -> list[Tensor]:
+    """The squares of what errors of the scores (the sink's last) leave in each output: ``p_j (z_j v_j - y)``, ``p_j``
+    and ``p_j (log p_j + H)`` times that of score j, and that of the largest score itself."""
+    weighted2 = p.square() * error2
+    keys2 = weighted2[..., :-1]
+    in_out = factor**2 * keys2 @ v.square() - 2 * out * ((factor * keys2) @ v)
+    in_out = in_out + weighted2.sum(-1, keepdim=True) * out.square()
+    kept = [in_out.clamp_min(0.0)]
+    if options.get("return_lse"):
+        kept.append(weighted2.sum(-1))
+    if options.get("return_stats"):
+        log_p = p.log().nan_to_num(0.0, neginf=0.0)
+        entropy = -(p * log_p).sum(-1, keepdim=True)
+        # and a rounding of the sum of exponentials, which is at least 1, under the logarithm
+        kept.append((weighted2 * (log_p + entropy).square()).sum(-1) + _ROUNDING**2)
+        kept.append(error2.gather(-1, scores[..., :-1].argmax(-1, keepdim=True)))
+    return kept

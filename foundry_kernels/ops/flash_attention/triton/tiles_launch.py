@@ -1,0 +1,70 @@
+"""What launches of masks by tiles need: the lists of the tiles that a kernel visits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._triton import INTERPRET
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels.ops.flash_attention.triton.tiles import flash_attention_tiles_kernel
+
+if TYPE_CHECKING:
+    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+
+
+def _list_shape(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> tuple[int, int, int, int]:
+    """[b, h, row tiles, column tiles + 2]. `by_keys`: the rows are keys and the columns queries."""
+    assert p.mask_tiles is not None
+    b, h, _, _ = p.mask_tiles[0]
+    n_rows, n_cols = (p.tokens_k, p.tokens_q) if by_keys else (p.tokens_q, p.tokens_k)
+    return b, h, triton.cdiv(n_rows, block_rows), triton.cdiv(n_cols, block_cols) + 2
+
+
+def list_strides(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> dict[str, int | None]:
+    """The strides of the lists by the names of the kernels' parameters, None where there are none."""
+    if p.mask_tiles is None:
+        return {"stride_listb": None, "stride_listh": None, "stride_listr": None}
+    b, h, rows, width = _list_shape(p, block_rows, block_cols, by_keys)
+    return {
+        "stride_listb": h * rows * width if b > 1 else 0,
+        "stride_listh": rows * width if h > 1 else 0,
+        "stride_listr": width,
+    }
+
+
+@planned
+def _plan_lists(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> tuple[tuple[int, ...], Plan]:
+    b, h, rows, width = shape = _list_shape(p, block_rows, block_cols, by_keys)
+    sizes, sides, order = (p.tokens_q, p.tokens_k), ("left", "right"), "ts"
+    if by_keys:  # seen from a key the window is mirrored
+        sizes, sides, order = (p.tokens_k, p.tokens_q), ("right", "left"), "st"
+    left, right = sides
+    numbers = (
+        h, rows, width - 2, *sizes, *(p.numbers[f"stride_tile{dim}"] for dim in f"bh{order}"), p.numbers[left],
+        p.numbers[right],
+    )  # fmt: skip
+    constants = {
+        "ALIGN_ENDS": p.constants["BOTTOM_RIGHT"],
+        "HAS_LEFT": p.constants[f"HAS_{left.upper()}"],
+        "HAS_RIGHT": p.constants[f"HAS_{right.upper()}"],
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLS": block_cols,
+        "CHUNK": 4 if INTERPRET else 128,
+        "num_warps": 1,
+    }
+    return shape, Plan((b * h * rows,), numbers, constants)
+
+
+def launch_lists(p: _Problem, plan: Plan, mask_tiles: Tensor | None, by_keys: bool) -> Tensor | None:
+    """The lists for the launch `plan`; see `flash_attention_tiles_kernel`."""
+    if mask_tiles is None:
+        return None
+    blocks = plan.constants["BLOCK_M"], plan.constants["BLOCK_N"]
+    shape, made = _plan_lists(p, *(blocks[::-1] if by_keys else blocks), by_keys)
+    lists = torch.empty(shape, dtype=torch.int32, device=mask_tiles.device)
+    launch(flash_attention_tiles_kernel, made, mask_tiles, lists)
+    return lists

@@ -1,0 +1,188 @@
+"""Attention with masks and biases, on every backend: what no comparison with the reference shows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_inputs import DV, B, H, S, T, inputs
+from table import DEVICES
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels.ops.flash_attention import flash_attention
+
+DEVICE = DEVICES[-1]
+BACKENDS = fk.OPS["flash_attention"].backends(DEVICE)
+over_backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def drawn(t: int, s: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.detach().to(DEVICE).requires_grad_() for x in inputs(t, s, dtype=torch.float32))
+    return q, k, v
+
+
+def gradients(out: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    cotangent = torch.randn(out.shape, generator=generator, dtype=out.dtype).to(out.device)
+    return torch.autograd.grad(out, args, cotangent, retain_graph=True)
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+def test_entry_by_entry(kind: str) -> None:
+    """After scale, cap and ALiBi a bias is added; then what a mask or the window hides has no weight."""
+    q, k, v = inputs(3, 4)
+    slopes, bias = torch.rand(H, dtype=torch.float64), torch.randn(B, 1, 3, 4, dtype=torch.float64)
+    mask = bias > -0.5 if kind == "bool" else bias
+    options: dict[str, Any] = {"scale": 0.7, "softcap": 1.5, "alibi_slopes": slopes, "causal": True}
+    out = flash_attention(q, k, v, attn_mask=mask, backend="reference", **options)
+    for b, h, i in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(3)).tolist():
+        total, value = 0.0, torch.zeros(DV, dtype=torch.float64)
+        for j in range(min(i + 2, 4)):  # the last query sees the last key
+            score = 1.5 * math.tanh(0.7 * (q[b, h, i] @ k[b, h // 2, j]).item() / 1.5) - slopes[h] * abs(i + 1 - j)
+            added = bias[b, 0, i, j] if kind == "bias" else 0.0
+            if kind == "bias" or mask[b, 0, i, j]:
+                weight = math.exp(score + added)
+                total, value = total + weight, value + weight * v[b, h // 2, j].detach()
+        torch.testing.assert_close(out[b, h, i].detach(), value / total if total else value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shape", [(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (T, S), (S,), (H, T, 1), (), (B, 1, T, 1)], ids=str
+)
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_gradcheck_of_a_bias(shape: tuple[int, ...], options: str) -> None:
+    q, k, v = inputs()
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    more: dict[str, Any] = {}
+    if options == "all":
+        more = {"window": (3, 2), "softcap": 2.0, "alibi_slopes": torch.rand(H, dtype=torch.float64)}
+        more |= {"sinks": torch.randn(H, dtype=torch.float64), "dropout_p": 0.3, "dropout_seed": 5}
+
+    def run(bias: Tensor) -> tuple[Tensor, ...]:
+        return flash_attention(q, k, v, attn_mask=bias, return_lse=True, backend="reference", **more)  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(run, (bias,))
+
+
+@over_backends
+@pytest.mark.parametrize("t", [2, 70])
+def test_rows_that_see_nothing(backend: str, t: int) -> None:
+    """By a mask, or by -inf in a bias: 0, and nothing of them in any gradient."""
+    q, k, v = drawn(t, 90)
+    seen = torch.rand(t, 90, device=DEVICE) < 0.5
+    seen[1::3] = False
+    bias = torch.zeros(t, 90, device=DEVICE).masked_fill(~seen, -math.inf)
+    empty = ~seen.any(-1)
+    assert empty.any()
+    for mask in (seen, bias, fk.AttentionMask(seen), bias.requires_grad_()):
+        options: dict[str, Any] = {"attn_mask": mask, "return_lse": True, "return_stats": True, "backend": backend}
+        out, lse, entropy, max_logit = flash_attention(q, k, v, **options)
+        assert not out[:, :, empty].any()
+        assert (lse[:, :, empty] == -math.inf).all()
+        assert not entropy[:, :, empty].any()
+        assert (max_logit[:, :, empty] == -math.inf).all()
+        wanted = (q, k, v, mask) if isinstance(mask, Tensor) and mask.requires_grad else (q, k, v)
+        found = gradients(out, *wanted)
+        assert all(x.isfinite().all() for x in (out, *found))
+        assert not found[0][:, :, empty].any()
+        if len(found) == 4:
+            assert not found[3][~seen].any()
+        kept, q_kept = ~empty, q[:, :, ~empty]
+        alone = flash_attention(q_kept, k, v, attn_mask=seen[kept], backend=backend)
+        torch.testing.assert_close(out[:, :, kept], alone)
+
+
+@over_backends
+def test_nan_in_a_bias_goes_no_further_than_its_row(backend: str) -> None:
+    q, k, v = drawn(70, 90)
+    bias = torch.randn(70, 90, device=DEVICE)
+    bias[40, 7] = math.nan
+    bias[3, 80] = math.nan  # which the causal mask hides
+    out = flash_attention(q, k, v, attn_mask=bias, causal=True, align="top_left", backend=backend)
+    assert out[:, :, 40].isnan().all()
+    others = [i for i in range(70) if i != 40]
+    assert out[:, :, others].isfinite().all()
+    clean = flash_attention(q, k, v, attn_mask=bias.nan_to_num(), causal=True, align="top_left", backend=backend)
+    torch.testing.assert_close(out[:, :, others], clean[:, :, others])
+
+
+@over_backends
+@pytest.mark.parametrize("shape", [(1, 4, 70, 90), (2, 1, 1, 90), (70, 90)], ids=str)
+def test_a_bias_gradient_has_the_same_bits_in_every_run(backend: str, shape: tuple[int, ...]) -> None:
+    q, k, v = drawn(70, 90)
+    bias = torch.randn(shape, device=DEVICE, requires_grad=True)
+    threads = torch.get_num_threads()
+    found = []
+    for n in (1, 2, 1, 2):
+        torch.set_num_threads(n)
+        out = flash_attention(q, k, v, attn_mask=bias, backend=backend)
+        found.append(gradients(out, bias, q, k, v))
+    torch.set_num_threads(threads)
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+
+
+@over_backends
+def test_a_mask_keeps_its_memory(backend: str) -> None:
+    """Of whatever strides, no copy is made of it, and none of the size of all scores."""
+    q, k, v = drawn(128, 256)
+    for mask in (torch.rand(256, 128, device=DEVICE).t() < 0.5, torch.randn(256, 128, device=DEVICE).t()):
+        before = mask.clone()
+        out = flash_attention(q, k, v, attn_mask=mask, backend=backend)
+        assert torch.equal(mask, before)
+        torch.testing.assert_close(out, flash_attention(q, k, v, attn_mask=before.contiguous(), backend=backend))
+
+
+@over_backends
+def test_it_is_what_torch_computes(backend: str) -> None:
+    q, k, v = drawn(70, 90)
+    bias = torch.randn(2, 4, 70, 90, device=DEVICE, requires_grad=True)
+    found = flash_attention(q, k, v, attn_mask=bias, backend=backend)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    torch.testing.assert_close(found, expected)
+    for a, e in zip(gradients(found, q, k, v, bias), gradients(expected, q, k, v, bias), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@over_backends
+def test_a_causal_mask_in_every_form(backend: str) -> None:
+    q, k, v = drawn(130, 130)
+    expected = flash_attention(q, k, v, causal=True, backend=backend)
+    causal = torch.ones(130, 130, dtype=torch.bool, device=DEVICE).tril()
+    lowered = torch.zeros(130, 130, device=DEVICE).masked_fill(~causal, -math.inf)
+    for mask in (causal, lowered, fk.AttentionMask(causal), lowered.bfloat16()):
+        torch.testing.assert_close(flash_attention(q, k, v, attn_mask=mask, backend=backend), expected)
+
+
+@over_backends
+def test_under_compile(backend: str) -> None:
+    q, k, v = drawn(66, 70)
+    mask = fk.AttentionMask.prefix(torch.tensor([3, 70], device=DEVICE))
+    bias = torch.randn(4, 66, 70, device=DEVICE, requires_grad=True)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        masked = flash_attention(q, k, v, attn_mask=mask, backend=backend)
+        return masked + flash_attention(q, k, v, attn_mask=bias, backend=backend)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    expected, found = both(q, k, v, bias), compiled(q, k, v, bias)
+    torch.testing.assert_close(found, expected)
+    for a, e in zip(gradients(found, q, k, v, bias), gradients(expected, q, k, v, bias), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@over_backends
+def test_what_is_not_wanted_is_not_computed(backend: str) -> None:
+    """A bias alone with a gradient, all but the bias, and a bias beside frozen inputs."""
+    q, k, v = (x.detach() for x in drawn(20, 30))
+    bias = torch.randn(4, 20, 30, device=DEVICE, requires_grad=True)
+    (alone,) = gradients(flash_attention(q, k, v, attn_mask=bias, backend=backend), bias)
+    q.requires_grad_()
+    out = flash_attention(q, k, v, attn_mask=bias, backend=backend)
+    assert torch.equal(gradients(out, bias)[0], alone)
+    frozen = flash_attention(q, k, v, attn_mask=bias.detach(), backend=backend)
+    torch.testing.assert_close(gradients(frozen, q)[0], gradients(out, q)[0])
