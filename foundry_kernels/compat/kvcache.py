@@ -55,7 +55,7 @@ def flash_attn_with_kvcache(
     those, in place; the queries then attend to all of them. Where an argument does not fit, nothing is written.
 
     Args:
-        q: ``[B, T, H, D]`` float32, bfloat16, float16 or float64, any strides, D and Dv <= 256.
+        q: ``[B, T, H, D]`` float32, bfloat16, float16 or float64, any strides, D and Dv <= 512.
         k_cache: ``[B, S, Hk, D]`` of q's dtype, any strides; ``[rows, S, Hk, D]`` with `cache_batch_idx`. Read
             where it is, never copied.
         v_cache: ``[B, S, Hk, Dv]``, likewise.

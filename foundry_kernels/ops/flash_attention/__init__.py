@@ -115,9 +115,9 @@ def flash_attention(
     ``out = softmax(scale * q k^T + mask) v``, query head h reading key-value head ``h // (H // Hk)``.
 
     Args:
-        q: ``[B, H, T, D]`` float32, bfloat16, float16 or float64, any strides, 1 <= D <= 256. B, T and S may be 0.
+        q: ``[B, H, T, D]`` float32, bfloat16, float16 or float64, any strides, 1 <= D <= 512. B, T and S may be 0.
         k: ``[B, Hk, S, D]``, of q's dtype and device; H must be a multiple of Hk.
-        v: ``[B, Hk, S, Dv]``, likewise; Dv need not be D, 1 <= Dv <= 256.
+        v: ``[B, Hk, S, Dv]``, likewise; Dv need not be D, 1 <= Dv <= 512.
         attn_mask: a bool tensor, True where a query sees a key, or a floating one, a bias that is added to the scores:
             of any shape that broadcasts to ``[B, H, T, S]``, with any strides, read where it lies. A bias may have
             another dtype than q (float64 only where q has) and, if it requires one, gets a gradient: the sum over what

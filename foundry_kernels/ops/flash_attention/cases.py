@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from foundry_kernels.ops.flash_attention.bench import bench_case
-from foundry_kernels.ops.flash_attention.case_makers import ALL_OPTIONS, DROPOUT, dense_case, one_huge, packed_case
+from foundry_kernels.ops.flash_attention.case_makers import ALL_OPTIONS, DROPOUT, bias_arg, dense_case, one_huge, packed_case
 from foundry_kernels.ops.flash_attention.cases_masked import MASKED
 from foundry_kernels.ops.flash_attention.scales import FROM_OUTPUT, of_output, scales
 from foundry_kernels.testing import Case, normal
@@ -18,8 +18,8 @@ __all__ = ["CASES", "FROM_OUTPUT", "compiled_cases", "field_cases", "of_output",
 
 _DENSE = (
     dense_case(1, (1, 1), (1, 1), 1),
-    *(dense_case(1, (2, 1), (19, 33), d) for d in (8, 16, 40, 59, 64, 72, 96, 111, 128, 192, 256)),
-    *(dense_case(1, (2, 1), (33, 33), d, "causal", causal=True) for d in (40, 59, 96, 111, 128, 256)),
+    *(dense_case(1, (2, 1), (19, 33), d) for d in (8, 16, 40, 59, 64, 72, 96, 111, 128, 192, 256, 320, 512)),
+    *(dense_case(1, (2, 1), (33, 33), d, "causal", causal=True) for d in (40, 59, 96, 111, 128, 256, 512)),
     *(
         dense_case(1, (1, 1), (t, t), 32, "causal-lse", causal=True, return_lse=True)
         for t in (1, 2, 63, 65, 127, 128, 129)
@@ -65,6 +65,11 @@ _DENSE = (
     dense_case(1, (2, 1), (33, 40), 64, "head-dim-v-32", head_dim_v=32, causal=True),
     dense_case(1, (2, 1), (33, 40), 40, "head-dim-v-96", head_dim_v=96, causal=True),
     dense_case(1, (2, 1), (17, 17), 192, "head-dim-v-128", head_dim_v=128, causal=True),
+    dense_case(1, (2, 1), (33, 40), 512, "head-dim-v-64", head_dim_v=64, causal=True),
+    dense_case(1, (2, 1), (33, 40), 64, "head-dim-v-512", head_dim_v=512, causal=True),
+    dense_case(1, (8, 1), (1, 129), 512, "decode", causal=True),
+    dense_case(1, (4, 2), (3, 90), 512, "chunk-head-dim-v-256", head_dim_v=256, causal=True, return_stats=True),
+    dense_case(1, (4, 2), (40, 50), 300, "all-options", alibi_slopes=(4,), sinks=normal(), **ALL_OPTIONS),
     *(
         dense_case(2, (4, 2), (17, 33), 40, layout, layout=layout, cotangent=layout, causal=True)
         for layout in ("swapped", "sliced", "offset", "expanded", "strided")
@@ -108,6 +113,7 @@ _PACKED = (
     packed_case((30, 0, 40), (20, 5, 44), (4, 2), 40, "all", alibi_slopes=(3, 4), sinks=normal(), **ALL_OPTIONS),
     packed_case((17, 40), (33, 40), (2, 1), 32, "sinks", sinks=normal()),
     packed_case((17, 40), (33, 40), (2, 1), 64, "head-dim-v-32", head_dim_v=32, causal=True),
+    packed_case((17, 30), (33, 30), (2, 1), 512, "head-dim-v-320", head_dim_v=320, causal=True),
     packed_case((17, 40), (33, 40), (2, 1), 32, "int64", index=torch.int64, causal=True),
     packed_case((17, 40), (33, 40), (2, 1), 32, "loose-maximum", slack=100, causal=True),
     *(packed_case((17, 20), (17, 20), (2, 1), 40, x, layout=x) for x in ("swapped", "sliced", "offset", "strided")),
@@ -159,7 +165,7 @@ def _paired() -> Iterator[Case]:
 
 def field_cases() -> Iterator[Case]:
     """The whole product, for a GPU."""
-    return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, _HEAD_DIMS))
+    return (_field(*one) for one in product(_TOKENS, _HEADS, _MASKS, _CAPS, (*_HEAD_DIMS, 320, 512)))
 
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -176,7 +182,7 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
     any_order: dict[str, Any] = {"deterministic": False}
     if op == "flash_attention":
         return (
-            *((bench_case(2, 8, 2, 512, d, True), half) for d in (64, 128, 256)),
+            *((bench_case(2, 8, 2, 512, d, True), half) for d in (64, 128, 256, 512)),
             (bench_case(2, 8, 2, 16384, 128, False), half),
             *((dense_case(2, (8, 2), (512, 512), d, "any-order", causal=True, **any_order), half) for d in (64, 128)),
             *(
@@ -186,17 +192,22 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
             (dense_case(2, (8, 2), (512, 512), 128, "window", window=(200, 30)), half),
             (dense_case(2, (8, 2), (512, 512), 128, "alibi", alibi_slopes=(8,), causal=True), half),  # one option alone
             (dense_case(2, (8, 2), (512, 512), 64, "all-options", **everything), half),
-            (dense_case(2, (8, 2), (16384, 16384), 256, "all-options", **everything), half),
+            *((dense_case(2, (8, 2), (16384, 16384), d, "all-options", **everything), half) for d in (256, 512)),
+            (dense_case(2, (8, 2), (512, 512), 512, "window", window=(200, 30)), half),
+            (dense_case(2, (8, 2), (512, 512), 320, "window", window=(200, 30)), half),
+            (dense_case(2, (8, 2), (512, 512), 512, "bias", causal=True, attn_mask=bias_arg(8, 512, 512)), half),
+            (dense_case(2, (8, 2), (512, 512), 512, "dropout", causal=True, **DROPOUT), half),
             *((dense_case(1, (8, 2), (t, 2048), 128, "few-queries", causal=True), half) for t in (1, 16)),
             *(
                 (dense_case(1, (8, 2), (4, 2048), d, "few-queries-all-options", **everything), half)
-                for d in (64, 128, 256)
+                for d in (64, 128, 256, 512)
             ),
         )
     both = ((256, 256), (256, 256), (8, 2))
     return (
-        *((packed_case(*both, d, "causal", causal=True), single) for d in (64, 128, 256)),
-        (packed_case(*both, 128, "all-options", **everything), half),
+        *((packed_case(*both, d, "causal", causal=True), single) for d in (64, 128, 256, 512)),
+        *((packed_case(*both, d, "all-options", **everything), half) for d in (128, 512)),
+        (packed_case(*both, 512, "window", window=(200, 30)), half),
         (packed_case(*both, 111, "causal", causal=True), half),
         *((packed_case(*both, d, "any-order", causal=True, **any_order), half) for d in (64, 128)),
     )

@@ -34,8 +34,8 @@ def _keys(tokens: int) -> st.SearchStrategy[Values]:
 def random_case(draw: st.DrawFn, op: str) -> Case:
     n_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
     n_heads = n_kv_heads * group
-    head_dim = draw(sizes(130, least=1) | st.sampled_from([192, 255, 256]))
-    head_dim_v = draw(st.just(head_dim) | sizes(256, least=1))
+    head_dim = draw(sizes(130, least=1) | st.sampled_from([192, 255, 256, 257, 320, 512]))
+    head_dim_v = draw(st.just(head_dim) | sizes(256, least=1) | st.sampled_from([320, 511, 512]))
     if op == "flash_attention":
         batch, args, lengths = draw(_dense(n_heads, n_kv_heads, head_dim, head_dim_v))
     else:

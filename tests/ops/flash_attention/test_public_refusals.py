@@ -98,10 +98,10 @@ DENSE: Bad = [
     (ValueError, "head dimension of at least 1", {"v": zeros(B, HK, S, 0)}),
     (
         ValueError,
-        "q must have a head dimension of at most 256; got 257",
-        {"q": zeros(B, H, T, 257), "k": zeros(B, HK, S, 257)},
+        "q must have a head dimension of at most 512; got 513",
+        {"q": zeros(B, H, T, 513), "k": zeros(B, HK, S, 513)},
     ),
-    (ValueError, "v must have a head dimension of at most 256; got 300", {"v": zeros(B, HK, S, 300)}),
+    (ValueError, "v must have a head dimension of at most 512; got 600", {"v": zeros(B, HK, S, 600)}),
 ]
 
 
@@ -140,8 +140,8 @@ VARLEN: Bad = [
     (ValueError, "max_seqlen_q must be at least the longest sequence, 5; got 4", {"max_seqlen_q": 4}),
     (ValueError, "max_seqlen_k must be >= 0; got -1", {"max_seqlen_k": -1}),
     (TypeError, "max_seqlen_k must be an int; got Tensor", {"max_seqlen_k": torch.tensor(5)}),
-    (ValueError, "q must have a head dimension of at most 256", {"q": zeros(9, H, 264), "k": zeros(9, HK, 264)}),
-    (ValueError, "v must have a head dimension of at most 256; got 257", {"v": zeros(9, HK, 257)}),
+    (ValueError, "q must have a head dimension of at most 512", {"q": zeros(9, H, 520), "k": zeros(9, HK, 520)}),
+    (ValueError, "v must have a head dimension of at most 512; got 513", {"v": zeros(9, HK, 513)}),
     (ValueError, "k must have q's dtype", {"k": zeros(9, HK, D, dtype=torch.float16)}),
     (ValueError, "multiple of k's 3 heads; got 4", {"k": zeros(9, 3, D), "v": zeros(9, 3, DV)}),
     (ValueError, "cu_seqlens_q must start at 0, .*got .0, 4, 12.", {"cu_seqlens_q": cu_seqlens(0, 4, 12)}),

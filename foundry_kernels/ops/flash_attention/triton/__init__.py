@@ -10,7 +10,7 @@ from torch import Tensor
 from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
 from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
-from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd
+from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd, refuse_wide
 
 
 def _fake_fwd(
@@ -101,7 +101,9 @@ class _FlashAttention(torch.autograd.Function):
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "triton")
     sinks, attn_mask = options.sinks, options.attn_mask
-    if requires_grad(q, k, v, sinks, attn_mask):
+    backward = requires_grad(q, k, v, sinks, attn_mask)
+    refuse_wide(q, v, backward)
+    if backward:
         bare = options if sinks is None and attn_mask is None else options._replace(sinks=None, attn_mask=None)
         results = _FlashAttention.apply(q, k, v, sinks, attn_mask, bare)
         return results if len(results) > 1 else results[0]

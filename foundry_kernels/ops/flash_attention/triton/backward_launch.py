@@ -63,7 +63,10 @@ def launch_bwd(
     others = (*lengths, *pair_tensors(options))
     inputs = (q, k, v, dout, *rows)
     added = not options.deterministic and dq is not None and dk is not None and dv is not None and _adds_dq(p)
-    if dk is not None or dv is not None:
+    if p.apart and dk is not None and dv is not None and not added:
+        _launch_dkdv(p, inputs, others, dk, None, None)
+        _launch_dkdv(p, inputs, others, None, dv, None)
+    elif dk is not None or dv is not None:
         _launch_dkdv(p, inputs, others, dk, dv, dq if added else None)
     if dq is not None and not added:
         _launch_dq(p, inputs, others, dq)
@@ -184,9 +187,8 @@ def _plan_dkdv(
     dv."""
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
     flags["ADD_DQ"] = add_dq
-    config = p.config("dkdv")
-    if add_dq:
-        config = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed) or config
+    own = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed) if add_dq else None
+    config = own or p.config("dkdv" if not p.apart else "dk" if dv is None else "dv")
     splits = _head_splits(p, config["BLOCK_N"])
     parts, members = p.n_kv_heads * splits, p.group // splits
     written: tuple[Strides, Strides] = (dk, dv)

@@ -25,32 +25,40 @@ _INTERPRETED_DECODE: Row = (16, 32, 4, 1)
 _HALF: dict[str, dict[str, dict[int, Row]]] = {
     # 99 KB of shared memory (8.6, 8.9, 12.x): mma.sync keeps q and both accumulators in registers.
     "small": {
-        "fwd": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
+        "fwd": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1), 512: (32, 32, 8, 2)},
         "dkdv": {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 1)},
-        "dq": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
-        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2)},
+        "dk": {512: (16, 32, 8, 2)},
+        "dv": {512: (32, 32, 8, 2)},
+        "dq": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 16, 8, 2)},
+        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (16, 32, 8, 2)},
     },
     # 163 KB (8.0): the same tiles, one more stage in flight.
     "ampere": {
-        "fwd": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+        "fwd": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
         "dkdv": {64: (32, 128, 8, 3), 128: (32, 64, 8, 3), 256: (32, 32, 8, 2)},
-        "dq": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
-        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
+        "dk": {512: (16, 32, 8, 2)},
+        "dv": {512: (32, 32, 8, 1)},
+        "dq": {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
+        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3), 512: (16, 32, 8, 2)},
     },
     # 227 KB, wgmma. Forward at 128: 128x64 with 3 stages and 8 warps, PyTorch's FlexAttention default on an H100.
-    # dK, dV at 128: 64 queries a tile would spill 96 bytes.
+    # dK, dV at 128: 64 queries a tile would spill 96 bytes. Forward at 512: with 32 keys it would take 1 KB too much.
     "hopper": {
-        "fwd": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "fwd": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2), 512: (64, 16, 8, 3)},
         "dkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
-        "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
-        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3)},
+        "dk": {512: (16, 64, 8, 2)},
+        "dv": {512: (32, 64, 8, 2)},
+        "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2), 512: (32, 32, 8, 2)},
+        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 32, 4, 3), 512: (16, 32, 8, 2)},
     },
 }
 # tcgen05 (10.x): as Hopper, but dK and dV would spill at its tiles beyond 64.
 _HALF["blackwell"] = {
     **_HALF["hopper"],
-    "fwd": _HALF["hopper"]["fwd"] | {64: (128, 64, 8, 3)},
+    "fwd": _HALF["hopper"]["fwd"] | {64: (128, 64, 8, 3), 512: (32, 32, 8, 2)},
     "dkdv": {64: (64, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+    "dk": {512: (32, 32, 8, 2)},
+    "dv": {512: (32, 32, 8, 2)},
 }
 
 # AMD's gfx942 and gfx950, for which kernels are compiled and nothing else: 64 KB. 4 warps of 64 lanes have 512
@@ -64,15 +72,24 @@ _HALF["cdna"] = {
 
 #: float32 is multiplied exactly, by fused multiply-adds with whole rows in flight: small tiles, the same everywhere.
 _SINGLE: dict[str, dict[int, Row]] = {
-    "fwd": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "dq": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "decode": {64: (16, 32, 4, 2), 128: (16, 32, 4, 2), 256: (16, 16, 4, 2)},
+    "fwd": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
+    "dkdv": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
+    "dq": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1), 512: (16, 16, 8, 1)},
+    "decode": {64: (16, 32, 4, 2), 128: (16, 32, 4, 2), 256: (16, 16, 4, 2), 512: (16, 16, 8, 1)},
 }
 _SINGLE_CDNA = {
     **_SINGLE,
     "dkdv": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 32, 4, 1)},
     "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1)},
+}
+
+#: Heads wider than 256 in 16 bits with `needs_registers` (see `config`), where the table's row would spill.
+_WIDE_WITH_OPTIONS: dict[tuple[str, str], Row] = {
+    ("small", "fwd"): (32, 16, 8, 2),
+    ("small", "decode"): (16, 16, 8, 2),
+    ("ampere", "fwd"): (32, 16, 8, 2),
+    ("hopper", "dk"): (32, 32, 8, 2),  # mma.sync: no tile that is wide enough for wgmma has room for more
+    ("hopper", "dv"): (32, 32, 8, 2),
 }
 
 #: Where Triton is older than 3.7, in place of a launch config with which it would spill: by class of device, kernel,
@@ -105,7 +122,7 @@ _ADDED: dict[tuple[str, int, bool], Row] = {
 
 def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool) -> dict[str, Any]:
     """The launch of "fwd", "decode", "dkdv", "dq", "preprocess" or "sum_splits" for the padded `head_dim`, the wider of
-    D and Dv. Capability 0 is the interpreter.
+    D and Dv; of "dk" and "dv" where `apart` says so. Capability 0 is the interpreter.
 
     `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
     block, whose masks do. Fewer keys or rows, or more warps, make room. There, forward, and in float32 `maxnreg` is
@@ -120,12 +137,15 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         single = _SINGLE_CDNA if device_of(capability).name == "cdna" else _SINGLE
         table = _HALF[device_of(capability).name] if dtype.itemsize == 2 else single
         row = table[kernel][max(64, head_dim)]
+    wide = capability != 0 and dtype.itemsize == 2 and head_dim > 256
+    if needs_registers and wide:
+        row = _WIDE_WITH_OPTIONS.get((device_of(capability).name, kernel), row)
     m, n, warps, stages = row
     if needs_registers and kernel == "dkdv" and n > 32:
         n //= 2
     if needs_registers and kernel == "decode" and m > 16:
         m //= 2
-    if needs_registers and kernel == "fwd":
+    if needs_registers and kernel == "fwd" and not wide:
         warps = 8
         if device_of(capability).name == "cdna":
             m, n = min(m, 64 if head_dim <= 128 else 32), 32
@@ -147,9 +167,23 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         else:
             launch["AHEAD"] = dtype.itemsize == 2 and device_of(capability).name == "hopper"
     guessed = ("fwd", "decode", "dq") if device_of(capability).name == "blackwell" else ("fwd", "decode")
-    if dtype.itemsize != 2 or (needs_registers and kernel in guessed):
+    if dtype.itemsize != 2 or (needs_registers and (kernel in guessed or wide)):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
+
+
+def apart(capability: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether "dk" and "dv" are launched in place of "dkdv", whose sums of both would leave no registers for tiles of a
+    good size. Then scores are computed twice, six products in place of four."""
+    return head_dim > 256 and dtype.itemsize == 2
+
+
+def shared_needed(kernel: str, block_d: int, block_dv: int, dtype: torch.dtype) -> int:
+    """Bytes of shared memory that the tiles of "fwd", "dkdv" or "dq" take in float32 and float64, which are not copied
+    ahead. (Tiles in 16 bits fit everywhere.)"""
+    m, n, _, _ = _SINGLE[kernel][max(64, block_d, block_dv)]
+    columns = max(block_d, block_dv) if kernel == "fwd" else block_d + block_dv
+    return (m + n) * columns * dtype.itemsize
 
 
 def added_row(
@@ -187,7 +221,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """`config`, and those that may be measured to be better. In the interpreter another tile stands for them."""
     own = config(kernel, capability, head_dim, dtype, needs_registers)
-    if kernel in ("preprocess", "sum_splits") or needs_registers or (dtype.itemsize != 2 and capability != 0):
+    few = needs_registers or head_dim > 256 or (dtype.itemsize != 2 and capability != 0)
+    if kernel in ("preprocess", "sum_splits") or few:
         return [own]
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]

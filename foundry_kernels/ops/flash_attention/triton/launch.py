@@ -18,7 +18,9 @@ from foundry_kernels._triton.launch import Plan, launch, planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
+from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.triton.config import apart, shared_needed
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
@@ -38,6 +40,7 @@ _FAR_APART = 1 << 23
 
 #: Of the L2 cache, what the heads of a section may read: less than half of what GPUs of data centers have.
 _SECTION_BYTES = 16 << 20
+
 
 def _batched(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.transpose(0, 1).unsqueeze(0)
@@ -144,6 +147,31 @@ def empty_bwd(
     )
 
 
+def refuse_wide(q: Tensor, v: Tensor, backward: bool) -> None:
+    """Refuses a call whose tiles are more than a program's shared memory holds.
+
+    Raises:
+        BackendUnavailable: the message names what does not fit.
+    """
+    widths = (q.shape[-1], v.shape[-1])
+    if sum(widths) * q.element_size() <= 2048:  # which fit every GPU
+        return
+    chip = capability(q.device)
+    gpu = device_of(chip)
+    if chip == 0 or gpu.name == "cdna" or q.element_size() == 2:
+        return
+    blocks = [max(16, triton.next_power_of_2(width)) for width in widths]
+    for kernel in ("fwd", "dkdv", "dq") if backward else ("fwd",):
+        needed = shared_needed(kernel, *blocks, q.dtype)
+        if needed > gpu.block_shared:
+            raise BackendUnavailable(
+                f"flash_attention: backend 'triton': the {'forward' if kernel == 'fwd' else 'backward'} pass in "
+                f"{q.dtype} with head_dim {widths[0]} (v's is {widths[1]}) needs {needed} bytes of shared memory; a "
+                f"program on this GPU, of compute capability {chip / 10}, has {gpu.block_shared}. Use 16 bits, or "
+                "backend 'reference'"
+            )
+
+
 class _Problem:
     """What the launches of calls with the same shapes, strides and options have in common; q, k and v are batched and
     aligned. There is one for each combination, so that it can stand for them (`_problem`)."""
@@ -174,6 +202,7 @@ class _Problem:
         found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
         self.numbers, constants, self.needs_registers = found
         self.mask_tiles = tensors.mask_tiles
+        self.masked = tensors.attn_mask is not None or tensors.mask_tiles is not None
         self.window = (self.numbers["left"], self.numbers["right"])
         self.natural_scale = options.scale
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
@@ -187,13 +216,14 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
+        self.apart = apart(self.capability, self.width_and_needs()[0], dtype)
         self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
 
     def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
         """The launch config for `kernel`, with what is `fixed` in place of what the table says. `more`: those of
         another kernel, which dense calls can take in its place. They are a choice of their own, since a config of this
         kernel that was measured on dense calls is for all others too."""
-        name = f"flash_attention_{kernel}_kernel"
+        name = f"flash_attention_{'dkdv' if kernel in ('dk', 'dv') else kernel}_kernel"
         tags, found = self._rows(kernel)
         rows = [row | fixed for row in found]
         default = choose(name, tags, rows, self.device)
@@ -206,12 +236,14 @@ class _Problem:
         """What tells the launch apart from others with the same config, and the configs."""
         width, needs_registers = self.width_and_needs()
         found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
-        return f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}", found
+        tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
+        return tags + (f" {kernel} alone" if kernel in ("dk", "dv") else ""), found
 
     def width_and_needs(self) -> tuple[int, bool]:
         """The `head_dim` and the `needs_registers` of the table of configurations."""
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
-        return max(blocks), self.needs_registers or blocks != (self.head_dim, self.head_dim_v)
+        pairs = max(blocks) > 256 and (self.masked or self.constants["HAS_DROPOUT"])
+        return max(blocks), self.needs_registers or pairs or blocks != (self.head_dim, self.head_dim_v)
 
     def section(self, tokens: int, num_splits: int = 1) -> int:
         """How many sequences' key-value heads, or parts of them, each of which makes its programs read two tensors of
