@@ -1,7 +1,7 @@
 """The dimensions of the tensors of the kernels' operators, of which `foundry_kernels.distributed` makes rules.
 
 Sequences and heads may be sharded, the query heads of a group together with their key-value head. Of packed sequences
-only heads may.
+only heads may. A mask is sharded with them along the dimensions in which it is not broadcast.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,21 @@ _PACKED = {"q": "thd", "k": "shd", "v": "she", "out": "the", "sinks": "h", "cu_s
 _PACKED |= dict.fromkeys(("lse", "entropy", "max_logit"), "ht")
 
 
+_MASKS = ("attn_mask", "mask_tiles")
+_SAME = {"mask_bits": "nw", "dropout_seed": "..."}
+
+
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     packed, alibi_slopes = args.get("cu_seqlens_q") is not None, args.get("alibi_slopes")
     per_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
     if packed:
-        return _PACKED | {"alibi_slopes": "nh" if per_sequence else "h"}, "h"
-    return _DENSE | {"alibi_slopes": "bh" if per_sequence else "h"}, "bh"
+        return _PACKED | _SAME | {"alibi_slopes": "nh" if per_sequence else "h", "dropout_heads": "nh"}, "h"
+    masks = {name: _mask_letters(mask) for name in _MASKS if (mask := args.get(name)) is not None}
+    if "attn_mask" in masks:
+        masks["dbias"] = masks["attn_mask"]
+    return _DENSE | _SAME | masks | {"alibi_slopes": "bh" if per_sequence else "h", "dropout_heads": "bh"}, "bh"
+
+
+def _mask_letters(mask: Any) -> str:
+    """The letters of [b, h, t, s], digits where there is one element for all."""
+    return "".join(letter if n > 1 else str(i) for i, (letter, n) in enumerate(zip("bhts", mask.shape, strict=True)))
