@@ -159,7 +159,8 @@ def flash_attention_combine_kernel(
     n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     stride_ob, stride_oh, stride_ot, stride_lseb,
     VARLEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_LSE: tl.constexpr,
-    SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row from its splits: the sums as one softmax over all keys would have them, added in a fixed order."""
     pid = tl.program_id(0)

@@ -179,8 +179,8 @@ def flash_attention_fwd_kernel(
     )  # fmt: skip
     if HAS_LEFT and not HAS_TILES:
         b_acc, state, b_qk = _attend_range(
-            b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end), scoring, mask, pairs,
-            True, SAVE_STATS, AHEAD, sizes,
+            b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end), scoring,
+            mask, pairs, True, SAVE_STATS, AHEAD, sizes,
         )  # fmt: skip
     if HAS_DROPOUT:
         b_acc = b_acc * dropout.scale
