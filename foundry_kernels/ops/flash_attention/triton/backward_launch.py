@@ -21,6 +21,7 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
 from foundry_kernels.ops.flash_attention.triton.backward_dq import flash_attention_dq_kernel
 from foundry_kernels.ops.flash_attention.triton.bias_launch import launch_dbias
 from foundry_kernels.ops.flash_attention.triton.config import added_row
+from foundry_kernels.ops.flash_attention.triton.kernel_options import pair_tensors
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
     _aligned,
@@ -30,7 +31,6 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _problem,
     _target,
     empty_bwd,
-    pair_tensors,
 )
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 

@@ -129,10 +129,10 @@ def flash_attention_decode_kernel(
             b_s = tl.where(bits_of_rows(bits, j0, BLOCK_N), b_s, -float("inf"))
         b_s = tl.where(seen_keys(j0, BLOCK_N, q_pos, seqlen_k, mask), b_s, -float("inf"))
         b_p, b_shrink, state = online_softmax(b_s, factor, state, True, SAVE_STATS)
-        if HAS_DROPOUT:
+        if dropout is not None:
             b_p = tl.where(kept(dropout, 0, tokens[:, None], j0, places, sizes), b_p, dropout.zero)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
-    if HAS_DROPOUT:
+    if dropout is not None:
         b_acc = b_acc * dropout.scale
     if SPLIT:
         at = ((place + split) * n_kv_heads + kv_head) * n_rows + rows
