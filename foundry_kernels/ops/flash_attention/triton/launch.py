@@ -33,6 +33,7 @@ from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     pair_tensors,
     tensor_options,
 )
+from foundry_kernels.ops.flash_attention.triton.pairs_config import PairOptions, with_pairs
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
@@ -202,7 +203,8 @@ class _Problem:
         found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
         self.numbers, constants, self.needs_registers = found
         self.mask_tiles = tensors.mask_tiles
-        self.masked = tensors.attn_mask is not None or tensors.mask_tiles is not None
+        masks = tensors.attn_mask is not None, tensors.mask_tiles is not None
+        self.pairs = PairOptions(*masks, options.dropout_p is not None)
         self.window = (self.numbers["left"], self.numbers["right"])
         self.natural_scale = options.scale
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
@@ -237,12 +239,20 @@ class _Problem:
         width, needs_registers = self.width_and_needs()
         found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
+        if any(self.pairs):  # no config that was measured on other calls
+            names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)
+            found = [self._with_pairs(kernel, row) for row in (found if self.capability == 0 else found[:1])]
+            tags += f" with{names}"
         return tags + (f" {kernel} alone" if kernel in ("dk", "dv") else ""), found
+
+    def _with_pairs(self, kernel: str, row: dict[str, Any]) -> dict[str, Any]:
+        width, needs_registers = self.width_and_needs()
+        return with_pairs(row, kernel, self.capability, width, self.dtype, self.pairs, needs_registers)
 
     def width_and_needs(self) -> tuple[int, bool]:
         """The `head_dim` and the `needs_registers` of the table of configurations."""
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
-        pairs = max(blocks) > 256 and (self.masked or self.constants["HAS_DROPOUT"])
+        pairs = max(blocks) > 256 and any(self.pairs)
         return max(blocks), self.needs_registers or pairs or blocks != (self.head_dim, self.head_dim_v)
 
     def section(self, tokens: int, num_splits: int = 1) -> int:
