@@ -246,14 +246,14 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"backend 'native' cannot serve float64",
     ),
     "wide": (
-        kv(q=torch.ones(2, 3, 4, 300), k_cache=torch.ones(2, 16, 2, 300), k=torch.ones(2, 3, 2, 300)),
+        kv(q=torch.ones(2, 3, 4, 600), k_cache=torch.ones(2, 16, 2, 600), k=torch.ones(2, 3, 2, 600)),
         ValueError,
-        r"q must have a head dimension of 1 to 256; got 300",
+        r"q must have a head dimension of 1 to 512; got 600",
     ),
     "wide values": (
-        kv(v_cache=torch.ones(2, 16, 2, 300), v=torch.ones(2, 3, 2, 300)),
+        kv(v_cache=torch.ones(2, 16, 2, 600), v=torch.ones(2, 3, 2, 600)),
         ValueError,
-        r"v_cache must have a head dimension of 1 to 256; got 300",
+        r"v_cache must have a head dimension of 1 to 512; got 600",
     ),
 }
 

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from foundry_kernels.ops.flash_attention.bench import bench_case
-from foundry_kernels.ops.flash_attention.case_makers import ALL_OPTIONS, DROPOUT, bias_arg, dense_case, one_huge, packed_case
+from foundry_kernels.ops.flash_attention.case_makers import (
+    ALL_OPTIONS,
+    DROPOUT,
+    bias_arg,
+    dense_case,
+    one_huge,
+    packed_case,
+)
 from foundry_kernels.ops.flash_attention.cases_masked import MASKED
 from foundry_kernels.ops.flash_attention.scales import FROM_OUTPUT, of_output, scales
 from foundry_kernels.testing import Case, normal
