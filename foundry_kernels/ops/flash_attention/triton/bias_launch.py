@@ -19,9 +19,9 @@ _IMPLIED = ("VARLEN", "HAS_BIAS", "HAS_MASK")
 
 
 #: BLOCK_M, BLOCK_N, warps and stages in 16 bits, where products are asynchronous and elsewhere, by the head dimension:
-#: what spills nothing, but for heads beyond 256 with dropout.
-_ASYNCHRONOUS = {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1), 512: (32, 64, 8, 1)}
-_SYNCHRONOUS = {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1), 512: (16, 64, 8, 1)}
+#: what spills nothing.
+_ASYNCHRONOUS = {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)}
+_SYNCHRONOUS = {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)}
 
 
 def _config(p: _Problem) -> dict[str, int]:
@@ -31,6 +31,8 @@ def _config(p: _Problem) -> dict[str, int]:
         m, n, warps, stages = 32, 32, 4, 1
     elif p.dtype.itemsize != 2:
         m, n, warps, stages = (32, 32, 8, 1) if width == 64 else (16, 32, 8, 1) if width == 128 else (16, 16, 8, 1)
+    elif width > 256:
+        m, n, warps, stages = 16, 16, 8, 2
     elif name in ("hopper", "blackwell"):
         m, n, warps, stages = _ASYNCHRONOUS[width]
     else:

@@ -30,7 +30,7 @@ _HALF: dict[str, dict[str, dict[int, Row]]] = {
         "dk": {512: (16, 32, 8, 2)},
         "dv": {512: (32, 32, 8, 2)},
         "dq": {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 16, 8, 2)},
-        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (16, 32, 8, 2)},
+        "decode": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (16, 16, 8, 2)},
     },
     # 163 KB (8.0): the same tiles, one more stage in flight.
     "ampere": {
@@ -86,11 +86,17 @@ _SINGLE_CDNA = {
 #: Heads wider than 256 in 16 bits with `needs_registers` (see `config`), where the table's row would spill.
 _WIDE_WITH_OPTIONS: dict[tuple[str, str], Row] = {
     ("small", "fwd"): (32, 16, 8, 2),
-    ("small", "decode"): (16, 16, 8, 2),
     ("ampere", "fwd"): (32, 16, 8, 2),
+    ("ampere", "dq"): (32, 16, 8, 2),
+    ("blackwell", "dq"): (32, 16, 8, 2),
     ("hopper", "dk"): (32, 32, 8, 2),  # mma.sync: no tile that is wide enough for wgmma has room for more
     ("hopper", "dv"): (32, 32, 8, 2),
 }
+
+#: Of these, BLOCK_M and BLOCK_N where pairs of a query and a key are hidden or dropped one by one, or have a bias; by
+#: kernel, on GPUs of class "small" and on others.
+_WIDE_PAIRS_SMALL: dict[str, tuple[int, int]] = dict.fromkeys(("dk", "dv", "dq"), (16, 16))
+_WIDE_PAIRS: dict[str, tuple[int, int]] = dict.fromkeys(("dk", "dv"), (32, 16))
 
 #: Where Triton is older than 3.7, in place of a launch config with which it would spill: by class of device, kernel,
 #: head dimension and `needs_registers` (see `config`).
@@ -167,14 +173,26 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         else:
             launch["AHEAD"] = dtype.itemsize == 2 and device_of(capability).name == "hopper"
     guessed = ("fwd", "decode", "dq") if device_of(capability).name == "blackwell" else ("fwd", "decode")
-    if dtype.itemsize != 2 or (needs_registers and (kernel in guessed or wide)):
+    if (
+        dtype.itemsize != 2
+        or (needs_registers and kernel in guessed)
+        or (wide and (needs_registers or kernel == "decode"))
+    ):
         launch["maxnreg"] = min(255, 65536 // (32 * warps))
     return launch
 
 
-def apart(capability: int, head_dim: int, dtype: torch.dtype) -> bool:
+def wide_pairs_tile(kernel: str, capability: int, dtype: torch.dtype) -> dict[str, int]:
+    """What replaces the tile of `config` for heads wider than 256 with masks, a bias or dropout."""
+    if capability == 0 or dtype.itemsize != 2:
+        return {}
+    table = _WIDE_PAIRS_SMALL if device_of(capability).name == "small" else _WIDE_PAIRS
+    return dict(zip(("BLOCK_M", "BLOCK_N"), table.get(kernel, ()), strict=False))
+
+
+def apart(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether "dk" and "dv" are launched in place of "dkdv", whose sums of both would leave no registers for tiles of a
-    good size. Then scores are computed twice, six products in place of four."""
+    good size. Then scores are computed twice, five products in place of four."""
     return head_dim > 256 and dtype.itemsize == 2
 
 

@@ -20,7 +20,7 @@ from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels.core.registry import BackendUnavailable
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
-from foundry_kernels.ops.flash_attention.triton.config import apart, shared_needed
+from foundry_kernels.ops.flash_attention.triton.config import apart, shared_needed, wide_pairs_tile
 from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
 from foundry_kernels.ops.flash_attention.triton.decode_launch import launch_decode
 from foundry_kernels.ops.flash_attention.triton.forward import flash_attention_fwd_kernel
@@ -163,7 +163,7 @@ def refuse_wide(q: Tensor, v: Tensor, backward: bool) -> None:
         return
     blocks = [max(16, triton.next_power_of_2(width)) for width in widths]
     for kernel in ("fwd", "dkdv", "dq") if backward else ("fwd",):
-        needed = shared_needed(kernel, *blocks, q.dtype)
+        needed = shared_needed(kernel, blocks[0], blocks[1], q.dtype)
         if needed > gpu.block_shared:
             raise BackendUnavailable(
                 f"flash_attention: backend 'triton': the {'forward' if kernel == 'fwd' else 'backward'} pass in "
@@ -218,7 +218,9 @@ class _Problem:
             "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
-        self.apart = apart(self.capability, self.width_and_needs()[0], dtype)
+        #: Heads wider than 256 whose pairs of a query and a key are hidden or dropped one by one, or have a bias.
+        self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
+        self.apart = apart(self.width_and_needs()[0], dtype)
         self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
 
     def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
@@ -227,6 +229,8 @@ class _Problem:
         kernel that was measured on dense calls is for all others too."""
         name = f"flash_attention_{'dkdv' if kernel in ('dk', 'dv') else kernel}_kernel"
         tags, found = self._rows(kernel)
+        if self.wide_pairs:
+            fixed |= wide_pairs_tile(kernel, self.capability, self.dtype)
         rows = [row | fixed for row in found]
         default = choose(name, tags, rows, self.device)
         if not more or is_forced(name, tags, rows):
@@ -237,6 +241,8 @@ class _Problem:
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
         """What tells the launch apart from others with the same config, and the configs."""
         width, needs_registers = self.width_and_needs()
+        if kernel in ("dk", "dv") and self.tokens_q % 16 != 0:  # so that rows of lse and delta are not aligned
+            needs_registers = True
         found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
         if any(self.pairs):  # no config that was measured on other calls
@@ -252,8 +258,7 @@ class _Problem:
     def width_and_needs(self) -> tuple[int, bool]:
         """The `head_dim` and the `needs_registers` of the table of configurations."""
         blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
-        pairs = max(blocks) > 256 and any(self.pairs)
-        return max(blocks), self.needs_registers or pairs or blocks != (self.head_dim, self.head_dim_v)
+        return max(blocks), self.needs_registers or self.wide_pairs or blocks != (self.head_dim, self.head_dim_v)
 
     def section(self, tokens: int, num_splits: int = 1) -> int:
         """How many sequences' key-value heads, or parts of them, each of which makes its programs read two tensors of
@@ -298,6 +303,8 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         config |= {"BLOCK_N": 64, "num_stages": 3}  # the left edge is one more masked loop, with which 128 keys spill
     if p.constants["HAS_TILES"]:  # a tile is within one of the mask's
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)
+        if p.wide_pairs and config["BLOCK_M"] == 64:  # lists take registers that the tile for wgmma has not
+            config |= {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 2}
     tiles = triton.cdiv(p.max_seqlen_q, config["BLOCK_M"])
     numbers = (
         p.n_batch, p.n_heads, p.group, p.group * p.section(p.max_seqlen_k), p.tokens_q, p.tokens_k, *p.strides_qkv,
