@@ -305,6 +305,8 @@ def test_products_are_under_way_during_the_softmax() -> None:
     launches = re.split(r"\n(?=\w+_kernel )", done.stdout)
     for launch in (each for each in launches if each.startswith("flash_attention_fwd_kernel ")):
         width = int(re.findall(r" D=(\d+)-causal bfloat16", launch)[0])
+        if width not in budgets:
+            continue  # wider heads are held to no spill and no more
         tiles = int(re.findall(r" BLOCK_N=(\d+) ", launch)[0]) / 64
         masked, plain = sorted((_loop(line) for line in re.findall(r"loop of .*", launch)), key=lambda x: -x["all"])
         most, most_masked, overlapped, hidden = budgets[width]
