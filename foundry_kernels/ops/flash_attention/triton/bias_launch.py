@@ -24,7 +24,12 @@ def _config(p: _Problem) -> dict[str, int]:
     if p.capability == 0:
         m, n = 32, 32
     elif width > 256 and p.dtype.itemsize == 2:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2, "maxnreg": 255}
+        return {
+            "BLOCK_M": 16,
+            "BLOCK_N": 16,
+            "num_warps": 4,
+            "num_stages": 2 if device_of(p.capability).name != "cdna" else 1,
+        }
     elif p.dtype.itemsize == 2:
         m, n = (64, 64) if width <= 128 else (32, 32)
     else:
