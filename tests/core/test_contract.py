@@ -51,7 +51,7 @@ def test_what_a_module_leaves_out_is_the_default() -> None:
     rms_norm, attention = fk.OPS["rms_norm"], fk.OPS["flash_attention"]
     assert rms_norm.cases.FROM_OUTPUT == ()
     assert rms_norm.cases.compiled_cases("rms_norm") is None
-    assert attention.cases.FROM_OUTPUT == ("q", "k", "sinks")
+    assert attention.cases.FROM_OUTPUT == ("q", "k", "sinks", "attn_mask")
     assert rms_norm.bench is not None
     assert attention.bench is not None
     [large] = [c for c in rms_norm.bench.bench_cases("rms_norm", "cpu") if c.id == "8192x128-heads"]

@@ -127,10 +127,10 @@ _PACKED = (
     packed_case((20, 0, 33), (5, 3, 40), (2, 1), 32, "stats", causal=True, return_lse=True, return_stats=True),
     packed_case((17, 40), (33, 40), (4, 2), 32, "stats-sinks", sinks=normal(), window=(9, 4), return_stats=True),
     packed_case((17, 0, 40), (33, 5, 40), (4, 2), 32, "dropout", causal=True, return_lse=True, **DROPOUT),
-    packed_case((1, 1, 1), (30, 1, 65), (4, 2), 64, "decode-dropout", **DROPOUT),
+    packed_case((1, 1, 1), (30, 1, 33), (4, 2), 64, "decode-dropout", **DROPOUT),
     packed_case(
-        (30, 0, 40),
-        (20, 5, 44),
+        (15, 0, 30),
+        (10, 5, 34),
         (4, 2),
         40,
         "all-dropout",

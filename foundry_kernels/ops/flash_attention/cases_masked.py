@@ -43,44 +43,44 @@ def _striped(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 MASKED = (
     *(
-        masked(2, (4, 2), (70, 97), 32, _name("bool", shape), attn_mask=mask_arg(*shape), return_lse=True)
-        for shape in ((2, 4, 70, 97), (4, 1, 97), (2, 1, 1, 97), (70, 97), (1, 4, 70, 1))
+        masked(2, (2, 1), (35, 70), 16, _name("bool", shape), attn_mask=mask_arg(*shape), return_lse=True)
+        for shape in ((2, 2, 35, 70), (2, 1, 70), (2, 1, 1, 70), (35, 70), (1, 2, 35, 1))
     ),
     *(
-        masked(2, (4, 2), (70, 97), 40, _name("bias", shape), attn_mask=bias_arg(*shape), return_lse=True)
-        for shape in ((2, 4, 70, 97), (1, 4, 70, 97), (2, 1, 1, 97), (70, 97), (97,), (4, 70, 1), (2, 4, 1, 1), ())
+        masked(2, (2, 1), (35, 70), 24, _name("bias", shape), attn_mask=bias_arg(*shape), return_lse=True)
+        for shape in ((2, 2, 35, 70), (1, 2, 35, 70), (2, 1, 1, 70), (35, 70), (70,), (2, 35, 1), (2, 2, 1, 1), ())
     ),
     *(
-        masked(2, (3, 1), (33, 65), 32, f"bias-{layout}", attn_mask=bias_arg(2, 3, 33, 65, layout=layout), causal=True)
+        masked(2, (2, 1), (33, 40), 16, f"bias-{layout}", attn_mask=bias_arg(2, 2, 33, 40, layout=layout), causal=True)
         for layout in ("swapped", "sliced", "offset", "expanded", "strided")
     ),
     *(
-        masked(2, (3, 1), (33, 65), 32, f"bool-{layout}", attn_mask=mask_arg(2, 3, 33, 65, layout=layout))
+        masked(2, (2, 1), (33, 40), 16, f"bool-{layout}", attn_mask=mask_arg(2, 2, 33, 40, layout=layout))
         for layout in ("swapped", "sliced", "offset", "expanded", "strided")
     ),
     masked(1, (4, 2), (130, 200), 64, "bool-blocks", attn_mask=mask_arg(130, 200, values=blocks), return_lse=True),
     masked(1, (2, 1), (65, 65), 32, "bool-causal", attn_mask=mask_arg(65, 65), causal=True, return_lse=True),
     masked(1, (2, 1), (65, 65), 32, "bool-stats", attn_mask=mask_arg(65, 65), sinks=normal(), return_stats=True),
-    masked(1, (4, 2), (70, 97), 32, "bias-gaps", attn_mask=bias_arg(70, 97, values=bias_with_gaps), return_lse=True),
-    masked(1, (4, 2), (70, 97), 32, "bias-frozen", attn_mask=bias_arg(4, 70, 97, grad=False), causal=True),
-    masked(1, (4, 2), (70, 97), 32, "bias-only", attn_mask=bias_arg(4, 70, 97), frozen="qkv"),
+    masked(1, (2, 1), (40, 70), 32, "bias-gaps", attn_mask=bias_arg(40, 70, values=bias_with_gaps), return_lse=True),
+    masked(1, (2, 1), (40, 70), 32, "bias-frozen", attn_mask=bias_arg(2, 40, 70, grad=False), causal=True),
+    masked(1, (2, 1), (40, 70), 32, "bias-only", attn_mask=bias_arg(2, 40, 70), frozen="qkv"),
     masked(1, (2, 1), (33, 65), 64, "bias-large", attn_mask=bias_arg(33, 65, values=normal(60.0)), return_lse=True),
     masked(1, (2, 1), (33, 65), 64, "bias-float32", attn_mask=bias_arg(2, 33, 65, dtype=torch.float32)),
-    masked(2, (4, 2), (1, 300), 64, "bias-decode", attn_mask=bias_arg(2, 1, 1, 300)),
-    masked(2, (4, 2), (3, 300), 64, "bool-decode", attn_mask=mask_arg(2, 1, 1, 300), causal=True, return_lse=True),
+    masked(2, (4, 2), (1, 150), 16, "bias-decode", attn_mask=bias_arg(2, 1, 1, 150)),
+    masked(2, (4, 2), (3, 150), 16, "bool-decode", attn_mask=mask_arg(2, 1, 1, 150), causal=True, return_lse=True),
     masked(1, (2, 1), (65, 70), 32, "tiles-prefix-or-causal", attn_mask=_prefix_or_causal(1, 65, 70), return_lse=True),
     masked(3, (4, 2), (150, 150), 32, "tiles-batch", attn_mask=_prefix_or_causal(3, 150, 150), return_lse=True),
     masked(2, (4, 2), (300, 300), 40, "tiles-documents", attn_mask=_documents(3, 97, 160, 40), causal=True),
-    masked(2, (4, 2), (2, 300), 64, "tiles-decode", attn_mask=AttentionMask.prefix(torch.tensor([0, 100]))),
+    masked(2, (4, 2), (2, 150), 16, "tiles-decode", attn_mask=AttentionMask.prefix(torch.tensor([0, 100]))),
     masked(
         2, (4, 2), (130, 200), 32, "tiles-heads", window=(90, 20), return_lse=True,
         attn_mask=AttentionMask.from_function(_striped, 2, 4, 130, 200, "cpu"),
     ),
     *(
-        masked(1, (4, 2), tokens, d, "dropout", return_lse=True, **DROPOUT)
-        for tokens, d in (((65, 97), 32), ((130, 33), 64), ((1, 300), 64), ((3, 90), 40))
+        masked(1, (2, 1), tokens, d, "dropout", return_lse=True, **DROPOUT)
+        for tokens, d in (((65, 97), 32), ((130, 33), 32), ((1, 300), 16), ((3, 90), 40))
     ),
-    masked(2, (3, 1), (70, 70), 32, "dropout-causal", causal=True, return_stats=True, **DROPOUT),
+    masked(2, (3, 1), (70, 70), 24, "dropout-causal", causal=True, return_stats=True, **DROPOUT),
     masked(1, (2, 1), (40, 40), 32, "dropout-0.9", causal=True, dropout_p=0.9, dropout_seed=3),
     masked(1, (2, 1), (40, 40), 32, "dropout-0", dropout_p=0.0, dropout_seed=3),
     masked(

@@ -13,8 +13,6 @@ _DENSE = {"q": "bhtd", "k": "bhsd", "v": "bhse", "out": "bhte", "sinks": "h"}
 _DENSE |= dict.fromkeys(("lse", "entropy", "max_logit"), "bht")
 _PACKED = {"q": "thd", "k": "shd", "v": "she", "out": "the", "sinks": "h", "cu_seqlens_q": "c", "cu_seqlens_k": "c"}
 _PACKED |= dict.fromkeys(("lse", "entropy", "max_logit"), "ht")
-
-
 _MASKS = ("attn_mask", "mask_tiles")
 _SAME = {"mask_bits": "nw", "dropout_seed": "..."}
 
@@ -31,5 +29,6 @@ def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
 
 
 def _mask_letters(mask: Any) -> str:
-    """The letters of [b, h, t, s], digits where there is one element for all."""
-    return "".join(letter if n > 1 else str(i) for i, (letter, n) in enumerate(zip("bhts", mask.shape, strict=True)))
+    """The letters of [b, h, t, s], of which the first may be missing, digits where there is one element for all."""
+    letters = "bhts"[4 - len(mask.shape) :]
+    return "".join(letter if n > 1 else str(i) for i, (letter, n) in enumerate(zip(letters, mask.shape, strict=True)))

@@ -76,7 +76,9 @@ def test_the_public_functions_make_them() -> None:
             sinks=sinks, align="top_left", deterministic=False, return_lse=True, backend="reference",
         )  # fmt: skip
     dense, packed = made
-    assert dense == (None, None, 9, 7, 0.25, None, None, None, None, None, True, True, False, False)
-    assert packed[:2] == (cu_seqlens, cu_seqlens)
-    assert packed[2:] == (5, 8, 0.5, 3, 0, 2.0, None, sinks, False, False, True, False)
+    assert dense == plain_options(9, 7, 0.25)
+    assert packed == plain_options(
+        5, 8, 0.5, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, window_left=3, window_right=0, softcap=2.0,
+        sinks=sinks, bottom_right=False, deterministic=False, return_lse=True,
+    )  # fmt: skip
     assert (dense.packed, packed.packed) == (False, True)

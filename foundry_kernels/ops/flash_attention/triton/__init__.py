@@ -49,8 +49,8 @@ def _returned(lse: Tensor, q: Tensor) -> Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Returns a tuple of what is wanted. The sinks and the mask are arguments of their own, since autograd does not look
-    for tensors inside of `options`."""
+    """Returns a tuple of what is wanted. The sinks and the mask are arguments of their own, since autograd does not
+    look for tensors inside of `options`."""
 
     @staticmethod
     def forward(

@@ -3,9 +3,9 @@ one element.
 
 `preprocess`: what the others read of each row. `dkdv`: a program owns a tile of keys of one key-value head and visits
 the queries of all heads of its group, so the gradients of shared heads are summed in registers. Where that makes too
-few programs, each visits some heads of its group alone, and `sum_splits` adds what they leave. `dq`: a program owns a
-tile of queries. With ADD_DQ `dkdv` takes the place of `dq` too and adds to dq in memory, five products in place of
-seven, but in an order that differs from run to run.
+few programs, each visits some heads of its group alone, and `sum_splits` adds what they leave. `dq`, in `backward_dq`:
+a program owns a tile of queries. With ADD_DQ `dkdv` takes the place of `dq` too and adds to dq in memory, five products
+in place of seven, but in an order that differs from run to run.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from foundry_kernels.ops.flash_attention.triton.bundles import (
 )
 from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_part, hide_by_dense
 from foundry_kernels.ops.flash_attention.triton.dropout import dropout_scale, kept, load_dropout
-from foundry_kernels.ops.flash_attention.triton.mask import in_window, seeing_queries, seen_keys
+from foundry_kernels.ops.flash_attention.triton.mask import in_window, seeing_queries
 from foundry_kernels.ops.flash_attention.triton.order import program_order
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
 from foundry_kernels.ops.flash_attention.triton.tile_io import (
     add_rows,
-    head_keys,
     head_rows,
     load_rows,
     rows_from,
     store_rows,
 )
-from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_keys, bits_of_rows, list_of, tile_at
+from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_keys, list_of, tile_at
 
 
 @triton.jit
@@ -297,129 +296,3 @@ def flash_attention_sum_splits_kernel(
     b_sum = round_to(b_sum * scale, sum_ptr.dtype.element_ty)
     rows = head_rows(sum_ptr, stride_sb, stride_sh, stride_st, n, head, first)
     store_rows(rows, tokens - i0, b_sum, BLOCK_M, BLOCK_D, D)
-
-
-@triton.jit
-def _accumulate_dq(
-    b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, MASKED: tl.constexpr, sizes
-):  # fmt: skip
-    """Add the keys begin .. end - 1, or those of the tiles at these places of the list `order`."""
-    factor = score_factor(scoring)
-    STEP: tl.constexpr = sizes.BLOCK_N if order is None else 1
-    for at in range(begin, end, STEP):
-        j0 = at if order is None else tile_at(order, at) * sizes.BLOCK_N
-        j0 = tl.multiple_of(j0, sizes.BLOCK_N)
-        first = tl.cast(j0, tl.int64)  # here, as in `_accumulate_dkdv`
-        cols = j0 + tl.arange(0, sizes.BLOCK_N)[None, :]  # [1, N]
-        b_k = load_rows(rows_from(keys.k, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_D, sizes.D, MASKED)
-        b_v = load_rows(rows_from(keys.v, first), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)
-        b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring)
-        places = tl.arange(0, sizes.BLOCK_N)[None, :]
-        if scoring.bias is not None:
-            b_s = add_bias(b_s, scoring.bias, j0, places, keys.seqlen, MASKED)
-        b_z = b_s * factor - saved.lse_log2
-        if saved.lse_low is not None:
-            b_z -= saved.lse_low
-        if pairs.allowed is not None:
-            b_z = hide_by_dense(b_z, pairs.allowed, j0, places, keys.seqlen, MASKED)
-        if MASKED:
-            m_seen = seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask)
-            if pairs.bits is not None:
-                m_seen = m_seen & bits_of_rows(pairs.bits, j0, sizes.BLOCK_N)
-            b_z = tl.where(m_seen, b_z, -float("inf"))
-        b_p, b_dp = tl.exp2(b_z), dot(b_dout, tl.trans(b_v))
-        if pairs.dropout is not None:
-            rows = tl.arange(0, sizes.BLOCK_M)[:, None]
-            b_dp = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_dp * pairs.dropout.scale, 0.0)
-        b_ds = b_p * (b_dp - saved.delta)
-        if scoring.softcap is not None:
-            b_ds = b_ds * (1.0 - b_t * b_t)
-        b_dq = dot(round_to(b_ds, b_k.dtype), b_k, b_dq)
-    return b_dq
-
-
-@triton.jit(do_not_specialize=["section", "threshold"])
-def flash_attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dq_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
-    attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
-    n_batch, n_heads, group, section, tokens_q, tokens_k,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    stride_dob, stride_doh, stride_dot, stride_dqb, stride_dqh, stride_dqt,
-    stride_lseb, stride_alibi, scale, softcap, natural_scale, left, right,
-    stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    stride_listb, stride_listh, stride_listr, threshold, keep_scale,
-    VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
-    HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
-    LSE_LOW: tl.constexpr, COMPUTE: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Programs are ordered as in the forward kernel."""
-    b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
-    scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
-    mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
-    sizes: tl.constexpr = Sizes(D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PTX)
-    n, head, tile, tiles = program_order(n_batch, n_heads, section)
-    if HAS_RIGHT:
-        tile = tiles - 1 - tile
-    start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
-        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
-    )
-    i0 = tile * BLOCK_M
-    if i0 >= seqlen_q:
-        return
-    first = tl.cast(start_q, tl.int64) + i0
-    rows = (i0 + tl.arange(0, BLOCK_M))[:, None]  # [M, 1]
-    m_rows = rows < seqlen_q
-    offset = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
-    q_pos = rows + offset
-    q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, first)
-    b_q = load_rows(q, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)
-    dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, first)
-    b_dout = load_rows(dout, seqlen_q - i0, BLOCK_M, BLOCK_DV, DV, True)
-    keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                     n, head, group, start_k, seqlen_k)  # fmt: skip
-    at = n * stride_lseb + head * tokens_q + start_q + rows
-    b_lse = tl.load(lse_log2_ptr + at, mask=m_rows, other=float("inf"))
-    b_low = tl.load(lse_low_ptr + at, mask=m_rows, other=0.0) if LSE_LOW else None
-    saved = Saved(b_lse, b_low, tl.load(delta_ptr + at, mask=m_rows, other=0.0))
-    slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
-    dense = Dense(
-        fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows, seqlen_q, QUERIES_DIFFER),
-        None, stride_masks if KEYS_DIFFER else None,
-    ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
-    scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
-    bits = Bits(
-        fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows // 64,
-                   tl.cdiv(seqlen_q, 64), True),
-        mask_bits_ptr + rows % 64, stride_tiles,
-    ) if HAS_TILES else None  # fmt: skip
-    dropout = load_dropout(
-        dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
-    ) if HAS_DROPOUT else None  # fmt: skip
-    pairs = Pairs(dense if HAS_MASK else None, bits, dropout)
-    b_dq = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
-    if HAS_TILES:
-        p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
-        order, full_start, full_stop, stop = p_list + 2, 0, tl.load(p_list), tl.load(p_list + 1)
-    else:
-        cols = block_range(i0, seqlen_q, seqlen_k, offset, mask, BLOCK_M, BLOCK_N)
-        order, full_start, full_stop, stop = None, cols.full_start, cols.full_stop, cols.stop
-    if HAS_LEFT and not HAS_TILES:
-        b_dq = _accumulate_dq(
-            b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, cols.start, tl.minimum(full_start, stop), scoring, mask,
-            pairs, True, sizes,
-        )  # fmt: skip
-    b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, full_start, full_stop, scoring, mask, pairs, False, sizes
-    )
-    start = tl.maximum(full_start, full_stop)
-    b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, True, sizes
-    )
-    b_dq = round_to(b_dq * natural_scale, dq_ptr.dtype.element_ty)
-    dq = head_rows(dq_ptr, stride_dqb, stride_dqh, stride_dqt, n, head, first)
-    store_rows(dq, seqlen_q - i0, b_dq, BLOCK_M, BLOCK_D, D)

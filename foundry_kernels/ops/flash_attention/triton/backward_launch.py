@@ -15,12 +15,13 @@ from foundry_kernels._triton.rows import contiguous, strides_of
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward import (
     flash_attention_dkdv_kernel,
-    flash_attention_dq_kernel,
     flash_attention_preprocess_kernel,
     flash_attention_sum_splits_kernel,
 )
+from foundry_kernels.ops.flash_attention.triton.backward_dq import flash_attention_dq_kernel
 from foundry_kernels.ops.flash_attention.triton.bias_launch import launch_dbias
 from foundry_kernels.ops.flash_attention.triton.config import added_row
+from foundry_kernels.ops.flash_attention.triton.kernel_options import pair_tensors
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
     _aligned,
@@ -30,7 +31,6 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _problem,
     _target,
     empty_bwd,
-    pair_tensors,
 )
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 

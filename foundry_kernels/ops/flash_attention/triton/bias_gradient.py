@@ -54,7 +54,7 @@ def flash_attention_dbias_kernel(
         if (own_j * BLOCK_N < cols.start) | (own_j * BLOCK_N >= cols.stop):
             steps = 0  # out of every query's sight
     b_sum = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    for step in range(0, steps):
+    for step in range(steps):
         j0 = tl.multiple_of((own_j + step % each_k) * BLOCK_N, BLOCK_N)
         i0 = tl.multiple_of((own_i + step // each_k % each_q) * BLOCK_M, BLOCK_M)
         head = (own_head + step // each_k // each_q % each_head).to(tl.int64)

@@ -18,25 +18,29 @@ if TYPE_CHECKING:
 _IMPLIED = ("VARLEN", "HAS_BIAS", "HAS_MASK")
 
 
+#: BLOCK_M, BLOCK_N, warps and stages in 16 bits, where products are asynchronous and elsewhere, by the head dimension:
+#: what spills nothing.
+_ASYNCHRONOUS = {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)}
+_SYNCHRONOUS = {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)}
+
+
 def _config(p: _Problem) -> dict[str, int]:
-    """Tiles that fit the shared memory twice, for one to be copied while another is used, or else once."""
     width = max(64, p.constants["BLOCK_D"], p.constants["BLOCK_DV"])
+    name = device_of(p.capability).name
     if p.capability == 0:
-        m, n = 32, 32
-    elif width > 256 and p.dtype.itemsize == 2:
-        return {
-            "BLOCK_M": 16,
-            "BLOCK_N": 16,
-            "num_warps": 4,
-            "num_stages": 2 if device_of(p.capability).name != "cdna" else 1,
-        }
-    elif p.dtype.itemsize == 2:
-        m, n = (64, 64) if width <= 128 else (32, 32)
+        m, n, warps, stages = 32, 32, 4, 1
+    elif p.dtype.itemsize != 2:
+        m, n, warps, stages = (32, 32, 8, 1) if width == 64 else (16, 32, 8, 1) if width == 128 else (16, 16, 8, 1)
+    elif width > 256:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1 if name == "cdna" else 2}
+    elif name in ("hopper", "blackwell"):
+        m, n, warps, stages = _ASYNCHRONOUS[width]
     else:
-        m, n = (32, 32) if width <= 128 else (16, 16)
-    stage = 2 * (m + n) * width * p.dtype.itemsize
-    stages = 2 if p.capability and 2 * stage <= device_of(p.capability).block_shared * 9 // 10 else 1
-    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": 4 if m * n < 4096 else 8, "num_stages": stages}
+        m, n, warps, stages = _SYNCHRONOUS[width]
+        if name != "ampere":
+            stages = 1
+    row = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+    return row | ({"maxnreg": min(255, 65536 // (32 * warps))} if p.capability and name != "cdna" else {})
 
 
 @planned

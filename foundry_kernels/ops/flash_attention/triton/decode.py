@@ -129,10 +129,10 @@ def flash_attention_decode_kernel(
             b_s = tl.where(bits_of_rows(bits, j0, BLOCK_N), b_s, -float("inf"))
         b_s = tl.where(seen_keys(j0, BLOCK_N, q_pos, seqlen_k, mask), b_s, -float("inf"))
         b_p, b_shrink, state = online_softmax(b_s, factor, state, True, SAVE_STATS)
-        if HAS_DROPOUT:
+        if dropout is not None:
             b_p = tl.where(kept(dropout, 0, tokens[:, None], j0, places, sizes), b_p, dropout.zero)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
-    if HAS_DROPOUT:
+    if dropout is not None:
         b_acc = b_acc * dropout.scale
     if SPLIT:
         at = ((place + split) * n_kv_heads + kv_head) * n_rows + rows
@@ -159,7 +159,8 @@ def flash_attention_combine_kernel(
     n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     stride_ob, stride_oh, stride_ot, stride_lseb,
     VARLEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_LSE: tl.constexpr,
-    SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row from its splits: the sums as one softmax over all keys would have them, added in a fixed order."""
     pid = tl.program_id(0)

@@ -7,7 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def fixed_part(ptr, stride_b, stride_h, stride, n, head, places, count, DIFFER: tl.constexpr, CLAMP: tl.constexpr = True):
+def fixed_part(
+    ptr, stride_b, stride_h, stride, n, head, places, count, DIFFER: tl.constexpr, CLAMP: tl.constexpr = True
+):  # fmt: skip
     """Pointers to the places [M, 1] or [N, 1] of a tile's rows, in a dimension that moves no more, of one head of
     sequence n or each row's. Without DIFFER the dimension has one element. With CLAMP places past the last one are
     taken for it, so that reading them needs no mask; but they are read one by one then."""
@@ -47,7 +49,7 @@ def add_bias(b_s, bias, first, places, count, CHECK: tl.constexpr):
 @triton.jit
 def _widened(b_x, DTYPE: tl.constexpr):
     """Of bfloat16 in the upper half of a register the compiler would make a float32 in two steps."""
-    if b_x.dtype == tl.bfloat16 and DTYPE == tl.float32:
+    if b_x.dtype == tl.bfloat16 and DTYPE == tl.float32:  # noqa: SIM300
         return (b_x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return b_x.to(DTYPE)

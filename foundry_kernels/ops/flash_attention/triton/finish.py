@@ -15,8 +15,8 @@ def finish_rows(
     HAS_BIAS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Writes, from the sums b_acc [M, DV] and the state of the softmax [M], out to the rows p_out [M, 1], and to `at`
-    [M] what is kept of a row. `head` is that of all rows, or of each [M]. A NaN in a bias makes NaN of all results of its
-    row; of those that are maxima, which pass over it, by what follows HAS_BIAS."""
+    [M] what is kept of a row. `head` is that of all rows, or of each [M]. A NaN in a bias makes NaN of all results of
+    its row; of those that are maxima, which pass over it, by what follows HAS_BIAS."""
     b_m, b_l, b_e = state
     m_empty = b_l == 0.0 if HAS_BIAS else b_m == -float("inf")
     if results.max_logit is not None:

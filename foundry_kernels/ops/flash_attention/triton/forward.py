@@ -179,10 +179,10 @@ def flash_attention_fwd_kernel(
     )  # fmt: skip
     if HAS_LEFT and not HAS_TILES:
         b_acc, state, b_qk = _attend_range(
-            b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end), scoring, mask, pairs,
-            True, SAVE_STATS, AHEAD, sizes,
+            b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end),
+            scoring, mask, pairs, True, SAVE_STATS, AHEAD, sizes,
         )  # fmt: skip
-    if HAS_DROPOUT:
+    if dropout is not None:
         b_acc = b_acc * dropout.scale
     at = n * stride_lseb + head * tokens_q + first + tl.arange(0, BLOCK_M)
     out = head_rows(out_ptr, stride_ob, stride_oh, stride_ot, n, head, first)

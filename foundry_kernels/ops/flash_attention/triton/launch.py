@@ -33,6 +33,7 @@ from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     pair_tensors,
     tensor_options,
 )
+from foundry_kernels.ops.flash_attention.triton.pairs_config import PairOptions, with_pairs
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
@@ -162,7 +163,7 @@ def refuse_wide(q: Tensor, v: Tensor, backward: bool) -> None:
         return
     blocks = [max(16, triton.next_power_of_2(width)) for width in widths]
     for kernel in ("fwd", "dkdv", "dq") if backward else ("fwd",):
-        needed = shared_needed(kernel, *blocks, q.dtype)
+        needed = shared_needed(kernel, blocks[0], blocks[1], q.dtype)
         if needed > gpu.block_shared:
             raise BackendUnavailable(
                 f"flash_attention: backend 'triton': the {'forward' if kernel == 'fwd' else 'backward'} pass in "
@@ -202,6 +203,8 @@ class _Problem:
         found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
         self.numbers, constants, self.needs_registers = found
         self.mask_tiles = tensors.mask_tiles
+        masks = tensors.attn_mask is not None, tensors.mask_tiles is not None
+        self.pairs = PairOptions(*masks, options.dropout_p is not None)
         self.window = (self.numbers["left"], self.numbers["right"])
         self.natural_scale = options.scale
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
@@ -216,9 +219,7 @@ class _Problem:
             "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
         }
         #: Heads wider than 256 whose pairs of a query and a key are hidden or dropped one by one, or have a bias.
-        self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(
-            self.constants[name] for name in ("HAS_BIAS", "HAS_MASK", "HAS_TILES", "HAS_DROPOUT")
-        )
+        self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
         self.apart = apart(self.width_and_needs()[0], dtype)
         self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
 
@@ -244,7 +245,15 @@ class _Problem:
             needs_registers = True
         found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
+        if any(self.pairs):  # no config that was measured on other calls
+            names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)
+            found = [self._with_pairs(kernel, row) for row in (found if self.capability == 0 else found[:1])]
+            tags += f" with{names}"
         return tags + (f" {kernel} alone" if kernel in ("dk", "dv") else ""), found
+
+    def _with_pairs(self, kernel: str, row: dict[str, Any]) -> dict[str, Any]:
+        width, needs_registers = self.width_and_needs()
+        return with_pairs(row, kernel, self.capability, width, self.dtype, self.pairs, needs_registers)
 
     def width_and_needs(self) -> tuple[int, bool]:
         """The `head_dim` and the `needs_registers` of the table of configurations."""

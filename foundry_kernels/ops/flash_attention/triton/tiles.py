@@ -29,7 +29,8 @@ def _kinds(p_row, stride_r, stride_c, row0, n_rows, n_cols, tile, n_tiles, offse
         for b in tl.static_range((BLOCK_COLS + 63) // 64):
             i = tl.minimum(row0 // TILE + a, last_row // TILE)
             j = tl.minimum(first // TILE + b, last_col // TILE)
-            number = tl.load(p_row + i.to(tl.int64) * stride_r + j.to(tl.int64) * stride_c, mask=tile < n_tiles, other=0)
+            p_tile = p_row + i.to(tl.int64) * stride_r + j.to(tl.int64) * stride_c
+            number = tl.load(p_tile, mask=tile < n_tiles, other=0)
             m_some, m_all = m_some | (number != 0), m_all & (number == 1)
     m_seen = m_some & (first >= cols.start) & (first < cols.stop) & (tile < n_tiles)
     m_whole = m_seen & m_all & (first >= cols.full_start) & (first < cols.full_stop)
@@ -43,7 +44,7 @@ def flash_attention_tiles_kernel(
     ALIGN_ENDS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row of lists [b, h, row tiles, n_tiles + 2]: how many tiles are whole, how many are visited, and these."""
+    """Writes a row of lists [b, h, row tiles, n_tiles + 2]: how many tiles are whole, how many visited, and these."""
     pid = tl.program_id(0)
     row_tile = pid % n_row_tiles
     head = (pid // n_row_tiles % n_heads).to(tl.int64)

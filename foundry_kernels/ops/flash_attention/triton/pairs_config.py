@@ -1,0 +1,56 @@
+"""What masks, biases and dropout change in the launches of `config`: they keep more numbers for each score."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from foundry_kernels._triton.devices import device_of
+
+Launch = dict[str, Any]
+
+
+class PairOptions(NamedTuple):
+    """Which options decide about single pairs of a query and a key."""
+
+    dense: bool
+    tiles: bool
+    dropout: bool
+
+
+def with_pairs(
+    launch: Launch, kernel: str, capability: int, head_dim: int, dtype: torch.dtype, options: PairOptions, needs: bool
+) -> Launch:
+    """The config for such a call in place of `launch`, that of one with none of the `options`. `needs` is
+    `needs_registers` of the call's other options. All but the rules of one kernel for one class of device make room
+    for what the compiler's report shows to be spilled; `maxnreg` is all that there is, see `config`."""
+    if capability == 0 or not any(options) or kernel in ("preprocess", "sum_splits"):
+        return launch
+    name = device_of(capability).name
+    m, n, stages = launch["BLOCK_M"], launch["BLOCK_N"], launch["num_stages"]
+    launch = launch | {"maxnreg": min(255, 65536 // (32 * launch["num_warps"]))}
+    if dtype.itemsize == 2 and name != "cdna":
+        synchronous = name in ("ampere", "small")
+        if kernel == "fwd" and n == 128:
+            n, stages = 64, 3
+        elif kernel == "dq" and synchronous and options.tiles:
+            n = min(n, 32)
+        elif kernel == "dkdv" and name == "small" and options.dense:
+            n = min(n, 64)
+        if (needs or sum(options) > 1) and head_dim <= 256:
+            m, n = _crowded(kernel, name, max(64, head_dim), m, n, needs)
+            if "AHEAD" in launch:
+                launch["AHEAD"] = False
+    return launch | {"BLOCK_M": m, "BLOCK_N": n, "num_stages": stages}
+
+
+def _crowded(kernel: str, name: str, head_dim: int, m: int, n: int, needs: bool) -> tuple[int, int]:
+    """Queries and keys of a tile where several options meet."""
+    if kernel == "fwd":
+        return min(m, 64 if head_dim > 128 else m), min(n, 32 if needs or name != "hopper" else n)
+    if kernel == "dq":
+        return min(m, 64 if needs else m), min(n, 32)
+    if kernel == "dkdv" and needs:
+        return min(m, 16 if head_dim > 128 else 32), min(n, 32)
+    return m, n
