@@ -128,6 +128,9 @@ def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         for dtype in (half, single)
         for needs in (False, True)
     ]
+    asked += [
+        (kernel, arch, 512, half, n) for kernel in ("fwd", "dk", "dv", "dq") for arch in aot.GPUS for n in (False, True)
+    ]
     monkeypatch.setattr(table, "VERSION", (3, 7))
     newer = {what: row(*what) for what in asked}
     monkeypatch.setattr(table, "VERSION", (3, 6))
@@ -144,6 +147,8 @@ def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dkdv", 90, 128, half, False): (32, 128, 8, 2),
         ("dkdv", 90, 128, half, True): (32, 64, 8, 2),
         ("dkdv", 90, 256, half, False): (32, 32, 8, 2),
+        ("dk", 90, 512, half, True): (32, 16, 8, 2),
+        ("dv", 90, 512, half, True): (32, 16, 8, 2),
     }
 
 

@@ -32,7 +32,7 @@ def _config(p: _Problem) -> dict[str, int]:
     elif p.dtype.itemsize != 2:
         m, n, warps, stages = (32, 32, 8, 1) if width == 64 else (16, 32, 8, 1) if width == 128 else (16, 16, 8, 1)
     elif width > 256:
-        m, n, warps, stages = 16, 16, 8, 2
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1 if name == "cdna" else 2}
     elif name in ("hopper", "blackwell"):
         m, n, warps, stages = _ASYNCHRONOUS[width]
     else:

@@ -65,9 +65,13 @@ _HALF["blackwell"] = {
 # registers each; in the 256 of 8 warps dK, dV and dQ spill.
 _HALF["cdna"] = {
     **_HALF["small"],
-    "fwd": _HALF["small"]["fwd"] | {64: (128, 32, 8, 2)},  # 64 keys spill with a window of two sides
+    "fwd": _HALF["small"]["fwd"]
+    | {64: (128, 32, 8, 2), 512: (32, 32, 4, 1)},  # 64 keys spill with a window of two sides
     "dkdv": {64: (32, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
-    "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (64, 32, 4, 1)},
+    "dk": {512: (16, 32, 4, 1)},
+    "dv": {512: (16, 32, 4, 1)},
+    "dq": {64: (64, 32, 4, 1), 128: (64, 32, 4, 1), 256: (64, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "decode": _HALF["small"]["decode"] | {512: (16, 16, 4, 1)},
 }
 
 #: float32 is multiplied exactly, by fused multiply-adds with whole rows in flight: small tiles, the same everywhere.
@@ -79,8 +83,9 @@ _SINGLE: dict[str, dict[int, Row]] = {
 }
 _SINGLE_CDNA = {
     **_SINGLE,
-    "dkdv": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 32, 4, 1)},
-    "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1)},
+    "fwd": {**_SINGLE["fwd"], 512: (16, 16, 4, 1)},
+    "dkdv": {64: (32, 64, 4, 1), 128: (16, 32, 8, 1), 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
+    "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 
 #: Heads wider than 256 in 16 bits with `needs_registers` (see `config`), where the table's row would spill.
@@ -109,6 +114,8 @@ _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
     ("hopper", "dkdv", 128, True): (32, 64, 8, 2),
     # mma.sync: what is wide enough for wgmma spills 8 bytes or more.
     ("hopper", "dkdv", 256, False): (32, 32, 8, 2),
+    ("hopper", "dk", 512, True): (32, 16, 8, 2),
+    ("hopper", "dv", 512, True): (32, 16, 8, 2),
 }
 
 
