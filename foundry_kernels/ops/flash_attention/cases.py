@@ -17,7 +17,7 @@ from foundry_kernels.ops.flash_attention.case_makers import (
     one_huge,
     packed_case,
 )
-from foundry_kernels.ops.flash_attention.cases_masked import MASKED
+from foundry_kernels.ops.flash_attention.cases_masked import MASKED, masked_cases_to_compile
 from foundry_kernels.ops.flash_attention.scales import FROM_OUTPUT, of_output, scales
 from foundry_kernels.testing import Case, normal
 
@@ -204,6 +204,7 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
             (dense_case(2, (8, 2), (512, 512), 320, "window", window=(200, 30)), half),
             (dense_case(2, (8, 2), (512, 512), 512, "bias", causal=True, attn_mask=bias_arg(8, 512, 512)), half),
             (dense_case(2, (8, 2), (512, 512), 512, "dropout", causal=True, **DROPOUT), half),
+            *((case, half) for case in masked_cases_to_compile()),
             *((dense_case(1, (8, 2), (t, 2048), 128, "few-queries", causal=True), half) for t in (1, 16)),
             *(
                 (dense_case(1, (8, 2), (4, 2048), d, "few-queries-all-options", **everything), half)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from foundry_kernels.ops.flash_attention.case_makers import (
 from foundry_kernels.ops.flash_attention.case_makers import (
     dense_case as masked,
 )
-from foundry_kernels.testing import normal
+from foundry_kernels.testing import Case, normal
 
 
 def _prefix_or_causal(n_batch: int, t: int, s: int) -> AttentionMask:
@@ -98,3 +99,24 @@ MASKED = (
     masked(0, (2, 1), (5, 7), 32, "bias-no-batch", attn_mask=bias_arg(5, 7)),
     masked(2, (2, 1), (5, 0), 32, "bias-no-keys", attn_mask=bias_arg(5, 0), return_lse=True),
 )  # fmt: skip
+
+
+def masked_cases_to_compile() -> tuple[Case, ...]:
+    """Each of them alone, where tiles are the largest that may fit, and all that may meet."""
+    shape, documents = (2, (8, 2), (512, 512)), _documents(100, 156, 256)
+    alone: dict[str, dict[str, Any]] = {
+        "bias": {"attn_mask": bias_arg(8, 512, 512)},
+        "bool": {"attn_mask": mask_arg(2, 1, 512, 512)},
+        "tiles": {"attn_mask": documents},
+        "dropout": DROPOUT,
+    }
+    everything = {**ALL_OPTIONS, **DROPOUT, "alibi_slopes": (8,), "sinks": normal(), "return_stats": True}
+    bias = bias_arg(8, 512, 512)
+    return (
+        *(masked(*shape, d, name, **options) for d in (64, 128) for name, options in alone.items()),
+        *(masked(*shape, d, "bias-dropout", attn_mask=bias, causal=True, **DROPOUT) for d in (64, 128, 256)),
+        *(masked(*shape, d, "tiles-dropout", attn_mask=documents, causal=True, **DROPOUT) for d in (128, 256)),
+        *(masked(*shape, d, "all-options-bias-dropout", attn_mask=bias, **everything) for d in (64, 128, 256)),
+        masked(1, (8, 2), (4, 2048), 128, "few-queries-all", attn_mask=bias_arg(8, 4, 2048), **everything),
+        masked(1, (8, 2), (4, 2048), 128, "few-queries-tiles", attn_mask=AttentionMask.prefix(torch.tensor([900]))),
+    )

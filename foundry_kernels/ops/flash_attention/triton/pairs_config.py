@@ -50,7 +50,8 @@ def _crowded(kernel: str, name: str, head_dim: int, m: int, n: int, needs: bool)
     if kernel == "fwd":
         return min(m, 64 if head_dim > 128 else m), min(n, 32 if needs or name != "hopper" else n)
     if kernel == "dq":
-        return min(m, 64 if needs else m), min(n, 32)
+        most = m if not needs else 64 if head_dim <= 128 or name in ("ampere", "small") else 32
+        return min(m, most), min(n, 32)
     if kernel == "dkdv" and needs:
         return min(m, 16 if head_dim > 128 else 32), min(n, 32)
     return m, n
