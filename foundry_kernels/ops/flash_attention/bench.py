@@ -76,7 +76,9 @@ def packed_case(lengths: tuple[int, ...], h: int, hk: int, d: int) -> Case:
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     if op != "flash_attention":
-        return (packed_case(_PACKED, 8, 2, 64),) if device == "cpu" else ()
+        packed = packed_case(_PACKED, 8, 2, 64)
+        dropped = replace(packed, id=f"{packed.id}-dropout", options={**packed.options, "dropout_p": 0.1})
+        return (packed, dropped) if device == "cpu" else ()
     whole = (bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
     decode = (decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS)
     return (*whole, *decode, *bench_masked.cases(device))
@@ -223,6 +225,8 @@ def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | st
     """What else computes this, by name, or the reason why it cannot here. "eager" is also what torch.compile is
     given."""
     if op != "flash_attention":
+        if case.options.get("dropout_p"):
+            return {"eager": _one_by_one(bench_masked.eager_with_dropout)}
         flash = partial(_sdpa, causal=True, kernel=SDPBackend.FLASH_ATTENTION)
         return {"eager": _one_by_one(partial(_eager, causal=True)), "SDPA flash": _one_by_one(flash)}
     if bench_masked.is_masked(case):

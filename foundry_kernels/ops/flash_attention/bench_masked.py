@@ -67,6 +67,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: 
         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def eager_with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Computes causal attention with dropout likewise."""
+    return _eager(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(), _P)
+
+
 @lru_cache
 def _flex(kind: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention

@@ -12,7 +12,6 @@ from foundry_kernels.ops.flash_attention.bench import bench_case
 from foundry_kernels.ops.flash_attention.case_makers import (
     ALL_OPTIONS,
     DROPOUT,
-    bias_arg,
     dense_case,
     one_huge,
     packed_case,
@@ -202,8 +201,6 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
             *((dense_case(2, (8, 2), (16384, 16384), d, "all-options", **everything), half) for d in (256, 512)),
             (dense_case(2, (8, 2), (512, 512), 512, "window", window=(200, 30)), half),
             (dense_case(2, (8, 2), (512, 512), 320, "window", window=(200, 30)), half),
-            (dense_case(2, (8, 2), (512, 512), 512, "bias", causal=True, attn_mask=bias_arg(8, 512, 512)), half),
-            (dense_case(2, (8, 2), (512, 512), 512, "dropout", causal=True, **DROPOUT), half),
             *((case, half) for case in masked_cases_to_compile()),
             *((dense_case(1, (8, 2), (t, 2048), 128, "few-queries", causal=True), half) for t in (1, 16)),
             *(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels._triton import VERSION
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.case_makers import (
     ALL_OPTIONS,
@@ -102,7 +103,10 @@ MASKED = (
 
 
 def masked_cases_to_compile() -> tuple[Case, ...]:
-    """Each of them alone, where tiles are the largest that may fit, and all that may meet."""
+    """Each of them alone, where tiles are the largest that may fit, and all that may meet. On Triton 3.6 the configs of
+    such calls are not yet shown to spill nothing: there none is compiled by default."""
+    if VERSION < (3, 7):
+        return ()
     shape, documents = (2, (8, 2), (512, 512)), _documents(100, 156, 256)
     alone: dict[str, dict[str, Any]] = {
         "bias": {"attn_mask": bias_arg(8, 512, 512)},
@@ -114,6 +118,8 @@ def masked_cases_to_compile() -> tuple[Case, ...]:
     bias = bias_arg(8, 512, 512)
     return (
         *(masked(*shape, d, name, **options) for d in (64, 128) for name, options in alone.items()),
+        masked(*shape, 512, "bias", attn_mask=bias, causal=True),
+        masked(*shape, 512, "dropout", causal=True, **DROPOUT),
         *(masked(*shape, d, "bias-dropout", attn_mask=bias, causal=True, **DROPOUT) for d in (64, 128, 256)),
         *(masked(*shape, d, "tiles-dropout", attn_mask=documents, causal=True, **DROPOUT) for d in (128, 256)),
         *(masked(*shape, d, "all-options-bias-dropout", attn_mask=bias, **everything) for d in (64, 128, 256)),

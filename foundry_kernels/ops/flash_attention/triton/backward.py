@@ -109,7 +109,7 @@ def _hide(b_z, i0, k_pos, scoring, mask, bits, j0, n_keys, sizes):
 @triton.jit
 def _accumulate_dkdv(
     b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, dq_ptr, order, queries, seqlen_q, n_keys, scoring, mask, pairs,
-    NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
+    dense, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
 ):  # fmt: skip
     """Add the queries of one head in the `Range` queries, of tiles in the list `order` where there is one; k_pos [N, 1]
     is the position of each key among them. dq_ptr: the head's dq, to be added to, or None.
@@ -134,12 +134,12 @@ def _accumulate_dkdv(
         b_s, b_t = scores(dot(b_k, tl.trans(b_q)), k_pos - rows, scoring)
         places = tl.arange(0, sizes.BLOCK_M)[None, :]
         if scoring.bias is not None:
-            b_s = add_bias(b_s, scoring.bias, i0, places, seqlen_q, True)
+            b_s = add_bias(b_s, dense, i0, places, seqlen_q, True)
         b_z = b_s * factor - b_lse
         if saved.lse_low is not None:
             b_z -= tl.load(saved.lse_low + rows, mask=m_rows, other=0.0)
         if pairs.allowed is not None:
-            b_z = hide_by_dense(b_z, pairs.allowed, i0, places, seqlen_q, True)
+            b_z = hide_by_dense(b_z, dense, i0, places, seqlen_q, True)
         if mask.left is not None or mask.right is not None or pairs.bits is not None:
             # The compiler knows whether the first of these is so, and a branch takes registers.
             if sizes.BLOCK_D > 128 or scoring.softcap is not None:  # noqa: SIM114
@@ -249,8 +249,8 @@ def flash_attention_dkdv_kernel(
         dropout = load_dropout(
             dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
         ) if HAS_DROPOUT else None  # fmt: skip
-        pairs = Pairs(dense if HAS_MASK else None, bits, dropout)
-        scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+        pairs = Pairs(scale if HAS_MASK else None, bits, dropout)
+        scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
         if HAS_TILES:
             p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
             n_whole = 0 if ADD_DQ and j0 + BLOCK_N > seqlen_k else tl.load(p_list)
@@ -260,7 +260,7 @@ def flash_attention_dkdv_kernel(
         saved = Saved(lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
         b_dk, b_dv = _accumulate_dkdv(
             b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, dq_h, order, visited, seqlen_q, seqlen_k, scoring, mask,
-            pairs, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
+            pairs, dense, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
         )  # fmt: skip
     if NEED_DK:
         b_dk = round_to(b_dk * natural_scale, dk_ptr.dtype.element_ty)

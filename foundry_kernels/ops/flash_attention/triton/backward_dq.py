@@ -20,7 +20,8 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_
 
 @triton.jit
 def _accumulate_dq(
-    b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, MASKED: tl.constexpr, sizes
+    b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, begin, end, scoring, mask, pairs, dense,
+    MASKED: tl.constexpr, sizes,
 ):  # fmt: skip
     """Add the keys begin .. end - 1, or those of the tiles at these places of the list `order`."""
     factor = score_factor(scoring)
@@ -35,12 +36,12 @@ def _accumulate_dq(
         b_s, b_t = scores(dot(b_q, tl.trans(b_k)), cols - q_pos, scoring)
         places = tl.arange(0, sizes.BLOCK_N)[None, :]
         if scoring.bias is not None:
-            b_s = add_bias(b_s, scoring.bias, j0, places, keys.seqlen, MASKED)
+            b_s = add_bias(b_s, dense, j0, places, keys.seqlen, MASKED)
         b_z = b_s * factor - saved.lse_log2
         if saved.lse_low is not None:
             b_z -= saved.lse_low
         if pairs.allowed is not None:
-            b_z = hide_by_dense(b_z, pairs.allowed, j0, places, keys.seqlen, MASKED)
+            b_z = hide_by_dense(b_z, dense, j0, places, keys.seqlen, MASKED)
         if MASKED:
             m_seen = seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask)
             if pairs.bits is not None:
@@ -110,7 +111,7 @@ def flash_attention_dq_kernel(
         fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows, seqlen_q, QUERIES_DIFFER),
         None, stride_masks if KEYS_DIFFER else None,
     ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
-    scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+    scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
     bits = Bits(
         fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows // 64,
                    tl.cdiv(seqlen_q, 64), True),
@@ -119,7 +120,7 @@ def flash_attention_dq_kernel(
     dropout = load_dropout(
         dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
     ) if HAS_DROPOUT else None  # fmt: skip
-    pairs = Pairs(dense if HAS_MASK else None, bits, dropout)
+    pairs = Pairs(scale if HAS_MASK else None, bits, dropout)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], COMPUTE)
     if HAS_TILES:
         p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
@@ -130,14 +131,29 @@ def flash_attention_dq_kernel(
     if HAS_LEFT and not HAS_TILES:
         b_dq = _accumulate_dq(
             b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, cols.start, tl.minimum(full_start, stop), scoring, mask,
-            pairs, True, sizes,
+            pairs, dense, True, sizes,
         )  # fmt: skip
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, full_start, full_stop, scoring, mask, pairs, False, sizes
+        b_dq,
+        b_q,
+        b_dout,
+        saved,
+        i0,
+        q_pos,
+        keys,
+        order,
+        full_start,
+        full_stop,
+        scoring,
+        mask,
+        pairs,
+        dense,
+        False,
+        sizes,
     )
     start = tl.maximum(full_start, full_stop)
     b_dq = _accumulate_dq(
-        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, True, sizes
+        b_dq, b_q, b_dout, saved, i0, q_pos, keys, order, start, stop, scoring, mask, pairs, dense, True, sizes
     )
     b_dq = round_to(b_dq * natural_scale, dq_ptr.dtype.element_ty)
     dq = head_rows(dq_ptr, stride_dqb, stride_dqh, stride_dqt, n, head, first)

@@ -71,7 +71,7 @@ def flash_attention_dbias_kernel(
                        QUERIES_DIFFER),
             None, stride_masks if KEYS_DIFFER else None,
         )  # fmt: skip
-        scoring = Scoring(scale, softcap, slope, bias)
+        scoring = Scoring(scale, softcap, slope, scale)
         b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)
         b_s = add_bias(b_s, bias, j0, places, tokens_k, True)
         at = n * stride_lseb + head * tokens_q + rows

@@ -18,7 +18,7 @@ class Scoring(NamedTuple):
     scale: Any
     softcap: Any
     slope: Any  # of ALiBi, of the head at hand or of each row [M, 1]
-    bias: Any  # Dense
+    bias: Any  # not None where a bias is added
 
 
 class Mask(NamedTuple):
@@ -59,7 +59,7 @@ class Dropout(NamedTuple):
 class Pairs(NamedTuple):
     """What else decides about each pair of a query and a key. None where it is off."""
 
-    allowed: Any  # Dense
+    allowed: Any  # not None where a dense mask hides some
     bits: Any  # Bits
     dropout: Any  # Dropout
 

@@ -96,7 +96,7 @@ def flash_attention_decode_kernel(
                    seqlen_q, QUERIES_DIFFER),
         None, stride_masks if KEYS_DIFFER else None,
     ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
-    scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+    scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
     bits = Bits(
         fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, heads[:, None], tokens[:, None] // 64,
                    tl.cdiv(seqlen_q, 64), True),
@@ -122,7 +122,7 @@ def flash_attention_decode_kernel(
         places = tl.arange(0, BLOCK_N)[None, :]
         b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)  # [M, N]
         if HAS_BIAS:
-            b_s = add_bias(b_s, scoring.bias, j0, places, seqlen_k, True)
+            b_s = add_bias(b_s, dense, j0, places, seqlen_k, True)
         if HAS_MASK:
             b_s = hide_by_dense(b_s, dense, j0, places, seqlen_k, True)
         if HAS_TILES:

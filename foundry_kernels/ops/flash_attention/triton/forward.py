@@ -53,7 +53,7 @@ def _products(b_q, k, tile, m_keys, CHECK: tl.constexpr, sizes):
 
 @triton.jit
 def _attend_range(
-    b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs,
+    b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs, dense,
     MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes,
 ):  # fmt: skip
     """Attend to the tiles end - 1, .., begin of keys, or to those at these places of the list `order`; q_pos [M, 1] is
@@ -76,9 +76,9 @@ def _attend_range(
         places = tl.arange(0, sizes.BLOCK_N)[None, :]
         b_s, _b_t = scores(b_now, j0 + places - q_pos, scoring)
         if scoring.bias is not None:
-            b_s = add_bias(b_s, scoring.bias, j0, places, keys.seqlen, MASKED)
+            b_s = add_bias(b_s, dense, j0, places, keys.seqlen, MASKED)
         if pairs.allowed is not None:
-            b_s = hide_by_dense(b_s, pairs.allowed, j0, places, keys.seqlen, MASKED)
+            b_s = hide_by_dense(b_s, dense, j0, places, keys.seqlen, MASKED)
         if MASKED:
             m_seen = seen_keys(j0, sizes.BLOCK_N, q_pos, keys.seqlen, mask)
             if pairs.bits is not None:
@@ -140,7 +140,7 @@ def flash_attention_fwd_kernel(
                    QUERIES_DIFFER),
         None, stride_masks if KEYS_DIFFER else None,
     ) if HAS_BIAS or HAS_MASK else None  # fmt: skip
-    scoring = Scoring(scale, softcap, slope, dense if HAS_BIAS else None)
+    scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
     bits = Bits(
         fixed_part(mask_tiles_ptr, stride_tileb, stride_tileh, stride_tilet, n, head, rows[:, None] // 64,
                    tl.cdiv(seqlen_q, 64), True),
@@ -149,7 +149,7 @@ def flash_attention_fwd_kernel(
     dropout = load_dropout(
         dropout_seed_ptr, dropout_heads_ptr, n, head, n_heads, threshold, keep_scale, HAS_DROPOUT_HEADS, COMPUTE
     ) if HAS_DROPOUT else None  # fmt: skip
-    pairs = Pairs(dense if HAS_MASK else None, bits, dropout)
+    pairs = Pairs(scale if HAS_MASK else None, bits, dropout)
     b_acc = tl.zeros([BLOCK_M, BLOCK_DV], COMPUTE)
     b_m = tl.full([BLOCK_M], -float("inf"), COMPUTE)
     state = State(b_m, tl.zeros([BLOCK_M], COMPUTE), tl.zeros([BLOCK_M], COMPUTE))
@@ -170,17 +170,17 @@ def flash_attention_fwd_kernel(
         m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N
         b_qk = _products(b_q, keys.k, last_tile, m_keys, True, sizes)
     b_acc, state, b_qk = _attend_range(
-        b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, masked_tile, end, scoring, mask, pairs,
+        b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, masked_tile, end, scoring, mask, pairs, dense,
         True, SAVE_STATS, AHEAD, sizes,
     )  # fmt: skip
     b_acc, state, b_qk = _attend_range(
-        b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, full_tile, full_stop, scoring, mask, pairs,
+        b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, full_tile, full_stop, scoring, mask, pairs, dense,
         False, SAVE_STATS, AHEAD, sizes,
     )  # fmt: skip
     if HAS_LEFT and not HAS_TILES:
         b_acc, state, b_qk = _attend_range(
             b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end),
-            scoring, mask, pairs, True, SAVE_STATS, AHEAD, sizes,
+            scoring, mask, pairs, dense, True, SAVE_STATS, AHEAD, sizes,
         )  # fmt: skip
     if dropout is not None:
         b_acc = b_acc * dropout.scale
