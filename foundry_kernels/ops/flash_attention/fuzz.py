@@ -27,7 +27,7 @@ _VALUES = st.sampled_from([normal(), normal(), normal(1.0, 4.0), uniform(3.0)])
 
 def _keys(tokens: int) -> st.SearchStrategy[Values]:
     """tokens: their dimension."""
-    return spreads(1e-2, 5.0) | _SHARP | st.just(alike(tokens))
+    return spreads(1e-2, 5.0) | _SHARP | st.just(uniform(9.0)) | st.just(alike(tokens))
 
 
 @st.composite

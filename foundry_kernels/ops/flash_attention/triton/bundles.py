@@ -3,8 +3,8 @@ compiler leaves nothing of them.
 
 In tuples of values, None stands for what is absent, and the compiler decides `is not None`. An assignment turns the
 constants in a tuple into values, so constants have one of their own: `sizes: tl.constexpr = Sizes(...)`. A function may
-take a tuple with a None in it but not return one, which Triton 3.6 does not compile. Triton's cache on disk does not
-notice changes of this file: whoever exchanges two fields has to empty it.
+take a tuple with a None in it, but not return one, nor take one inside of another tuple: Triton 3.6 compiles neither.
+Triton's cache on disk does not notice changes of this file: whoever exchanges two fields has to empty it.
 """
 
 from __future__ import annotations
