@@ -299,14 +299,13 @@ def test_products_are_under_way_during_the_softmax() -> None:
     # the exponentials that are hidden, at least. 64 wide a tile has 128 keys, and ptxas waits earlier in its softmax;
     # it has so many fewer instructions that the estimate is higher (`LEAST_TFLOPS` in tests/tools/test_aot.py).
     budgets = {64: (270, 355, 11, 0.6), 128: (395, 490, 9, 0.75), 256: (800, 1000, 5, 0.75)}
+    budgets[512] = (1700, 1750, 0, 0.0)  # tiles of 16 keys, in which nothing overlaps yet
     if triton_version().startswith("3.6."):  # a tile of 64 keys: 128 would spill
         budgets[64] = (320, 395, 8, 0.75)
     seen = dict.fromkeys(budgets, 0)
     launches = re.split(r"\n(?=\w+_kernel )", done.stdout)
     for launch in (each for each in launches if each.startswith("flash_attention_fwd_kernel ")):
         width = int(re.findall(r" D=(\d+)-causal bfloat16", launch)[0])
-        if width not in budgets:
-            continue  # wider heads are held to no spill and no more
         tiles = int(re.findall(r" BLOCK_N=(\d+) ", launch)[0]) / 64
         masked, plain = sorted((_loop(line) for line in re.findall(r"loop of .*", launch)), key=lambda x: -x["all"])
         most, most_masked, overlapped, hidden = budgets[width]
