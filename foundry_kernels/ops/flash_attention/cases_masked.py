@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton import VERSION
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.case_makers import (
     ALL_OPTIONS,
@@ -103,10 +102,7 @@ MASKED = (
 
 
 def masked_cases_to_compile() -> tuple[Case, ...]:
-    """Each of them alone, where tiles are the largest that may fit, and all that may meet. On Triton 3.6 the configs of
-    such calls are not yet shown to spill nothing: there none is compiled by default."""
-    if VERSION < (3, 7):
-        return ()
+    """Each of them alone, where tiles are the largest that may fit, and all that may meet."""
     shape, documents = (2, (8, 2), (512, 512)), _documents(100, 156, 256)
     alone: dict[str, dict[str, Any]] = {
         "bias": {"attn_mask": bias_arg(8, 512, 512)},
