@@ -37,11 +37,13 @@ def with_pairs(
         elif kernel == "dq" and synchronous and options.tiles:
             n = min(n, 32)
         elif kernel == "dkdv" and name == "small" and options.dense:
-            n = min(n, 64)
+            n = min(n, 32 if head_dim <= 64 else 64)
         if (needs or sum(options) > 1) and head_dim <= 256:
             m, n = _crowded(kernel, name, max(64, head_dim), m, n, needs)
             if "AHEAD" in launch:
                 launch["AHEAD"] = False
+        if kernel == "dq" and name == "small" and 64 < head_dim <= 256:
+            m = min(m, 64 if head_dim <= 128 else 32)
     return launch | {"BLOCK_M": m, "BLOCK_N": n, "num_stages": stages}
 
 
