@@ -104,10 +104,24 @@ def test_what_does_not_fit_is_refused(
         flash_attention(q, q, v, backend="triton")
 
 
+@pytest.mark.usefixtures("device_at_hand")
+def test_a_backward_pass_that_spills_on_amd_is_refused() -> None:
+    from foundry_kernels._triton import devices
+
+    devices.record_for(942)
+    q, v = (torch.zeros(1, 1, 8, n, device=DEVICE, requires_grad=True) for n in (257, 64))
+    message = r"the backward pass in torch\.float32 with head_dim 257 \(v's is 64\) is for heads of at most 256 on this"
+    with pytest.raises(BackendUnavailable, match=message):
+        flash_attention(q, q, v, backend="triton")
+
+
 @pytest.mark.parametrize(
     ("chip", "dtype", "d", "dv", "backward"),
     [
         (0, torch.float64, 512, 512, True),
+        (942, SINGLE, 512, 512, False),
+        (950, HALF, 512, 512, True),
+        (942, SINGLE, 256, 256, True),
         (89, HALF, 512, 512, True),
         (89, SINGLE, 512, 512, False),
         (89, SINGLE, 512, 256, True),

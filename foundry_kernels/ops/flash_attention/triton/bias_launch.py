@@ -22,6 +22,7 @@ _IMPLIED = ("VARLEN", "HAS_BIAS", "HAS_MASK")
 #: what spills nothing.
 _ASYNCHRONOUS = {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)}
 _SYNCHRONOUS = {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)}
+_CDNA = {64: (64, 64, 4, 1), 128: (64, 64, 4, 1), 256: (64, 32, 4, 1)}
 
 
 def _config(p: _Problem) -> dict[str, int]:
@@ -35,6 +36,8 @@ def _config(p: _Problem) -> dict[str, int]:
         return {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1 if name == "cdna" else 2}
     elif name in ("hopper", "blackwell"):
         m, n, warps, stages = _ASYNCHRONOUS[width]
+    elif name == "cdna":
+        m, n, warps, stages = _CDNA[width]
     else:
         m, n, warps, stages = _SYNCHRONOUS[width]
         if name != "ampere":

@@ -149,19 +149,26 @@ def empty_bwd(
 
 
 def refuse_wide(q: Tensor, v: Tensor, backward: bool) -> None:
-    """Refuses a call whose tiles are more than a program's shared memory holds.
+    """Refuses a call whose tiles are more than a program's shared memory, or on AMD's GPUs its registers, hold.
 
     Raises:
         BackendUnavailable: the message names what does not fit.
     """
     widths = (q.shape[-1], v.shape[-1])
-    if sum(widths) * q.element_size() <= 2048:  # which fit every GPU
+    if sum(widths) * q.element_size() <= 2048 and max(widths) <= 256:  # which fit every GPU
         return
     chip = capability(q.device)
     gpu = device_of(chip)
-    if chip == 0 or gpu.name == "cdna" or q.element_size() == 2:
+    if chip == 0 or q.element_size() == 2:
         return
     blocks = [max(16, triton.next_power_of_2(width)) for width in widths]
+    if gpu.name == "cdna":
+        if backward and max(blocks) > 256:  # no tile does without spilling half of its registers
+            raise BackendUnavailable(
+                f"flash_attention: backend 'triton': the backward pass in {q.dtype} with head_dim {widths[0]} (v's is "
+                f"{widths[1]}) is for heads of at most 256 on this GPU. Use 16 bits, or backend 'reference'"
+            )
+        return
     for kernel in ("fwd", "dkdv", "dq") if backward else ("fwd",):
         needed = shared_needed(kernel, blocks[0], blocks[1], q.dtype)
         if needed > gpu.block_shared:

@@ -30,7 +30,9 @@ def with_pairs(
     name = device_of(capability).name
     m, n, stages = launch["BLOCK_M"], launch["BLOCK_N"], launch["num_stages"]
     launch = launch | {"maxnreg": min(255, 65536 // (32 * launch["num_warps"]))}
-    if dtype.itemsize == 2 and name != "cdna":
+    if dtype.itemsize == 2 and name == "cdna":
+        return launch | _cdna(kernel, head_dim, m, n, needs, sum(options) > 1)
+    if dtype.itemsize == 2:
         synchronous = name in ("ampere", "small")
         if kernel == "fwd" and n == 128:
             n, stages = 64, 3
@@ -57,3 +59,18 @@ def _crowded(kernel: str, name: str, head_dim: int, m: int, n: int, needs: bool)
     if kernel == "dkdv" and needs:
         return min(m, 16 if head_dim > 128 else 32), min(n, 32)
     return m, n
+
+
+def _cdna(kernel: str, head_dim: int, m: int, n: int, needs: bool, several: bool) -> Launch:
+    """The tile on AMD's GPUs, with the warps that leave it most registers."""
+    if head_dim > 256:
+        return {}
+    if kernel == "fwd" and head_dim <= 128 and not needs:
+        return {"BLOCK_N": min(n, 32), "num_stages": 1}
+    if kernel == "fwd":
+        return {"BLOCK_M": min(m, 64), "BLOCK_N": 64 if head_dim <= 128 else 32, "num_warps": 4, "num_stages": 1}
+    if kernel == "dq" and (needs or several):
+        return {"BLOCK_M": min(m, 16), "BLOCK_N": min(n, 32)}
+    if kernel == "dkdv" and needs and head_dim > 128:
+        return {"BLOCK_M": min(m, 16), "BLOCK_N": min(n, 32)}
+    return {}
