@@ -5,7 +5,7 @@
 // group: all of them read the same keys and values.
 #pragma once
 
-#include "../common/rows.h"
+#include "../common/flash_attention.h"
 #include "isa.h"
 
 namespace foundry {
@@ -16,32 +16,13 @@ constexpr int kAttentionKeys = 64;        // keys of a tile
 constexpr int kAttentionDecodeRows = 8;   // a task of no more than these is done by attention_decode
 constexpr int kAttentionDecodeKeys = 64;  // keys of its tiles
 constexpr int kAttentionPad = 16;  // head dimensions in scratch are padded to whole registers of any instruction set
-constexpr int64_t kUnbounded = int64_t(1) << 40;  // a side of the window
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-// Element strides; the last dimension has stride 1.
-struct HeadStrides {
-  int64_t batch, head, token;
-};
 
 // Sequence n of a batch: its tokens in the tensors.
 struct AttentionSequence {
   int64_t batch;  // index of the dense batch dimension
   int64_t q_start, q_len, k_start, k_len;
-};
-
-// A tensor of the pairs of queries and keys, of which all may share an element along a dimension: element strides, 0
-// where they do.
-struct PairStrides {
-  int64_t batch, head, query, key;
-};
-
-// Which pairs are seen, by tiles of 64 queries and 64 keys.
-struct AttentionTiles {
-  const int32_t* index;   // of a tile's words, or null; 0 sees nothing, 1 all
-  PairStrides strides;    // in tiles
-  const uint64_t* words;  // [n, 64]: bit j of a query's is key j
 };
 
 // Which weights are kept: those whose 16 bits of Philox are at least the threshold.

@@ -5,7 +5,11 @@
 #include <cstdint>
 
 #if defined(FK_CUDA_ON_CPU)
+#include <algorithm>
+
 #include "cuda_on_cpu.h"  // defines the CUDA language's names, the macros below and foundry::launch
+using std::max;
+using std::min;
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,5 +1,5 @@
 // The operator foundry_kernels::flash_attention: schema, shapes and autograd. flash_attention_cpu.cpp launches the
-// kernels; there are none for CUDA.
+// kernels of the CPU, flash_attention_cuda.cpp those of GPUs.
 //
 // It is composed of flash_attention_fwd and flash_attention_bwd, which are what a compiled graph, a checkpointing
 // policy or a profiler sees. They take dense tensors, or packed ones with cu_seqlens, and return empty tensors in place

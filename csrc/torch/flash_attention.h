@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../common/flash_attention.h"
 #include "common.h"
 #include "flash_attention_options.h"
 
@@ -14,8 +15,6 @@ namespace foundry {
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-constexpr int64_t kMaskTile = 64;  // queries and keys of a tile of mask_tiles
 
 // A tensor that broadcasts to these four sizes: each of its own is that or 1.
 inline void check_broadcasts(const char* name, const Tensor& t, const std::vector<c10::SymInt>& sizes) {

@@ -3,8 +3,9 @@ named here: a new one is covered as soon as it is registered."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from cuda_on_cpu.build import LIBRARY, load_operators
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,10 +49,21 @@ class Row:
         impl = self.op.impl("native")
         assert impl is not None
         library = getattr(torch.ops, LIBRARY)
-        checked = getattr(library, impl.fn._schema.name.split("::")[1]).default
+
+        def checked(operator: Any) -> Any:
+            return getattr(library, operator._schema.name.split("::")[1]).default
+
         library.guard(True)
         try:
-            with override(self.op, "native", fn=checked):
+            with ExitStack() as undo:
+                if isinstance(impl.fn, OpOverload):
+                    undo.enter_context(override(self.op, "native", fn=checked(impl.fn)))
+                else:  # a function around operators, which its module names
+                    module = sys.modules[impl.fn.__module__]
+                    for name, operator in list(vars(module).items()):
+                        if isinstance(operator, OpOverload):
+                            undo.callback(setattr, module, name, operator)
+                            setattr(module, name, checked(operator))
                 yield
         finally:
             library.guard(False)

@@ -1,0 +1,72 @@
+// Attention on a GPU over raw pointers and a stream. Each launcher returns the error of its launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../common/flash_attention.h"
+
+namespace foundry {
+namespace cuda {
+
+// Which weights are kept: those whose 16 bits of Philox are at least the threshold.
+struct DroppedWeights {
+  const int64_t* seed;   // in the memory of the tensors' device
+  uint32_t threshold;    // 0 where dropout is off
+  float scale;           // of what is kept
+  const int64_t* heads;  // [sequences, H] of batch << 32 | head, or null for a head's own place
+};
+
+// Sequence n of a batch is its n-th element, or where sequences are packed rows starts[n] to starts[n + 1].
+struct AttentionInputs {
+  const void *q, *k, *v;
+  HeadStrides q_strides, k_strides, v_strides;
+  Dtype type;                          // of q, k, v, outputs and gradients
+  const int32_t *starts_q, *starts_k;  // or null
+  int64_t n_sequences, n_heads;
+  int64_t n_queries, n_keys;  // of a sequence, at most
+  int64_t total_q, total_k;   // of packed tensors
+  int64_t group;              // query heads a key-value head
+  int head_dim, head_dim_v;   // D, Dv
+  float scale;
+  float softcap;                      // 0 for none
+  const float* alibi_slopes;          // [H] or [B, H], or null
+  int64_t alibi_slopes_batch_stride;  // 0 or H
+  const float* sinks;                 // [H] or null
+  int64_t window_left, window_right;  // kUnbounded for none
+  bool bottom_right;
+  HeadStrides row_strides;  // of lse and the other numbers a row
+  const uint8_t* mask;      // not 0 where a pair is seen, or null
+  PairStrides mask_strides;
+  AttentionTiles tiles;
+  const void* bias;  // added to scores, or null
+  Dtype bias_type;
+  PairStrides bias_strides;
+  DroppedWeights dropout;
+};
+
+struct AttentionForward : AttentionInputs {
+  void* out;
+  HeadStrides out_strides;
+  double* lse;  // or null, as the next: in double, as of a float's rounding all weights of a row would change alike
+  float *entropy, *max_logit;
+};
+
+struct AttentionBackward : AttentionInputs {
+  const void *out, *dout;
+  HeadStrides out_strides, dout_strides;
+  const double* lse;
+  const float* dlse;   // or null
+  float* delta;        // sum(dout * out) - dlse of each row, made by the first of the launches
+  void *dq, *dk, *dv;  // each null where no gradient is wanted
+  HeadStrides dq_strides, dk_strides, dv_strides;
+  float* dsinks;  // [H], or null
+  void* dbias;    // of bias_type, or null
+  PairStrides dbias_strides;
+  int64_t dbias_sizes[4];
+};
+
+cudaError_t attention_forward(const AttentionForward& args, cudaStream_t stream);
+cudaError_t attention_backward(const AttentionBackward& args, cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace foundry
