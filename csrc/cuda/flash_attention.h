@@ -65,7 +65,26 @@ struct AttentionBackward : AttentionInputs {
   int64_t dbias_sizes[4];
 };
 
-cudaError_t attention_forward(const AttentionForward& args, cudaStream_t stream);
+// What decides about tiles, of the GPU: its multiprocessors and the bytes of shared memory of each.
+struct Gpu {
+  int multiprocessors, shared;
+};
+
+// How the rows and keys of a forward pass are divided, where matrix instructions do it.
+struct Splits {
+  int pack;      // heads of a group whose rows follow one another: row = query * pack + head in group
+  int count;     // parts of the keys
+  bool large;    // tiles of 128 rows
+  int64_t rows;  // of all sequences and heads
+  float* sums;   // where keys are split, the unfinished rows [count, rows, row_floats], else null
+
+  // Dv sums of values, then RowSums, padded to whole pairs.
+  FK_HOST_DEVICE int64_t row_floats(int head_dim_v) const { return head_dim_v + 4; }
+  int64_t floats(int head_dim_v) const { return count > 1 ? count * rows * row_floats(head_dim_v) : 0; }
+};
+
+Splits plan_forward(const AttentionForward& args, const Gpu& gpu);
+cudaError_t attention_forward(const AttentionForward& args, const Splits& splits, cudaStream_t stream);
 cudaError_t attention_backward(const AttentionBackward& args, cudaStream_t stream);
 
 }  // namespace cuda

@@ -1,5 +1,9 @@
-// Attention, forward: by warps for all inputs that the matrix instructions do not take.
+// Attention, forward: by warps for all inputs that the matrix instructions do not take; how the work of those that they
+// take is divided, and the combination of split keys.
+#include "flash_attention_forward.cuh"
 #include "flash_attention_rows.cuh"
+
+#include <algorithm>
 
 namespace foundry {
 namespace cuda {
@@ -78,9 +82,68 @@ cudaError_t forward_rows(const AttentionForward& a, cudaStream_t stream) {
                 a);
 }
 
+// --- split keys
+// -------------------------------------------------------------------------------------------------------
+
+constexpr int kCombineWarps = 4;
+
+// A warp for each row: its splits in order.
+template <class T, int kCols>
+__global__ void __launch_bounds__(32 * kCombineWarps) attention_combine(AttentionForward a, Splits splits) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kCombineWarps + threadIdx.x / 32;
+  if (index >= splits.rows) return;
+  const int lane = threadIdx.x % 32, dv = a.head_dim_v, heads = static_cast<int>(a.n_heads / splits.pack);
+  const int64_t rows_most = a.n_queries * splits.pack, place = index / rows_most;
+  const int row = static_cast<int>(index % rows_most), i = row / splits.pack;
+  Head h(a, static_cast<int>(place / heads), static_cast<int>(place % heads) * splits.pack);
+  if (i >= h.q_len) return;
+  h.head += row % splits.pack;
+  RowSums total{kNone, 0.f, 0.f};
+  float values[kCols] = {};
+  for (int s = 0; s < splits.count; ++s) {
+    const float* from = splits.sums + (s * splits.rows + index) * splits.row_floats(dv);
+    const RowSums part{from[dv], from[dv + 1], from[dv + 2]};
+    float mine, theirs;
+    total.combine(part, mine, theirs);
+#pragma unroll
+    for (int c = 0; c < kCols; ++c)
+      if (32 * c + lane < dv) values[c] = values[c] * mine + from[32 * c + lane] * theirs;
+  }
+  const float factor = finish_row(a, h, i, total, lane == 0);
+  write_row(static_cast<T*>(a.out) + h.query_at(a.out_strides, i), values, factor, dv);
+}
+
 }  // namespace
 
-cudaError_t attention_forward(const AttentionForward& a, cudaStream_t stream) {
+Splits plan_forward(const AttentionForward& a, const Gpu& gpu) {
+  Splits plan{1, 1, false, 0, nullptr};
+  if (!forward_in_tiles(a)) return plan;
+  constexpr int64_t kRows = 64, kTwoBlocks = 160 << 10;  // shared memory for two blocks of the largest tiles
+  if (a.n_queries * a.group <= kRows) plan.pack = static_cast<int>(a.group);
+  const int64_t rows = a.n_queries * plan.pack, heads = a.n_sequences * (a.n_heads / plan.pack);
+  plan.rows = heads * rows;
+  const int width = a.head_dim > a.head_dim_v ? a.head_dim : a.head_dim_v;
+  const bool room = width <= 64 || (width <= 128 && gpu.shared >= kTwoBlocks);
+  plan.large = room && heads * ((rows + 2 * kRows - 1) / (2 * kRows)) >= gpu.multiprocessors && rows > kRows;
+  const int64_t blocks = heads * ((rows + kRows - 1) / kRows), key_tiles = (a.n_keys + 63) / 64;
+  if (blocks < gpu.multiprocessors) {  // two blocks a multiprocessor, of two tiles of keys at least
+    constexpr int64_t kMost = 64;
+    const int64_t wanted = std::min((2 * gpu.multiprocessors + blocks - 1) / blocks, key_tiles / 2);
+    plan.count = static_cast<int>(std::max<int64_t>(1, std::min(wanted, kMost)));
+  }
+  return plan;
+}
+
+cudaError_t attention_forward(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
+  if (forward_in_tiles(a)) {
+    const cudaError_t error = forward_tiles(a, splits, stream);
+    if (error != cudaSuccess || splits.count == 1) return error;
+    const dim3 blocks(static_cast<unsigned>((splits.rows + kCombineWarps - 1) / kCombineWarps));
+    const auto combine = [&](auto type) {
+      return launch(attention_combine<FK_TYPE(type), 8>, blocks, dim3(32 * kCombineWarps), 0, stream, a, splits);
+    };
+    return a.type == Dtype::bf16 ? combine(Tag<__nv_bfloat16>{}) : combine(Tag<__half>{});
+  }
   return with_type(a.type, [&](auto type) {
     using T = FK_TYPE(type);
     return a.head_dim_v <= 128 ? forward_rows<T, 4>(a, stream) : forward_rows<T, kMaxDim / 32>(a, stream);

@@ -12,7 +12,8 @@ namespace foundry {
 struct OnDevice {
   explicit OnDevice(const at::Tensor&) {}
   cudaStream_t stream() const { return nullptr; }
-  int multiprocessors() const { return 1; }
+  int multiprocessors() const { return 4; }
+  int shared_memory() const { return 164 << 10; }
 };
 inline void check_cuda(cudaError_t error, const char* what) {
   TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
@@ -32,10 +33,14 @@ struct OnDevice {
   c10::cuda::CUDAGuard guard;
   explicit OnDevice(const at::Tensor& t) : guard(t.device()) {}
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
-  int multiprocessors() const {
-    int count = 0;
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, guard.current_device().index());
-    return count;
+  int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  int shared_memory() const { return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }  // of one, in bytes
+
+ private:
+  int attribute(cudaDeviceAttr name) const {
+    int value = 0;
+    cudaDeviceGetAttribute(&value, name, guard.current_device().index());
+    return value;
   }
 };
 

@@ -125,7 +125,13 @@ FourTensors fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const At
   a.lse = save_lse ? lse.mutable_data_ptr<double>() : nullptr;
   a.entropy = save_stats ? entropy.mutable_data_ptr<float>() : nullptr;
   a.max_logit = save_stats ? max_logit.mutable_data_ptr<float>() : nullptr;
-  check_cuda(cuda::attention_forward(a, device.stream()), "attention forward");
+  cuda::Splits splits = cuda::plan_forward(a, {device.multiprocessors(), device.shared_memory()});
+  Tensor sums;
+  if (const int64_t floats = splits.floats(a.head_dim_v)) {
+    sums = at::empty({floats}, q.options().dtype(at::kFloat));
+    splits.sums = sums.mutable_data_ptr<float>();
+  }
+  check_cuda(cuda::attention_forward(a, splits, device.stream()), "attention forward");
   return {out, lse, entropy, max_logit};
 }
 

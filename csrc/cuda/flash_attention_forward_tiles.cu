@@ -1,0 +1,261 @@
+// Attention, forward, with matrix instructions (mma.sync, ldmatrix, cp.async; sm_80 and later): 16-bit inputs, heads of
+// up to 256 numbers.
+//
+// A block of 4 warps has 64 * kTilesM rows of one head and all keys that they see, a warp 16 * kTilesM of the rows with
+// all these keys: softmax needs no other warp. Where queries are few, the rows of all heads of a group follow one
+// another (row = query * pack + head in group), since they read the same keys, and keys are split over several blocks,
+// whose results attention_combine puts together in a fixed order. Keys go from the last tile to the first, the first of
+// which the window's edge crosses, so that the loop over the others has no masks.
+#include "flash_attention_forward.cuh"
+#include "flash_attention_tiles.cuh"
+
+namespace foundry {
+namespace cuda {
+namespace {
+
+using namespace tiles;
+
+template <int kDim, int kTilesM>
+struct Shape {
+  static constexpr int kBlockM = 64 * kTilesM, kBlockN = kDim <= 128 ? 64 : 32;
+  static constexpr bool kKeepQ = kTilesM == 1 && kDim <= 128;  // in registers; it passes through the place of V
+  static constexpr int kRow = kDim * 2, kTile = kBlockN * kRow;
+  // Bytes: K's two places, which differ in one bit and take turns, V's and Q's.
+  static constexpr uint32_t kK = 0, kV = 2 * kTile, kQ = kKeepQ ? kV : kV + kTile;
+  static constexpr int kShared = kQ + kBlockM * kRow;
+};
+
+// What a lane needs of one of its rows where a call has options.
+struct Row {
+  int i;   // the query
+  Head h;  // with the row's own head
+};
+
+template <class T, int kDim, int kTilesM, bool kOptions>
+__global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
+    attention_forward_tiles(AttentionForward a, Splits splits) {
+  using S = Shape<kDim, kTilesM>;
+  constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN;
+  FK_DYNAMIC_SHARED(uint4, shared);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pack_heads = splits.pack;
+  const int64_t rows_most = a.n_queries * pack_heads, tiles_m = (rows_most + kBlockM - 1) / kBlockM;
+  const int split = static_cast<int>(blockIdx.x % splits.count);
+  int64_t place = blockIdx.x / splits.count;
+  const int tile_m = static_cast<int>(tiles_m - 1 - place % tiles_m);  // the rows that see most keys first
+  place /= tiles_m;
+  const int64_t heads = a.n_heads / pack_heads;
+  const Head h(a, static_cast<int>(place / heads), static_cast<int>(place % heads * pack_heads));
+  const int first_row = tile_m * kBlockM, n_rows = h.q_len * pack_heads;
+  if (first_row >= n_rows) return;
+  const int first_query = first_row / pack_heads;
+  const int last_query = (min(first_row + kBlockM, n_rows) - 1) / pack_heads;
+
+  // Tiles of keys that some row sees, and of these the ones that all rows see whole.
+  const int begin = h.first_key(first_query), end = h.end_key(last_query);
+  int first_tile = begin / kBlockN, end_tile = end > begin ? (end + kBlockN - 1) / kBlockN : first_tile;
+  const int first_whole = (h.first_key(last_query) + kBlockN - 1) / kBlockN;
+  const int end_whole = max(h.end_key(first_query), 0) / kBlockN;
+  if (splits.count > 1) {
+    const int each = (end_tile - first_tile + splits.count - 1) / splits.count;
+    first_tile += split * each;
+    end_tile = min(end_tile, first_tile + each);
+  }
+  // The next tile down from `tile` that a mask does not hide from all rows; below first_tile where there is none.
+  const auto visible = [&](int tile) {
+    if (kOptions && a.tiles.index)
+      while (tile >= first_tile && is_hidden(a, h, first_query, last_query, pack_heads, tile * kBlockN)) --tile;
+    return tile;
+  };
+
+  const Copier<kDim> k(static_cast<const T*>(a.k) + h.key_at(a.k_strides, 0), a.k_strides.token, a.head_dim);
+  const Copier<kDim> v(static_cast<const T*>(a.v) + h.key_at(a.v_strides, 0), a.v_strides.token, a.head_dim_v);
+  const uint64_t seed = kOptions && a.dropout.threshold ? static_cast<uint64_t>(*a.dropout.seed) : 0;
+
+  float out[kTilesM][kDim / 8][4] = {};
+  RowSums rows[kTilesM][2];  // of products, unscaled, where there are no options; sums are of this lane's columns
+  FK_UNROLL for (int m = 0; m < kTilesM; ++m) rows[m][0] = rows[m][1] = {kNone, 0.f, 0.f};
+  const auto row_of = [&](int m, int half) { return first_row + (warp * kTilesM + m) * 16 + half * 8 + lane / 4; };
+
+  const uint32_t q_lane = S::kQ + left_lane<kDim>(warp * 16 * kTilesM, lane);
+  const uint32_t v_lane = S::kV + summed_lane<kDim>(lane);
+  uint32_t k_lane = S::kK + right_lane<kDim>(lane), k_next = S::kK + S::kTile;
+  uint32_t q_kept[S::kKeepQ ? kDim / 16 : 1][4];
+
+  int tile = visible(end_tile - 1);
+  if (tile >= first_tile) {
+    copy_queries<T, kDim, kBlockM>(shared, S::kQ, a, h, first_row, n_rows, pack_heads);
+    cp_async_commit();
+    k.template copy<kBlockN, true>(shared, S::kK, tile * kBlockN, h.k_len);
+    cp_async_commit();
+    if constexpr (S::kKeepQ) {
+      cp_async_wait<1>();
+      __syncthreads();
+      FK_UNROLL for (int d = 0; d < kDim / 16; ++d) ldmatrix(q_kept[d], shared, q_lane ^ (d * 32));
+    }
+  }
+
+  const auto step = [&](auto masked, int next) {
+    constexpr bool kMasked = decltype(masked)::value;
+    cp_async_wait<0>();
+    __syncthreads();  // K's tile is here; nobody reads V's place or the other place of K any more
+    v.template copy<kBlockN, kMasked>(shared, S::kV, tile * kBlockN, h.k_len);
+    cp_async_commit();
+    if (next >= first_tile) k.template copy<kBlockN, false>(shared, k_next, next * kBlockN, h.k_len);
+    cp_async_commit();  // an empty group keeps the count
+
+    float s[kTilesM][kBlockN / 8][4] = {};
+    FK_UNROLL for (int d = 0; d < kDim / 16; ++d) {
+      uint32_t left[kTilesM][4];
+      FK_UNROLL for (int m = 0; m < kTilesM; ++m) {
+        if constexpr (S::kKeepQ) FK_UNROLL for (int i = 0; i < 4; ++i) left[m][i] = q_kept[d][i];
+        else ldmatrix(left[m], shared, (q_lane ^ (d * 32)) + m * 16 * S::kRow);
+      }
+      FK_UNROLL for (int n = 0; n < kBlockN / 16; ++n) {
+        uint32_t right[4];
+        ldmatrix(right, shared, (k_lane ^ (d * 32)) + n * 16 * S::kRow);
+        FK_UNROLL for (int m = 0; m < kTilesM; ++m) {
+          mma<T>(s[m][2 * n], left[m], right[0], right[1]);
+          mma<T>(s[m][2 * n + 1], left[m], right[2], right[3]);
+        }
+      }
+    }
+    k_lane ^= S::kTile;
+    k_next ^= S::kTile;
+
+    const float scale = kOptions ? kLog2e : a.scale * kLog2e;
+    uint32_t p[kTilesM][kBlockN / 16][4];
+    FK_UNROLL for (int m = 0; m < kTilesM; ++m) FK_UNROLL for (int half = 0; half < 2; ++half) {
+      const int row = row_of(m, half), column = tile * kBlockN + lane % 4 * 2;
+      const int i = row / pack_heads;
+      if constexpr (kOptions) {
+        Head own = h;
+        if (pack_heads > 1) own = Head(a, h.n, h.head + row % pack_heads);
+        FK_UNROLL for (int n = 0; n < kBlockN / 8; ++n) FK_UNROLL for (int e = 0; e < 2; ++e) {
+          const int j = column + n * 8 + e;
+          float& x = s[m][n][2 * half + e];
+          float unused;
+          x = row < n_rows && j >= h.first_key(i) && j < h.end_key(i) ? logit(a, own, x, i, j, unused) : kNone;
+        }
+      } else if (kMasked) {
+        const int from = h.first_key(i) - column, to = h.end_key(i) - column;
+        FK_UNROLL for (int n = 0; n < kBlockN / 8; ++n)
+            FK_UNROLL for (int e = 0; e < 2; ++e) if (n * 8 + e < from || n * 8 + e >= to) s[m][n][2 * half + e] =
+                kNone;
+      }
+      RowSums& r = rows[m][half];
+      float top = r.max;
+      FK_UNROLL for (int n = 0; n < kBlockN / 8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      top = fmaxf(top, __shfl_xor_sync(kAll, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kAll, top, 2));
+      const float minus = (kMasked || kOptions) && top == kNone ? 0.f : -top * scale;  // sees nothing so far
+      const float shrink = exp2_fast(r.max * scale + minus);
+      if (kOptions && a.entropy)
+        r.entropy = shrink > 0.f ? shrink * (r.entropy + (r.max * scale + minus) / kLog2e * r.sum) : 0.f;
+      r.max = top;
+      float sum = r.sum * shrink;
+      FK_UNROLL for (int n = 0; n < kBlockN / 8; ++n) {
+        const float x0 = s[m][n][2 * half] * scale + minus, x1 = s[m][n][2 * half + 1] * scale + minus;
+        const float p0 = exp2_fast(x0), p1 = exp2_fast(x1);
+        sum += p0 + p1;
+        if (kOptions && a.entropy)
+          r.entropy += (p0 > 0.f ? p0 * x0 / kLog2e : 0.f) + (p1 > 0.f ? p1 * x1 / kLog2e : 0.f);
+        if (kOptions && a.dropout.threshold) {
+          s[m][n][2 * half] = p0, s[m][n][2 * half + 1] = p1;
+        } else {
+          p[m][n / 2][n % 2 * 2 + half] =
+              pack<T>(p0, p1);  // the scores' layout is that of the next product's left side
+        }
+      }
+      r.sum = sum;
+      FK_UNROLL for (int n = 0; n < kDim / 8; ++n) FK_UNROLL for (int e = 0; e < 2; ++e) out[m][n][2 * half + e] *=
+          shrink;
+    }
+    if (kOptions && a.dropout.threshold)
+      FK_UNROLL for (int m = 0; m < kTilesM; ++m)
+          drop<T>(s[m], p[m], a, seed, h, row_of(m, 0), n_rows, pack_heads, tile * kBlockN, lane);
+
+    cp_async_wait<1>();
+    __syncthreads();  // V's tile is here
+    add_product<T, kDim>(out, p, shared, v_lane);
+    tile = next;
+  };
+  while (tile >= first_tile) {
+    if (kOptions || tile >= end_whole || tile < first_whole) {
+      step(std::true_type(), visible(tile - 1));
+    } else {
+#if !defined(FK_CUDA_ON_CPU)
+#pragma unroll 1
+#endif
+      while (tile >= first_whole && tile >= first_tile) step(std::false_type(), tile - 1);
+    }
+  }
+  cp_async_wait<0>();
+  cp_async_finished();
+
+  FK_UNROLL for (int m = 0; m < kTilesM; ++m) FK_UNROLL for (int half = 0; half < 2; ++half) {
+    RowSums r = rows[m][half];
+    FK_UNROLL for (int other = 1; other <= 2; other *= 2) {
+      r.sum += __shfl_xor_sync(kAll, r.sum, other);
+      if (kOptions) r.entropy += __shfl_xor_sync(kAll, r.entropy, other);
+    }
+    if (!kOptions && r.max != kNone) r.max *= a.scale;
+    const int row = row_of(m, half), i = row / pack_heads;
+    const bool writes = row < n_rows;
+    if (splits.count > 1) {
+      const int64_t at = (split * splits.rows + (place * rows_most + row)) * splits.row_floats(a.head_dim_v);
+      write_split<kDim>(writes ? splits.sums + at : nullptr, out[m], half, r, a.head_dim_v, lane);
+      continue;
+    }
+    Head own = h;
+    own.head += row % pack_heads;
+    const float factor = writes ? finish_row(a, own, i, r, lane % 4 == 0) : 0.f;
+    T* to = writes ? static_cast<T*>(a.out) + own.query_at(a.out_strides, i) : nullptr;
+    write_row<T, kDim>(to, out[m], half, factor, a.head_dim_v, lane);
+  }
+}
+
+template <class T, int kDim, int kTilesM, bool kOptions>
+cudaError_t launch_tiles(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
+  using S = Shape<kDim, kTilesM>;
+  const int64_t rows = a.n_queries * splits.pack, heads = a.n_heads / splits.pack;
+  const int64_t blocks = a.n_sequences * heads * ((rows + S::kBlockM - 1) / S::kBlockM) * splits.count;
+  if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  const auto kernel = attention_forward_tiles<T, kDim, kTilesM, kOptions>;
+  const cudaError_t error = allow_shared(kernel, S::kShared);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kShared, stream, a, splits);
+}
+
+template <class T, int kDim>
+cudaError_t launch_of_width(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
+  const bool options =
+      a.softcap > 0.f || a.alibi_slopes || a.mask || a.tiles.index || a.bias || a.dropout.threshold || a.entropy;
+  if (options) return launch_tiles<T, kDim, 1, true>(a, splits, stream);
+  if constexpr (kDim <= 128)
+    if (splits.large) return launch_tiles<T, kDim, 2, false>(a, splits, stream);
+  return launch_tiles<T, kDim, 1, false>(a, splits, stream);
+}
+
+}  // namespace
+
+bool forward_in_tiles(const AttentionForward& a) {
+  return a.type != Dtype::f32 && a.head_dim <= 256 && a.head_dim_v <= 256 &&
+         rows_are_aligned(a.q, a.q_strides, a.head_dim, a.type) &&
+         rows_are_aligned(a.k, a.k_strides, a.head_dim, a.type) &&
+         rows_are_aligned(a.v, a.v_strides, a.head_dim_v, a.type) &&
+         rows_are_aligned(a.out, a.out_strides, a.head_dim_v, a.type);
+}
+
+cudaError_t forward_tiles(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
+  const int width = max(a.head_dim, a.head_dim_v);
+  const auto of_type = [&](auto type) {
+    using T = FK_TYPE(type);
+    if (width <= 64) return launch_of_width<T, 64>(a, splits, stream);
+    if (width <= 128) return launch_of_width<T, 128>(a, splits, stream);
+    return launch_of_width<T, 256>(a, splits, stream);
+  };
+  return a.type == Dtype::bf16 ? of_type(Tag<__nv_bfloat16>{}) : of_type(Tag<__half>{});
+}
+
+}  // namespace cuda
+}  // namespace foundry
