@@ -63,6 +63,8 @@ struct AttentionBackward : AttentionInputs {
   void* dbias;    // of bias_type, or null
   PairStrides dbias_strides;
   int64_t dbias_sizes[4];
+  bool
+      own_dbias;  // each pair has an element of its own, which the kernel of dq may write; those not seen are 0 already
 };
 
 // What decides about tiles, of the GPU: its multiprocessors and the bytes of shared memory of each.

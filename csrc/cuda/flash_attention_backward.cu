@@ -1,6 +1,7 @@
 // Attention, backward: by warps for all inputs that the matrix instructions do not take. One kernel for dq and one for
 // dk and dv, each of which computes the weights anew: there is nothing that two blocks add to, so equal inputs give
 // equal bits.
+#include "flash_attention_backward.cuh"
 #include "flash_attention_rows.cuh"
 
 namespace foundry {
@@ -254,10 +255,7 @@ __global__ void __launch_bounds__(32 * kBiasWarps) attention_dbias(AttentionBack
   }
   const PairStrides& s = a.dbias_strides;
   const int64_t to = batch * s.batch + head * s.head + query * s.query + (of_all_keys ? 0 : key) * s.key;
-  const float value = static_cast<float>(sum);
-  if (a.bias_type == Dtype::f32) static_cast<float*>(a.dbias)[to] = value;
-  else if (a.bias_type == Dtype::bf16) static_cast<__nv_bfloat16*>(a.dbias)[to] = from_float<__nv_bfloat16>(value);
-  else static_cast<__half*>(a.dbias)[to] = from_float<__half>(value);
+  write_bias_at(a, to, static_cast<float>(sum));
 }
 
 // --- launches
@@ -287,17 +285,23 @@ cudaError_t backward_rows(const AttentionBackward& a, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t attention_backward(const AttentionBackward& a, cudaStream_t stream) {
+  const bool in_tiles = backward_in_tiles(a);
   return with_type(a.type, [&](auto type) {
     using T = FK_TYPE(type);
     const int64_t blocks = blocks_of(a, a.n_heads, a.n_queries, kDeltaWarps);
     cudaError_t error = launch_blocks(attention_delta<T>, blocks, kDeltaWarps, 0, stream, a);
     if (error == cudaSuccess && a.dsinks)
       error = launch_blocks(attention_dsinks, a.n_heads, kSinkThreads / 32, 0, stream, a);
-    if (error == cudaSuccess && a.dbias) {
+    if (error == cudaSuccess && a.dbias && !(a.own_dbias && in_tiles)) {
       const int64_t n = a.dbias_sizes[0] * a.dbias_sizes[1] * a.dbias_sizes[2] * ((a.dbias_sizes[3] + 31) / 32);
       error = launch_blocks(attention_dbias<T>, (n + kBiasWarps - 1) / kBiasWarps, kBiasWarps, 0, stream, a, n);
     }
     if (error != cudaSuccess) return error;
+    if (in_tiles) {
+      AttentionBackward rest = a;
+      if (!a.own_dbias) rest.dbias = nullptr;
+      return backward_tiles(rest, stream);
+    }
     const int width = a.head_dim > a.head_dim_v ? a.head_dim : a.head_dim_v;
     return width <= 128 ? backward_rows<T, 4>(a, stream) : backward_rows<T, kMaxDim / 32>(a, stream);
   });

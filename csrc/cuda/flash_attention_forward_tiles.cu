@@ -228,9 +228,7 @@ cudaError_t launch_tiles(const AttentionForward& a, const Splits& splits, cudaSt
 
 template <class T, int kDim>
 cudaError_t launch_of_width(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
-  const bool options =
-      a.softcap > 0.f || a.alibi_slopes || a.mask || a.tiles.index || a.bias || a.dropout.threshold || a.entropy;
-  if (options) return launch_tiles<T, kDim, 1, true>(a, splits, stream);
+  if (has_options(a) || a.entropy) return launch_tiles<T, kDim, 1, true>(a, splits, stream);
   if constexpr (kDim <= 128)
     if (splits.large) return launch_tiles<T, kDim, 2, false>(a, splits, stream);
   return launch_tiles<T, kDim, 1, false>(a, splits, stream);

@@ -80,6 +80,11 @@ __device__ __forceinline__ int64_t pair_at(const PairStrides& s, const Head& h, 
   return h.n * s.batch + h.head * s.head + i * s.query + j * s.key;
 }
 
+// Whether scores are more than products with the scale that a window hides.
+inline bool has_options(const AttentionInputs& a) {
+  return a.softcap > 0.f || a.alibi_slopes || a.mask || a.tiles.index || a.bias || a.dropout.threshold;
+}
+
 // Whether a mask lets query i see key j, which lies in its window.
 __device__ __forceinline__ bool shown(const AttentionInputs& a, const Head& h, int i, int j) {
   if (a.mask && !a.mask[pair_at(a.mask_strides, h, i, j)]) return false;

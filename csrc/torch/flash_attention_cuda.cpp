@@ -169,6 +169,8 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
     a.dbias = dbias.mutable_data_ptr();
     a.dbias_strides = pair_strides(dbias);
     std::copy_n(dbias.sizes().begin(), 4, a.dbias_sizes);
+    a.own_dbias = need_dq && dbias.numel() == q.numel() / q.size(3) * k.size(2);
+    if (a.own_dbias) dbias.zero_();
   }
   check_cuda(cuda::attention_backward(a, device.stream()), "attention backward");
   if (need_dsinks) dsinks.copy_(sink_sums);

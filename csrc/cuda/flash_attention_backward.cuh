@@ -1,0 +1,74 @@
+// What the backward kernels with matrix instructions are made of.
+#pragma once
+
+#include "flash_attention_scores.cuh"
+#include "flash_attention_tiles.cuh"
+
+namespace foundry {
+namespace cuda {
+
+// Whether the kernels with matrix instructions take the call, and their launches.
+bool backward_in_tiles(const AttentionBackward& a);
+cudaError_t backward_tiles(const AttentionBackward& a, cudaStream_t stream);
+
+// Writes the gradient of what was added to a score, in an element that no other score has.
+__device__ __forceinline__ void write_bias_at(const AttentionBackward& a, int64_t at, float value) {
+  if (a.bias_type == Dtype::f32) static_cast<float*>(a.dbias)[at] = value;
+  else if (a.bias_type == Dtype::bf16) static_cast<__nv_bfloat16*>(a.dbias)[at] = from_float<__nv_bfloat16>(value);
+  else static_cast<__half*>(a.dbias)[at] = from_float<__half>(value);
+}
+
+namespace tiles {
+
+__device__ __forceinline__ void write_bias(const AttentionBackward& a, const Head& h, int i, int j, float value) {
+  write_bias_at(a, pair_at(a.dbias_strides, h, i, j), value);
+}
+
+// A query's log-sum-exp in powers of 2, infinite where it sees no key, so that its weights are 0; and its delta.
+__device__ __forceinline__ float2 row_numbers(const AttentionBackward& a, const Head& h, int i) {
+  if (i >= h.q_len) return float2{INFINITY, 0.f};
+  const int64_t at = h.query_at(a.row_strides, i);
+  const double lse = a.lse[at];
+  return float2{lse == static_cast<double>(kNone) ? INFINITY : static_cast<float>(lse * 1.4426950408889634),
+                a.delta[at]};
+}
+
+// Whether the mask's tiles hide all pairs of the owned rows [first, last] and the others [from, to]: of queries and
+// keys, or of keys and queries.
+__device__ __forceinline__ bool is_hidden(const AttentionInputs& a, const Head& h, int first, int last, int from,
+                                          int to, bool own_keys) {
+  constexpr int kTile = static_cast<int>(kMaskTile);
+  const int q0 = own_keys ? from : first, q1 = own_keys ? to : last, k0 = own_keys ? first : from;
+  const int k1 = own_keys ? last : to;
+  for (int i = q0 / kTile; i <= q1 / kTile; ++i)
+    for (int j = k0 / kTile; j <= k1 / kTile; ++j)
+      if (a.tiles.index[pair_at(a.tiles.strides, h, i, j)] != 0) return false;
+  return true;
+}
+
+// results = 16 rows x kRead rows of another tile, both of kDim columns.
+template <class T, int kDim, int kRead, class Shared>
+__device__ __forceinline__ void multiply(float (&results)[kRead / 8][4], Shared& shared, uint32_t left_lane,
+                                         uint32_t right_lane) {
+  FK_UNROLL for (int d = 0; d < kDim / 16; ++d) {
+    uint32_t left[4];
+    ldmatrix(left, shared, left_lane ^ (d * 32));
+    FK_UNROLL for (int n = 0; n < kRead / 16; ++n) {
+      uint32_t right[4];
+      ldmatrix(right, shared, (right_lane ^ (d * 32)) + n * 32 * kDim);
+      mma<T>(results[2 * n], left, right[0], right[1]);
+      mma<T>(results[2 * n + 1], left, right[2], right[3]);
+    }
+  }
+}
+
+// Results as the left side of the next product.
+template <class T, int kTilesN>
+__device__ __forceinline__ void pack_left(uint32_t (&left)[kTilesN / 2][4], const float (&results)[kTilesN][4]) {
+  FK_UNROLL for (int n = 0; n < kTilesN; ++n) FK_UNROLL for (int half = 0; half < 2; ++half)
+      left[n / 2][n % 2 * 2 + half] = pack<T>(results[n][2 * half], results[n][2 * half + 1]);
+}
+
+}  // namespace tiles
+}  // namespace cuda
+}  // namespace foundry
