@@ -60,12 +60,14 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
     return static_cast<const T*>(data) + at;
   };
   const auto copy_owned = [&](const void* data, const HeadStrides& s, int width, uint32_t to) {
-    const Copier<kDim> copier(start(data, s, kKeys, 0), s.token, width);
-    copier.template copy<S::kOwn, true>(shared, to, first, n_own);
+    Copier<kDim> copier(start(data, s, kKeys, 0), s.token, width, first + S::kOwn);
+    copier.template clear<S::kOwn>(shared, to);
+    copier.template copy<S::kOwn, true>(shared, to, n_own - first);
   };
   const auto copy_read = [&](const void* data, const HeadStrides& s, int width, uint32_t to, int in_group, int tile) {
-    const Copier<kDim> copier(start(data, s, !kKeys, in_group), s.token, width);
-    copier.template copy<kRead, true>(shared, to, tile * kRead, n_read);
+    Copier<kDim> copier(start(data, s, !kKeys, in_group), s.token, width, (tile + 1) * kRead);
+    if (in_group == 0 && tile < first_tile + 2) copier.template clear<kRead>(shared, to);  // each place once
+    copier.template copy<kRead, true>(shared, to, n_read - tile * kRead);
   };
   // Tile number `index` of the loop: those of one head of the group after those of another.
   const auto copy_tiles = [&](int index) {

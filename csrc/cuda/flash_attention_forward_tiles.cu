@@ -15,6 +15,10 @@ namespace {
 
 using namespace tiles;
 
+// Which calls a kernel is for: those without options, of heads of kDim numbers, with one head a block and all keys that
+// its rows see; the others without options; all.
+enum class Calls { whole, plain, all };
+
 template <int kDim, int kTilesM>
 struct Shape {
   static constexpr int kBlockM = 64 * kTilesM, kBlockN = kDim <= 128 ? 64 : 32;
@@ -25,27 +29,38 @@ struct Shape {
   static constexpr int kShared = kQ + kBlockM * kRow;
 };
 
-// What a lane needs of one of its rows where a call has options.
-struct Row {
-  int i;   // the query
-  Head h;  // with the row's own head
+// A block's rows: those of a tile of `size`, of `pack` heads from `h` on, with a part of the keys.
+struct Block {
+  int split;
+  int64_t place;  // of the sequence and heads among all
+  Head h;
+  int first_row, n_rows;
+
+  __device__ Block(const AttentionForward& a, const Splits& s, int size, unsigned index)
+      : Block(a, s, static_cast<int>(index % s.count), index / s.count, (a.n_queries * s.pack + size - 1) / size,
+              size) {}
+
+ private:
+  __device__ Block(const AttentionForward& a, const Splits& s, int split, int64_t index, int64_t tiles, int size)
+      : split(split),
+        place(index / tiles),
+        h(a, static_cast<int>(place / (a.n_heads / s.pack)), static_cast<int>(place % (a.n_heads / s.pack) * s.pack)),
+        first_row(static_cast<int>(tiles - 1 - index % tiles) * size),  // the rows that see most keys first
+        n_rows(h.q_len * s.pack) {}
 };
 
-template <class T, int kDim, int kTilesM, bool kOptions>
-__global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
-    attention_forward_tiles(AttentionForward a, Splits splits) {
+template <class T, int kDim, int kTilesM, Calls kCalls>
+__global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ? 1 : 2)
+    attention_forward_tiles(AttentionForward a, Splits given) {
   using S = Shape<kDim, kTilesM>;
   constexpr int kBlockM = S::kBlockM, kBlockN = S::kBlockN;
+  constexpr bool kOptions = kCalls == Calls::all, kWhole = kCalls == Calls::whole;
   FK_DYNAMIC_SHARED(uint4, shared);
+  const Splits splits = kWhole ? Splits{1, 1, true, 0, nullptr} : given;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pack_heads = splits.pack;
-  const int64_t rows_most = a.n_queries * pack_heads, tiles_m = (rows_most + kBlockM - 1) / kBlockM;
-  const int split = static_cast<int>(blockIdx.x % splits.count);
-  int64_t place = blockIdx.x / splits.count;
-  const int tile_m = static_cast<int>(tiles_m - 1 - place % tiles_m);  // the rows that see most keys first
-  place /= tiles_m;
-  const int64_t heads = a.n_heads / pack_heads;
-  const Head h(a, static_cast<int>(place / heads), static_cast<int>(place % heads * pack_heads));
-  const int first_row = tile_m * kBlockM, n_rows = h.q_len * pack_heads;
+  const Block block(a, splits, kBlockM, blockIdx.x);
+  const Head& h = block.h;
+  const int first_row = block.first_row, n_rows = block.n_rows;
   if (first_row >= n_rows) return;
   const int first_query = first_row / pack_heads;
   const int last_query = (min(first_row + kBlockM, n_rows) - 1) / pack_heads;
@@ -57,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
   const int end_whole = max(h.end_key(first_query), 0) / kBlockN;
   if (splits.count > 1) {
     const int each = (end_tile - first_tile + splits.count - 1) / splits.count;
-    first_tile += split * each;
+    first_tile += block.split * each;
     end_tile = min(end_tile, first_tile + each);
   }
   // The next tile down from `tile` that a mask does not hide from all rows; below first_tile where there is none.
@@ -67,8 +82,6 @@ __global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
     return tile;
   };
 
-  const Copier<kDim> k(static_cast<const T*>(a.k) + h.key_at(a.k_strides, 0), a.k_strides.token, a.head_dim);
-  const Copier<kDim> v(static_cast<const T*>(a.v) + h.key_at(a.v_strides, 0), a.v_strides.token, a.head_dim_v);
   const uint64_t seed = kOptions && a.dropout.threshold ? static_cast<uint64_t>(*a.dropout.seed) : 0;
 
   float out[kTilesM][kDim / 8][4] = {};
@@ -82,25 +95,36 @@ __global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
   uint32_t q_kept[S::kKeepQ ? kDim / 16 : 1][4];
 
   int tile = visible(end_tile - 1);
+  // Each is at the end of the tile that it copies next.
+  Copier<kDim, kWhole> k(static_cast<const T*>(a.k) + h.key_at(a.k_strides, 0), a.k_strides.token, a.head_dim,
+                         (tile + 1) * kBlockN);
+  Copier<kDim, kWhole> v(static_cast<const T*>(a.v) + h.key_at(a.v_strides, 0), a.v_strides.token, a.head_dim_v,
+                         (tile + 1) * kBlockN);
   if (tile >= first_tile) {
     copy_queries<T, kDim, kBlockM>(shared, S::kQ, a, h, first_row, n_rows, pack_heads);
     cp_async_commit();
-    k.template copy<kBlockN, true>(shared, S::kK, tile * kBlockN, h.k_len);
+    FK_UNROLL for (int two = 0; two < 2; ++two) k.template clear<kBlockN>(shared, S::kK + two * S::kTile);
+    k.template copy<kBlockN, true>(shared, S::kK, h.k_len - tile * kBlockN);
     cp_async_commit();
     if constexpr (S::kKeepQ) {
       cp_async_wait<1>();
       __syncthreads();
       FK_UNROLL for (int d = 0; d < kDim / 16; ++d) ldmatrix(q_kept[d], shared, q_lane ^ (d * 32));
+      __syncthreads();
     }
+    v.template clear<kBlockN>(shared, S::kV);
   }
 
   const auto step = [&](auto masked, int next) {
     constexpr bool kMasked = decltype(masked)::value;
+    const uint32_t q_at = kMasked ? hidden(q_lane) : q_lane, v_at = kMasked ? hidden(v_lane) : v_lane;
     cp_async_wait<0>();
     __syncthreads();  // K's tile is here; nobody reads V's place or the other place of K any more
-    v.template copy<kBlockN, kMasked>(shared, S::kV, tile * kBlockN, h.k_len);
+    v.template copy<kBlockN, kMasked>(shared, S::kV, h.k_len - tile * kBlockN);
+    if (kOptions) v.move((next + 1 - tile) * kBlockN);
     cp_async_commit();
-    if (next >= first_tile) k.template copy<kBlockN, false>(shared, k_next, next * kBlockN, h.k_len);
+    if (kOptions) k.move((next + 1 - tile) * kBlockN);
+    if (next >= first_tile) k.template copy<kBlockN, false>(shared, k_next);
     cp_async_commit();  // an empty group keeps the count
 
     float s[kTilesM][kBlockN / 8][4] = {};
@@ -108,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
       uint32_t left[kTilesM][4];
       FK_UNROLL for (int m = 0; m < kTilesM; ++m) {
         if constexpr (S::kKeepQ) FK_UNROLL for (int i = 0; i < 4; ++i) left[m][i] = q_kept[d][i];
-        else ldmatrix(left[m], shared, (q_lane ^ (d * 32)) + m * 16 * S::kRow);
+        else ldmatrix(left[m], shared, (q_at ^ (d * 32)) + m * 16 * S::kRow);
       }
       FK_UNROLL for (int n = 0; n < kBlockN / 16; ++n) {
         uint32_t right[4];
@@ -137,7 +161,8 @@ __global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
           x = row < n_rows && j >= h.first_key(i) && j < h.end_key(i) ? logit(a, own, x, i, j, unused) : kNone;
         }
       } else if (kMasked) {
-        const int from = h.first_key(i) - column, to = h.end_key(i) - column;
+        const int at = static_cast<int>(hidden(i));
+        const int from = h.first_key(at) - column, to = h.end_key(at) - column;
         FK_UNROLL for (int n = 0; n < kBlockN / 8; ++n)
             FK_UNROLL for (int e = 0; e < 2; ++e) if (n * 8 + e < from || n * 8 + e >= to) s[m][n][2 * half + e] =
                 kNone;
@@ -176,22 +201,24 @@ __global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
 
     cp_async_wait<1>();
     __syncthreads();  // V's tile is here
-    add_product<T, kDim>(out, p, shared, v_lane);
+    add_product<T, kDim>(out, p, shared, v_at);
     tile = next;
   };
+  const int last_whole = max(first_whole, first_tile);
   while (tile >= first_tile) {
-    if (kOptions || tile >= end_whole || tile < first_whole) {
+    if (kOptions || tile >= end_whole || tile < last_whole) {
       step(std::true_type(), visible(tile - 1));
     } else {
 #if !defined(FK_CUDA_ON_CPU)
 #pragma unroll 1
 #endif
-      while (tile >= first_whole && tile >= first_tile) step(std::false_type(), tile - 1);
+      while (tile >= last_whole) step(std::false_type(), tile - 1);
     }
   }
   cp_async_wait<0>();
   cp_async_finished();
 
+  const Block b(a, splits, kBlockM, block_index_again());
   FK_UNROLL for (int m = 0; m < kTilesM; ++m) FK_UNROLL for (int half = 0; half < 2; ++half) {
     RowSums r = rows[m][half];
     FK_UNROLL for (int other = 1; other <= 2; other *= 2) {
@@ -199,28 +226,29 @@ __global__ void __launch_bounds__(kThreads, kOptions || kDim > 128 ? 1 : 2)
       if (kOptions) r.entropy += __shfl_xor_sync(kAll, r.entropy, other);
     }
     if (!kOptions && r.max != kNone) r.max *= a.scale;
-    const int row = row_of(m, half), i = row / pack_heads;
-    const bool writes = row < n_rows;
+    const int row = b.first_row + (warp * kTilesM + m) * 16 + half * 8 + lane / 4, i = row / splits.pack;
+    const bool writes = row < b.n_rows;
     if (splits.count > 1) {
-      const int64_t at = (split * splits.rows + (place * rows_most + row)) * splits.row_floats(a.head_dim_v);
-      write_split<kDim>(writes ? splits.sums + at : nullptr, out[m], half, r, a.head_dim_v, lane);
+      const int64_t at = b.split * splits.rows + b.place * (a.n_queries * splits.pack) + row;
+      float* to = splits.sums + at * splits.row_floats(a.head_dim_v);
+      write_split<kDim>(writes ? to : nullptr, out[m], half, r, a.head_dim_v, lane);
       continue;
     }
-    Head own = h;
-    own.head += row % pack_heads;
+    Head own = b.h;
+    own.head += row % splits.pack;
     const float factor = writes ? finish_row(a, own, i, r, lane % 4 == 0) : 0.f;
     T* to = writes ? static_cast<T*>(a.out) + own.query_at(a.out_strides, i) : nullptr;
     write_row<T, kDim>(to, out[m], half, factor, a.head_dim_v, lane);
   }
 }
 
-template <class T, int kDim, int kTilesM, bool kOptions>
+template <class T, int kDim, int kTilesM, Calls kCalls>
 cudaError_t launch_tiles(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
   using S = Shape<kDim, kTilesM>;
   const int64_t rows = a.n_queries * splits.pack, heads = a.n_heads / splits.pack;
   const int64_t blocks = a.n_sequences * heads * ((rows + S::kBlockM - 1) / S::kBlockM) * splits.count;
   if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const auto kernel = attention_forward_tiles<T, kDim, kTilesM, kOptions>;
+  const auto kernel = attention_forward_tiles<T, kDim, kTilesM, kCalls>;
   const cudaError_t error = allow_shared(kernel, S::kShared);
   if (error != cudaSuccess) return error;
   return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), S::kShared, stream, a, splits);
@@ -228,10 +256,12 @@ cudaError_t launch_tiles(const AttentionForward& a, const Splits& splits, cudaSt
 
 template <class T, int kDim>
 cudaError_t launch_of_width(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
-  if (has_options(a) || a.entropy) return launch_tiles<T, kDim, 1, true>(a, splits, stream);
+  if (has_options(a) || a.entropy) return launch_tiles<T, kDim, 1, Calls::all>(a, splits, stream);
+  if (a.head_dim != kDim || a.head_dim_v != kDim || splits.pack > 1 || splits.count > 1)
+    return launch_tiles<T, kDim, 1, Calls::plain>(a, splits, stream);
   if constexpr (kDim <= 128)
-    if (splits.large) return launch_tiles<T, kDim, 2, false>(a, splits, stream);
-  return launch_tiles<T, kDim, 1, false>(a, splits, stream);
+    if (splits.large) return launch_tiles<T, kDim, 2, Calls::whole>(a, splits, stream);
+  return launch_tiles<T, kDim, 1, Calls::whole>(a, splits, stream);
 }
 
 }  // namespace

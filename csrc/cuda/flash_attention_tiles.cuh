@@ -41,33 +41,74 @@ __device__ __forceinline__ uint32_t summed_lane(int lane) {
   return swizzled<kDim>(lane % 16, lane / 16);
 }
 
-// A thread's share of the copies of tiles of a tensor: a chunk of each kPass-th row.
-template <int kDim>
+// blockIdx.x; hidden from the compiler, so that what follows from it is computed again and not kept through a loop.
+__device__ __forceinline__ unsigned block_index_again() {
+#if defined(FK_CUDA_ON_CPU)
+  return blockIdx.x;
+#else
+  unsigned index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+#endif
+}
+
+// x; hidden from the compiler, which would keep what follows from it in registers from one tile to the next, and spill.
+__device__ __forceinline__ uint32_t hidden(uint32_t x) {
+#if !defined(FK_CUDA_ON_CPU)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
+// from - step, in bytes; hidden from the compiler, which would keep an address for each of a tile's copies and spill.
+__device__ __forceinline__ void step_back(const char*& from, int64_t step) {
+#if defined(FK_CUDA_ON_CPU)
+  from -= step;
+#else
+  asm volatile("sub.s64 %0, %0, %1;" : "+l"(from) : "l"(step));
+#endif
+}
+
+// A thread's share of the copies of tiles of a tensor: a chunk of each kPass-th row. Chunks that the tensor's rows do
+// not have are zeros from clear() on, and no copy touches them.
+// kFull: rows have kDim numbers, none less.
+template <int kDim, bool kFull = false>
 struct Copier {
-  static constexpr int kChunks = kDim / 8, kPass = kThreads / kChunks;  // rows at once, so that the swizzle repeats
-  static_assert(kPass % 8 == 0 || kPass == 4, "rows of a pass are swizzled alike, or their last bit is");
-  const char* from;  // its chunk of row 0
-  int64_t row_bytes;
-  int row;        // of a pass
-  uint32_t to;    // its chunk in a tile
-  bool in_width;  // whether the tensor has these columns; else they are zeros
+  static constexpr int kChunks = kDim / 8, kPass = kThreads / kChunks;  // rows at once
+  static constexpr bool kRepeats = kPass % 8 == 0;                      // whether all passes are swizzled alike
+  const char* from;                                                     // its chunk of the row that is copied next
+  int64_t pass_bytes;                                                   // from a pass to the next
+  bool in_width;                                                        // whether the tensor's rows have it
 
+  // For tiles of rows up to `end` and, after seek(), others.
   template <class T>
-  __device__ Copier(const T* data, int64_t row_stride, int width)
-      : from(reinterpret_cast<const char*>(data + threadIdx.x % kChunks * 8)),
-        row_bytes(row_stride * 2),
-        row(threadIdx.x / kChunks),
-        to(swizzled<kDim>(threadIdx.x / kChunks, threadIdx.x % kChunks)),
-        in_width(static_cast<int>(threadIdx.x % kChunks * 8) < width) {}
+  __device__ Copier(const T* data, int64_t row_stride, int width, int end)
+      : from(reinterpret_cast<const char*>(data + chunk() * 8 + (end - kPass + row()) * row_stride)),
+        pass_bytes(row_stride * (2 * kPass)),
+        in_width(kFull || chunk() * 8 < width) {}
 
-  // kRows rows from `first` on to the tile at byte `at`; those from `end` on become zeros, if some may be so.
+  __device__ static int row() { return threadIdx.x / kChunks; }
+  __device__ static int chunk() { return threadIdx.x % kChunks; }
+  __device__ static uint32_t place(int i) {
+    return kRepeats ? swizzled<kDim>(row(), chunk()) + i * kDim * 2 : swizzled<kDim>(row() + i, chunk());
+  }
+  // From where it is, at the end of `rows`, to the end of other rows.
+  __device__ void move(int rows) { from += pass_bytes / kPass * rows; }
+
+  template <int kRows, class Shared>
+  __device__ __forceinline__ void clear(Shared& shared, uint32_t at) const {
+    if (kFull || in_width) return;
+    FK_UNROLL for (int i = 0; i < kRows; i += kPass) cp_async(shared, at + place(i), from, false);
+  }
+
+  // The kRows rows before it to the tile at byte `at`, and goes on to what lies before these. Of the rows those from
+  // the n-th on become zeros, if some may be so.
   template <int kRows, bool kCheck, class Shared>
-  __device__ __forceinline__ void copy(Shared& shared, uint32_t at, int first, int end) const {
-    const char* source = from + (first + row) * row_bytes;
-    FK_UNROLL for (int i = 0; i < kRows; i += kPass) {
-      const uint32_t place = kPass % 8 == 0 ? to + i * kDim * 2 : swizzled<kDim>(row + i, threadIdx.x % kChunks);
-      cp_async(shared, at + place, source, in_width && (!kCheck || first + row + i < end));
-      source += row_bytes * kPass;
+  __device__ __forceinline__ void copy(Shared& shared, uint32_t at, int n = 0) {
+    if (!kFull && !in_width) return;
+    FK_UNROLL for (int i = kRows - kPass; i >= 0; i -= kPass) {
+      cp_async(shared, at + place(i), from, !kCheck || row() + i < n);
+      step_back(from, pass_bytes);
     }
   }
 };
