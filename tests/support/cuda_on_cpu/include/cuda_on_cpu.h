@@ -522,3 +522,5 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
 }
 
 }  // namespace foundry
+
+#include "matrix_units.h"
