@@ -20,7 +20,9 @@ LIBRARY = "foundry_kernels_cuda_on_cpu"
 
 #: Misaligned vector accesses, shifts and indices of plain arrays that are undefined become traps, which are reported.
 CHECKS = ["-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error"]
-FLAGS = ["-O1", "-g1", "-fPIC", "-Wno-unknown-pragmas", "-DFK_CUDA_ON_CPU", f"-I{HERE / 'include'}"]
+#: Fibers jump from stack to stack, which a fortified longjmp takes for a mistake.
+FLAGS = ["-O1", "-g1", "-fPIC", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas", "-DFK_CUDA_ON_CPU"]
+FLAGS.append(f"-I{HERE / 'include'}")
 
 
 def _compiler() -> list[str]:
@@ -58,7 +60,7 @@ def link(name: str, objects: list[Path], flags: list[str] = []) -> Path:  # noqa
 
 
 @functools.cache
-def load_operators() -> None:
+def load_operators() -> ctypes.CDLL:
     """Registers torch.ops.foundry_kernels_cuda_on_cpu.*: the package's operators, with CUDA kernels for CPU tensors."""
     kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     bindings = [p for p in sorted((ROOT / "csrc" / "torch").glob("*.cpp")) if not p.stem.endswith(("_cpu", "_cuda"))]
@@ -77,7 +79,9 @@ def load_operators() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda job: compile_object(*job), jobs))
     libraries = Path(torch.__file__).parent / "lib"
-    torch.ops.load_library(str(link(LIBRARY, objects, [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"])))
+    library = link(LIBRARY, objects, [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"])
+    torch.ops.load_library(str(library))
+    return ctypes.CDLL(str(library))
 
 
 def as_one(sources: list[Path]) -> str:
@@ -88,3 +92,15 @@ def as_one(sources: list[Path]) -> str:
 def load_plain(source: Path, text: str) -> ctypes.CDLL:
     """`text` compiled in the place of `source`, without torch and, as little of it runs, without optimisation."""
     return ctypes.CDLL(str(link(source.stem, [compile_object(source, ["-std=c++17", "-O0", *CHECKS], text)])))
+
+
+def shared_memory_traffic(library: ctypes.CDLL) -> dict[tuple[str, int], tuple[int, int]]:
+    """By file and line of a kernel's source: its accesses of ldmatrix, cp_async and store_pair, and bank conflicts."""
+    library.cuda_on_cpu_traffic.restype = ctypes.c_char_p
+    counted: dict[tuple[str, int], tuple[int, int]] = {}
+    for entry in library.cuda_on_cpu_traffic().decode().splitlines():
+        place, accesses, conflicts = entry.rsplit(" ", 2)
+        file, line = place.rsplit(":", 1)
+        before = counted.get((file, int(line)), (0, 0))  # of a header in another translation unit
+        counted[file, int(line)] = before[0] + int(accesses), before[1] + int(conflicts)
+    return counted

@@ -11,117 +11,77 @@
 // A product is summed in double and rounded once: a GPU's differs in the last bits.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <deque>
 #include <map>
 #include <type_traits>
 #include <utility>
 
+#include "half_types.h"
+#include "scheduler.h"
+#include "shared_memory.h"
+
 namespace cuda_on_cpu {
-
-// --- a chunk of 16 bytes ---------------------------------------------------------------------------------------------
-
-// What was done to a chunk, or to a word of it.
-struct History {
-  Access written;
-  std::vector<Access> reads;
-
-  void check_read() const {
-    if (!written.ordered())
-      fail("race: shared memory is read without a barrier after thread " + std::to_string(written.thread) +
-           " wrote it");
-  }
-  void check_write() const {
-    if (!written.ordered())
-      fail("race: shared memory is written without a barrier after thread " + std::to_string(written.thread) +
-           " wrote it");
-    for (const Access& r : reads)
-      if (!r.ordered())
-        fail("race: shared memory is written without a barrier after thread " + std::to_string(r.thread) + " read it");
-  }
-  void note_read() {
-    if (!reads.empty() && (reads.back().epoch != machine().epoch || !reads.back().current())) reads.clear();
-    if (reads.empty() || reads.back().thread != self().id) reads.push_back(Access::now());
-  }
-  void note_write() {
-    reads.clear();
-    written = Access::now();
-  }
-};
-
-template <>
-struct Cell<uint4> {
-  std::array<uint32_t, 4> words;
-  History whole;          // accesses of all four words at once
-  History parts[4];       // of one
-  bool in_parts = false;  // whether some word was accessed alone since the last write of the whole
-  Access issued;          // by the copy that is on its way here, if one is
-  bool in_flight = false;
-
-  void check_landed(const char* what) const {
-    if (in_flight && issued.current())
-      fail(std::string("shared memory is ") + what + " while cp.async fills it: thread " +
-           std::to_string(issued.thread) + " has not waited for the copy");
-  }
-  uint4 read() {
-    check_landed("read");
-    whole.check_read();
-    for (const History& part : parts) {
-      if (in_parts) part.check_read();
-      if (!whole.written.current() && !part.written.current()) fail("shared memory is read before it is written");
-    }
-    whole.note_read();
-    return {words[0], words[1], words[2], words[3]};
-  }
-  void write(uint4 v) {
-    check_landed("written");
-    whole.check_write();
-    if (in_parts)
-      for (History& part : parts) {
-        part.check_write();
-        part = History();
-      }
-    in_parts = false;
-    set(v);
-    whole.note_write();
-  }
-  void write_word(int i, uint32_t v) {
-    check_landed("written");
-    whole.check_write();
-    parts[i].check_write();
-    words[i] = v;
-    parts[i].note_write();
-    in_parts = true;
-  }
-  void issue() {
-    write({~0u, ~0u, ~0u, ~0u});  // NaN
-    issued = Access::now();
-    in_flight = true;
-  }
-  void deliver(uint4 v) {
-    in_flight = false;
-    set(v);
-    whole.note_write();
-  }
-
- private:
-  void set(uint4 v) { words = {v.x, v.y, v.z, v.w}; }
-};
 
 // --- bank conflicts --------------------------------------------------------------------------------------------------
 
-struct Site {  // where a kernel's source has an instruction
-  const char* file;
-  int line;
+// Accesses to shared memory by one place in a kernel's source, over all launches: matrices of 8 rows that were loaded,
+// 8 lanes' copies, a warp's stores.
+struct Traffic {
+  uint64_t accesses = 0;
+  uint64_t conflicts = 0;  // times that an access takes longer than without conflicts
 };
 
-// Accesses to shared memory that one place in the source made, over all launches. A pass moves up to 128 bytes.
-struct Traffic {
-  uint64_t passes = 0, conflicts = 0;  // conflicts: passes more than if all banks were different
+// How often each bank is needed by what lanes do one after another here and at once on a GPU.
+struct Banks {
+  std::array<uint8_t, 32> needed{};
+  uint8_t most = 0;
+
+  void add(unsigned bank, Traffic& traffic) {
+    if (most == 0) ++traffic.accesses;
+    if (++needed[bank] <= most) return;
+    if (++most > 1) ++traffic.conflicts;
+  }
 };
-inline std::map<std::pair<std::string, int>, Traffic>& traffic() {
-  static std::map<std::pair<std::string, int>, Traffic> counts;
-  return counts;
+
+struct Site {
+  std::string file;
+  int line = 0;
+  Traffic traffic;
+  uint64_t first_epoch = 0;                // of the block that the rest is about
+  std::vector<uint32_t> executed;          // by each thread
+  std::vector<std::vector<Banks>> groups;  // of lanes that move data together: at their n-th execution
+
+  // An access of `lanes` lanes at once, of which the running thread's needs this bank. Lanes that execute the place in
+  // different rounds of a loop are taken to have met.
+  void add(unsigned lanes, unsigned bank) {
+    if (first_epoch != machine().first_epoch) {
+      first_epoch = machine().first_epoch;
+      executed.assign(machine().threads.size(), 0);
+      groups.assign((machine().threads.size() + lanes - 1) / lanes, {});
+    }
+    std::vector<Banks>& rounds = groups[self().id / lanes];
+    const uint32_t nth = executed[self().id]++;
+    if (rounds.size() <= nth) rounds.resize(nth + 1);
+    rounds[nth].add(bank, traffic);
+  }
+};
+
+using Sites = std::map<std::pair<const char*, int>, Site>;
+inline Sites& sites() {
+  static Sites places;
+  return places;
+}
+inline Site& site(const char* file, int line) {
+  Site& found = sites()[{file, line}];
+  if (found.line == 0) {
+    const char* slash = std::strrchr(file, '/');
+    found.file = slash ? slash + 1 : file;
+    found.line = line;
+  }
+  return found;
 }
 
 // --- the instructions ------------------------------------------------------------------------------------------------
@@ -131,29 +91,35 @@ struct Copy {
   uint4 value;
 };
 struct CopyQueue {  // of one thread
-  uint64_t block_number = 0;
+  uint64_t first_epoch = 0;
   std::vector<Copy> open;                // not committed yet
   std::deque<std::vector<Copy>> groups;  // committed, oldest first
 };
 inline CopyQueue& copy_queue() {
   static std::vector<CopyQueue> queues(kMaxThreads);
   CopyQueue& queue = queues[self().id];
-  if (queue.block_number != machine().block_number) {
+  if (queue.first_epoch != machine().first_epoch) {
     queue = CopyQueue();
-    queue.block_number = machine().block_number;
+    queue.first_epoch = machine().first_epoch;
   }
   return queue;
 }
 
+// While it lives, reports name the line.
+struct At {
+  explicit At(int line) { machine().line = line; }
+  ~At() { machine().line = 0; }
+};
+
 // All 32 lanes meet; the first that goes on computes for all of them. Their requests lie on their stacks.
 template <class Request, class Resolve>
-void meet(const char* name, Request& request, Site site, const Resolve& resolve) {
+void meet(const char* name, Request& request, int line, const Resolve& resolve) {
   static Request* slots[kMaxThreads];
   if ((self().id / 32 + 1) * 32 > machine().threads.size())
     fail(std::string(name) + " in a warp of fewer than 32 threads");
   request.done = false;
   slots[self().id] = &request;
-  warp_exchange(name, 0xFFFFFFFFu, 0, 32, site.line);
+  warp_exchange(name, 0xFFFFFFFFu, 0, 32, line);
   if (request.done) return;
   Request** warp = slots + self().id / 32 * 32;
   resolve(warp);
@@ -173,12 +139,23 @@ struct LoadRequest {
 };
 
 template <bool kTransposed, class Shared>
-void load_matrices(uint32_t (&r)[4], Shared& shared, uint32_t byte, Site site) {
-  const uint4 row = chunk_at(shared, byte, 16).read();
+void load_matrices(uint32_t (&r)[4], Shared& shared, uint32_t byte, const char* file, int line) {
+  uint4 row;
+  {
+    const At at(line);
+    row = chunk_at(shared, byte, 16).read();
+  }
   LoadRequest request{false, byte, {row.x, row.y, row.z, row.w}, {}};
-  meet("ldmatrix", request, site, [](LoadRequest** warp) {
+  meet(kTransposed ? "ldmatrix.trans" : "ldmatrix", request, line, [&](LoadRequest** warp) {
+    Traffic& traffic = site(file, line).traffic;
     for (int matrix = 0; matrix < 4; ++matrix) {  // lanes 8 * matrix.. name its rows; its 128 bytes move at once
       LoadRequest** rows = warp + 8 * matrix;
+      Banks banks;
+      for (int i = 0; i < 8; ++i) {
+        const auto same = [&](const LoadRequest* other) { return other->byte == rows[i]->byte; };
+        if (std::none_of(rows, rows + i, same))
+          banks.add(rows[i]->byte / 16 % 8, traffic);  // a row twice is one access
+      }
       const auto element = [&](int i, int j) { return rows[i]->row[j / 2] >> (16 * (j % 2)) & 0xFFFFu; };
       for (int lane = 0; lane < 32; ++lane) {
         const int i = lane / 4, j = lane % 4 * 2;
@@ -234,25 +211,26 @@ template <class T>
 void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int line = __builtin_LINE()) {
   static_assert(std::is_same<T, __nv_bfloat16>::value || std::is_same<T, __half>::value, "16-bit types");
   cuda_on_cpu::ProductRequest request{false, a, {b0, b1}, d};
-  cuda_on_cpu::meet("mma", request, {"", line}, cuda_on_cpu::multiply<T>);
+  cuda_on_cpu::meet("mma", request, line, cuda_on_cpu::multiply<T>);
 }
 
 template <class Shared>
 void ldmatrix(uint32_t (&r)[4], Shared& shared, uint32_t byte, int line = __builtin_LINE(),
               const char* file = __builtin_FILE()) {
-  cuda_on_cpu::load_matrices<false>(r, shared, byte, {file, line});
+  cuda_on_cpu::load_matrices<false>(r, shared, byte, file, line);
 }
 template <class Shared>
 void ldmatrix_trans(uint32_t (&r)[4], Shared& shared, uint32_t byte, int line = __builtin_LINE(),
                     const char* file = __builtin_FILE()) {
-  cuda_on_cpu::load_matrices<true>(r, shared, byte, {file, line});
+  cuda_on_cpu::load_matrices<true>(r, shared, byte, file, line);
 }
 
 template <class Shared>
 void store_pair(Shared& shared, uint32_t byte, uint32_t pair, int line = __builtin_LINE(),
                 const char* file = __builtin_FILE()) {
-  (void)line, (void)file;
-  cuda_on_cpu::chunk_at(shared, byte, 4).write_word(int(byte / 4 % 4), pair);
+  const cuda_on_cpu::At at(line);
+  cuda_on_cpu::chunk_at(shared, byte, 4).write_word(byte / 4 % 4, pair);
+  cuda_on_cpu::site(file, line).add(32, byte / 4 % 32);
 }
 
 template <class T>
@@ -269,8 +247,8 @@ float2 unpack(uint32_t pair) {
 template <class Shared>
 void cp_async(Shared& shared, uint32_t byte, const void* source, bool valid = true, int line = __builtin_LINE(),
               const char* file = __builtin_FILE()) {
-  (void)line, (void)file;
   using namespace cuda_on_cpu;
+  const At at(line);
   uint4 value{0, 0, 0, 0};
   if (valid) {
     check_aligned(source, 16);
@@ -279,9 +257,11 @@ void cp_async(Shared& shared, uint32_t byte, const void* source, bool valid = tr
   Cell<uint4>& cell = chunk_at(shared, byte, 16);
   cell.issue();
   copy_queue().open.push_back({&cell, value});
+  site(file, line).add(8, byte / 16 % 8);
 }
 inline void cp_async_commit() {
   cuda_on_cpu::CopyQueue& queue = cuda_on_cpu::copy_queue();
+  for (const cuda_on_cpu::Copy& copy : queue.open) copy.cell->committed = true;
   queue.groups.push_back(std::move(queue.open));
   queue.open.clear();
 }
@@ -291,7 +271,8 @@ void cp_async_wait() {
   for (; queue.groups.size() > kLeft; queue.groups.pop_front())
     for (const cuda_on_cpu::Copy& copy : queue.groups.front()) copy.cell->deliver(copy.value);
 }
-inline void cp_async_finished() {
+inline void cp_async_finished(int line = __builtin_LINE()) {
+  const cuda_on_cpu::At at(line);
   const cuda_on_cpu::CopyQueue& queue = cuda_on_cpu::copy_queue();
   bool pending = !queue.open.empty();
   for (const auto& group : queue.groups) pending |= !group.empty();
@@ -302,3 +283,16 @@ inline float exp2_fast(float x) { return std::exp2(x); }
 
 }  // namespace cuda
 }  // namespace foundry
+
+// For tests: "file:line accesses conflicts" of each place so far, a line each.
+extern "C" __attribute__((used)) inline const char* cuda_on_cpu_traffic() {
+  static std::string text;
+  text.clear();
+  for (const auto& entry : cuda_on_cpu::sites()) {
+    const cuda_on_cpu::Site& s = entry.second;
+    text += s.file + ":" + std::to_string(s.line) + " " + std::to_string(s.traffic.accesses) + " " +
+            std::to_string(s.traffic.conflicts) + "\n";
+  }
+  return text.c_str();
+}
+extern "C" __attribute__((used)) inline void cuda_on_cpu_forget_traffic() { cuda_on_cpu::sites().clear(); }
