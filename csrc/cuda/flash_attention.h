@@ -55,8 +55,11 @@ struct AttentionBackward : AttentionInputs {
   const void *out, *dout;
   HeadStrides out_strides, dout_strides;
   const double* lse;
-  const float* dlse;   // or null
-  float* delta;        // sum(dout * out) - dlse of each row, made by the first of the launches
+  const float* dlse;  // or null
+  float* delta;       // sum(dout * out) - dlse of each row, made by the first of the launches
+  // For the kernels with matrix instructions, of each row its log-sum-exp in powers of 2, infinite where it sees no
+  // key, so that its weights are 0, and its delta; or null.
+  float* numbers;
   void *dq, *dk, *dv;  // each null where no gradient is wanted
   HeadStrides dq_strides, dk_strides, dv_strides;
   float* dsinks;  // [H], or null
@@ -67,9 +70,11 @@ struct AttentionBackward : AttentionInputs {
       own_dbias;  // each pair has an element of its own, which the kernel of dq may write; those not seen are 0 already
 };
 
-// What decides about tiles, of the GPU: its multiprocessors and the bytes of shared memory of each.
+// What decides about tiles, of the GPU: its multiprocessors, the bytes of shared memory of each and whether its compute
+// capability is 8.x.
 struct Gpu {
   int multiprocessors, shared;
+  bool is_8x;
 };
 
 // How the rows and keys of a forward pass are divided, where matrix instructions do it.
@@ -87,6 +92,7 @@ struct Splits {
 
 Splits plan_forward(const AttentionForward& args, const Gpu& gpu);
 cudaError_t attention_forward(const AttentionForward& args, const Splits& splits, cudaStream_t stream);
+bool backward_in_tiles(const AttentionBackward& args);  // whether matrix instructions do it, which need `numbers`
 cudaError_t attention_backward(const AttentionBackward& args, cudaStream_t stream);
 
 }  // namespace cuda

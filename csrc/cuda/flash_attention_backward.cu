@@ -25,7 +25,7 @@ constexpr int kDeltaWarps = 4;
 
 template <class T>
 __global__ void __launch_bounds__(32 * kDeltaWarps) attention_delta(AttentionBackward a) {
-  const Place place(a.n_heads, a.n_queries, kDeltaWarps);
+  const Place place(a.n_heads, a.n_queries, kDeltaWarps, blockIdx.x);
   const Head h(a, place.sequence, place.head);
   const int lane = threadIdx.x % 32, i = place.tile * kDeltaWarps + threadIdx.x / 32;
   if (i >= h.q_len) return;
@@ -37,7 +37,12 @@ __global__ void __launch_bounds__(32 * kDeltaWarps) attention_delta(AttentionBac
   const int64_t at = h.query_at(a.row_strides, i);
   if (lane != 0) return;
   if (a.dlse) sum -= a.dlse[at];
-  a.delta[at] = a.lse[at] == static_cast<double>(kNone) ? 0.f : sum;  // 0 for a row without keys
+  const double lse = a.lse[at];
+  const bool empty = lse == static_cast<double>(kNone);  // a row without keys
+  a.delta[at] = empty ? 0.f : sum;
+  if (!a.numbers) return;
+  constexpr double kLog2e = 1.4426950408889634;
+  store(a.numbers + 2 * at, Pack<float, 2>{empty ? INFINITY : static_cast<float>(lse * kLog2e), empty ? 0.f : sum});
 }
 
 constexpr int kSinkThreads = 256;
@@ -75,7 +80,7 @@ inline __host__ __device__ int backward_floats(int head_dim, int head_dim_v) {
 template <class T, int kCols>
 __global__ void __launch_bounds__(32 * kWarps) attention_dq_rows(AttentionBackward a) {
   FK_DYNAMIC_SHARED(float, shared);
-  const Place place(a.n_heads, a.n_queries, kWarps * kRows);
+  const Place place(a.n_heads, a.n_queries, kWarps * kRows, blockIdx.x);
   const Head h(a, place.sequence, place.head);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = (place.tile * kWarps + warp) * kRows, last = min(first + kRows, h.q_len) - 1;
@@ -130,7 +135,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_dq_rows(AttentionBackwa
 template <class T, int kCols>
 __global__ void __launch_bounds__(32 * kWarps) attention_dkdv_rows(AttentionBackward a) {
   FK_DYNAMIC_SHARED(float, shared);
-  const Place place(a.n_heads / a.group, a.n_keys, kWarps * kRows);
+  const Place place(a.n_heads / a.group, a.n_keys, kWarps * kRows, blockIdx.x);
   const int kv_head = place.head, group = static_cast<int>(a.group);
   const Head any(a, place.sequence, kv_head * group);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

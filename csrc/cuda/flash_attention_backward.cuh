@@ -7,8 +7,7 @@
 namespace foundry {
 namespace cuda {
 
-// Whether the kernels with matrix instructions take the call, and their launches.
-bool backward_in_tiles(const AttentionBackward& a);
+// The launches of the kernels with matrix instructions.
 cudaError_t backward_tiles(const AttentionBackward& a, cudaStream_t stream);
 
 // Writes the gradient of what was added to a score, in an element that no other score has.
@@ -24,13 +23,10 @@ __device__ __forceinline__ void write_bias(const AttentionBackward& a, const Hea
   write_bias_at(a, pair_at(a.dbias_strides, h, i, j), value);
 }
 
-// A query's log-sum-exp in powers of 2, infinite where it sees no key, so that its weights are 0; and its delta.
+// A query's log-sum-exp in powers of 2 and its delta, see AttentionBackward.
 __device__ __forceinline__ float2 row_numbers(const AttentionBackward& a, const Head& h, int i) {
   if (i >= h.q_len) return float2{INFINITY, 0.f};
-  const int64_t at = h.query_at(a.row_strides, i);
-  const double lse = a.lse[at];
-  return float2{lse == static_cast<double>(kNone) ? INFINITY : static_cast<float>(lse * 1.4426950408889634),
-                a.delta[at]};
+  return reinterpret_cast<const float2*>(a.numbers)[h.query_at(a.row_strides, i)];
 }
 
 // Whether the mask's tiles hide all pairs of the owned rows [first, last] and the others [from, to]: of queries and

@@ -17,113 +17,125 @@ using namespace tiles;
 // What a kernel makes: for the owner of queries dq; for that of keys dk and dv, or where registers are few one of them.
 enum class Makes { dq, dkdv, dk, dv };
 
-template <int kDim, Makes kMakes>
+template <int kDim, Makes kMakes, bool kOptions>
 struct Shape {
   static constexpr bool kKeys = kMakes != Makes::dq;
   static constexpr bool kFirst = kMakes != Makes::dv;                            // dq or dk: sums over ds
   static constexpr bool kSecond = kMakes == Makes::dkdv || kMakes == Makes::dv;  // dv: sums over weights
-  static constexpr int kOwn = 64, kRead = kDim == 64 ? 64 : kDim == 128 ? 32 : 16;
+  static constexpr bool kCrowded = kOptions && kMakes == Makes::dkdv;            // in registers
+  static constexpr int kOwn = 64, kRead = kDim == 64 && !kCrowded ? 64 : kDim <= 128 ? 32 : 16;
   static constexpr int kRow = kDim * 2, kTile = kRead * kRow;
   // Bytes: the two tensors owned, and two places each for those that are read, which differ in one bit.
   static constexpr uint32_t kRead0 = 0, kRead1 = 2 * kTile, kOwn0 = 4 * kTile, kOwn1 = kOwn0 + kOwn * kRow;
   static constexpr int kShared = kOwn1 + kOwn * kRow;
 };
 
+template <bool kKeys, int kOwn>
+__device__ __forceinline__ Place place_of(const AttentionBackward& a, unsigned block) {
+  if (kKeys) return Place(a.n_heads / a.group, a.n_keys, kOwn, block);
+  Place place(a.n_heads, a.n_queries, kOwn, block);  // the rows that see most keys first
+  place.tile = static_cast<int>((a.n_queries + kOwn - 1) / kOwn) - 1 - place.tile;
+  return place;
+}
+
 template <class T, int kDim, Makes kMakes, bool kOptions>
 __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
     attention_backward_tiles(AttentionBackward a) {
-  using S = Shape<kDim, kMakes>;
+  using S = Shape<kDim, kMakes, kOptions>;
   constexpr bool kKeys = S::kKeys;
   constexpr int kRead = S::kRead;
   FK_DYNAMIC_SHARED(uint4, shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = kKeys ? static_cast<int>(a.group) : 1;
-  Place place(a.n_heads / group, kKeys ? a.n_keys : a.n_queries, S::kOwn);
-  if (!kKeys) {  // the rows that see most keys first
-    const int64_t tiles = (a.n_queries + S::kOwn - 1) / S::kOwn;
-    place.tile = static_cast<int>(tiles) - 1 - place.tile;
-  }
-  const Head any(a, place.sequence, place.head * group);
-  const int first = place.tile * S::kOwn, n_own = kKeys ? any.k_len : any.q_len;
+  const Place place = place_of<kKeys, S::kOwn>(a, blockIdx.x);
+  Head h(a, place.sequence, place.head * group);  // of keys' owner one head of the group after the other
+  const int first = place.tile * S::kOwn, n_own = kKeys ? h.k_len : h.q_len, n_read = kKeys ? h.q_len : h.k_len;
   if (first >= n_own) return;
-  const int last = min(first + S::kOwn, n_own) - 1, n_read = kKeys ? any.q_len : any.k_len;
+  const int last = min(first + S::kOwn, n_own) - 1;
   // What the owned rows see of the others: that of each row begins and ends no earlier than that of the row before.
-  const auto first_seen = [&](int row) { return kKeys ? any.first_query(row) : any.first_key(row); };
-  const auto end_seen = [&](int row) { return kKeys ? any.end_query(row) : any.end_key(row); };
+  const auto first_seen = [&](int row) { return kKeys ? h.first_query(row) : h.first_key(row); };
+  const auto end_seen = [&](int row) { return kKeys ? h.end_query(row) : h.end_key(row); };
+  // Tiles that some row sees, which are visited from the last to the first, and of these the ones that all see whole.
   const int begin = first_seen(first), end = end_seen(last);
   const int first_tile = begin / kRead, end_tile = end > begin ? (end + kRead - 1) / kRead : first_tile;
-  const int first_whole = (first_seen(last) + kRead - 1) / kRead, end_whole = max(end_seen(first), 0) / kRead;
-  const int n_tiles = end_tile - first_tile;
+  const int end_whole = last - first + 1 == S::kOwn ? max(end_seen(first), 0) / kRead : 0;
+  const int first_whole = max((first_seen(last) + kRead - 1) / kRead, first_tile);
   const uint64_t seed = kOptions && a.dropout.threshold ? static_cast<uint64_t>(*a.dropout.seed) : 0;
 
-  const auto start = [&](const void* data, const HeadStrides& s, bool of_keys, int in_group) {
-    const int64_t at = of_keys ? any.key_at(s, 0) : any.query_at(s, 0) + in_group * s.head;
-    return static_cast<const T*>(data) + at;
+  const auto start = [&](const void* data, const HeadStrides& s, bool of_keys) {
+    return static_cast<const T*>(data) + (of_keys ? h.key_at(s, 0) : h.query_at(s, 0));
   };
-  const auto copy_owned = [&](const void* data, const HeadStrides& s, int width, uint32_t to) {
-    Copier<kDim> copier(start(data, s, kKeys, 0), s.token, width, first + S::kOwn);
-    copier.template clear<S::kOwn>(shared, to);
-    copier.template copy<S::kOwn, true>(shared, to, n_own - first);
+  // The tensors that are read, each at the end of the tile that is copied next.
+  const HeadStrides &strides0 = kKeys ? a.q_strides : a.k_strides, &strides1 = kKeys ? a.dout_strides : a.v_strides;
+  Copier<kDim> read0(start(kKeys ? a.q : a.k, strides0, !kKeys), strides0.token, a.head_dim, end_tile * kRead);
+  Copier<kDim> read1(start(kKeys ? a.dout : a.v, strides1, !kKeys), strides1.token, a.head_dim_v, end_tile * kRead);
+  uint32_t place_now = 0, place_next = S::kTile;
+  const auto copy_tiles = [&](auto check, uint32_t at) {
+    constexpr bool kCheck = decltype(check)::value;
+    const int n = n_read - (end_tile - 1) * kRead;  // rows of the last tile
+    read0.template copy<kRead, kCheck>(shared, S::kRead0 + at, n);
+    read1.template copy<kRead, kCheck>(shared, S::kRead1 + at, n);
   };
-  const auto copy_read = [&](const void* data, const HeadStrides& s, int width, uint32_t to, int in_group, int tile) {
-    Copier<kDim> copier(start(data, s, !kKeys, in_group), s.token, width, (tile + 1) * kRead);
-    if (in_group == 0 && tile < first_tile + 2) copier.template clear<kRead>(shared, to);  // each place once
-    copier.template copy<kRead, true>(shared, to, n_read - tile * kRead);
-  };
-  // Tile number `index` of the loop: those of one head of the group after those of another.
-  const auto copy_tiles = [&](int index) {
-    const int in_group = index / n_tiles, tile = first_tile + index % n_tiles;
-    const uint32_t at = index % 2 * S::kTile;
-    if (kKeys) {
-      copy_read(a.q, a.q_strides, a.head_dim, S::kRead0 + at, in_group, tile);
-      copy_read(a.dout, a.dout_strides, a.head_dim_v, S::kRead1 + at, in_group, tile);
-    } else {
-      copy_read(a.k, a.k_strides, a.head_dim, S::kRead0 + at, 0, tile);
-      copy_read(a.v, a.v_strides, a.head_dim_v, S::kRead1 + at, 0, tile);
-    }
-    cp_async_commit();
-  };
-
-  float sums0[1][kDim / 8][4] = {}, sums1[1][kDim / 8][4] = {};
-  const uint32_t own_lane = left_lane<kDim>(warp * 16, lane);
-  const int own_row = first + warp * 16 + lane / 4;  // and own_row + 8
-  float2 own_numbers[2] = {};                        // of queries: their log-sum-exp in powers of 2, and delta
-  if (!kKeys)
-    for (int half = 0; half < 2; ++half) own_numbers[half] = row_numbers(a, any, own_row + 8 * half);
-
-  const int n_steps = n_tiles * group;
-  if (n_steps > 0) {
+  if (end_tile > first_tile) {
+    const auto copy_owned = [&](const void* data, const HeadStrides& s, int width, uint32_t to) {
+      Copier<kDim> copier(start(data, s, kKeys), s.token, width, first + S::kOwn);
+      copier.template clear<S::kOwn>(shared, to);
+      copier.template copy<S::kOwn, true>(shared, to, n_own - first);
+    };
     copy_owned(kKeys ? a.k : a.q, kKeys ? a.k_strides : a.q_strides, a.head_dim, S::kOwn0);
     if (S::kFirst) copy_owned(kKeys ? a.v : a.dout, kKeys ? a.v_strides : a.dout_strides, a.head_dim_v, S::kOwn1);
-    copy_tiles(0);
+    FK_UNROLL for (uint32_t at = 0; at <= S::kTile; at += S::kTile) {
+      read0.template clear<kRead>(shared, S::kRead0 + at);
+      read1.template clear<kRead>(shared, S::kRead1 + at);
+    }
+    copy_tiles(std::true_type(), place_now);
+    cp_async_commit();
   }
-  const auto step = [&](auto masked, int index) {
+
+  float sums0[1][kDim / 8][4] = {}, sums1[1][kDim / 8][4] = {};
+  const uint32_t own_lane = left_lane<kDim>(warp * 16, lane), right = right_lane<kDim>(lane);
+  const uint32_t summed = summed_lane<kDim>(lane);
+  const int own_row = first + warp * 16 + lane / 4;  // and own_row + 8
+  float2 own_numbers[2] = {};
+  if (!kKeys) FK_UNROLL for (int half = 0; half < 2; ++half) own_numbers[half] = row_numbers(a, h, own_row + 8 * half);
+
+  const auto step = [&](auto masked, int tile) {
     constexpr bool kMasked = decltype(masked)::value;
     cp_async_wait<0>();
     __syncthreads();  // the tiles are here; nobody reads the other place any more
-    if (index + 1 < n_steps) copy_tiles(index + 1);
-    const int tile = first_tile + index % n_tiles;
-    const uint32_t at = index % 2 * S::kTile;
-    Head h = any;
-    if (kKeys) {
-      h.head += index / n_tiles;
-      if (kOptions) h = Head(a, any.n, h.head);
+    if (tile > first_tile) {
+      copy_tiles(std::false_type(), place_next);
+    } else if ((h.head + 1) % group != 0) {
+      const int64_t rows = (end_tile - first_tile) * kRead;
+      read0.from += (strides0.head + rows * strides0.token) * 2;
+      read1.from += (strides1.head + rows * strides1.token) * 2;
+      copy_tiles(std::true_type(), place_next);
     }
+    cp_async_commit();
+    const uint32_t at0 = S::kRead0 + place_now, at1 = S::kRead1 + place_now;
+    place_now ^= S::kTile;
+    place_next ^= S::kTile;
     if (kOptions && a.tiles.index &&
         is_hidden(a, h, first, last, tile * kRead, min(tile * kRead + kRead, n_read) - 1, kKeys))
       return;
 
     float s[kRead / 8][4] = {}, dp[kRead / 8][4] = {};
-    multiply<T, kDim, kRead>(s, shared, S::kOwn0 + own_lane, S::kRead0 + at + right_lane<kDim>(lane));
-    if constexpr (S::kFirst)
-      multiply<T, kDim, kRead>(dp, shared, S::kOwn1 + own_lane, S::kRead1 + at + right_lane<kDim>(lane));
+    const uint32_t own_at = kDim == 128 && kMakes == Makes::dkdv ? hidden(own_lane) : own_lane;
+    multiply<T, kDim, kRead>(s, shared, S::kOwn0 + own_at, at0 + right);
+    if constexpr (S::kFirst) multiply<T, kDim, kRead>(dp, shared, S::kOwn1 + own_at, at1 + right);
 
     // From scores and their products with dout to weights, in s, and gradients, in dp.
-    const int column = tile * kRead + lane % 4 * 2;
+    const int column = tile * kRead + lane % 4 * 2, row0 = kMasked ? static_cast<int>(hidden(own_row)) : own_row;
+    const float2* numbers_of = reinterpret_cast<const float2*>(a.numbers) + h.query_at(a.row_strides, column);
+    int from[2], to[2];  // what each of the two rows sees
+    FK_UNROLL for (int half = 0; half < 2; ++half) {
+      from[half] = first_seen(row0 + 8 * half);
+      to[half] = row0 + 8 * half < n_own ? end_seen(row0 + 8 * half) : 0;
+    }
     uint32_t bits[2] = {0, 0};
     FK_UNROLL for (int n = 0; n < kRead / 8; ++n) FK_UNROLL for (int e = 0; e < 2; ++e) {
       const int other = column + n * 8 + e;
-      float2 numbers = own_numbers[0];
-      if (kKeys) numbers = row_numbers(a, h, other);
+      float2 numbers = {0.f, 0.f};
+      if (kKeys && (!kMasked || other < n_read)) numbers = numbers_of[n * 8 + e];
       if (kOptions && a.dropout.threshold) {  // one call of Philox for what this lane has of it
         if (kKeys && n % 2 == 0) bits[e] = kept_weights(a.dropout, seed, h, other, own_row - own_row % 32 / 8 * 8);
         if (!kKeys && (n == 0 || other % 32 < 8))
@@ -133,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
         const int row = own_row + 8 * half, i = kKeys ? other : row, j = kKeys ? row : other;
         if (!kKeys) numbers = own_numbers[half];
         float &x = s[n][2 * half + e], &dx = dp[n][2 * half + e];
-        const bool seen = !kMasked || (row < n_own && other >= first_seen(row) && other < end_seen(row));
+        const bool seen = !kMasked || (other >= from[half] && other < to[half]);
         if constexpr (kOptions) {
           float derivative = 1.f, factor = 1.f;
           const float logits = seen ? logit(a, h, x, i, j, derivative) : kNone;
@@ -154,30 +166,43 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
       }
     }
     uint32_t left[1][kRead / 16][4];
-    if (S::kSecond) {
+    if constexpr (S::kSecond) {
       pack_left<T>(left[0], s);
-      add_product<T, kDim>(sums1, left, shared, S::kRead1 + at + summed_lane<kDim>(lane));
+      add_product<T, kDim>(sums1, left, shared, at1 + summed);
     }
-    if (S::kFirst) {
+    if constexpr (S::kFirst) {
       pack_left<T>(left[0], dp);
-      add_product<T, kDim>(sums0, left, shared, S::kRead0 + at + summed_lane<kDim>(lane));
+      add_product<T, kDim>(sums0, left, shared, at0 + summed);
     }
   };
-  for (int index = 0; index < n_steps; ++index) {
-    const int tile = first_tile + index % n_tiles;
-    const bool whole = tile >= first_whole && tile < end_whole && first + S::kOwn <= n_own;
-    if (kOptions || !whole) step(std::true_type(), index);
-    else step(std::false_type(), index);
+  while (end_tile > first_tile) {
+    int tile = end_tile - 1;
+    while (tile >= first_tile) {
+      if (kOptions || tile >= end_whole || tile < first_whole) {
+        step(std::true_type(), tile--);
+      } else {
+#if !defined(FK_CUDA_ON_CPU)
+#pragma unroll 1
+#endif
+        for (; tile >= first_whole; --tile) step(std::false_type(), tile);
+      }
+    }
+    if ((h.head + 1) % group == 0) break;
+    if (kOptions) h = Head(a, h.n, h.head + 1);
+    else ++h.head;
   }
   cp_async_wait<0>();
   cp_async_finished();
 
+  const Place again = place_of<kKeys, S::kOwn>(a, block_index_again());
+  const Head own(a, again.sequence, again.head * group);
   FK_UNROLL for (int half = 0; half < 2; ++half) {
-    const int row = own_row + 8 * half;
+    const int row = again.tile * S::kOwn + warp * 16 + lane / 4 + 8 * half;
+    const bool writes = row < (kKeys ? own.k_len : own.q_len);
     const auto write = [&](void* data, const HeadStrides& strides, const float (&sums)[kDim / 8][4], float factor,
                            int width) {
-      const int64_t at = kKeys ? any.key_at(strides, row) : any.query_at(strides, row);
-      tiles::write_row<T, kDim>(row < n_own ? static_cast<T*>(data) + at : nullptr, sums, half, factor, width, lane);
+      const int64_t at = kKeys ? own.key_at(strides, row) : own.query_at(strides, row);
+      tiles::write_row<T, kDim>(writes ? static_cast<T*>(data) + at : nullptr, sums, half, factor, width, lane);
     };
     if constexpr (!kKeys) write(a.dq, a.dq_strides, sums0[0], a.scale, a.head_dim);
     if constexpr (kKeys && S::kFirst) write(a.dk, a.dk_strides, sums0[0], a.scale, a.head_dim);
@@ -187,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
 
 template <class T, int kDim, Makes kMakes, bool kOptions>
 cudaError_t launch_tiles(const AttentionBackward& a, cudaStream_t stream) {
-  using S = Shape<kDim, kMakes>;
+  using S = Shape<kDim, kMakes, kOptions>;
   const int64_t blocks =
       S::kKeys ? blocks_of(a, a.n_heads / a.group, a.n_keys, S::kOwn) : blocks_of(a, a.n_heads, a.n_queries, S::kOwn);
   if (blocks == 0) return cudaSuccess;

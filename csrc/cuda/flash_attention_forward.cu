@@ -17,7 +17,7 @@ inline __host__ __device__ int forward_floats(int head_dim) { return kRows * (he
 template <class T, int kCols>
 __global__ void __launch_bounds__(32 * kWarps) attention_forward_rows(AttentionForward a) {
   FK_DYNAMIC_SHARED(float, shared);
-  const Place place(a.n_heads, a.n_queries, kWarps * kRows);
+  const Place place(a.n_heads, a.n_queries, kWarps * kRows, blockIdx.x);
   const Head h(a, place.sequence, place.head);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = (place.tile * kWarps + warp) * kRows, last = min(first + kRows, h.q_len) - 1;
@@ -123,7 +123,7 @@ Splits plan_forward(const AttentionForward& a, const Gpu& gpu) {
   const int64_t rows = a.n_queries * plan.pack, heads = a.n_sequences * (a.n_heads / plan.pack);
   plan.rows = heads * rows;
   const int width = a.head_dim > a.head_dim_v ? a.head_dim : a.head_dim_v;
-  const bool room = width <= 64 || (width <= 128 && gpu.shared >= kTwoBlocks);
+  const bool room = width <= 64 || (width <= 128 && gpu.shared >= kTwoBlocks && gpu.is_8x);
   plan.large = room && heads * ((rows + 2 * kRows - 1) / (2 * kRows)) >= gpu.multiprocessors && rows > kRows;
   const int64_t blocks = heads * ((rows + kRows - 1) / kRows), key_tiles = (a.n_keys + 63) / 64;
   if (blocks < gpu.multiprocessors) {  // two blocks a multiprocessor, of two tiles of keys at least

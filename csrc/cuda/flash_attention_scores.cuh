@@ -149,8 +149,8 @@ __device__ __forceinline__ float weight_of(float logit, float lse, float lse_res
 struct Place {
   int sequence, head, tile;
 
-  __device__ Place(int64_t heads, int64_t n, int size) {
-    const int64_t tiles = (n + size - 1) / size, index = blockIdx.x;
+  __device__ Place(int64_t heads, int64_t n, int size, unsigned block) {
+    const int64_t tiles = (n + size - 1) / size, index = block;
     tile = static_cast<int>(index % tiles);
     head = static_cast<int>(index / tiles % heads);
     sequence = static_cast<int>(index / tiles / heads);

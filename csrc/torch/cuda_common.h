@@ -14,6 +14,7 @@ struct OnDevice {
   cudaStream_t stream() const { return nullptr; }
   int multiprocessors() const { return 4; }
   int shared_memory() const { return 164 << 10; }
+  int major() const { return 8; }
 };
 inline void check_cuda(cudaError_t error, const char* what) {
   TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
@@ -35,6 +36,7 @@ struct OnDevice {
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int shared_memory() const { return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }  // of one, in bytes
+  int major() const { return attribute(cudaDevAttrComputeCapabilityMajor); }
 
  private:
   int attribute(cudaDeviceAttr name) const {

@@ -125,7 +125,7 @@ FourTensors fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const At
   a.lse = save_lse ? lse.mutable_data_ptr<double>() : nullptr;
   a.entropy = save_stats ? entropy.mutable_data_ptr<float>() : nullptr;
   a.max_logit = save_stats ? max_logit.mutable_data_ptr<float>() : nullptr;
-  cuda::Splits splits = cuda::plan_forward(a, {device.multiprocessors(), device.shared_memory()});
+  cuda::Splits splits = cuda::plan_forward(a, {device.multiprocessors(), device.shared_memory(), device.major() == 8});
   Tensor sums;
   if (const int64_t floats = splits.floats(a.head_dim_v)) {
     sums = at::empty({floats}, q.options().dtype(at::kFloat));
@@ -171,6 +171,11 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
     std::copy_n(dbias.sizes().begin(), 4, a.dbias_sizes);
     a.own_dbias = need_dq && dbias.numel() == q.numel() / q.size(3) * k.size(2);
     if (a.own_dbias) dbias.zero_();
+  }
+  Tensor numbers;
+  if (cuda::backward_in_tiles(a)) {
+    numbers = at::empty({delta.numel(), 2}, delta.options());
+    a.numbers = numbers.mutable_data_ptr<float>();
   }
   check_cuda(cuda::attention_backward(a, device.stream()), "attention backward");
   if (need_dsinks) dsinks.copy_(sink_sums);

@@ -58,7 +58,8 @@ class Row:
             with ExitStack() as undo:
                 if isinstance(impl.fn, OpOverload):
                     undo.enter_context(override(self.op, "native", fn=checked(impl.fn)))
-                else:  # a function around operators, which its module names
+                else:  # a function around operators, which its module names; nor is it passed by
+                    undo.enter_context(override(self.op, "native"))
                     module = sys.modules[impl.fn.__module__]
                     for name, operator in list(vars(module).items()):
                         if isinstance(operator, OpOverload):
