@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(32 * kWarps) attention_dq_rows(AttentionBackwa
 // --- dk and dv
 // --------------------------------------------------------------------------------------------------------
 
-template <class T, int kCols>
-__global__ void __launch_bounds__(32 * kWarps) attention_dkdv_rows(AttentionBackward a) {
+template <class T, int kCols, bool kDk, bool kDv>
+__global__ void __launch_bounds__(32 * kWarps, 1) attention_dkdv_rows(AttentionBackward a) {
   FK_DYNAMIC_SHARED(float, shared);
   const Place place(a.n_heads / a.group, a.n_keys, kWarps * kRows, blockIdx.x);
   const int kv_head = place.head, group = static_cast<int>(a.group);
@@ -183,17 +183,18 @@ __global__ void __launch_bounds__(32 * kWarps) attention_dkdv_rows(AttentionBack
       }
       __syncwarp();
       const int n = min(32, end - query);
-      if (a.dv)
+      if constexpr (kDv)
         accumulate<kCols>(dv_sums, shared, kept, dout + query * a.dout_strides.token, a.dout_strides.token, n, dv);
-      if (a.dk) accumulate<kCols>(dk_sums, shared, weights, q + query * a.q_strides.token, a.q_strides.token, n, d);
+      if constexpr (kDk)
+        accumulate<kCols>(dk_sums, shared, weights, q + query * a.q_strides.token, a.q_strides.token, n, d);
       __syncwarp();
     }
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (first + r > last) continue;
-    if (a.dk) write_row(static_cast<T*>(a.dk) + any.key_at(a.dk_strides, first + r), dk_sums[r], a.scale, d);
-    if (a.dv) write_row(static_cast<T*>(a.dv) + any.key_at(a.dv_strides, first + r), dv_sums[r], 1.f, dv);
+    if constexpr (kDk) write_row(static_cast<T*>(a.dk) + any.key_at(a.dk_strides, first + r), dk_sums[r], a.scale, d);
+    if constexpr (kDv) write_row(static_cast<T*>(a.dv) + any.key_at(a.dv_strides, first + r), dv_sums[r], 1.f, dv);
   }
 }
 
@@ -281,9 +282,13 @@ cudaError_t backward_rows(const AttentionBackward& a, cudaStream_t stream) {
   if (a.dq)
     error = launch_blocks(attention_dq_rows<T, kCols>, blocks_of(a, a.n_heads, a.n_queries, kWarps * kRows), kWarps,
                           bytes, stream, a);
-  if (error == cudaSuccess && (a.dk || a.dv))
-    error = launch_blocks(attention_dkdv_rows<T, kCols>, blocks_of(a, a.n_heads / a.group, a.n_keys, kWarps * kRows),
-                          kWarps, bytes, stream, a);
+  const auto of_keys = [&](auto kernel) {
+    return launch_blocks(kernel, blocks_of(a, a.n_heads / a.group, a.n_keys, kWarps * kRows), kWarps, bytes, stream, a);
+  };
+  if constexpr (kCols <= 4)  // of wide heads registers do not hold both
+    if (error == cudaSuccess && a.dk && a.dv) return of_keys(attention_dkdv_rows<T, kCols, true, true>);
+  if (error == cudaSuccess && a.dk) error = of_keys(attention_dkdv_rows<T, kCols, true, false>);
+  if (error == cudaSuccess && a.dv) error = of_keys(attention_dkdv_rows<T, kCols, false, true>);
   return error;
 }
 

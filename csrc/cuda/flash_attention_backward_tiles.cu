@@ -23,7 +23,7 @@ struct Shape {
   static constexpr bool kFirst = kMakes != Makes::dv;                            // dq or dk: sums over ds
   static constexpr bool kSecond = kMakes == Makes::dkdv || kMakes == Makes::dv;  // dv: sums over weights
   static constexpr bool kCrowded = kOptions && kMakes == Makes::dkdv;            // in registers
-  static constexpr int kOwn = 64, kRead = kDim == 64 && !kCrowded ? 64 : kDim <= 128 ? 32 : 16;
+  static constexpr int kOwn = 64, kRead = kDim == 256 ? 16 : (kDim == 64 ? 64 : 32) / (kCrowded ? 2 : 1);
   static constexpr int kRow = kDim * 2, kTile = kRead * kRow;
   // Bytes: the two tensors owned, and two places each for those that are read, which differ in one bit.
   static constexpr uint32_t kRead0 = 0, kRead1 = 2 * kTile, kOwn0 = 4 * kTile, kOwn1 = kOwn0 + kOwn * kRow;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from cuda_on_cpu.build import HERE, LIBRARY, ROOT, load_operators, load_plain
 from table import checked_rows
 from torch import Tensor
+from torch._ops import OpOverload
 
 import foundry_kernels as fk
+from foundry_kernels.core.registry import no_direct_call
 
 
 @pytest.fixture(autouse=True)
@@ -247,4 +250,8 @@ def test_the_parity_suite_runs_these_kernels() -> None:
         with row.active():
             impl = row.op.impl("native")
             assert impl is not None
-            assert impl.fn._schema.name.startswith(LIBRARY)
+            named = [impl.fn] if isinstance(impl.fn, OpOverload) else vars(sys.modules[impl.fn.__module__]).values()
+            operators = [x for x in named if isinstance(x, OpOverload)]
+            assert operators
+            assert all(x._schema.name.startswith(LIBRARY) for x in operators)
+            assert row.op.direct is no_direct_call, "a CPU kernel is called past them"

@@ -16,6 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from foundry_kernels.tools.inspect.aot import run_on_cubin, tool
+from foundry_kernels.tools.inspect.sass import Loop
+from foundry_kernels.tools.inspect.sass import inner_loops as loops_of
+
 ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "build" / "nvcc"
 KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
@@ -105,7 +109,28 @@ def _readable(mangled: str) -> str:
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True).stdout.strip()
     for noise in ("void ", "foundry::cuda::", "foundry::", "(anonymous namespace)::", "__nv_", "(int)"):
         name = name.replace(noise, "")
-    return re.sub(r"_GLOBAL__N__\w+::|_NV_ANON_NAMESPACE::", "", name).split("(")[0]
+    name = re.sub(r"_GLOBAL__N__\w+::|_NV_ANON_NAMESPACE::", "", name)
+    return re.sub(r"\(\w+\)(\d)", r"\1", name).split("(")[0]  # enumerators are numbers
+
+
+def inner_loops(source: Path, arch: str) -> dict[str, list[Loop]]:
+    """By kernel its innermost loops with matrix products, in machine code."""
+    program = nvcc()
+    assert program is not None
+    kept = REPORTS / f"{source.stem}-{arch}.{_content(source, program)}.cubin"
+    if not kept.exists():
+        REPORTS.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}.tmp")
+        target = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "-cubin", "-o", str(partial)]
+        subprocess.run([program, "-std=c++17", "-O3", *target, str(source)], capture_output=True, check=True)
+        partial.rename(kept)
+    text = run_on_cubin([tool("nvdisasm"), "-c"], kept.read_bytes())
+    found = {}
+    for part in re.split(r"(?=\.section\s+\.text\.)", text)[1:]:
+        mangled = re.match(r"\.section\s+\.text\.(\w+)", part)
+        assert mangled is not None, part[:100]
+        found[_readable(mangled[1])] = loops_of(part)
+    return found
 
 
 def main() -> int:
