@@ -306,4 +306,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 FLASH_ATTENTION = register_op(flash_attention, reference.flash_attention, native_devices=("cpu", "cuda"))
-FLASH_ATTENTION_VARLEN = register_op(flash_attention_varlen, reference.flash_attention_varlen, native_devices=("cpu", "cuda"))
+FLASH_ATTENTION_VARLEN = register_op(
+    flash_attention_varlen, reference.flash_attention_varlen, native_devices=("cpu", "cuda")
+)

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((4, 6), 16, 32, "frozen-input", Arg((10, 16), grad=False)),
         _case((4, 6), 16, 32, "frozen-weight", weight=Arg((2, 16, 32), grad=False)),
         _case((6, 3), 16, 16, "large", Arg((9, 16), values=normal(100.0)), Arg((2, 16, 16), values=normal(3.0))),
+        _case((33, 40), 72, 136, "middle-tiles", interpreted=False),
         _case((200, 0, 130, 1, 300), 520, 264, "several-tiles", interpreted=False),
     )
 }
