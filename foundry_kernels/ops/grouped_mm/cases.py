@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((3, 20), 32, 48),
         _case((20, 0, 0), 24, 20, "all-in-one"),
         _case((1, 0, 17, 0, 0, 2), 33, 17, "many-empty"),
+        _case((0, 1) * 20, 8, 16, "many-groups"),
         _case((19,), 40, 48, "one-group"),
         _case((0, 0), 16, 8, "no-rows"),
         _case((0, 0, 0), 16, 8, "none-in-a-group", past=5),
