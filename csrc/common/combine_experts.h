@@ -13,7 +13,7 @@ struct CombineExpertsForward {
   const float* weights;  // [n_tokens, k], or null: all are 1
   const int64_t* slots;  // [n_tokens, k]
   void* y;               // [n_tokens, n_cols]
-  int64_t x_stride, n_tokens, n_cols, k;
+  int64_t x_stride, n_rows, n_tokens, n_cols, k;
   Dtype type;
 };
 
@@ -24,7 +24,7 @@ struct CombineExpertsBackward {
   const int64_t* slots;
   void* dx;         // rows of n_cols, or null; those that no slot names are left alone
   float* dweights;  // [n_tokens, k], or null
-  int64_t dy_stride, x_stride, n_rows, n_cols, k;
+  int64_t dy_stride, x_stride, n_rows, n_tokens, n_cols, k;
   Dtype type;
 };
 

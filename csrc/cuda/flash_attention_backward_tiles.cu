@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
   };
   // The tensors that are read, each at the end of the tile that is copied next.
   const HeadStrides &strides0 = kKeys ? a.q_strides : a.k_strides, &strides1 = kKeys ? a.dout_strides : a.v_strides;
-  Copier<kDim> read0(start(kKeys ? a.q : a.k, strides0, !kKeys), strides0.token, a.head_dim, end_tile * kRead);
-  Copier<kDim> read1(start(kKeys ? a.dout : a.v, strides1, !kKeys), strides1.token, a.head_dim_v, end_tile * kRead);
+  Walker<kDim> read0(start(kKeys ? a.q : a.k, strides0, !kKeys), strides0.token, a.head_dim, end_tile * kRead);
+  Walker<kDim> read1(start(kKeys ? a.dout : a.v, strides1, !kKeys), strides1.token, a.head_dim_v, end_tile * kRead);
   uint32_t place_now = 0, place_next = S::kTile;
   const auto copy_tiles = [&](auto check, uint32_t at) {
     constexpr bool kCheck = decltype(check)::value;
@@ -77,9 +77,9 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
   };
   if (end_tile > first_tile) {
     const auto copy_owned = [&](const void* data, const HeadStrides& s, int width, uint32_t to) {
-      Copier<kDim> copier(start(data, s, kKeys), s.token, width, first + S::kOwn);
-      copier.template clear<S::kOwn>(shared, to);
-      copier.template copy<S::kOwn, true>(shared, to, n_own - first);
+      Walker<kDim> walker(start(data, s, kKeys), s.token, width, first + S::kOwn);
+      walker.template clear<S::kOwn>(shared, to);
+      walker.template copy<S::kOwn, true>(shared, to, n_own - first);
     };
     copy_owned(kKeys ? a.k : a.q, kKeys ? a.k_strides : a.q_strides, a.head_dim, S::kOwn0);
     if (S::kFirst) copy_owned(kKeys ? a.v : a.dout, kKeys ? a.v_strides : a.dout_strides, a.head_dim_v, S::kOwn1);

@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kThreads, kCalls == Calls::all || kDim > 128 ?
 
   int tile = visible(end_tile - 1);
   // Each is at the end of the tile that it copies next.
-  Copier<kDim, kWhole> k(static_cast<const T*>(a.k) + h.key_at(a.k_strides, 0), a.k_strides.token, a.head_dim,
+  Walker<kDim, kWhole> k(static_cast<const T*>(a.k) + h.key_at(a.k_strides, 0), a.k_strides.token, a.head_dim,
                          (tile + 1) * kBlockN);
-  Copier<kDim, kWhole> v(static_cast<const T*>(a.v) + h.key_at(a.v_strides, 0), a.v_strides.token, a.head_dim_v,
+  Walker<kDim, kWhole> v(static_cast<const T*>(a.v) + h.key_at(a.v_strides, 0), a.v_strides.token, a.head_dim_v,
                          (tile + 1) * kBlockN);
   if (tile >= first_tile) {
     copy_queries<T, kDim, kBlockM>(shared, S::kQ, a, h, first_row, n_rows, pack_heads);

@@ -7,39 +7,14 @@
 #include <type_traits>
 
 #include "flash_attention_scores.cuh"
-#include "mma.cuh"
+#include "tiles.cuh"
 
 namespace foundry {
 namespace cuda {
 namespace tiles {
 
 constexpr int kThreads = 128;
-constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr float kLog2e = 1.4426950408889634f;
-
-// Byte of a 16-byte chunk in a tile of rows of kDim 16-bit numbers. 8 rows at one chunk, or the 8 chunks of a line of
-// 128 bytes, lie in different banks: neither ldmatrix nor cp.async has a conflict.
-template <int kDim>
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-  return row * kDim * 2 + ((chunk ^ (row & 7)) << 4);
-}
-
-// A lane's address for ldmatrix, of rows `row` on: `x ^ 32 d` is that of columns 16 d on, and 16 rows further it is
-// 32 kDim bytes more. A left operand in rows has its 16 rows and then the next 8 columns; a right operand in rows of
-// columns (keys for scores) 8 rows, their next 8 columns, and then 8 more rows, so that what a product takes lies in
-// neighbouring registers; one in rows of the summed dimension (values) is transposed on the way.
-template <int kDim>
-__device__ __forceinline__ uint32_t left_lane(int row, int lane) {
-  return swizzled<kDim>(row + lane % 16, lane / 16);
-}
-template <int kDim>
-__device__ __forceinline__ uint32_t right_lane(int lane) {
-  return swizzled<kDim>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-template <int kDim>
-__device__ __forceinline__ uint32_t summed_lane(int lane) {
-  return swizzled<kDim>(lane % 16, lane / 16);
-}
 
 // blockIdx.x; hidden from the compiler, so that what follows from it is computed again and not kept through a loop.
 __device__ __forceinline__ unsigned block_index_again() {
@@ -69,20 +44,20 @@ __device__ __forceinline__ void step_back(const char*& from, int64_t step) {
 #endif
 }
 
-// A thread's share of the copies of tiles of a tensor: a chunk of each kPass-th row. Chunks that the tensor's rows do
-// not have are zeros from clear() on, and no copy touches them.
-// kFull: rows have kDim numbers, none less.
+// As Copier, from the last tile to the first: it keeps its place in place of where a tensor begins, as registers are
+// few. Chunks that the tensor's rows do not have are zeros from clear() on, and no copy touches them. kFull: rows have
+// kDim numbers, none less.
 template <int kDim, bool kFull = false>
-struct Copier {
+struct Walker {
   static constexpr int kChunks = kDim / 8, kPass = kThreads / kChunks;  // rows at once
   static constexpr bool kRepeats = kPass % 8 == 0;                      // whether all passes are swizzled alike
   const char* from;                                                     // its chunk of the row that is copied next
   int64_t pass_bytes;                                                   // from a pass to the next
   bool in_width;                                                        // whether the tensor's rows have it
 
-  // For tiles of rows up to `end` and, after seek(), others.
+  // For tiles of rows that end at `end` and, after move(), others.
   template <class T>
-  __device__ Copier(const T* data, int64_t row_stride, int width, int end)
+  __device__ Walker(const T* data, int64_t row_stride, int width, int end)
       : from(reinterpret_cast<const char*>(data + chunk() * 8 + (end - kPass + row()) * row_stride)),
         pass_bytes(row_stride * (2 * kPass)),
         in_width(kFull || chunk() * 8 < width) {}
@@ -113,32 +88,6 @@ struct Copier {
   }
 };
 
-// In the 4 lanes of a quad, which hold columns 2 t, 2 t + 1 of four tiles of 8: afterwards lane t holds all of tile t.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&w)[4], int lane) {
-  FK_UNROLL for (int bit = 1; bit <= 2; bit *= 2) FK_UNROLL for (int i = 0; i < 4; ++i) {
-    if (i & bit) continue;
-    const bool upper = lane & bit;
-    const uint32_t other = __shfl_xor_sync(kAll, upper ? w[i] : w[i + bit], bit);
-    w[i] = upper ? other : w[i];
-    w[i + bit] = upper ? w[i + bit] : other;
-  }
-}
-
-// Writes one of a lane's two rows of results times a factor, 16 bytes at a time; `to` is the row, or null.
-template <class T, int kDim>
-__device__ __forceinline__ void write_row(T* to, const float (&results)[kDim / 8][4], int half, float factor, int width,
-                                          int lane) {
-  FK_UNROLL for (int n = 0; n < kDim / 8; n += 4) {
-    uint32_t w[4];
-    FK_UNROLL for (int i = 0; i < 4; ++i) w[i] =
-        pack<T>(results[n + i][2 * half] * factor, results[n + i][2 * half + 1] * factor);
-    transpose_in_quad(w, lane);
-    const int column = (n + lane % 4) * 8;
-    if (to != nullptr && column < width)
-      store(reinterpret_cast<uint32_t*>(to + column), Pack<uint32_t, 4>{w[0], w[1], w[2], w[3]});
-  }
-}
-
 // sums[2 d + ..] += left (16 rows) x rows [16 k, 16 k + 16) of a tile, for each 16 columns d of kDim.
 template <class T, int kDim, int kTilesM, int kSteps, class Shared>
 __device__ __forceinline__ void add_product(float (&sums)[kTilesM][kDim / 8][4],
@@ -157,20 +106,6 @@ __device__ __forceinline__ void add_product(float (&sums)[kTilesM][kDim / 8][4],
 inline bool rows_are_aligned(const void* p, const HeadStrides& s, int width, Dtype type) {
   return width % 8 == 0 && aligned(p, type, {s.batch, s.head, s.token});
 }
-
-#if defined(FK_CUDA_ON_CPU)
-template <class... Params>
-cudaError_t allow_shared(void (*)(Params...), size_t) {
-  return cudaSuccess;
-}
-#else
-// More than 48 KB a block has to be asked for.
-template <class... Params>
-cudaError_t allow_shared(void (*kernel)(Params...), size_t bytes) {
-  if (bytes <= (48 << 10)) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}
-#endif
 
 }  // namespace tiles
 }  // namespace cuda

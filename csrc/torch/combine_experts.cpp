@@ -1,5 +1,5 @@
-// The operator foundry_kernels::combine_experts: schema, shapes and autograd. combine_experts_cpu.cpp launches the
-// kernels.
+// The operator foundry_kernels::combine_experts: schema, shapes and autograd.
+// combine_experts_cpu.cpp and combine_experts_cuda.cpp launch the kernels.
 //
 // It is composed of combine_experts_fwd and combine_experts_bwd, which are what a compiled graph, a checkpointing
 // policy or a profiler sees. combine_experts_bwd returns (dx, dweights), each empty unless it was asked for.

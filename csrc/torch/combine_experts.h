@@ -1,4 +1,4 @@
-// What the operator's schema and the CPU side share: checks and outputs.
+// What the operator's schema and both sides share: checks, outputs and the kernels' arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "../common/combine_experts.h"
 #include "common.h"
 
 namespace foundry {
@@ -29,6 +30,47 @@ inline std::tuple<Tensor, Tensor> empty_combine_experts_bwd(const Tensor& x, con
   TORCH_CHECK_VALUE(!need_dweights || weights.has_value(), "there are no weights to give a gradient for");
   return {need_dx ? at::empty_symint(x.sym_sizes(), x.options()) : absent(x, x.scalar_type()),
           need_dweights ? at::empty_symint(weights->sym_sizes(), weights->options()) : absent(x, x.scalar_type())};
+}
+
+// Rows whose values lie side by side: x, or a copy of it.
+inline Tensor with_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
+
+// `x` has such rows, `weights` is contiguous and float or undefined, `slots` contiguous and int64.
+inline CombineExpertsForward combine_experts_forward_args(const Tensor& x, const Tensor& weights, const Tensor& slots,
+                                                          const Tensor& y) {
+  CombineExpertsForward args{};
+  args.x = x.const_data_ptr();
+  args.weights = weights.defined() ? weights.const_data_ptr<float>() : nullptr;
+  args.slots = slots.const_data_ptr<int64_t>();
+  args.y = y.mutable_data_ptr();
+  args.x_stride = x.stride(0);
+  args.n_rows = x.size(0);
+  args.n_tokens = slots.size(0);
+  args.n_cols = x.size(1);
+  args.k = slots.size(1);
+  args.type = dtype_of(x);
+  return args;
+}
+
+// The same of dy as of x; of the gradients, those that are empty are not wanted. dweights is float.
+inline CombineExpertsBackward combine_experts_backward_args(const Tensor& dy, const Tensor& x, const Tensor& weights,
+                                                            const Tensor& slots, const Tensor& dx,
+                                                            const Tensor& dweights) {
+  CombineExpertsBackward args{};
+  args.dy = dy.const_data_ptr();
+  args.x = x.const_data_ptr();
+  args.weights = weights.defined() ? weights.const_data_ptr<float>() : nullptr;
+  args.slots = slots.const_data_ptr<int64_t>();
+  args.dx = dx.numel() ? dx.mutable_data_ptr() : nullptr;
+  args.dweights = dweights.numel() ? dweights.mutable_data_ptr<float>() : nullptr;
+  args.dy_stride = dy.stride(0);
+  args.x_stride = x.stride(0);
+  args.n_rows = x.size(0);
+  args.n_tokens = slots.size(0);
+  args.n_cols = x.size(1);
+  args.k = slots.size(1);
+  args.type = dtype_of(x);
+  return args;
 }
 
 }  // namespace foundry

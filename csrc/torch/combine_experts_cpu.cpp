@@ -14,9 +14,6 @@
 namespace foundry {
 namespace combine_experts_cpu {
 
-// Rows whose values lie side by side: x, or a copy of it.
-Tensor with_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
-
 // Before any row is read.
 Tensor checked_slots(const Tensor& slots_, int64_t n_rows) {
   const Tensor slots = slots_.to(at::kLong).contiguous();
@@ -31,16 +28,7 @@ Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& weights_, const Tensor& s
   if (y.numel() == 0) return y;
   advise_huge_pages(y);
   const Tensor x = with_rows(x_), slots = checked_slots(slots_, x.size(0)), weights = float_weight(unwrap(weights_), 0);
-  CombineExpertsForward args{};
-  args.x = x.const_data_ptr();
-  args.weights = weights.defined() ? weights.const_data_ptr<float>() : nullptr;
-  args.slots = slots.const_data_ptr<int64_t>();
-  args.y = y.mutable_data_ptr();
-  args.x_stride = x.stride(0);
-  args.n_tokens = slots.size(0);
-  args.n_cols = x.size(1);
-  args.k = slots.size(1);
-  args.type = dtype_of(x);
+  const CombineExpertsForward args = combine_experts_forward_args(x, weights, slots, y);
   const auto kernel = FK_CHOOSE_ISA(combine_experts_forward);
   at::parallel_for(0, args.n_tokens, std::max<int64_t>(1, kGrain / (args.n_cols * std::max<int64_t>(args.k, 1))),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
@@ -73,19 +61,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const Op
   const Tensor weights = float_weight(unwrap(weights_), 0);
   const bool in_float = !need_dweights || dweights.scalar_type() == at::kFloat;
   const Tensor sums = in_float ? dweights : at::empty(dweights.sizes(), dweights.options().dtype(at::kFloat));
-  CombineExpertsBackward args{};
-  args.dy = dy.const_data_ptr();
-  args.x = x.const_data_ptr();
-  args.weights = weights.defined() ? weights.const_data_ptr<float>() : nullptr;
-  args.slots = slots.const_data_ptr<int64_t>();
-  args.dx = need_dx ? dx.mutable_data_ptr() : nullptr;
-  args.dweights = need_dweights ? sums.mutable_data_ptr<float>() : nullptr;
-  args.dy_stride = dy.stride(0);
-  args.x_stride = x.stride(0);
-  args.n_rows = x.size(0);
-  args.n_cols = x.size(1);
-  args.k = slots.size(1);
-  args.type = dtype_of(x);
+  const CombineExpertsBackward args = combine_experts_backward_args(dy, x, weights, slots, dx, sums);
   if (need_dx) clear_rest(dx, slots);
   const auto kernel = FK_CHOOSE_ISA(combine_experts_backward);
   at::parallel_for(0, slots.numel(), std::max<int64_t>(1, kGrain / args.n_cols),

@@ -31,8 +31,9 @@ def _load() -> tuple[Any, str | None]:
 
 _C, MISSING = _load()
 
-#: Hints for a CUDA tensor: the operation has CPU kernels only; the extension was compiled without CUDA.
+#: Hints: the operation has kernels for one device only; the extension was compiled without CUDA.
 CPU_ONLY = "; it has no CUDA kernels"
+CUDA_ONLY = "; it has no CPU kernels"
 NO_CUDA = (
     "; this extension was compiled without CUDA (rebuild it with a CUDA build of torch, and nvcc on the PATH or in "
     "CUDA_HOME)"
@@ -63,8 +64,9 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
     except AttributeError as error:  # sources newer than the extension: it has no such operator yet
         stale = f"the C++ extension is older than this package ({error}); {REBUILD}"
         return Impl("native", _absent, dtypes=dtypes, missing=stale, sources=devices)
-    compiled = devices if build_info()["cuda_architectures"] else ("cpu",)
-    hint = CPU_ONLY if "cuda" not in devices else NO_CUDA if "cuda" not in compiled else ""
+    compiled = tuple(d for d in devices if d != "cuda" or build_info()["cuda_architectures"])
+    hint = CPU_ONLY if "cuda" not in devices else CUDA_ONLY if "cpu" not in devices else ""
+    hint += NO_CUDA if compiled != devices else ""
     direct = getattr(_C.direct, function, no_direct_call)
     return Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices, direct=direct)
 

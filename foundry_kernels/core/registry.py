@@ -70,7 +70,7 @@ class Impl:
         if self.missing is not None:
             return self.missing
         if self.devices is not None and device not in self.devices:
-            return f"runs on {' and '.join(self.devices)}, not on {device}{self.hint}"
+            return f"runs on {' and '.join(self.devices) or 'no device'}, not on {device}{self.hint}"
         if dtype is not None and dtype not in self.dtypes:
             return f"takes {', '.join(map(short_dtype, self.dtypes))}, not {short_dtype(dtype)}"
         return None

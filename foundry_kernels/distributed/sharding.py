@@ -138,7 +138,7 @@ def operators() -> dict[torch._ops.OpOverload, Rule]:
         if (module := spec.sharding) is None:
             continue
         for name in module.OPERATORS:
-            for prefix in ("", "triton_"):
+            for prefix in ("", "triton_", "reference_"):
                 # An operator that is composed of others is taken apart before DTensor sees it.
                 if hasattr(torch.ops.foundry_kernels, prefix + name) and not composed(prefix + name):
                     found[getattr(torch.ops.foundry_kernels, prefix + name).default] = module.sharding

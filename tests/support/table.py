@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -57,9 +57,9 @@ class Row:
         try:
             with ExitStack() as undo:
                 if isinstance(impl.fn, OpOverload):
-                    undo.enter_context(override(self.op, "native", fn=checked(impl.fn)))
+                    undo.enter_context(override(self.op, "native", fn=checked(impl.fn), devices=("cpu",)))
                 else:  # a function around operators, which its module names; nor is it passed by
-                    undo.enter_context(override(self.op, "native"))
+                    undo.enter_context(override(self.op, "native", devices=("cpu",)))
                     module = sys.modules[impl.fn.__module__]
                     for name, operator in list(vars(module).items()):
                         if isinstance(operator, OpOverload):
@@ -68,11 +68,6 @@ class Row:
                 yield
         finally:
             library.guard(False)
-
-    @property
-    def has_cuda(self) -> bool:
-        impl = self.op.impl(self.backend)
-        return impl is not None and "cuda" in impl.sources
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -103,8 +98,13 @@ def rows(*backends: str) -> tuple[Row, ...]:
 
 
 def checked_rows() -> tuple[Row, ...]:
-    """All of `rows()`, and the native rows that have CUDA kernels once more with those on the CPU."""
-    return rows() + tuple(replace(r, cuda_on_cpu=True) for r in rows("native") if r.device == "cpu" and r.has_cuda)
+    """All of `rows()`, and a row for each operation that has CUDA kernels, whether it has some for the CPU or not."""
+    impls = ((op, op.impl("native")) for op in fk.OPS.values())
+    return rows() + tuple(
+        Row(op, "native", "cpu", cuda_on_cpu=True)
+        for op, impl in impls
+        if impl is not None and impl.missing is None and "cuda" in impl.sources
+    )
 
 
 def over_rows(*backends: str, slow: tuple[str, ...] = (), gradients: bool = False) -> pytest.MarkDecorator:

@@ -68,4 +68,4 @@ def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor, *, backend
     return resolve(COMBINE_EXPERTS, backend, x)(x, weights, slots)
 
 
-COMBINE_EXPERTS = register_op(combine_experts, reference.combine_experts, native_devices=("cpu",))
+COMBINE_EXPERTS = register_op(combine_experts, reference.combine_experts)

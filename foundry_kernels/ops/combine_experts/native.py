@@ -1,4 +1,4 @@
-"""combine_experts of the compiled extension: `csrc/torch/combine_experts*.cpp` over kernels in `csrc/cpu`."""
+"""combine_experts of the compiled extension: `csrc/torch/combine_experts*.cpp` over kernels in `csrc/{cpu,cuda}`."""
 
 import torch
 

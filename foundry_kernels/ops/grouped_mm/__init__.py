@@ -35,7 +35,8 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto"
         offs: ``[E]`` int32 on x's device, where the groups end: never decreasing, from 0 to M. A group may be empty.
             This is checked on the CPU. On a GPU, where the check would have to wait for the numbers, nothing outside
             the tensors is read or written, and what y holds is undefined where they are wrong.
-        backend: "auto", "reference" or "triton". On a CPU the reference, a loop of products, is the fast path.
+        backend: "auto", "reference", "triton" or, on a GPU alone, "native". On a CPU the reference, a loop of products,
+            is the fast path.
 
     Returns:
         ``[M, N]``, contiguous, of x's dtype. Rows from ``offs[-1]`` on are zero, and so is the gradient of these rows
@@ -75,4 +76,4 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor) -> None:
         reference.check_ends(offs.tolist(), x.shape[0])
 
 
-GROUPED_MM = register_op(grouped_mm, reference.grouped_mm)
+GROUPED_MM = register_op(grouped_mm, reference.grouped_mm, native_devices=("cuda",))

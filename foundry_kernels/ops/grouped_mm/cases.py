@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((3, 20), 32, 48),
         _case((20, 0, 0), 24, 20, "all-in-one"),
         _case((1, 0, 17, 0, 0, 2), 33, 17, "many-empty"),
+        _case((0, 1) * 20, 8, 16, "many-groups"),
         _case((19,), 40, 48, "one-group"),
         _case((0, 0), 16, 8, "no-rows"),
         _case((0, 0, 0), 16, 8, "none-in-a-group", past=5),
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((4, 6), 16, 32, "frozen-input", Arg((10, 16), grad=False)),
         _case((4, 6), 16, 32, "frozen-weight", weight=Arg((2, 16, 32), grad=False)),
         _case((6, 3), 16, 16, "large", Arg((9, 16), values=normal(100.0)), Arg((2, 16, 16), values=normal(3.0))),
+        _case((33, 40), 72, 136, "middle-tiles", interpreted=False),
         _case((200, 0, 130, 1, 300), 520, 264, "several-tiles", interpreted=False),
     )
 }

@@ -1,9 +1,9 @@
 """Plain PyTorch, a loop of products: what every kernel of the operation must equal, and the path of the CPU, where
 nothing beats the products of its BLAS.
 
-The loop is one operator, `foundry_kernels::grouped_mm_fwd`, and that of the gradients another: how many rows a group
-has is in a tensor, which a graph that is traced cannot look into; and products write a gradient to where it shall be,
-which autograd's of a loop would be copied to. Transforms and second derivatives get the loop itself.
+The loop is one operator, `foundry_kernels::reference_grouped_mm_fwd`, and that of the gradients another: how many rows
+a group has is in a tensor, which a graph that is traced cannot look into; and products write a gradient to where it
+shall be, which autograd's of a loop would be copied to. Transforms and second derivatives get the loop itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     if values_known(offs) and _transformed():
         return _differentiable(x, weight, offs)
-    found: Tensor = torch.ops.foundry_kernels.grouped_mm_fwd(x, weight, offs)
+    found: Tensor = torch.ops.foundry_kernels.reference_grouped_mm_fwd(x, weight, offs)
     return found
 
 
@@ -102,15 +102,15 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *pairs, _ = zip(x.split(sizes), dy.split(sizes), strict=True)
         dx = _differentiable(dy, weight.transpose(1, 2), offs) if need_dx else None
         return dx, torch.stack([a.t() @ b for a, b in pairs]) if need_dweight else None, None
-    dx, dweight = torch.ops.foundry_kernels.grouped_mm_bwd(dy, x, weight, offs, need_dx, need_dweight)
+    dx, dweight = torch.ops.foundry_kernels.reference_grouped_mm_bwd(dy, x, weight, offs, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None, None
 
 
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 for _schema, _function, _fake in (
-    ("grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs) -> Tensor", _fwd, _empty_fwd),
+    ("reference_grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs) -> Tensor", _fwd, _empty_fwd),
     (
-        "grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool need_dx, bool need_dweight) "
+        "reference_grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool need_dx, bool need_dweight) "
         "-> (Tensor dx, Tensor dweight)",
         _bwd,
         _empty_bwd,
@@ -121,4 +121,6 @@ for _schema, _function, _fake in (
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _function, _key)
     torch.library.register_fake(f"foundry_kernels::{_name}", _fake, lib=_LIBRARY)
-torch.library.register_autograd("foundry_kernels::grouped_mm_fwd", _backward, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd(
+    "foundry_kernels::reference_grouped_mm_fwd", _backward, setup_context=_save, lib=_LIBRARY
+)

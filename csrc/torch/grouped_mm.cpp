@@ -1,0 +1,72 @@
+// The operator foundry_kernels::grouped_mm: schema, shapes and autograd. grouped_mm_cuda.cpp launches the kernels; on
+// a CPU there are none, and the operation's reference is what runs.
+//
+// It is composed of grouped_mm_fwd and grouped_mm_bwd, which are what a compiled graph, a checkpointing policy or a
+// profiler sees. grouped_mm_bwd returns (dx, dweight), each empty unless it was asked for.
+#include "grouped_mm.h"
+
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "options.h"
+
+namespace foundry {
+namespace grouped_mm_schema {
+
+Tensor fwd_meta(const Tensor& x, const Tensor& weight, const Tensor& offs) {
+  return empty_grouped_mm_fwd(x, weight, offs);
+}
+
+std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const Tensor& x, const Tensor& weight, const Tensor& offs,
+                                    bool need_dx, bool need_dweight) {
+  return empty_grouped_mm_bwd(x, weight, offs, need_dx, need_dweight);
+}
+
+Tensor call_fwd(const Tensor& x, const Tensor& weight, const Tensor& offs) {
+  static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::grouped_mm_fwd");
+  return op(x, weight, offs);
+}
+
+class GroupedMmFunction : public torch::autograd::Function<GroupedMmFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& offs) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({x, weight, offs});
+    return call_fwd(x, weight, offs);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_second_derivative("grouped_mm");
+    static const Operator<decltype(bwd_meta)> op(FK_LIBRARY_NAME "::grouped_mm_bwd");
+    const auto [x, weight, offs] = saved_tensors<3>(ctx);
+    NeedsGrad needs(ctx);
+    const bool need_dx = needs.next(), need_dweight = needs.next();
+    auto [dx, dweight] = op(grads.front(), x, weight, offs, need_dx, need_dweight);
+    return {need_dx ? dx : Tensor(), need_dweight ? dweight : Tensor(), /*offs*/ {}};
+  }
+};
+
+Tensor grouped_mm(const Tensor& x, const Tensor& weight, const Tensor& offs) {
+  if (any_requires_grad(x, weight)) return GroupedMmFunction::apply(x, weight, offs);
+  return call_fwd(x, weight, offs);
+}
+
+}  // namespace grouped_mm_schema
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("grouped_mm(Tensor x, Tensor weight, Tensor offs) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def(
+      "grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool need_dx, bool need_dweight) "
+      "-> (Tensor dx, Tensor dweight)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("grouped_mm", &grouped_mm_schema::grouped_mm); }
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
+  m.impl("grouped_mm_fwd", &grouped_mm_schema::fwd_meta);
+  m.impl("grouped_mm_bwd", &grouped_mm_schema::bwd_meta);
+}
+
+}  // namespace foundry
