@@ -15,10 +15,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-from foundry_kernels.tools.inspect.aot import run_on_cubin, tool
-from foundry_kernels.tools.inspect.sass import Loop
-from foundry_kernels.tools.inspect.sass import inner_loops as loops_of
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "build" / "nvcc"
@@ -113,8 +110,12 @@ def _readable(mangled: str) -> str:
     return re.sub(r"\(\w+\)(\d)", r"\1", name).split("(")[0]  # enumerators are numbers
 
 
-def inner_loops(source: Path, arch: str) -> dict[str, list[Loop]]:
-    """By kernel its innermost loops with matrix products, in machine code."""
+def inner_loops(source: Path, arch: str) -> dict[str, list[Any]]:
+    """By kernel its innermost loops with matrix products, in machine code (`foundry_kernels.tools.inspect.sass`)."""
+    # This module is also a script, which runs where the package is not installed.
+    from foundry_kernels.tools.inspect.aot import run_on_cubin, tool
+    from foundry_kernels.tools.inspect.sass import inner_loops as loops_of
+
     program = nvcc()
     assert program is not None
     kept = REPORTS / f"{source.stem}-{arch}.{_content(source, program)}.cubin"

@@ -14,6 +14,8 @@ from cuda_on_cpu.build import LIBRARY, ROOT, load_operators, load_plain, shared_
 from table import Row, rows
 
 import foundry_kernels as fk
+from foundry_kernels.core.registry import BackendUnavailable
+from foundry_kernels.ops.flash_attention import native
 
 CUDA = ROOT / "csrc" / "cuda"
 SCALE = 0.3
@@ -25,6 +27,15 @@ def _guarded() -> Iterator[None]:
     getattr(torch.ops, LIBRARY).guard(True)
     yield
     getattr(torch.ops, LIBRARY).guard(False)
+
+
+def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    native._refuse_older.cache_clear()
+    with pytest.raises(BackendUnavailable, match=r"compute capability 8\.0 and newer; Tesla T4 has 7\.5"):
+        native._refuse_older(0)
+    native._refuse_older.cache_clear()
 
 
 # --- bank conflicts ---
