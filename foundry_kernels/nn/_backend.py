@@ -5,8 +5,8 @@ has a kernel in every backend. So a module decides once, at construction, operat
 
 - the operation has a kernel of the named backend: that kernel is used. If it does not support a call (not built,
   another device, another dtype), the call raises `BackendUnavailable`; there is no fallback.
-- the package has no such kernel for the operation at all: the reference is used, and the module says so, in one warning
-  and in its `backends` and its repr.
+- the package has no such kernel for the operation at all, or has it for GPUs alone and was compiled without CUDA: the
+  reference is used, and the module says so, in one warning and in its `backends` and its repr.
 
 A mapping `{operation: backend}` names the backend of single operations ("auto" for those it leaves out) and is taken
 literally: where there is no such kernel, construction raises.
@@ -35,7 +35,7 @@ def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
     ops = tuple(ops)
     if isinstance(backend, str):
         check_backend(backend)
-        absent = [op for op in ops if backend != "auto" and OPS[op].impl(backend) is None]
+        absent = [op for op in ops if backend != "auto" and not _exists(op, backend)]
         if absent:
             warnings.warn(
                 f"backend {backend!r} has no kernel yet for {', '.join(absent)}: the reference is used there",
@@ -51,6 +51,11 @@ def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
         if name != "auto" and OPS[op].impl(name) is None:
             raise BackendUnavailable(f"{op} has no {name} kernel")
     return {op: backend.get(op, "auto") for op in ops}
+
+
+def _exists(op: str, backend: str) -> bool:
+    impl = OPS[op].impl(backend)
+    return impl is not None and (impl.missing is not None or bool(impl.devices))
 
 
 def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:

@@ -212,7 +212,7 @@ BUDGETS = {
         "attention_forward_tiles<bfloat16, 128, 2, 0>": 3.55,
         "attention_forward_tiles<bfloat16, 64, 2, 0>": 4.95,
         "attention_backward_tiles<bfloat16, 128, 0, false>": 3.4,
-        "attention_backward_tiles<bfloat16, 128, 1, false>": 3.9,
+        "attention_backward_tiles<bfloat16, 128, 1, false>": 3.95,
         "attention_backward_tiles<bfloat16, 64, 0, false>": 4.0,
         "attention_backward_tiles<bfloat16, 64, 1, false>": 4.3,
     },
