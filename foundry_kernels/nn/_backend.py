@@ -55,7 +55,7 @@ def plan(backend: Backend, ops: Iterable[str]) -> dict[str, str]:
 
 def _exists(op: str, backend: str) -> bool:
     impl = OPS[op].impl(backend)
-    return impl is not None and (impl.missing is not None or bool(impl.devices))
+    return impl is not None and (impl.missing is not None or impl.devices != ())
 
 
 def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:
