@@ -63,6 +63,16 @@ def device_of(capability: int) -> Device:
 
 
 @cache
+def too_old(device: int | None = None) -> str | None:
+    """The reason why the kernels are not for this GPU, or the current one, or None."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST:
+        return None
+    found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
+    return f"{found}, and the kernels are for {OLDEST[0]}.{OLDEST[1]} and newer"
+
+
+@cache
 def why_no_gpu() -> str | None:
     """The reason why there is no GPU that the kernels are for, or None where torch sees one. That a driver is too old
     torch says in a warning, once in a process: be the first to ask."""
@@ -72,11 +82,7 @@ def why_no_gpu() -> str | None:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if available:
-        capability = torch.cuda.get_device_capability()
-        if capability >= OLDEST:
-            return None
-        found = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
-        return f"{found}, and the kernels are for {OLDEST[0]}.{OLDEST[1]} and newer"
+        return too_old()
     about = [str(w.message) for w in said if "driver" in str(w.message)]
     return "no CUDA device" + (f": {about[0].partition(' (Triggered')[0]}" if about else "")
 
