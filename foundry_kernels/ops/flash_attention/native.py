@@ -15,9 +15,9 @@ _ATTEND = torch.ops.foundry_kernels.flash_attention.default
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "native")
-    if q.is_cuda and not torch.compiler.is_compiling():  # mma.sync of bfloat16, cp.async
-        if (reason := too_old(q.device.index)) is not None:
-            raise BackendUnavailable(f"flash_attention: backend 'native': {reason}. Use backend 'reference'")
+    ask = q.is_cuda and not torch.compiler.is_compiling()
+    if ask and (reason := too_old(q.device.index)) is not None:  # mma.sync of bfloat16, cp.async
+        raise BackendUnavailable(f"flash_attention: backend 'native': {reason}. Use backend 'reference'")
     # The operator takes all options in the order of the fields, and returns an empty tensor for what is not wanted.
     return options.select(*_ATTEND(q, k, v, *options))
 
