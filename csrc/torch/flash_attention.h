@@ -135,4 +135,20 @@ inline FiveTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const T
           like(bias.value_or(q), need_dbias)};
 }
 
+inline HeadStrides head_strides(const Tensor& t) {
+  return t.dim() == 4 ? HeadStrides{t.stride(0), t.stride(1), t.stride(2)} : HeadStrides{0, t.stride(1), t.stride(0)};
+}
+
+// The strides of lse and its like: [B, H, T], or [H, total] for packed sequences.
+inline HeadStrides row_strides(const Tensor& q) {
+  return q.dim() == 4 ? HeadStrides{q.size(1) * q.size(2), q.size(2), 1} : HeadStrides{0, q.size(0), 1};
+}
+
+inline Tensor unit_last_stride(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
+
+inline PairStrides pair_strides(const Tensor& t) {
+  const auto stride = [&](int64_t i) { return t.size(i) == 1 ? 0 : t.stride(i); };
+  return {stride(0), stride(1), stride(2), stride(3)};
+}
+
 }  // namespace foundry

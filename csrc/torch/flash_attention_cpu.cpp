@@ -28,17 +28,6 @@ void on_threads(int64_t most, int64_t work, int64_t scratch_floats, F&& f) {
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { f(memory + begin * scratch.stride(0)); });
 }
 
-HeadStrides head_strides(const Tensor& t) {
-  return t.dim() == 4 ? HeadStrides{t.stride(0), t.stride(1), t.stride(2)} : HeadStrides{0, t.stride(1), t.stride(0)};
-}
-
-// The strides of lse and its like: [B, H, T], or [H, total] for packed sequences.
-HeadStrides row_strides(const Tensor& q) {
-  return q.dim() == 4 ? HeadStrides{q.size(1) * q.size(2), q.size(2), 1} : HeadStrides{0, q.size(0), 1};
-}
-
-Tensor unit_last_stride(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
-
 // Sequences from cu_seqlens, which are read as int64 and must lie within the tensors.
 std::vector<AttentionSequence> packed_sequences(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens_q,
                                                 const Tensor& cu_seqlens_k) {
@@ -69,11 +58,6 @@ struct KeepAlive {
   Tensor q, k, v, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_heads;
   std::vector<AttentionSequence> sequences;
 };
-
-PairStrides pair_strides(const Tensor& t) {
-  const auto stride = [&](int64_t i) { return t.size(i) == 1 ? 0 : t.stride(i); };
-  return {stride(0), stride(1), stride(2), stride(3)};
-}
 
 void set_masks(AttentionInputs& a, KeepAlive& keep, const OptionalTensor& attn_mask, const OptionalTensor& mask_tiles,
                const OptionalTensor& mask_bits) {
