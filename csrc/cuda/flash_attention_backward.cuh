@@ -26,7 +26,7 @@ __device__ __forceinline__ void write_bias(const AttentionBackward& a, const Hea
 // A query's log-sum-exp in powers of 2 and its delta, see AttentionBackward.
 __device__ __forceinline__ float2 row_numbers(const AttentionBackward& a, const Head& h, int i) {
   if (i >= h.q_len) return float2{INFINITY, 0.f};
-  return reinterpret_cast<const float2*>(a.numbers)[h.query_at(a.row_strides, i)];
+  return reinterpret_cast<const float2*>(a.numbers)[h.row_at(a, i)];
 }
 
 // Whether the mask's tiles hide all pairs of the owned rows [first, last] and the others [from, to]: of queries and
@@ -42,19 +42,25 @@ __device__ __forceinline__ bool is_hidden(const AttentionInputs& a, const Head& 
   return true;
 }
 
-// results = 16 rows x kRead rows of another tile, both of kDim columns.
-template <class T, int kDim, int kRead, class Shared>
-__device__ __forceinline__ void multiply(float (&results)[kRead / 8][4], Shared& shared, uint32_t left_lane,
-                                         uint32_t right_lane) {
-  FK_UNROLL for (int d = 0; d < kDim / 16; ++d) {
+// results0 = 16 rows x kRead rows of another tile, both of kDim columns, and where kSecond results1 likewise of tiles
+// that lie kLeft1 and kRight1 bytes further: addresses are the same but for constants.
+template <class T, int kDim, int kRead, bool kSecond, uint32_t kLeft1, uint32_t kRight1, class Shared>
+__device__ __forceinline__ void multiply(float (&results0)[kRead / 8][4], float (&results1)[kRead / 8][4],
+                                         Shared& shared, uint32_t left_lane, uint32_t right_lane) {
+  const auto product = [&](float (&results)[kRead / 8][4], uint32_t left_at, uint32_t right_at) {
     uint32_t left[4];
-    ldmatrix(left, shared, left_lane ^ (d * 32));
+    ldmatrix(left, shared, left_at);
     FK_UNROLL for (int n = 0; n < kRead / 16; ++n) {
       uint32_t right[4];
-      ldmatrix(right, shared, (right_lane ^ (d * 32)) + n * 32 * kDim);
+      ldmatrix(right, shared, right_at + n * 32 * kDim);
       mma<T>(results[2 * n], left, right[0], right[1]);
       mma<T>(results[2 * n + 1], left, right[2], right[3]);
     }
+  };
+  FK_UNROLL for (int d = 0; d < kDim / 16; ++d) {
+    const uint32_t left_at = left_lane ^ (d * 32), right_at = right_lane ^ (d * 32);
+    product(results0, left_at, right_at);
+    if constexpr (kSecond) product(results1, left_at + kLeft1, right_at + kRight1);
   }
 }
 

@@ -68,6 +68,10 @@ struct Head {
   __device__ int64_t query_at(const HeadStrides& s, int i) const {
     return n_batch(s) + head * s.head + (q_start + i) * s.token;
   }
+  // Of a query's lse and the other numbers a row, which have no gaps.
+  __device__ int64_t row_at(const AttentionInputs& a, int i) const {
+    return n_batch(a.row_strides) + head * a.row_strides.head + (q_start + i);
+  }
   __device__ int64_t key_at(const HeadStrides& s, int j) const {
     return n_batch(s) + kv_head * s.head + (k_start + j) * s.token;
   }
@@ -180,7 +184,7 @@ struct RowSums {
 
 // Writes what was asked for of a row, by one thread; returns what its sum of values is to be multiplied by.
 __device__ __forceinline__ float finish_row(const AttentionForward& a, const Head& h, int i, RowSums r, bool writes) {
-  const int64_t at = h.query_at(a.row_strides, i);
+  const int64_t at = h.row_at(a, i);
   const bool empty = r.sum == 0.f;  // of NaN there is no maximum, but a sum
   if (writes && a.max_logit) a.max_logit[at] = r.sum == r.sum ? r.max : r.sum;
   float factor = 1.f, unused;
