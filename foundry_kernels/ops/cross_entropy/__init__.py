@@ -163,27 +163,40 @@ def check(
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(
             f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
-            "are not supported (torch.nn.functional.cross_entropy takes them)"
+            "are not supported here (foundry_kernels.compat.cross_entropy takes them)"
         )
     check_integer("target", target)
     check_shape("target", target, x.shape[:-1], f"that of {name} without the last dimension")
     check_device("target", target, name, x)
+    ignore_index, reduction, label_smoothing, z_loss, softcap = options[:5]
+    check_classes(name, x, n_classes, weight_name, weight, reduction, label_smoothing)
+    if weight is not None and weight.requires_grad:
+        raise ValueError(f"{weight_name} must not require a gradient: the weights of classes are constants here")
+    check_int("ignore_index", ignore_index)
+    check_not_negative("z_loss", z_loss)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+
+
+def check_classes(
+    name: str,
+    x: Tensor,
+    n_classes: int,
+    weight_name: str,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    """What does not depend on whether the targets are classes or their probabilities."""
     if weight is not None:
         check_float(weight_name, weight)
         check_shape(weight_name, weight, (n_classes,), "a value for each class")
         check_device(weight_name, weight, name, x)
-        if weight.requires_grad:
-            raise ValueError(f"{weight_name} must not require a gradient: the weights of classes are constants here")
-    ignore_index, reduction, label_smoothing, z_loss, softcap = options[:5]
-    check_int("ignore_index", ignore_index)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
         raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
     check_not_negative("label_smoothing", label_smoothing)
-    check_not_negative("z_loss", z_loss)
-    if softcap is not None:
-        check_positive("softcap", softcap)
 
 
 CROSS_ENTROPY = register_op(cross_entropy, reference.cross_entropy)
