@@ -51,6 +51,8 @@ _RMS_NORM = (
     _case((8, 256), "llama", options={"round_before_weight": True}),
     _case((8, 256), "llama-fp32-weight", w=Arg((256,), dtype=torch.float32), options={"round_before_weight": True}),
     _case((8, 256), "llama-no-weight", w=None, options={"round_before_weight": True}),
+    _case((2, 3, 5, 40), "several-dims", w=Arg((5, 40)), options={"normalized_shape": (5, 40), "eps": None}),
+    _case((3, 6, 64), "several-dims-no-weight", w=None, options={"normalized_shape": (6, 64), "weight_offset": 1.0}),
     _case((8, 256), "large", x=Arg((8, 256), values=normal(1e4))),
     _case((8, 256), "small", x=Arg((8, 256), values=normal(1e-4))),
     _case((8, 256), "small-eps0", x=Arg((8, 256), values=normal(1e-2)), options={"eps": 0.0}),
