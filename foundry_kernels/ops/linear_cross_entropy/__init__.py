@@ -180,24 +180,19 @@ def linear_cross_entropy(
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
                 raise ValueError(f"{name} must be a DTensor where weight's classes are divided; got a plain tensor")
-        if options.return_predictions:
-            raise ValueError(
-                "return_token_accuracy and return_predicted_tokens must be False where weight's classes are divided: "
-                "no device has all logits of a token"
-            )
         if options.tiles:
             raise ValueError(
                 "chunk_size must be a number of tokens or None where weight's classes are divided; got 'tiles'"
             )
-        each, lse, zs, target = vocab_parallel.linear_cross_entropy(hidden, weight, target, bias, class_weight, options)
-        predicted = None
+        args = (hidden, weight, target, bias, class_weight, options)
+        each, lse, zs, predicted, target = vocab_parallel.linear_cross_entropy(*args)
     else:
         of_call = options._replace(reduction="none") if reduces else options
         each, lse, zs, predicted = function(hidden, weight, target, bias, class_weight, of_call)
     if reduces:
         each, lse, zs = losses.reduced(each, lse, zs, target, class_weight, options)
     results = options.select(each, lse, zs)
-    if predicted is None or not options.return_predictions:
+    if not options.return_predictions:
         return results
     more = (return_token_accuracy, return_predicted_tokens)
     return with_predictions(results, predicted, target, ignore_index, reduction, *more)

@@ -89,8 +89,9 @@ def mean_of(rows: Tensor, total: Tensor) -> Tensor:
 _ROWS = 2048
 
 
-def target_probabilities(inputs: Inputs, lse: Tensor, options: LinearLossOptions) -> Tensor:
-    """Each target's probability ``[...]`` where there are no logits that it could be read from."""
+def target_probabilities(inputs: Inputs, lse: Tensor, options: LinearLossOptions, logits_dtype: torch.dtype) -> Tensor:
+    """Each target's probability ``[...]`` where there are no logits that it could be read from, which had this dtype
+    when lse was made of them."""
     hidden, weight, target, bias, _ = inputs
     known = known_targets(target, weight.shape[0], options.ignore_index)
     index = torch.where(known, target, 0).long()
@@ -103,7 +104,8 @@ def target_probabilities(inputs: Inputs, lse: Tensor, options: LinearLossOptions
     picked = torch.cat(rows).view(target.shape)
     if bias is not None:
         picked = picked + bias.detach()[index].to(lse.dtype)
-    return probabilities_of(picked * options.logit_scale, known, lse, options.softcap)
+    picked = (picked.to(logits_dtype) * options.logit_scale).to(lse.dtype)
+    return probabilities_of(picked, known, lse, options.softcap)
 
 
 def scaled(

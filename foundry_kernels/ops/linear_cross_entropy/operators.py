@@ -93,7 +93,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         define(prefix + BWD, strategy.backward, _fake_backward),
     )
     forward = _OPERATORS[prefix][0]
-    prefers_tiles = strategy.prefers_tiles
+    prefers_tiles, forward_of_chunks = strategy.prefers_tiles, strategy.tiles_forward is None
 
     def linear_cross_entropy(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
@@ -107,8 +107,9 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
             # Whose backward pass makes the logits anew anyway: a gradient for each token costs nothing.
             unscaled = options._replace(token_scaling=False, reduction="none", return_lse=True)
             each, lse, z, predicted = linear_cross_entropy(*inputs, unscaled)
+            rounded = chunks.dtype_of_products(hidden, weight.shape[0]) if forward_of_chunks else lse.dtype
             with torch.no_grad(), no_autocast(hidden):
-                p = target_probabilities(inputs, lse, options)
+                p = target_probabilities(inputs, lse, options, rounded)
             loss, z = scaled(each, z, p, target, class_weight, options)
             return loss, lse, z, predicted
         if records and (hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):

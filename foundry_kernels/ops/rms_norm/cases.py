@@ -186,10 +186,14 @@ def scales(
         x = x + residual.detach()
     if x.numel() == 0:
         return {}
+    dims = len(options.get("normalized_shape", (0,)))
+    x, cotangents = x.flatten(-dims), tuple(c.flatten(-dims) for c in cotangents)
+    weight = None if weight is None else weight.flatten()
     centered = "bias" in args
     if centered:
         x = x - x.mean(-1, keepdim=True)
-    rstd = (x.square().mean(-1, keepdim=True) + options.get("eps", 1e-5 if centered else 1e-6)).rsqrt()
+    eps = options.get("eps", 1e-5 if centered else 1e-6) or 0.0
+    rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     terms = cotangents[0] * x * rstd
     w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
     into = float((cotangents[0] * w * rstd).abs().max())
