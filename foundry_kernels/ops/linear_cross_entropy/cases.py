@@ -150,5 +150,6 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         _case((64,), 16, 50257),
         _case((64,), 128, 2048, **_TILES),
         _case((64,), 128, 2048, **_WITH, **_TILES, **_NONE),
+        _case((64,), 128, 2048, **_PREDICTIONS, **_TILES),
     )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))
