@@ -129,7 +129,7 @@ def linear_cross_entropy(
     """``torch.nn.functional.linear_cross_entropy`` (PyTorch 2.13), of class indices always in chunks.
 
     Args:
-        input: ``[in_features]`` or ``[N, in_features]``.
+        input: ``[in_features]`` or ``[N, in_features]``; of classes also ``[..., in_features]``.
         linear_weight: ``[C, in_features]``; or ``[C, d1, ..., dK, in_features]`` for K more dimensions of the loss,
             with an input of two dimensions.
         target: classes, ``[]``, ``[N]`` or ``[N, d1, ..., dK]`` int32 or int64, in 0 .. C - 1 or `ignore_index`. Or
@@ -161,7 +161,9 @@ def linear_cross_entropy(
     check_tensor("target", target)
     chunk_size = _chunk_size(options, input.dtype)
     heads = tuple(linear_weight.shape[1:-1])
-    if linear_weight.dim() < 2 or input.dim() not in ((2,) if heads else (1, 2)):
+    # More dimensions of tokens than PyTorch takes are served for classes, which are not in a dimension of their own.
+    fits = input.dim() == 2 or (not heads and (input.dim() == 1 or not target.is_floating_point()))
+    if linear_weight.dim() < 2 or input.dim() == 0 or not fits:
         raise ValueError(
             "input and linear_weight must be [in_features] or [N, in_features] and [C, in_features], or "
             "[N, in_features] and [C, d1, ..., dK, in_features]; got shapes "

@@ -141,9 +141,17 @@ def test_the_linear_form_is_torchs(tokens: tuple[int, ...], reduction: str) -> N
 
 def test_a_linear_weight_that_does_not_fit_is_refused() -> None:
     x, target = torch.ones(5, 6), torch.zeros(5, dtype=torch.int64)
-    for bad, weight in ((x[0], torch.ones(7, 2, 6)), (x, torch.ones(6)), (x[None], torch.ones(7, 6))):
+    for bad, weight, classes in (
+        (x[0], torch.ones(7, 2, 6), target),
+        (x, torch.ones(6), target),
+        (x[None], torch.ones(7, 2, 6), target),
+        (x[None], torch.ones(7, 6), torch.ones(1, 5, 7)),
+        (x[0, 0], torch.ones(7, 6), target),
+    ):
         with pytest.raises(ValueError, match=r"input and linear_weight must be \[in_features\] or .*; got shapes \("):
-            linear_cross_entropy(bad, weight, target)
+            linear_cross_entropy(bad, weight, classes)
+    loss = linear_cross_entropy(x[None], torch.ones(7, 6), target[None])
+    torch.testing.assert_close(loss, linear_cross_entropy(x, torch.ones(7, 6), target))
     with pytest.raises(ValueError, match=r"linear_weight must have shape \(7, 2, 6\) .*got \(7, 2, 5\)"):
         linear_cross_entropy(x, torch.ones(7, 2, 5), target)
     with pytest.raises(ValueError, match=r"linear_bias must have shape \(7, 2\) .*got \(7,\)"):
