@@ -1,4 +1,4 @@
-"""Attention, the loss and LayerNorm by the signatures and layouts that callers of PyTorch and flash-attn already write.
+"""Attention, losses, norms and activations by the signatures and layouts that callers of PyTorch and flash-attn write.
 
 The functions `flash_attn_*`, `apply_rotary_emb` and those of `bert_padding` are flash-attn 2's, with tokens before
 heads; `scaled_dot_product_attention`, `cross_entropy`, `linear_cross_entropy` and `layer_norm` are PyTorch's. Those
@@ -7,10 +7,11 @@ its like: what it does not support is refused, with what to use instead.
 """
 
 from foundry_kernels.compat import bert_padding
+from foundry_kernels.compat.activation import gelu, silu
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
 from foundry_kernels.compat.loss import cross_entropy, linear_cross_entropy
-from foundry_kernels.compat.norm import layer_norm
+from foundry_kernels.compat.norm import layer_norm, rms_norm
 from foundry_kernels.compat.packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -31,7 +32,10 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "gelu",
     "layer_norm",
     "linear_cross_entropy",
+    "rms_norm",
     "scaled_dot_product_attention",
+    "silu",
 ]

@@ -1,19 +1,23 @@
-"""PyTorch's cross_entropy and linear_cross_entropy, for class indices."""
+"""PyTorch's cross_entropy and linear_cross_entropy."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn import _reduction
+from torch.nn.functional import linear
 
+from foundry_kernels.compat import probabilities
 from foundry_kernels.compat.scalars import as_float, as_int
-from foundry_kernels.core.checks import check_float, check_tensor
+from foundry_kernels.core.checks import check_float, check_shape, check_tensor
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy import cross_entropy as fk_cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy as fk_linear_cross_entropy
+from foundry_kernels.ops.linear_cross_entropy.calls import mean_of, total_weight
 
 
 def cross_entropy(
@@ -28,35 +32,45 @@ def cross_entropy(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` of class indices on this package's kernels.
+    """``torch.nn.functional.cross_entropy`` on this package's kernels.
 
     Args:
         input: ``[C]``, ``[N, C]`` or ``[N, C, d1, d2, ...]`` logits, the classes in dimension 1 as in PyTorch.
-        target: ``[]``, ``[N]`` or ``[N, d1, d2, ...]`` int32 or int64, in 0 .. C - 1 or `ignore_index`. Probabilities
-            are refused.
-        weight: ``[C]``, or None.
+        target: classes, ``[]``, ``[N]`` or ``[N, d1, d2, ...]`` int32 or int64, in 0 .. C - 1 or `ignore_index`. Or
+            their probabilities, floating-point and of input's shape, which get a gradient where they require one.
+        weight: ``[C]``, or None. With probabilities it may require a gradient.
         size_average, reduce: deprecated in PyTorch, and translated to `reduction` as there.
-        ignore_index: targets that count nothing.
-        reduction: "none", "mean" or "sum".
+        ignore_index: classes that count nothing. With probabilities it must be negative, and does nothing.
+        reduction: "none", "mean" or "sum". As in PyTorch the mean is by weight for classes, over tokens for
+            probabilities.
         label_smoothing: 0 .. 1.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        The loss, of input's dtype. A mean over nothing is 0, where PyTorch's is NaN.
+        The loss, of input's dtype (with probabilities of the one that input, target and weight promote to). A mean
+        over nothing is 0, where PyTorch's is NaN.
 
     Raises:
         TypeError, ValueError, IndexError: an argument does not fit.
         BackendUnavailable: the named backend does not support this device or dtype.
 
     The kernels take the classes last: an input of more than two dimensions is copied unless its classes are already
-    last in memory.
+    last in memory. Probabilities have no kernel: on every backend PyTorch's operations compute them, from input as it
+    lies, for a part of the batch at a time, so that beside the gradients memory is needed for a part alone (for all of
+    it on the reference, which has second derivatives, and until a compiler fuses it).
     """
     check_float("input", input)
     check_tensor("target", target)
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
+    ignored, smoothing = as_int("ignore_index", ignore_index), as_float("label_smoothing", label_smoothing)
+    if target.is_floating_point():
+        if ignored >= 0:
+            raise ValueError(f"ignore_index must be negative where target holds probabilities; got {ignored}")
+        loss = probabilities.cross_entropy(input, target, weight, reduction, smoothing, backend)
+        return loss.to(_promoted(input, target, weight))
     tokens = (*input.shape[:1], *input.shape[2:]) if input.dim() > 1 else ()
-    if target.shape != tokens and not target.is_floating_point():
+    if target.shape != tokens:
         raise ValueError(
             f"target must have shape {tuple(tokens)}, input's without the classes; got {tuple(target.shape)}"
         )
@@ -64,11 +78,18 @@ def cross_entropy(
         input.movedim(1, -1) if input.dim() > 2 else input,
         target,
         weight=weight,
-        ignore_index=as_int("ignore_index", ignore_index),
+        ignore_index=ignored,
         reduction=reduction,
-        label_smoothing=as_float("label_smoothing", label_smoothing),
+        label_smoothing=smoothing,
         backend=backend,
     ).to(input.dtype)
+
+
+def _promoted(input: Tensor, *others: Tensor | None) -> torch.dtype:
+    dtype = input.dtype
+    for other in others:
+        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    return dtype
 
 
 #: Fields of PyTorch's options that are supported.
@@ -105,42 +126,91 @@ def linear_cross_entropy(
     options: Any = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``torch.nn.functional.linear_cross_entropy`` (PyTorch 2.13) of class indices, always in chunks.
+    """``torch.nn.functional.linear_cross_entropy`` (PyTorch 2.13), of class indices always in chunks.
 
     Args:
-        input: ``[in_features]`` or ``[N, in_features]``.
-        linear_weight: ``[C, in_features]``. Weights of more dimensions are refused.
-        target: ``[]`` or ``[N]`` int32 or int64, in 0 .. C - 1 or `ignore_index`. Probabilities are refused.
-        linear_bias: ``[C]``, or None.
+        input: ``[in_features]`` or ``[N, in_features]``; of classes also ``[..., in_features]``.
+        linear_weight: ``[C, in_features]``; or ``[C, d1, ..., dK, in_features]`` for K more dimensions of the loss,
+            with an input of two dimensions.
+        target: classes, ``[]``, ``[N]`` or ``[N, d1, ..., dK]`` int32 or int64, in 0 .. C - 1 or `ignore_index`. Or
+            their probabilities, floating-point, ``[C]``, ``[N, C]`` or ``[N, C, d1, ..., dK]``, which get a gradient
+            where they require one.
+        linear_bias: of linear_weight's shape without the last dimension, or None.
         weight: ``[C]``, of each class, or None.
         reduction: "none", "mean" or "sum".
-        ignore_index: targets that count nothing; None is -100.
+        ignore_index: classes that count nothing; None is -100. Not with probabilities.
         label_smoothing: 0 .. 1.
         options: PyTorch's `LinearCrossEntropyOptions`, or None. Its `batch_chunk_size` is taken; sums are in float32
             (float64 of float64 inputs) and `retain_graph` works whatever it says.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        The loss, of input's dtype. A mean over nothing is 0, where PyTorch's is NaN.
+        The loss, of input's dtype (with probabilities as of :func:`cross_entropy`). A mean over nothing is 0, where
+        PyTorch's is NaN.
 
     Raises:
         TypeError, ValueError, IndexError: an argument does not fit.
         BackendUnavailable: the named backend does not support this device or dtype.
+
+    Of a weight of more dimensions each position is a head of its own, with a chunk of logits at a time. With
+    probabilities, which are as large as the logits, those are made as a whole by PyTorch, and the rest is as in
+    :func:`cross_entropy`.
     """
     check_float("input", input)
     check_float("linear_weight", linear_weight)
+    check_tensor("target", target)
     chunk_size = _chunk_size(options, input.dtype)
-    if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight must be [C, in_features]; got shape {tuple(linear_weight.shape)}")
-    return fk_linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        bias=linear_bias,
-        class_weight=weight,
-        chunk_size=chunk_size,
-        ignore_index=-100 if ignore_index is None else as_int("ignore_index", ignore_index),
-        reduction=reduction,
-        label_smoothing=as_float("label_smoothing", label_smoothing),
-        backend=backend,
-    ).to(input.dtype)
+    heads = tuple(linear_weight.shape[1:-1])
+    # More dimensions of tokens than PyTorch takes are served for classes, which are not in a dimension of their own.
+    fits = input.dim() == 2 or (not heads and (input.dim() == 1 or not target.is_floating_point()))
+    if linear_weight.dim() < 2 or input.dim() == 0 or not fits:
+        raise ValueError(
+            "input and linear_weight must be [in_features] or [N, in_features] and [C, in_features], or "
+            "[N, in_features] and [C, d1, ..., dK, in_features]; got shapes "
+            f"{tuple(input.shape)} and {tuple(linear_weight.shape)}"
+        )
+    check_shape("linear_weight", linear_weight, (*linear_weight.shape[:-1], input.shape[-1]), "the last is input's")
+    if linear_bias is not None:
+        check_float("linear_bias", linear_bias)
+        check_shape("linear_bias", linear_bias, tuple(linear_weight.shape[:-1]), "linear_weight's without the last")
+    smoothing = as_float("label_smoothing", label_smoothing)
+    n_classes = linear_weight.shape[0]
+    if target.is_floating_point():
+        if ignore_index is not None:
+            raise ValueError(f"ignore_index must be None where target holds probabilities; got {ignore_index}")
+        logits = linear(input, linear_weight.flatten(0, -2), None if linear_bias is None else linear_bias.flatten())
+        logits = logits.view(*input.shape[:-1], n_classes, *heads)
+        return cross_entropy(
+            logits, target, weight, reduction=reduction, label_smoothing=smoothing, backend=backend
+        ).to(_promoted(input, target, weight))
+    check_shape("target", target, (*input.shape[:-1], *heads), "classes, one for each output")
+    ignored = -100 if ignore_index is None else as_int("ignore_index", ignore_index)
+
+    def loss(head: Tensor, bias: Tensor | None, target: Tensor, reduction: str) -> Tensor:
+        return fk_linear_cross_entropy(
+            input,
+            head,
+            target,
+            bias=bias,
+            class_weight=weight,
+            chunk_size=chunk_size,
+            ignore_index=ignored,
+            reduction=reduction,
+            label_smoothing=smoothing,
+            backend=backend,
+        )
+
+    if not heads:
+        return loss(linear_weight, linear_bias, target, reduction).to(input.dtype)
+    if math.prod(heads) == 0:
+        raise ValueError(f"linear_weight must have at least one output; got shape {tuple(linear_weight.shape)}")
+    of_head = linear_weight.flatten(1, -2).unbind(1)
+    biases = [None] * len(of_head) if linear_bias is None else linear_bias.flatten(1).unbind(1)
+    each = "sum" if reduction == "mean" else reduction
+    losses = [loss(*args, each) for args in zip(of_head, biases, target.flatten(1).unbind(1), strict=True)]
+    if reduction == "none":
+        return torch.stack(losses, 1).view(target.shape).to(input.dtype)
+    total = torch.stack(losses)
+    if reduction == "sum":
+        return total.sum().to(input.dtype)
+    return mean_of(total, total_weight(target.flatten(), weight, ignored, total.dtype)).to(input.dtype)

@@ -58,6 +58,11 @@ def check_int(name: str, value: object, minimum: int | None = None) -> None:
         raise ValueError(f"{name} must be >= {minimum}; got {value}")
 
 
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool; got {type(value).__name__}")
+
+
 #: Options are used in float32: within these bounds it holds a number to its full precision, and log2(e) times it too.
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
 

@@ -21,7 +21,8 @@ class LinearCrossEntropy(torch.nn.Linear):
         in_features: width D of hidden.
         out_features: classes V.
         bias: whether there is one.
-        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, chunk_size: as of the function.
+        ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, chunk_size, token_scaling: as of
+            the function.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -43,6 +44,7 @@ class LinearCrossEntropy(torch.nn.Linear):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         chunk_size: int | Literal["tiles"] | None = None,
+        token_scaling: bool = False,
         backend: Backend = "auto",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -55,6 +57,7 @@ class LinearCrossEntropy(torch.nn.Linear):
             "softcap": softcap,
             "logit_scale": logit_scale,
             "chunk_size": chunk_size,
+            "token_scaling": token_scaling,
         }
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]

@@ -102,8 +102,6 @@ def test_a_target_of_another_shape_is_refused(shape: tuple[int, ...], tokens: tu
 
 def test_what_is_not_served_is_refused() -> None:
     x, target = draw((5, 7), (5,))
-    with pytest.raises(TypeError, match="probabilities of classes as targets are not supported"):
-        cross_entropy(x, x.softmax(1))
     with pytest.raises(TypeError, match=r"input must be a torch\.Tensor; got list"):
         cross_entropy([1.0], target)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ignore_index must be an int"):
@@ -141,9 +139,47 @@ def test_the_linear_form_is_torchs(tokens: tuple[int, ...], reduction: str) -> N
         torch.testing.assert_close(a, e)
 
 
-def test_a_linear_weight_of_more_dimensions_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"linear_weight must be \[C, in_features\]; got shape \(7, 2, 6\)"):
-        linear_cross_entropy(torch.ones(5, 6), torch.ones(7, 2, 6), torch.zeros(5, dtype=torch.int64))
+def test_a_linear_weight_that_does_not_fit_is_refused() -> None:
+    x, target = torch.ones(5, 6), torch.zeros(5, dtype=torch.int64)
+    for bad, weight, classes in (
+        (x[0], torch.ones(7, 2, 6), target),
+        (x, torch.ones(6), target),
+        (x[None], torch.ones(7, 2, 6), target),
+        (x[None], torch.ones(7, 6), torch.ones(1, 5, 7)),
+        (x[0, 0], torch.ones(7, 6), target),
+    ):
+        with pytest.raises(ValueError, match=r"input and linear_weight must be \[in_features\] or .*; got shapes \("):
+            linear_cross_entropy(bad, weight, classes)
+    loss = linear_cross_entropy(x[None], torch.ones(7, 6), target[None])
+    torch.testing.assert_close(loss, linear_cross_entropy(x, torch.ones(7, 6), target))
+    with pytest.raises(ValueError, match=r"linear_weight must have shape \(7, 2, 6\) .*got \(7, 2, 5\)"):
+        linear_cross_entropy(x, torch.ones(7, 2, 5), target)
+    with pytest.raises(ValueError, match=r"linear_bias must have shape \(7, 2\) .*got \(7,\)"):
+        linear_cross_entropy(x, torch.ones(7, 2, 6), target, linear_bias=torch.ones(7))
+    with pytest.raises(ValueError, match=r"target must have shape \(5, 2\) .*got \(5,\)"):
+        linear_cross_entropy(x, torch.ones(7, 2, 6), target)
+    with pytest.raises(ValueError, match=r"at least one output; got shape \(7, 0, 6\)"):
+        linear_cross_entropy(x, torch.ones(7, 0, 6), target.new_zeros(5, 0))
+    with pytest.raises(ValueError, match="ignore_index must be None where target holds probabilities; got -100"):
+        linear_cross_entropy(x, torch.ones(7, 6), torch.ones(5, 7), ignore_index=-100)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_heads_of_a_linear_weight(reduction: str) -> None:
+    """Positions of a weight of more dimensions: options, ignored targets, all ignored, and a bias."""
+    x, target = draw((5, 6), (5, 2, 3))
+    leaves = [t.requires_grad_() for t in (x, draw((7, 2, 3, 6), ())[0], torch.linspace(-1.0, 1.0, 42).view(7, 2, 3))]
+    options: dict[str, Any] = {
+        "reduction": reduction, "weight": torch.linspace(0.5, 2.0, 7), "ignore_index": 3, "label_smoothing": 0.1,
+    }  # fmt: skip
+    ours = linear_cross_entropy(leaves[0], leaves[1], target, linear_bias=leaves[2], **options)
+    logits = F.linear(leaves[0], leaves[1].flatten(0, -2), leaves[2].flatten()).view(5, 7, 2, 3)
+    loss = F.cross_entropy(logits, target, **options)
+    torch.testing.assert_close(ours, loss)
+    for a, e in zip(*(torch.autograd.grad(y, leaves, torch.ones_like(y)) for y in (ours, loss)), strict=True):
+        torch.testing.assert_close(a, e)
+    if reduction == "mean":
+        assert linear_cross_entropy(*leaves[:2], torch.full_like(target, -100), linear_bias=leaves[2]) == 0
 
 
 @needs_torchs

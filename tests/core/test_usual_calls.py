@@ -126,7 +126,6 @@ def test_what_is_not(call: Callable[[], Any]) -> None:
         ((X, W[:3]), {}, ValueError),
         ((X, W), {"eps": -1.0}, ValueError),
         ((X, W), {"eps": float("nan")}, ValueError),
-        ((X, None), {"weight_offset": 1.0}, ValueError),
         ((X, W), {"backend": "nativ"}, ValueError),
         ((X.int(), W), {}, TypeError),
         ((3, W), {}, TypeError),

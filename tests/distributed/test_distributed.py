@@ -189,21 +189,22 @@ def test_sharded_attention_drops_what_the_whole_does(results):
 def test_a_loss_over_sharded_tokens_sums_two_or_three_numbers_over_the_devices(results):
     for found in outcome(results, "loss"):
         for id, (collectives, actual, expected) in found.items():
-            numbers = 0 if "sum" in id else 3 if "z_loss" in id else 2
+            numbers = 0 if "sum" in id else 3 if "z_loss" in id or "accuracy" in id else 2
             assert collectives == ({"all_reduce": numbers} if numbers else {}), id
             for a, e in zip(actual, expected, strict=True):
                 torch.testing.assert_close(a, e, msg=lambda text, id=id: f"{id}: {text}")
 
 
 def test_a_loss_over_sharded_classes_gathers_no_logits(results):
-    """Two all-reduces forward, and one of the gradient of hidden; where the tokens are sharded too, hidden is gathered
-    and its gradient scattered."""
+    """Two all-reduces forward, one more for predictions, and one of the gradient of hidden; where the tokens are
+    sharded too, hidden is gathered and its gradient scattered."""
     for found in outcome(results, "vocabulary"):
         assert found.pop("refused") == "hidden must be a DTensor where weight's classes are divided; got a plain tensor"
-        assert len(found) == 14
+        assert len(found) == 16
         for id, ((forward, backward), placed, actual, expected) in found.items():
             sharded = "S(1)" in id
-            assert forward == {"all_reduce": 2} | ({"all_gather_into_tensor": 1} if sharded else {}), id
+            numbers = 3 if " tokens " in id else 2  # the third for predictions
+            assert forward == {"all_reduce": numbers} | ({"all_gather_into_tensor": 1} if sharded else {}), id
             assert backward == {"reduce_scatter_tensor" if sharded else "all_reduce": 1}, id
             assert placed, id
             error = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}[id.split()[1]]

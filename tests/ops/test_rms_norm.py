@@ -35,7 +35,19 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"weight must have shape \(8,\).*got \(7,\)",
     ),
-    "weight rank": (lambda: fk.rms_norm(x, torch.ones(1, 8)), ValueError, r"weight must have shape \(8,\)"),
+    "weight rank": (
+        lambda: fk.rms_norm(x, torch.ones(1, 8)),
+        ValueError,
+        r"x must end in normalized_shape \(1, 8\); got shape \(2, 3, 8\)",
+    ),
+    "shape": (lambda: fk.rms_norm(x, normalized_shape=(2, 8)), ValueError, r"x must end in .* \(2, 8\)"),
+    "no shape": (lambda: fk.rms_norm(x, normalized_shape=()), ValueError, r"x must end in .* \(\)"),
+    "weight of another shape": (
+        lambda: fk.rms_norm(x, w, normalized_shape=(3, 8)),
+        ValueError,
+        r"weight must have shape \(3, 8\) \(normalized_shape\); got \(8,\)",
+    ),
+    "eps of no tensor": (lambda: fk.rms_norm([1.0], eps=None), TypeError, r"x must be a torch.Tensor"),  # type: ignore[arg-type]
     "weight integers": (lambda: fk.rms_norm(x, torch.ones(8, dtype=torch.int32)), TypeError, r"weight must be float"),
     "weight double": (lambda: fk.rms_norm(x, w.double()), TypeError, r"weight may be float64 only where x is"),
     "weight device": (lambda: fk.rms_norm(x, w.to("meta")), ValueError, r"weight must be on x's device cpu; got meta"),
@@ -43,7 +55,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "eps nan": (lambda: fk.rms_norm(x, w, math.nan), ValueError, r"eps must be finite"),
     "eps infinite": (lambda: fk.rms_norm(x, w, math.inf), ValueError, r"eps must be finite"),
     "eps string": (lambda: fk.rms_norm(x, w, "1e-6"), TypeError, r"eps must be a float; got str"),  # type: ignore[arg-type]
-    "offset alone": (lambda: fk.rms_norm(x, weight_offset=1.0), ValueError, r"weight_offset needs a weight"),
+    "offset string": (lambda: fk.rms_norm(x, weight_offset="1"), TypeError, r"weight_offset must be a float"),  # type: ignore[arg-type]
     "residual shape": (lambda: fk.add_rms_norm(x, x[:1], w), ValueError, r"residual must have shape \(2, 3, 8\)"),
     "residual integers": (lambda: fk.add_rms_norm(x, x.int(), w), TypeError, r"residual must be float"),
     "residual device": (lambda: fk.add_rms_norm(x, x.to("meta"), w), ValueError, r"residual must be on x's device"),
@@ -56,6 +68,54 @@ def test_bad_input(what: str) -> None:
     function, error, message = BAD[what]
     with pytest.raises(error, match=message):
         function()
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_several_trailing_dimensions(backend: str, device: str) -> None:
+    """The mean over all of them, by the weight's shape or by name; as torch's, and with a residual."""
+    torch.manual_seed(0)
+    a = torch.randn(5, 3, 4, device=device).transpose(0, 1).requires_grad_()
+    weight = torch.randn(5, 4, device=device, requires_grad=True)
+    dy = torch.randn(3, 5, 4, device=device)
+    expected = F.rms_norm(a, (5, 4), weight, 1e-3)
+    for y in (
+        fk.rms_norm(a, weight, 1e-3, backend=backend),
+        fk.rms_norm(a, weight, 1e-3, normalized_shape=(5, 4), backend=backend),
+        fk.add_rms_norm(a, torch.zeros_like(a), weight, 1e-3, backend=backend)[0],
+        fk.add_rms_norm(a, a, weight, 4e-3, backend=backend, normalized_shape=torch.Size((5, 4)))[0],
+        fk.rms_norm(a, weight - 1.0, 1e-3, weight_offset=1.0, backend=backend),
+    ):
+        torch.testing.assert_close(y, expected)
+        grads = (torch.autograd.grad(out, (a, weight), dy, retain_graph=True) for out in (y, expected))
+        for actual, right in zip(*grads, strict=True):
+            torch.testing.assert_close(actual, right)
+    whole = fk.rms_norm(a, eps=1e-3, normalized_shape=(3, 5, 4), backend=backend)
+    torch.testing.assert_close(whole, F.rms_norm(a, (3, 5, 4), None, 1e-3))
+    assert torch.equal(
+        fk.rms_norm(a, normalized_shape=4, backend=backend),  # type: ignore[arg-type]
+        fk.rms_norm(a, backend=backend),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_no_eps_is_torchs_default(op: str, dtype: torch.dtype) -> None:
+    """Rows so small that it decides."""
+    a = torch.linspace(1e-4, 3e-4, 16).view(2, 8).to(dtype)
+    weight = torch.ones(8, dtype=dtype)
+    y = fk.rms_norm(a, weight, None) if op == "rms_norm" else fk.add_rms_norm(a, a * 0, weight, None)[0]
+    torch.testing.assert_close(y, F.rms_norm(a, (8,), weight))
+    assert not torch.allclose(y, fk.rms_norm(a, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("backend", "device"), KERNELS)
+def test_an_offset_without_a_weight_has_no_effect(backend: str, device: str) -> None:
+    a = torch.randn(3, 8, device=device)
+    y = fk.rms_norm(a, weight_offset=1.0, backend=backend)
+    assert torch.equal(y, fk.rms_norm(a, backend=backend))
+    pair = fk.add_rms_norm(a, torch.zeros_like(a), weight_offset=1.0, backend=backend)
+    assert torch.equal(pair[0], y)
+    assert torch.equal(pair[1], a)
 
 
 @needs_native

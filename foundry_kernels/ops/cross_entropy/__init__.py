@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import (
+    check_bool,
     check_device,
     check_float,
     check_int,
@@ -36,7 +37,7 @@ from foundry_kernels.core.checks import (
 )
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops._register import register_op
-from foundry_kernels.ops.cross_entropy import reference
+from foundry_kernels.ops.cross_entropy import reference, tokens
 from foundry_kernels.ops.cross_entropy.options import LossOptions
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -51,6 +52,7 @@ class Options(TypedDict, total=False):
     label_smoothing: float
     z_loss: float
     softcap: float | None
+    token_scaling: bool
     backend: str
 
 
@@ -61,6 +63,8 @@ def cross_entropy(
     *,
     return_lse: Literal[False] = False,
     return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False,
+    return_predicted_tokens: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -70,6 +74,8 @@ def cross_entropy(
     *,
     return_lse: bool = False,
     return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, ...]: ...
 def cross_entropy(
@@ -82,8 +88,11 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    token_scaling: bool = False,
     return_lse: bool = False,
     return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """The loss of `logits` for the classes `target`: ``torch.nn.functional.cross_entropy`` of class indices.
@@ -98,14 +107,20 @@ def cross_entropy(
         label_smoothing: 0 .. 1, the fraction of the target that all classes get alike.
         z_loss: this many times ``lse ** 2`` is added to each token's loss, and reduced with it.
         softcap: None, or c > 0 for logits ``c * tanh(logits / c)``.
+        token_scaling: multiply each token's loss, z-loss and all, by the probability of its target, which gets no
+            gradient of its own: less weight for what the model finds unlikely. The mean's divisor stays.
         return_lse: return the log-sum-exp of each token's (capped) logits too.
         return_z_loss: return the part of the loss that is the z-loss too.
+        return_token_accuracy: return the share of the tokens that count whose largest logit is the target's too, or 1
+            and 0 for each token where reduction is "none".
+        return_predicted_tokens: return the class of each token's largest logit too.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
         The loss, float32 (float64 for float64 logits): a scalar, or ``[...]`` where reduction is "none". With
-        `return_lse` or `return_z_loss` a tuple ``(loss, [lse], [z_loss])``: lse ``[...]``, 0 for ignored tokens, and
-        z_loss of the loss's shape. Only the loss is differentiable.
+        `return_lse` and its like a tuple ``(loss, [lse], [z_loss], [token_accuracy], [predicted_tokens])``: lse
+        ``[...]``, 0 for ignored tokens; z_loss of the loss's shape; token_accuracy float32 of that shape, 0 for ignored
+        tokens; predicted_tokens ``[...]`` int64, -1 for ignored tokens. Only the loss is differentiable.
 
     Raises:
         TypeError: an argument is no tensor, or has a dtype that it cannot have.
@@ -116,18 +131,32 @@ def cross_entropy(
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast does not change the computation. A backward pass keeps the logits and two floats a token, writes the
-    gradient once, and leaves all inputs as they are. There is no second derivative.
+    gradient once, and leaves all inputs as they are. There is no second derivative. Accuracy and predictions cost one
+    more pass over the logits, by PyTorch's argmax; scaling costs one logit a token.
     """
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")
     options = LossOptions(ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss)
+    check_bool("token_scaling", token_scaling)
     check("logits", logits, logits.shape[-1], target, "weight", weight, options)
     function = resolve(CROSS_ENTROPY, backend, logits)
-    if reduction != "none" and is_dtensor(logits):  # whose sums torch reduces over devices
+    if token_scaling:
+        found = function(logits, target, weight, *options._replace(reduction="none", return_lse=True))
+        p = tokens.probabilities(logits, target, found[1], ignore_index, softcap)
+        found = (found[0] * p, found[1], found[2] * p if return_z_loss else None)
+        found = found if reduction == "none" else reduced(*found, target, weight, options)
+    elif reduction != "none" and is_dtensor(logits):  # whose sums torch reduces over devices
         each, lse, zs = function(logits, target, weight, *options._replace(reduction="none"))
-        return options.select(*reduced(each, lse, zs, target, weight, options))
-    return options.select(*function(logits, target, weight, *options))
+        found = reduced(each, lse, zs, target, weight, options)
+    else:
+        found = function(logits, target, weight, *options)
+    results = options.select(*found)
+    if not (return_token_accuracy or return_predicted_tokens):
+        return results
+    predicted = tokens.predictions(logits, target, ignore_index)
+    more = (return_token_accuracy, return_predicted_tokens)
+    return tokens.with_predictions(results, predicted, target, ignore_index, reduction, *more)
 
 
 def reduced(
@@ -163,27 +192,40 @@ def check(
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(
             f"target must be class indices, int32 or int64; got {target.dtype}: probabilities of classes as targets "
-            "are not supported (torch.nn.functional.cross_entropy takes them)"
+            "are not supported here (foundry_kernels.compat.cross_entropy takes them)"
         )
     check_integer("target", target)
     check_shape("target", target, x.shape[:-1], f"that of {name} without the last dimension")
     check_device("target", target, name, x)
+    ignore_index, reduction, label_smoothing, z_loss, softcap = options[:5]
+    check_classes(name, x, n_classes, weight_name, weight, reduction, label_smoothing)
+    if weight is not None and weight.requires_grad:
+        raise ValueError(f"{weight_name} must not require a gradient: the weights of classes are constants here")
+    check_int("ignore_index", ignore_index)
+    check_not_negative("z_loss", z_loss)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+
+
+def check_classes(
+    name: str,
+    x: Tensor,
+    n_classes: int,
+    weight_name: str,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    """What does not depend on whether the targets are classes or their probabilities."""
     if weight is not None:
         check_float(weight_name, weight)
         check_shape(weight_name, weight, (n_classes,), "a value for each class")
         check_device(weight_name, weight, name, x)
-        if weight.requires_grad:
-            raise ValueError(f"{weight_name} must not require a gradient: the weights of classes are constants here")
-    ignore_index, reduction, label_smoothing, z_loss, softcap = options[:5]
-    check_int("ignore_index", ignore_index)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:  # also false for NaN
         raise ValueError(f"label_smoothing must be in 0 .. 1; got {label_smoothing}")
     check_not_negative("label_smoothing", label_smoothing)
-    check_not_negative("z_loss", z_loss)
-    if softcap is not None:
-        check_positive("softcap", softcap)
 
 
 CROSS_ENTROPY = register_op(cross_entropy, reference.cross_entropy)

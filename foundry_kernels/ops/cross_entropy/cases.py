@@ -80,6 +80,7 @@ def _values(shape: tuple[int, ...], note: str, values: Values, **options: Any) -
 
 
 _NONE: dict[str, Any] = {"reduction": "none"}
+_PREDICTIONS: dict[str, Any] = {"return_token_accuracy": True, "return_predicted_tokens": True}
 _ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 15.0}
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -121,6 +122,14 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((12, 50), "lse", return_lse=True, ignored=0.2),
         _case((12, 50), "lse-and-z-loss", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2),
         _case((12, 50), "z-loss-none", return_z_loss=True, z_loss=1e-2, ignored=0.2, **_NONE),
+        _case((12, 50), "token-scaling", token_scaling=True, ignored=0.2),
+        _case((12, 50), "token-scaling-none", token_scaling=True, weighted=True, ignored=0.2, **_ALL, **_NONE),
+        _case((12, 50), "token-scaling-z-loss", token_scaling=True, return_lse=True, return_z_loss=True, **_ALL),
+        _case((12, 50), "token-scaling-all-ignored", token_scaling=True, ignored=1.0),
+        _case((0, 64), "token-scaling-empty", token_scaling=True, **_PREDICTIONS),
+        _case((12, 50), "predictions", ignored=0.2, **_PREDICTIONS),
+        _case((2, 3, 50), "predictions-none", ignored=0.2, return_lse=True, **_PREDICTIONS, **_NONE),
+        _values((8, 300), "predictions-softcap", normal(60.0), softcap=15.0, **_PREDICTIONS),
         _values((8, 300), "confident", _Shifted(0.0, 30.0)),
         _values((8, 300), "confident-none", _Shifted(0.0, 30.0), **_NONE),
         _values((8, 300), "large", normal(60.0)),

@@ -31,6 +31,9 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         "softcap": draw(st.sampled_from([None, 15.0])),
         "return_lse": draw(st.booleans()),
         "return_z_loss": draw(st.booleans()),
+        "token_scaling": draw(st.booleans()),
+        "return_token_accuracy": draw(st.booleans()),
+        "return_predicted_tokens": draw(st.booleans()),
     }
     reduced = options["reduction"] != "none"
     return Case("random", args, options, "contiguous" if reduced or not rows else draw(layouts(len(rows))))

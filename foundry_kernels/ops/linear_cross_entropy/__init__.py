@@ -30,10 +30,19 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_int, check_number, check_shape
+from foundry_kernels.core.checks import (
+    check_bool,
+    check_device,
+    check_dtype,
+    check_float,
+    check_int,
+    check_number,
+    check_shape,
+)
 from foundry_kernels.core.registry import is_dtensor, resolve
 from foundry_kernels.ops import cross_entropy as losses
 from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops.cross_entropy.tokens import with_predictions
 from foundry_kernels.ops.linear_cross_entropy import reference
 from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
 
@@ -50,6 +59,7 @@ class Options(TypedDict, total=False):
     softcap: float | None
     logit_scale: float
     chunk_size: int | Literal["tiles"] | None
+    token_scaling: bool
     backend: str
 
 
@@ -61,6 +71,8 @@ def linear_cross_entropy(
     *,
     return_lse: Literal[False] = False,
     return_z_loss: Literal[False] = False,
+    return_token_accuracy: Literal[False] = False,
+    return_predicted_tokens: Literal[False] = False,
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -71,6 +83,8 @@ def linear_cross_entropy(
     *,
     return_lse: bool = False,
     return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, ...]: ...
 def linear_cross_entropy(
@@ -87,8 +101,11 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     chunk_size: int | Literal["tiles"] | None = None,
+    token_scaling: bool = False,
     return_lse: bool = False,
     return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """``cross_entropy(logit_scale * (hidden @ weight.T + bias), target)``, whose logits never exist as a whole.
@@ -99,9 +116,11 @@ def linear_cross_entropy(
         target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`.
         bias: ``[V]``, of hidden's dtype and device, or None.
         class_weight: ``[V]``, the `weight` of :func:`foundry_kernels.cross_entropy`, or None. It takes no gradient.
-        ignore_index, reduction, label_smoothing, z_loss, softcap, return_lse, return_z_loss: as there. On the CPU
-            ignored tokens are dropped before the product; on a GPU, where their number is not known without waiting
-            for it, they are computed and count nothing.
+        ignore_index, reduction, label_smoothing, z_loss, softcap, token_scaling, return_lse, return_z_loss,
+        return_token_accuracy, return_predicted_tokens: as there. On the CPU ignored tokens are dropped before the
+            product; on a GPU, where their number is not known without waiting for it, they are computed and count
+            nothing. Predictions are taken from each chunk's logits, or in Triton's tiles by the kernel itself.
+            Scaling is done in each chunk; of tiles the targets' logits are made once more, 2048 tokens at a time.
         logit_scale: the logits are multiplied by this, before the soft cap.
         chunk_size: tokens whose logits exist at a time; "tiles": less memory for a fourth product (the reference takes
             it as None); None chooses (see `Memory`).
@@ -150,10 +169,13 @@ def linear_cross_entropy(
     _check(hidden, weight, bias, logit_scale, chunk_size)
     options = LinearLossOptions(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
-        TILES if chunk_size == "tiles" else chunk_size, return_lse, return_z_loss,
+        TILES if chunk_size == "tiles" else chunk_size, token_scaling,
+        return_lse, return_z_loss, return_token_accuracy or return_predicted_tokens,
     )  # fmt: skip
+    check_bool("token_scaling", token_scaling)
     losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, options)
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
+    reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
     if is_dtensor(weight) and (vocab_parallel := _vocab_parallel(weight)) is not None:
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
@@ -162,15 +184,18 @@ def linear_cross_entropy(
             raise ValueError(
                 "chunk_size must be a number of tokens or None where weight's classes are divided; got 'tiles'"
             )
-        each, lse, zs, target = vocab_parallel.linear_cross_entropy(hidden, weight, target, bias, class_weight, options)
-    elif reduction != "none" and is_dtensor(hidden):  # whose sums torch reduces over devices
-        unreduced = options._replace(reduction="none")
-        each, lse, zs = function(hidden, weight, target, bias, class_weight, unreduced)
+        args = (hidden, weight, target, bias, class_weight, options)
+        each, lse, zs, predicted, target = vocab_parallel.linear_cross_entropy(*args)
     else:
-        return options.select(*function(hidden, weight, target, bias, class_weight, options))
-    if reduction != "none":
+        of_call = options._replace(reduction="none") if reduces else options
+        each, lse, zs, predicted = function(hidden, weight, target, bias, class_weight, of_call)
+    if reduces:
         each, lse, zs = losses.reduced(each, lse, zs, target, class_weight, options)
-    return options.select(each, lse, zs)
+    results = options.select(each, lse, zs)
+    if not options.return_predictions:
+        return results
+    more = (return_token_accuracy, return_predicted_tokens)
+    return with_predictions(results, predicted, target, ignore_index, reduction, *more)
 
 
 def _vocab_parallel(weight: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.cross_entropy.tokens import known_targets, probabilities_of
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 
@@ -28,11 +29,13 @@ class Needs(NamedTuple):
 
 
 class Saves(NamedTuple):
-    """What the forward pass returns beside the loss. stats: lse with what its rounding took, for a backward pass."""
+    """What the forward pass returns beside the loss. stats: lse with what its rounding took, for a backward pass.
+    predicted: the class of each token's largest logit."""
 
     lse: bool
     z_loss: bool
     stats: bool
+    predicted: bool
 
 
 class Outputs(NamedTuple):
@@ -47,10 +50,11 @@ class Outputs(NamedTuple):
     dhidden: Tensor
     dweight: Tensor
     dbias: Tensor
+    predicted: Tensor
 
 
 def empty_outputs(inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs | None = None) -> Outputs:
-    """All that is asked for, in new memory, in the dtype of the arithmetic."""
+    """All that is asked for, in new memory, in the dtype of the arithmetic; predictions are int64."""
     hidden, weight = inputs.hidden, inputs.weight
     need_dhidden, need_dweight, need_dbias = needs or (False, False, False)
     rows = hidden.shape[:-1]
@@ -61,7 +65,9 @@ def empty_outputs(inputs: Inputs, options: LinearLossOptions, saves: Saves, need
         (need_dhidden, hidden.shape), (need_dweight, weight.shape), (need_dbias, weight.shape[:1]),
     )  # fmt: skip
     dtype = wide_dtype(hidden.dtype)
-    return Outputs(*(hidden.new_empty(shape if wanted else (0,), dtype=dtype) for wanted, shape in shapes))
+    found = [hidden.new_empty(shape if wanted else (0,), dtype=dtype) for wanted, shape in shapes]
+    found.append(hidden.new_empty(rows if saves.predicted else (0,), dtype=torch.int64))
+    return Outputs(*found)
 
 
 def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -77,3 +83,39 @@ def mean_of(rows: Tensor, total: Tensor) -> Tensor:
     """The sum of `rows` over `total`; where nothing counts 0, unless it is NaN."""
     nothing, found = total == 0, rows.sum()
     return (found / total.masked_fill(nothing, 1.0)).masked_fill(nothing & ~found.isnan(), 0.0)
+
+
+#: Tokens of which rows of the weight are gathered at a time.
+_ROWS = 2048
+
+
+def target_probabilities(inputs: Inputs, lse: Tensor, options: LinearLossOptions, logits_dtype: torch.dtype) -> Tensor:
+    """Each target's probability ``[...]`` where there are no logits that it could be read from, which had this dtype
+    when lse was made of them."""
+    hidden, weight, target, bias, _ = inputs
+    known = known_targets(target, weight.shape[0], options.ignore_index)
+    index = torch.where(known, target, 0).long()
+    x, at = hidden.detach().reshape(-1, hidden.shape[-1]), index.reshape(-1)
+    step = at.numel() if torch.compiler.is_compiling() else _ROWS  # a loop would fix the number of tokens
+    rows = [
+        (part.to(lse.dtype) * weight.detach()[i].to(lse.dtype)).sum(1)
+        for part, i in zip(x.split(max(step, 1)), at.split(max(step, 1)), strict=True)
+    ]
+    picked = torch.cat(rows).view(target.shape)
+    if bias is not None:
+        picked = picked + bias.detach()[index].to(lse.dtype)
+    picked = (picked.to(logits_dtype) * options.logit_scale).to(lse.dtype)
+    return probabilities_of(picked, known, lse, options.softcap)
+
+
+def scaled(
+    losses: Tensor, zs: Any, p: Tensor, target: Tensor, class_weight: Tensor | None, options: LinearLossOptions
+) -> tuple[Tensor, Any]:
+    """The losses of the tokens, and their z-losses where these are returned, times p and reduced."""
+    losses, zs = losses * p, zs * p if options.return_z_loss else None
+    if options.reduction == "none":
+        return losses, zs
+    if options.reduction == "sum":
+        return losses.sum(), None if zs is None else zs.sum()
+    total = total_weight(target.reshape(-1), class_weight, options.ignore_index, losses.dtype)
+    return mean_of(losses, total), None if zs is None else mean_of(zs, total)

@@ -38,6 +38,7 @@ def _case(
 
 
 _NONE: dict[str, Any] = {"reduction": "none"}
+_PREDICTIONS: dict[str, Any] = {"return_token_accuracy": True, "return_predicted_tokens": True}
 _ALL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "logit_scale": 0.7}
 
 _TILES: dict[str, Any] = {"chunk_size": "tiles"}
@@ -82,6 +83,22 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((12,), 8, 50, "lse-and-z-loss", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2),
         _case((12,), 8, 50, "lse-none", return_lse=True, return_z_loss=True, z_loss=1e-2, ignored=0.2, **_NONE),
         _case((12,), 8, 50, "large", std=60.0),
+        *(
+            _case((40,), 8, 50, f"scaling-{note}", ignored=0.3, chunk_size=size, token_scaling=True, **options)
+            for size, kind in ((7, "chunks"), ("tiles", "tiles"))
+            for note, options in (
+                (kind, {}),
+                (f"{kind}-none", {"bias": True, **_NONE, **_ALL}),
+                (f"{kind}-sum", {"reduction": "sum", "return_z_loss": True, "class_weight": True, **_ALL}),
+            )
+        ),
+        *(
+            _case((40,), 8, 50, f"predictions-{kind}", ignored=0.3, chunk_size=size, **_PREDICTIONS)
+            for size, kind in ((7, "chunks"), ("tiles", "tiles"))
+        ),
+        _case((2, 6), 8, 50, "predictions-tiles-none", bias=True, ignored=0.2, **_PREDICTIONS, **_TILES, **_NONE),
+        _case((0,), 8, 40, "predictions-empty", token_scaling=True, **_PREDICTIONS, **_TILES),
+        _case((12,), 8, 50, "predictions-all-ignored", ignored=1.0, token_scaling=True, **_PREDICTIONS),
         _case((12,), 8, 50, "tiles", **_TILES),
         _case((12,), 8, 50, "tiles-none", bias=True, ignored=0.3, **_TILES, **_NONE),
         _case((70,), 40, 131, "tiles", ignored=0.2, **_TILES),  # several of tokens, of classes and of the width
@@ -133,5 +150,6 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         _case((64,), 16, 50257),
         _case((64,), 128, 2048, **_TILES),
         _case((64,), 128, 2048, **_WITH, **_TILES, **_NONE),
+        _case((64,), 128, 2048, **_PREDICTIONS, **_TILES),
     )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

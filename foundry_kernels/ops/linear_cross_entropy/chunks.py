@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import short_dtype, wide_dtype
+from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS, predictions, probabilities
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,
     Needs,
@@ -101,11 +102,11 @@ class Tokens:
         rows = of_all.reshape(-1)
         return rows if self.kept is None else rows[self.kept]
 
-    def whole(self, of_kept: Tensor) -> Tensor:
-        """Values of the kept tokens among zeros for the others."""
+    def whole(self, of_kept: Tensor, others: float = 0.0) -> Tensor:
+        """Values of the kept tokens, and `others` for those that are not."""
         if self.kept is None:
             return of_kept
-        return of_kept.new_zeros((self.n_rows, *of_kept.shape[1:])).index_copy_(0, self.kept, of_kept)
+        return of_kept.new_full((self.n_rows, *of_kept.shape[1:]), others).index_copy_(0, self.kept, of_kept)
 
 
 class Gradients:
@@ -169,14 +170,20 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
     share = one if total is None else total.reciprocal().masked_fill(total == 0, 0.0)
     stats = saves.stats or gradients is not None
     found: list[tuple[Tensor, ...]] = []
+    predicted: list[Tensor] = []
     for part in tokens.chunks():
         target, logits = rows_of(tokens.target, part), tokens.logits(part)
         loss, lse, low, z, _ = kernels.forward(
-            logits, target, class_weight, *per_token, saves.lse or stats, saves.z_loss, stats
+            logits, target, class_weight, *per_token, saves.lse or stats or options.token_scaling, saves.z_loss, stats
         )
+        dloss = (one if late else share).expand(target.shape)
+        if options.token_scaling:
+            p = probabilities(logits, target, lse, options.ignore_index, options.softcap)
+            loss, z, dloss = loss * p, z * p if saves.z_loss else z, dloss * p
+        if saves.predicted:
+            predicted.append(predictions(logits, target, options.ignore_index))
         found.append((loss, lse, low, z))
         if gradients is not None:
-            dloss = (one if late else share).expand(target.shape)
             dlogits = kernels.backward(dloss, logits, target, class_weight, lse, low, None, *per_token)
             del logits
             gradients.add(part, dlogits)
@@ -184,6 +191,10 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
 
     def rows(column: int) -> Tensor:
         return torch.cat([each[column] for each in found]) if found else one.new_empty(0)
+
+    def predictions_of_all() -> Tensor:
+        of_kept = torch.cat(predicted) if predicted else tokens.target.new_empty(0, dtype=torch.int64)
+        return tokens.whole(of_kept, NO_CLASS).view(inputs.target.shape)
 
     def whole(column: int) -> Tensor:
         return tokens.whole(rows(column)).view(inputs.target.shape)
@@ -203,6 +214,7 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
         reduced(3) if saves.z_loss else absent(),
         absent() if gradients is None else share.clone() if late else one,
         *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden)),
+        predictions_of_all() if saves.predicted else absent().long(),
     )
 
 
@@ -218,6 +230,8 @@ def backward(
     for part in tokens.chunks():
         d, each, low = (rows_of(x, part) for x in of_rows)
         logits, target = tokens.logits(part), rows_of(tokens.target, part)
+        if options.token_scaling:
+            d = d * probabilities(logits, target, each, options.ignore_index, options.softcap)
         gradients.add(part, kernels.backward(d, logits, target, inputs.class_weight, each, low, None, *per_token))
     # A copy where nothing else was written, so that an output is never an input.
     return tuple(g.to(hidden.dtype) for g in gradients.of(hidden))

@@ -11,15 +11,22 @@ from torch import Tensor
 from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import no_autocast
 from foundry_kernels.ops.linear_cross_entropy import chunks
-from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs, Saves, empty_outputs
+from foundry_kernels.ops.linear_cross_entropy.calls import (
+    Inputs,
+    Needs,
+    Saves,
+    empty_outputs,
+    scaled,
+    target_probabilities,
+)
 from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
 _NEEDS = "bool need_dhidden, bool need_dweight, bool need_dbias"
 FWD = (
     f"linear_cross_entropy_fwd({_INPUTS}, {LinearLossOptions.SCHEMA}, bool save_lse, bool save_z_loss, "
-    f"bool save_stats, {_NEEDS}) -> (Tensor loss, Tensor lse, Tensor lse_low, Tensor z_loss, Tensor dscale, "
-    "Tensor dhidden, Tensor dweight, Tensor dbias)"
+    f"bool save_stats, bool save_predicted, {_NEEDS}) -> (Tensor loss, Tensor lse, Tensor lse_low, Tensor z_loss, "
+    "Tensor dscale, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor predicted)"
 )
 BWD = (
     f"linear_cross_entropy_bwd(Tensor dloss, {_INPUTS}, Tensor lse, Tensor lse_low, {LinearLossOptions.SCHEMA}, "
@@ -49,7 +56,7 @@ class Strategy(NamedTuple):
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
-        saves, needs = Saves(*flags[:3]), Needs(*flags[3:])
+        saves, needs = Saves(*flags[:4]), Needs(*flags[4:])
         with no_autocast(inputs.hidden):
             if options.tiles and self.tiles_forward is not None:
                 return tuple(self.tiles_forward(inputs, options, saves))
@@ -66,7 +73,7 @@ class Strategy(NamedTuple):
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     options, flags = LinearLossOptions.from_operator_args(args[5:])
-    return tuple(empty_outputs(Inputs(*args[:5]), options, Saves(*flags[:3]), Needs(*flags[3:])))
+    return tuple(empty_outputs(Inputs(*args[:5]), options, Saves(*flags[:4]), Needs(*flags[4:])))
 
 
 def _fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -86,7 +93,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         define(prefix + BWD, strategy.backward, _fake_backward),
     )
     forward = _OPERATORS[prefix][0]
-    prefers_tiles = strategy.prefers_tiles
+    prefers_tiles, forward_of_chunks = strategy.prefers_tiles, strategy.tiles_forward is None
 
     def linear_cross_entropy(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
@@ -95,12 +102,21 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         records = torch.is_grad_enabled()
         if options.chunk_size is None and prefers_tiles(hidden, weight, records and weight.requires_grad):
             options = options._replace(chunk_size=TILES)
-        inputs = (hidden, weight, target, bias, class_weight)
+        inputs = Inputs(hidden, weight, target, bias, class_weight)
+        if options.token_scaling and options.tiles:
+            # Whose backward pass makes the logits anew anyway: a gradient for each token costs nothing.
+            unscaled = options._replace(token_scaling=False, reduction="none", return_lse=True)
+            each, lse, z, predicted = linear_cross_entropy(*inputs, unscaled)
+            rounded = chunks.dtype_of_products(hidden, weight.shape[0]) if forward_of_chunks else lse.dtype
+            with torch.no_grad(), no_autocast(hidden):
+                p = target_probabilities(inputs, lse, options, rounded)
+            loss, z = scaled(each, z, p, target, class_weight, options)
+            return loss, lse, z, predicted
         if records and (hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
             return _LinearCrossEntropy.apply(prefix, *inputs, options)
-        saves = Saves(options.return_lse, options.return_z_loss, False)
-        loss, lse, _, z, *_ = forward(*inputs, *options.operator_args(), *saves, *_NOTHING)
-        return loss, lse, z
+        saves = Saves(options.return_lse, options.return_z_loss, False, options.return_predictions)
+        loss, lse, _, z, *_, predicted = forward(*inputs, *options.operator_args(), *saves, *_NOTHING)
+        return loss, lse, z, predicted
 
     return linear_cross_entropy
 
@@ -115,17 +131,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.needs = (need_dhidden, need_dweight, need_dbias)
         ctx.options, ctx.recomputes = options.operator_args(), options.reduction == "none" or options.tiles
         ctx.prefix, ctx.dtype = prefix, hidden.dtype
-        loss, lse, low, z, dscale, *gradients = _OPERATORS[prefix][0](
+        loss, lse, low, z, dscale, *gradients, predicted = _OPERATORS[prefix][0](
             hidden, weight, target, bias, class_weight, *ctx.options,
-            options.return_lse or ctx.recomputes, options.return_z_loss, ctx.recomputes,
+            options.return_lse or ctx.recomputes, options.return_z_loss, ctx.recomputes, options.return_predictions,
             *(_NOTHING if ctx.recomputes else ctx.needs),
         )  # fmt: skip
         if ctx.recomputes:
             ctx.save_for_backward(hidden, weight, target, bias, class_weight, lse, low)
         else:
             ctx.save_for_backward(dscale, *gradients)
-        ctx.mark_non_differentiable(lse, z)
-        return loss, lse, z
+        ctx.mark_non_differentiable(lse, z, predicted)
+        return loss, lse, z, predicted
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:

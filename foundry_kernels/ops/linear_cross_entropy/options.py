@@ -9,7 +9,11 @@ from foundry_kernels.ops.cross_entropy.options import LossOptions
 TILES = 0
 
 
-class LinearLossOptions(Options, not_in_schema=("return_lse", "return_z_loss"), schema_types={"ignore_index": "int"}):
+class LinearLossOptions(
+    Options,
+    not_in_schema=("return_lse", "return_z_loss", "return_predictions"),
+    schema_types={"ignore_index": "int"},
+):
     ignore_index: int
     reduction: str
     label_smoothing: float
@@ -17,8 +21,10 @@ class LinearLossOptions(Options, not_in_schema=("return_lse", "return_z_loss"), 
     softcap: float | None
     logit_scale: float
     chunk_size: int | None  # None: one is chosen
+    token_scaling: bool
     return_lse: bool = False
     return_z_loss: bool = False
+    return_predictions: bool = False
 
     select = LossOptions.select
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from foundry_kernels.ops.cross_entropy import reference
+from foundry_kernels.ops.cross_entropy import reference, tokens
+from foundry_kernels.ops.linear_cross_entropy.calls import scaled
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 
@@ -24,4 +25,13 @@ def linear_cross_entropy(
     logits = linear(hidden, weight, bias)
     if options.logit_scale != 1.0:
         logits = logits * options.logit_scale
-    return reference.cross_entropy(logits, target, class_weight, *options.of_logits(options.reduction))
+    predicted = tokens.predictions(logits, target, options.ignore_index) if options.return_predictions else None
+    if not options.token_scaling:
+        found = reference.cross_entropy(logits, target, class_weight, *options.of_logits(options.reduction))
+        return *found, predicted
+    per_token = options.of_logits("none")._replace(return_lse=True)
+    losses, lse, zs = reference.cross_entropy(logits, target, class_weight, *per_token)
+    assert lse is not None  # which was asked for
+    p = tokens.probabilities(logits, target, lse, options.ignore_index, options.softcap)
+    loss, z = scaled(losses, zs, p, target, class_weight, options)
+    return loss, lse, z, predicted

@@ -10,7 +10,7 @@ from typing import Any
 OPERATORS = ("linear_cross_entropy_fwd", "linear_cross_entropy_bwd")
 UNSHARDED = ("accumulate_product_",)
 
-_OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss", "dscale")
+_OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss", "dscale", "predicted")
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:

@@ -4,8 +4,8 @@ A device makes the logits of its own classes, in chunks of the tokens, and nobod
 the maximum M and the sum S of exponentials below it, the target's own left out, and the target's logit y where the
 class is its own. Two all-reduces, of one number a token and of two (three with label smoothing), give all devices
 :math:`\ell = \mathrm{softplus}(M + \log S - y)`, which is exact for a confident token, and lse as :math:`y + \ell`.
-The backward pass makes the logits once more and needs no collective: the gradient of a device's rows is its own, and
-that of hidden a partial sum, as DTensor has it.
+Predictions take a third, of the class whose logit M is. The backward pass makes the logits once more and needs no
+collective: the gradient of a device's rows is its own, and that of hidden a partial sum, as DTensor has it.
 
 Tokens may be sharded besides, along other dimensions of the mesh.
 """
@@ -21,14 +21,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
 from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
 from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, Tokens, rows_of
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 #: The options that this strategy supports, in the order of the fields. The reduction is left to the caller.
 SUPPORTED = (
-    "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "logit_scale", "chunk_size", "return_lse",
-    "return_z_loss",
+    "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "logit_scale", "chunk_size", "token_scaling",
+    "return_lse", "return_z_loss", "return_predictions",
 )  # fmt: skip
 
 
@@ -51,8 +52,8 @@ def vocabulary_dim(weight: Any) -> int | None:
 
 def linear_cross_entropy(
     hidden: Any, weight: Any, target: Any, bias: Any, class_weight: Any, options: LinearLossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses, lse and z-losses of the tokens as DTensors, and `target` as one.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Losses, lse, z-losses and where they are wanted predictions of the tokens as DTensors, and `target` as one.
 
     Args:
         hidden: a DTensor; gathered along the dimension of the mesh that shards the classes, and nowhere else.
@@ -79,7 +80,7 @@ def linear_cross_entropy(
     partial: list[Placement] = [Partial() if i == dim else p for i, p in enumerate(tokens)]
     per_device = -(-weight.shape[0] // mesh.size(dim))
     shards = Shards(min(mesh.get_local_rank(dim) * per_device, weight.shape[0]), weight.shape[0], (mesh, dim))
-    each, lse, zs = _VocabParallel.apply(
+    each, lse, zs, predicted = _VocabParallel.apply(
         local(hidden, tokens, partial),
         local(weight, rows, summed),
         target.to_local(),
@@ -93,7 +94,7 @@ def linear_cross_entropy(
         strides = torch.empty(target.shape, device="meta").stride()
         return DTensor.from_local(x, mesh, tokens, run_check=False, shape=target.shape, stride=strides)
 
-    return whole(each), whole(lse), whole(zs), target
+    return whole(each), whole(lse), whole(zs), whole(predicted) if options.return_predictions else None, target
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -103,7 +104,7 @@ class _VocabParallel(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
         options: LinearLossOptions, shards: Shards,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         with no_autocast(hidden):
             own = _Own(hidden, weight, target, bias, class_weight, options, shards)
             y, nll, smooth = own.statistics()
@@ -114,12 +115,18 @@ class _VocabParallel(torch.autograd.Function):
                 loss = loss + (options.label_smoothing / shards.n_classes) * (smooth * own.counts)
             loss = loss.masked_fill(own.unknown, torch.nan)  # on a GPU
             lse = lse * own.counts
+            if options.token_scaling:
+                loss, z = loss * torch.exp(-nll), z * torch.exp(-nll)
         ctx.save_for_backward(hidden, weight, target, bias, class_weight, y, nll)
         ctx.options, ctx.shards = options, shards
         ctx.needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
         outputs = tuple(own.tokens.whole(x).view(target.shape) for x in (loss, lse, z))
+        if options.return_predictions:
+            outputs += (own.tokens.whole(own.predicted, NO_CLASS).view(target.shape),)
+        else:
+            outputs += (own.predicted,)
         ctx.mark_non_differentiable(*outputs[1:])
-        return outputs  # type: ignore[return-value]  # of three
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
@@ -158,6 +165,8 @@ class _Own:
         dtype = self.tokens.dtype
         self.weights = None if class_weight is None else class_weight.to(dtype)
         self.of_target = self.counts.to(dtype) if self.weights is None else self.weights[target] * self.counts
+        #: Each token's class of the largest logit, found by `statistics` where it is wanted.
+        self.predicted = target.new_empty(0, dtype=torch.int64)
         self.sum_of_weights = shards.n_classes if self.weights is None else self.weights.sum()
 
     def own_weights(self) -> Tensor | float:
@@ -179,6 +188,7 @@ class _Own:
         empty = self.tokens.x.new_empty(n, dtype=dtype)
         largest = torch.full_like(empty, -torch.inf)
         total, at_target, below = (torch.zeros_like(empty) for _ in range(3))
+        best = self.predicted.new_zeros(n) if self.options.return_predictions else None
         smooth, weights = self.options.label_smoothing > 0.0, self.own_weights()
         for part in self.tokens.chunks() if self.tokens.weight.shape[0] else ():
             y, (m, s, t, b) = self.logits(part), (rows_of(x, part) for x in (largest, total, at_target, below))
@@ -191,17 +201,27 @@ class _Own:
                 below_all = m.clone()
             y.scatter_(1, column, torch.where(mine, -torch.inf, own).unsqueeze(1))
             torch.amax(y, 1, out=m)
+            if best is not None:
+                rows_of(best, part).copy_(y.argmax(1))
             finite = torch.where(m == -torch.inf, 0.0, m)
             s.copy_(y.sub_(finite.unsqueeze(1)).exp_().sum(1))
             if smooth:  # below the same maximum as the sum, which leaves the target out
                 b.add_((finite - below_all) * self._sum(weights))
         maximum = self.shards.reduce(largest, "max")
+        if best is not None:  # of equal logits the first class, as in `torch.argmax`
+            best = torch.where(largest == maximum, best + self.shards.first, self.shards.n_classes)
+            best = self.shards.reduce(best, "min")
         finite = torch.where(maximum == -torch.inf, 0.0, maximum)
         shift = torch.where(largest == -torch.inf, 0.0, largest)
         numbers = [total * (largest - finite).exp(), at_target]
         if smooth:
             numbers.append(below + (finite - shift) * self._sum(weights))
         total, y, *rest = self.shards.reduce(torch.stack(numbers), "sum").unbind(0)
+        if best is not None:
+            target = self.tokens.target.long()
+            is_target = (y > maximum) | ((y == maximum) & (target < best))
+            best = torch.where(is_target, target, best)
+            self.predicted = best.masked_fill(self.unknown | ~self.counts, NO_CLASS)
         nll = torch.nn.functional.softplus(total.log() + (finite - y), threshold=50.0)
         return y, nll, rest[0] + (y - finite + nll) * self.sum_of_weights if smooth else None
 
@@ -213,6 +233,8 @@ class _Own:
         tokens, options = self.tokens, self.options
         found = Gradients(tokens, needs)
         d = torch.where(self.counts, tokens.of_kept(dloss), 0.0).masked_fill(self.unknown, torch.nan)
+        if options.token_scaling:
+            d = d * torch.where(self.counts, torch.exp(-nll), 0.0)
         epsilon, share = options.label_smoothing, options.label_smoothing / self.shards.n_classes
         certain = (1.0 - epsilon) * self.of_target
         beside = share * self.sum_of_weights + 2.0 * options.z_loss * self.of_target * (y + nll)

@@ -29,6 +29,9 @@ Normalization", 2016, arXiv:1607.06450.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -43,21 +46,27 @@ from foundry_kernels.ops.rms_norm import reference
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
+    normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Root-mean-square normalization over the last dimension.
+    """Root-mean-square normalization over the last dimension, or the last few.
 
     ``y = x / sqrt(mean(x^2, -1) + eps) * (weight + weight_offset)``
 
     Args:
         x: ``[..., N]`` float32, bfloat16, float16 or float64, any strides. N >= 1; other dimensions may be 0.
-        weight: ``[N]``, any of these dtypes (float64 only with a float64 x), or None for no scaling.
-        eps: added to the mean square, >= 0.
-        weight_offset: added to the weight: 1.0 for Gemma, whose weights are stored around 0. Needs a weight.
+        weight: ``[N]``, any of these dtypes (float64 only with a float64 x), or None for no scaling. Of a weight of
+            several dimensions, those are the last of x, and the mean is over all of them.
+        eps: added to the mean square, >= 0. None is PyTorch's default, the machine epsilon of the arithmetic: float64's
+            for a float64 x, else float32's.
+        normalized_shape: the last dimensions of x that the mean is over, as in PyTorch, and the shape of the weight;
+            None: the weight's shape, or without one the last dimension.
+        weight_offset: added to the weight: 1.0 for Gemma, whose weights are stored around 0. Without a weight there is
+            nothing that it is added to, and it has no effect.
         round_before_weight: False rounds once, after the weight (as ``F.rms_norm``, OLMo2, Gemma). True rounds
             ``x / rms`` to ``x.dtype`` before it is multiplied (as Llama, Mistral, Qwen); the result then has the dtype
             that ``x`` and ``weight`` promote to.
@@ -68,17 +77,26 @@ def rms_norm(
 
     Raises:
         TypeError: an argument is not a tensor or does not have a floating-point dtype.
-        ValueError: `x` is a scalar or N is 0, `weight` does not match it or is on another device, `eps` is negative,
-            `weight_offset` is given without a weight, or the backend is unknown.
+        ValueError: `x` is a scalar or N is 0, `weight` or `normalized_shape` does not match it, `weight` is on another
+            device, `eps` is negative, or the backend is unknown.
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
-    if not is_dynamo_compiling():
+    if eps is None:
+        eps = _default_eps(x)
+    if normalized_shape is None and not is_dynamo_compiling():
         y = RMS_NORM.direct(backend, x, weight, eps, weight_offset, round_before_weight)
         if y is not None:
             return y
+    shape = _several_dims(weight, normalized_shape)
+    if shape is not None:
+        rows, weight = _rows(x, weight, shape)
+        options: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
+        return rms_norm(rows, weight, eps, **options, backend=backend).view(x.shape)
     _check(x, weight, eps, weight_offset)
+    if weight is None:
+        weight_offset = 0.0
     return resolve(RMS_NORM, backend, x)(x, weight, eps, weight_offset, round_before_weight)
 
 
@@ -86,8 +104,9 @@ def add_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
+    normalized_shape: Sequence[int] | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     dropout_p: float = 0.0,
@@ -100,7 +119,7 @@ def add_rms_norm(
         x: ``[..., N]``, as for :func:`rms_norm`.
         residual: ``[..., N]``, of x's shape and device. If its dtype differs, the sum is formed in the dtype that both
             promote to and then rounded to ``x.dtype``.
-        weight, eps, weight_offset, round_before_weight, backend: as for :func:`rms_norm`.
+        weight, eps, normalized_shape, weight_offset, round_before_weight, backend: as for :func:`rms_norm`.
         dropout_p: each element of x is 0 with this probability and else divided by ``1 - dropout_p``; in [0, 1). It is
             meant for training: in evaluation pass 0.
         dropout_seed: what decides which, an int in [0, 2^63) or an int64 tensor of one number on x's device: equal
@@ -116,11 +135,23 @@ def add_rms_norm(
         As :func:`rms_norm`; ValueError if `residual` does not match `x`, `dropout_p` or `dropout_seed` is out of range
             or the seed is on another device; TypeError if they have another type.
     """
-    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+    if eps is None:
+        eps = _default_eps(x)
+    if dropout_p == 0.0 and dropout_seed is None and normalized_shape is None and not is_dynamo_compiling():
         pair = ADD_RMS_NORM.direct(backend, x, residual, weight, eps, weight_offset, round_before_weight)
         if pair is not None:
             return pair
+    shape = _several_dims(weight, normalized_shape)
+    if shape is not None:
+        rows, weight = _rows(x, weight, shape)
+        _check_residual(x, residual)
+        options: dict[str, Any] = {"weight_offset": weight_offset, "round_before_weight": round_before_weight}
+        options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "backend": backend}
+        y, h = add_rms_norm(rows, residual.flatten(-len(shape)), weight, eps, **options)
+        return y.view(x.shape), h.view(x.shape)
     _check(x, weight, eps, weight_offset)
+    if weight is None:
+        weight_offset = 0.0
     _check_residual(x, residual)
     drop = dropout.arguments(x, dropout_p, dropout_seed)
     if residual.dtype != x.dtype:
@@ -221,8 +252,31 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -
     check_number("weight_offset", weight_offset)
     if weight is not None:
         _check_vector("weight", weight, x)
-    elif weight_offset:
-        raise ValueError(f"weight_offset needs a weight to be added to; got weight_offset={weight_offset}, weight=None")
+
+
+def _default_eps(x: Tensor) -> float:
+    """PyTorch's: the machine epsilon of the arithmetic, not of x."""
+    check_float("x", x)
+    return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+
+def _several_dims(weight: Tensor | None, normalized_shape: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The dimensions that are normalised together, where they are more than the last or named by the caller."""
+    if normalized_shape is not None:
+        return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    return tuple(weight.shape) if isinstance(weight, Tensor) and weight.dim() > 1 else None
+
+
+def _rows(x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    """x ``[..., *shape]`` and the weight with these dimensions as one."""
+    check_float("x", x)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"x must end in normalized_shape {shape}; got shape {tuple(x.shape)}")
+    if weight is not None:
+        check_float("weight", weight)
+        check_shape("weight", weight, shape, "normalized_shape")
+        weight = weight.flatten()
+    return x.flatten(-len(shape)), weight
 
 
 def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:

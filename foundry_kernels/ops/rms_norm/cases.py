@@ -51,6 +51,8 @@ _RMS_NORM = (
     _case((8, 256), "llama", options={"round_before_weight": True}),
     _case((8, 256), "llama-fp32-weight", w=Arg((256,), dtype=torch.float32), options={"round_before_weight": True}),
     _case((8, 256), "llama-no-weight", w=None, options={"round_before_weight": True}),
+    _case((2, 3, 5, 40), "several-dims", w=Arg((5, 40)), options={"normalized_shape": (5, 40), "eps": None}),
+    _case((3, 6, 64), "several-dims-no-weight", w=None, options={"normalized_shape": (6, 64), "weight_offset": 1.0}),
     _case((8, 256), "large", x=Arg((8, 256), values=normal(1e4))),
     _case((8, 256), "small", x=Arg((8, 256), values=normal(1e-4))),
     _case((8, 256), "small-eps0", x=Arg((8, 256), values=normal(1e-2)), options={"eps": 0.0}),
@@ -184,10 +186,14 @@ def scales(
         x = x + residual.detach()
     if x.numel() == 0:
         return {}
+    dims = len(options.get("normalized_shape", (0,)))
+    x, cotangents = x.flatten(-dims), tuple(c.flatten(-dims) for c in cotangents)
+    weight = None if weight is None else weight.flatten()
     centered = "bias" in args
     if centered:
         x = x - x.mean(-1, keepdim=True)
-    rstd = (x.square().mean(-1, keepdim=True) + options.get("eps", 1e-5 if centered else 1e-6)).rsqrt()
+    eps = options.get("eps", 1e-5 if centered else 1e-6) or 0.0
+    rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     terms = cotangents[0] * x * rstd
     w = 1.0 if weight is None else weight.detach() + options.get("weight_offset", 0.0)
     into = float((cotangents[0] * w * rstd).abs().max())

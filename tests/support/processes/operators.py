@@ -214,6 +214,7 @@ def losses(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
             {"reduction": "sum"},
             {"reduction": "mean"},
             {"reduction": "mean", "weight": weight, "z_loss": 0.1, "return_z_loss": True},
+            {"reduction": "mean", "token_scaling": True, "return_token_accuracy": True},
         ):
             results = []
             for placement in (Shard(1), None):
@@ -242,6 +243,7 @@ VOCABULARY: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7,
         "return_lse": True, "return_z_loss": True,
     },
+    "tokens": {"token_scaling": True, "return_token_accuracy": True, "return_predicted_tokens": True},
 }  # fmt: skip
 
 

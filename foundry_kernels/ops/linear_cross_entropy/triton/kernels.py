@@ -79,13 +79,14 @@ def _center(b_picked):
 
 @triton.jit(do_not_specialize=_PLAIN)
 def linear_cross_entropy_fwd_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, target_ptr, class_weight_ptr, picked_ptr, max_ptr, sum_ptr, offset_ptr,
+    hidden_ptr, weight_ptr, bias_ptr, target_ptr, class_weight_ptr, picked_ptr, max_ptr, sum_ptr, offset_ptr, best_ptr,
     n_rows, n_cols, width, n_row_tiles, ignore_index, logit_scale, softcap, cols_a_split,
     CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Writes for each row and a split of the classes, all but the target, the largest logit, the sum of the
-    exponentials below it, and for label smoothing the weighted sum of the logits' distances to the target's.
+    exponentials below it, for label smoothing the weighted sum of the logits' distances to the target's, and for
+    predictions the class of the largest.
 
     A program takes a tile of rows and walks over the split. Those of one split run next to each other: they read the
     same classes. A tile of which no row counts reads nothing.
@@ -99,6 +100,7 @@ def linear_cross_entropy_fwd_kernel(
     b_max = tl.full([BLOCK_ROWS], -float("inf"), COMPUTE)
     b_sum = tl.zeros([BLOCK_ROWS], COMPUTE)
     b_offset = tl.zeros([BLOCK_ROWS], COMPUTE)
+    b_best = tl.zeros([BLOCK_ROWS], tl.int32)
     first = split * cols_a_split
     last = tl.where(tl.max(known.to(tl.int32), 0) == 1, tl.minimum(first + cols_a_split, n_cols), first)
     for start in range(first, last, BLOCK_COLS):
@@ -114,7 +116,12 @@ def linear_cross_entropy_fwd_kernel(
                 b_off *= tl.load(class_weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)[None, :]
             b_offset += tl.sum(b_off, 1)
         b_y = tl.where(others, b_y, -float("inf"))
-        b_new = tl.maximum(b_max, tl.max(b_y, 1))
+        if best_ptr is None:
+            b_new = tl.maximum(b_max, tl.max(b_y, 1))
+        else:
+            b_here, b_col = tl.max(b_y, 1, return_indices=True)
+            b_best = tl.where(b_here > b_max, start + b_col, b_best)  # of equal ones the first
+            b_new = tl.maximum(b_max, b_here)
         b_shift = tl.where(b_new == -float("inf"), 0.0, b_new)
         b_sum = b_sum * tl.exp(b_max - b_shift) + tl.sum(tl.exp(b_y - b_shift[:, None]), 1)
         b_max = b_new
@@ -124,6 +131,8 @@ def linear_cross_entropy_fwd_kernel(
     tl.store(sum_ptr + at, b_sum, mask=live)
     if SMOOTH:
         tl.store(offset_ptr + at, b_offset, mask=live)
+    if best_ptr is not None:
+        tl.store(best_ptr + at, b_best, mask=live)
 
 
 @triton.jit(do_not_specialize=[*_PLAIN, "n_cols", "n_splits"])

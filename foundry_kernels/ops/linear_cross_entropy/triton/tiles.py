@@ -22,6 +22,7 @@ from torch import Tensor
 from foundry_kernels._triton.devices import capability, device_of
 from foundry_kernels._triton.launch import Plan, launch, planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous
+from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS, known_targets
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,
     Needs,
@@ -162,7 +163,12 @@ def forward(inputs: Inputs, options: LinearLossOptions, saves: Saves) -> Outputs
         smooth = options.label_smoothing > 0.0
         parts = losses.new_empty((3 if smooth else 2, n_splits, n_rows))
         partial = (parts[0], parts[1], parts[2] if smooth else None)
-        launch(linear_cross_entropy_fwd_kernel, plan, x, weight, bias, target, class_weight, picked, *partial)
+        best = losses.new_empty((n_splits, n_rows), dtype=torch.int32) if saves.predicted else None
+        launch(linear_cross_entropy_fwd_kernel, plan, x, weight, bias, target, class_weight, picked, *partial, best)
+        if best is not None:
+            found = _predictions(parts[0], best, picked, target)
+            known = known_targets(target, weight.shape[0], options.ignore_index)
+            outputs.predicted.view(-1).copy_(found.masked_fill_(~known, NO_CLASS))
         launch(
             linear_cross_entropy_combine_kernel,
             _plan_combine(n_rows, weight.shape[0], n_splits, hidden.dtype, options),
@@ -180,6 +186,15 @@ def forward(inputs: Inputs, options: LinearLossOptions, saves: Saves) -> Outputs
 
     outputs = outputs._replace(loss=reduced(losses))
     return outputs if zs is None else outputs._replace(z_loss=reduced(zs))
+
+
+def _predictions(largest: Tensor, best: Tensor, picked: Tensor, target: Tensor) -> Tensor:
+    """The class of each row's largest logit: of the splits' largest without the target's, and of that. Of equal ones
+    the first, as in `torch.argmax`."""
+    of_others, split = largest.max(0)
+    other = best.gather(0, split.unsqueeze(0)).squeeze(0).to(torch.int64)
+    is_target = (picked > of_others) | ((picked == of_others) & (target < other))
+    return torch.where(is_target, target.to(torch.int64), other)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
