@@ -20,10 +20,10 @@ from foundry_kernels.integrations.table import adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
-from foundry_kernels.nn import LayerNorm, RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, plan, serving
 
-OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, OurExperts, OurAttention, Transformer)
+OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention, Transformer)
 
 #: What `dense_masks` may be, and the attention of transformers that it means where a model may have SDPA, and else.
 DENSE_MASKS = {"refuse": ("foundry", "foundry"), "sdpa": ("foundry_or_sdpa", "foundry_or_eager")}
@@ -246,6 +246,7 @@ def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
 #: Operations that go with another one and are not named by themselves.
 COMPANIONS = {
     "rms_norm": ("add_rms_norm",),
+    "layer_norm": ("add_layer_norm",),
     "flash_attention": ("flash_attention_varlen",),
     "qk_norm_rope": ("rope",),
     "grouped_mm": ("combine_experts",),

@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations import readings
-from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm, TorchNorm
+from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm
 from foundry_kernels.integrations.causal_lm import CausalLM
 from foundry_kernels.integrations.experts import ClampedExperts, Experts
 from foundry_kernels.integrations.pre_llama import GPT2Attention, NeoXAttention, PlainMLP
 from foundry_kernels.integrations.pre_llama_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.reading import Reading
+from foundry_kernels.integrations.torch_nn import TORCH
 
 
 @dataclass(frozen=True)
@@ -207,13 +208,8 @@ LLAMA_LIKE = tuple(family for family, row in FAMILIES.items() if "RMSNorm" in ro
 PRE_LLAMA = tuple(family for family, row in FAMILIES.items() if row.classes and family not in LLAMA_LIKE)
 PATCHED = (*LLAMA_LIKE, *PRE_LLAMA)
 
-_TORCH = "torch.nn.modules.normalization"
-
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = {
-    (_TORCH, "RMSNorm"): TorchNorm(),
-    (_TORCH, "LayerNorm"): TorchNorm("layer_norm"),
-} | {
+TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
     (f"transformers.models.{family}.modeling_{family}", row.name + end): adapter
     for family, row in FAMILIES.items()
     for end, adapter in row.classes.items()
