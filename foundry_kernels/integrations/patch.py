@@ -16,7 +16,7 @@ from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
-from foundry_kernels.integrations.table import adapter_for
+from foundry_kernels.integrations.table import NO_ADAPTER, adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
@@ -295,7 +295,7 @@ def _find(
     if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
         chosen = ()
     if not chosen:
-        return None, Entry(name, cls, reason=f"ops does not name {' or '.join(ops)}")
+        return None, Entry(name, cls, reason=f"{NOT_NAMED} {' or '.join(ops)}")
     if isinstance(found, CausalLM) and "linear_cross_entropy" in chosen:
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
@@ -303,10 +303,16 @@ def _find(
     return found, Entry(name, cls, chosen)
 
 
+#: How the reason begins for a module whose operations the caller left out.
+NOT_NAMED = "ops does not name"
+
+
 def _without_containers(entries: list[Entry]) -> list[Entry]:
-    """Leaves out the modules that were left but hold others of the list: those tell what there is to know."""
+    """Leaves out the modules that were left, for no reason of their own, but hold others of the list: those tell what
+    there is to know."""
     names = [e.name for e in entries]
-    return [e for e in entries if e.ops or not any(n.startswith(e.name + ".") for n in names)]
+    own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ADAPTER, NOT_NAMED))}
+    return [e for e in entries if e.name in own or not any(n.startswith(e.name + ".") for n in names)]
 
 
 def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[str, str]) -> State:

@@ -215,6 +215,8 @@ TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
     for end, adapter in row.classes.items()
 }
 
+NO_ADAPTER = "no adapter for this class"
+
 #: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
 
@@ -236,5 +238,5 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
             return f"its class has a {found.method} of its own, which need not do what that of {base.__name__} does"
         return found.why_changed(base) or found.why_not(module) or found
     if cls.__name__.endswith(CANDIDATES):
-        return "no adapter for this class"
+        return NO_ADAPTER
     return None
