@@ -153,7 +153,8 @@ def patch(
     know.
 
     Known are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
-    ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
+    ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
+    ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
     Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
     wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is
     changed: other models of the process are not touched. A LayerNorm's result has its input's dtype, where PyTorch's

@@ -41,7 +41,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         ValueError: `embed_dim` is no multiple of `num_heads`, a width is below 1, a head is wider than kernels take,
             `dropout` is outside of [0, 1), the backend is unknown.
 
-    torch.nn.TransformerEncoderLayer, in inference, passes by whatever attention it holds and calls a kernel of its own;
+    In inference torch.nn.TransformerEncoderLayer calls a kernel of its own in place of whatever attention it holds;
     :func:`foundry_kernels.patch` of the layer mends that.
     """
 
@@ -95,8 +95,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask: ``[B, S]`` or ``[S]``, bool, True where a key is hidden from all queries; or floating,
                 added to the scores of the key.
             need_weights: whether to return the weights too. They are made beside the output, from the log-sum-exp of
-                each row, in plain PyTorch: up to three float32 matrices ``[B, H, T, S]`` at a time, of which one is
-                kept for the backward pass.
+                each row, in plain PyTorch: two float32 matrices ``[B, H, T, S]`` at a time (three with a mask), of
+                which one is kept for the backward pass.
             attn_mask: ``[T, S]`` or ``[B * H, T, S]``, bool, True where a query does not see a key; or floating, added
                 to the scores. It gets a gradient if it requires one.
             average_attn_weights: whether the weights returned are the mean over the heads.

@@ -17,6 +17,8 @@ from torch._dynamo.utils import counters
 import foundry_kernels as fk
 from foundry_kernels.integrations import swap, torch_nn, unpatch
 
+BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
+
 B, S, T, E = 3, 7, 9, 16
 LENGTHS = torch.tensor([7, 4, 2])
 PADDING = torch.arange(S) >= LENGTHS[:, None]
@@ -105,10 +107,11 @@ def test_transformer(options: Any, mode: str) -> None:
 
 
 @pytest.mark.usefixtures("no_fast_path")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", ["training", "inference"])
-def test_everything_is_reached(mode: str) -> None:
+def test_everything_is_reached(mode: str, backend: str) -> None:
     model = transformer(activation="gelu")
-    handle = fk.patch(model)
+    handle = fk.patch(model, backend=backend)
     assert not handle.report().left
     outputs_and_gradients(model, mode, MASKS["padding, causal"])
     handle.undo()

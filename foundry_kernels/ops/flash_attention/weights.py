@@ -32,7 +32,8 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tens
         ValueError: `dropout_p` without `dropout_seed`; TypeError, ValueError: an option is not as for
             :func:`flash_attention`.
 
-    This is plain PyTorch: up to three matrices of this size exist at a time, and one is kept for the backward pass.
+    This is plain PyTorch: two matrices of this size exist at a time (three with a mask, a cap or ALiBi), and one is kept
+    for the backward pass.
     """
     if options.get("dropout_p") and options.get("dropout_seed") is None:
         raise ValueError("dropout_seed must be that of the call with dropout_p; got None")
@@ -40,8 +41,8 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tens
     with no_autocast(q):
         q, k = q.to(dtype).to(wide), k.to(dtype).to(wide)  # kernels do not round scores to 16 bits
         made = make_options(q, None, None, q.shape[2], k.shape[2], **options)
-        scores = reference.scores(q, k, made)
-        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        # In place: nobody else has the scores, and no backward pass asks for them.
+        weights = reference.scores(q, k, made).sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
         if made.dropout_p is not None and made.dropout_seed is not None:
             kept = keep_mask((*q.shape[:3], k.shape[2]), made.dropout_p, made.dropout_seed)
             weights = weights * (kept * keep_scale(made.dropout_p))
