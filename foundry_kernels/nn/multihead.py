@@ -95,7 +95,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask: ``[B, S]`` or ``[S]``, bool, True where a key is hidden from all queries; or floating,
                 added to the scores of the key.
             need_weights: whether to return the weights too. They are made beside the output, from the log-sum-exp of
-                each row, in plain PyTorch: two float32 matrices ``[B, H, T, S]`` at a time (three with a mask), of
+                each row, in plain PyTorch: two float32 matrices ``[B, H, T, S]`` at a time (more with dropout), of
                 which one is kept for the backward pass.
             attn_mask: ``[T, S]`` or ``[B * H, T, S]``, bool, True where a query does not see a key; or floating, added
                 to the scores. It gets a gradient if it requires one.

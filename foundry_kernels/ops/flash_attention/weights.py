@@ -32,8 +32,8 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tens
         ValueError: `dropout_p` without `dropout_seed`; TypeError, ValueError: an option is not as for
             :func:`flash_attention`.
 
-    This is plain PyTorch: two matrices of this size exist at a time (three with a mask, a cap or ALiBi), and one is kept
-    for the backward pass.
+    This is plain PyTorch: two matrices of this size exist at a time (more with dropout), and one is kept for the
+    backward pass.
     """
     if options.get("dropout_p") and options.get("dropout_seed") is None:
         raise ValueError("dropout_seed must be that of the call with dropout_p; got None")
