@@ -81,7 +81,7 @@ class Layer(TorchModule):
             if name in vars(module) or getattr(type(module), name) is not getattr(base, name):
                 return f"it has a {name} of its own, which need not do what that of {base.__name__} does"
         for name in self.attentions:
-            if not isinstance(attention := getattr(module, name), nn.MultiheadAttention):
+            if not isinstance(attention := getattr(module, name, None), nn.MultiheadAttention):
                 return f"its {name} is {type(attention).__name__}, which is no torch.nn.MultiheadAttention"
         return None
 
@@ -269,14 +269,16 @@ def _encoder(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool | None = None,
 ) -> Tensor:
-    packed = None
+    packed = seen = None
     if src.is_nested:
         packed = pack("src", src) if mask is None and src_key_padding_mask is None and _all_pack(self) else None
-    elif (seen := _tokens(self, src, mask, src_key_padding_mask)) is not None:
-        if not _all_pack(self):  # they are given nested tensors, as by PyTorch
+    else:
+        seen = _tokens(self, src, mask, src_key_padding_mask)
+        # A layer that is not patched may count on floating masks, one with hooks on nested tensors.
+        if not all(_is_patched(layer) for layer in self.layers) or (seen is not None and not _all_pack(self)):
             out: Tensor = self._foundry_original.forward(self, src, mask, src_key_padding_mask, is_causal)
             return out
-        packed = pack_padded(src, seen.sum(1), seen)
+        packed = None if seen is None else pack_padded(src, seen.sum(1), seen)
     if packed is None:
         # Reading the mask would break the graph in two.
         if is_causal is None and torch.compiler.is_compiling():
@@ -326,13 +328,17 @@ def _all_pack(encoder: Any) -> bool:
     return all(_packs(layer) and not any(is_observed(m) for m in layer.modules()) for layer in encoder.layers)
 
 
+def _is_patched(layer: Any) -> bool:
+    return "_foundry" in vars(layer) and isinstance(layer._foundry_row, EncoderLayer)
+
+
 def _packs(layer: Any) -> bool:
-    """Whether a layer is a patched one, with attention that takes packed sequences."""
-    mine = getattr(type(layer), "_foundry_class", None) is type(layer) and layer._compiled_call_impl is None
+    """Whether a layer is a patched one and nothing more, with attention that takes packed sequences."""
     attention = layer.self_attn
     return (
-        mine
-        and isinstance(getattr(layer, "_foundry_row", None), EncoderLayer)
+        _is_patched(layer)
+        and type(layer)._foundry_class is type(layer)
+        and layer._compiled_call_impl is None
         and isinstance(attention, MultiheadAttention)
         and attention.bias_k is None
         and not attention.add_zero_attn

@@ -254,6 +254,15 @@ class OwnBlock(nn.TransformerEncoderLayer):
         return 2 * super()._sa_block(*args, **options)
 
 
+class FloatMasks(nn.TransformerEncoderLayer):
+    """Counts on what PyTorch's encoder makes of bool masks."""
+
+    def forward(
+        self, src: Tensor, src_mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+    ) -> Tensor:
+        return self._sa_block(src, src_mask * 2.0, src_key_padding_mask)
+
+
 class OwnForward(nn.MultiheadAttention):
     def forward(self, *args: Any, **options: Any) -> Any:
         return super().forward(*args, **options)
@@ -266,6 +275,12 @@ def test_what_is_left() -> None:
     expected = model(x)
     with fk.patch(model):
         check_close([model(x)], [expected])
+    model = nn.TransformerEncoder(FloatMasks(E, 4, 32, 0.0), 1, enable_nested_tensor=False)
+    masks = {"mask": draw(S, S) > 1.0, "src_key_padding_mask": PADDING}
+    expected = model(x, **masks)
+    assert set(reasons(model)) == {"layers.0"}
+    with fk.patch(model):
+        check_close([model(x, **masks)], [expected])
     assert "a forward of its own" in str(reasons(OwnForward(E, 4))[""])
     assert "dropout must be in [0, 1); got 1.0" in str(reasons(nn.MultiheadAttention(E, 4, 1.0))[""])
     wide = nn.TransformerEncoderLayer(1024, 1, 8, 0.0)
