@@ -12,7 +12,7 @@ from foundry_kernels.core import dropout
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_device, check_dtype, check_rank, check_shape, check_tensor
 from foundry_kernels.core.registry import FLOATS
-from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._nested import Packed, nest_like, pack, pad_packed
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
@@ -144,7 +144,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not need_weights:
             return self._output(flash_attention(q, k, v, **options, backend=backend), query.dim()), None
         out, lse = flash_attention(q, k, v, **options, return_lse=True, backend=backend)
-        weights = attention_weights(q, k, lse, **options)
+        ran = serving({"flash_attention": backend}, q.device.type, autocast_dtype(q) or q.dtype)
+        weights = attention_weights(q, k, lse, rounded="reference" in ran.values(), **options)
         weights = (weights.mean(1) if average_attn_weights else weights).to(q.dtype)
         return self._output(out, query.dim()), weights.squeeze(0) if query.dim() == 2 else weights
 

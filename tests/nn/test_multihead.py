@@ -119,10 +119,11 @@ def test_one_sequence(batch_first: bool) -> None:
             check_close(found, expected)
 
 
+@over_backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_are_as_exact_as_torchs(dtype: torch.dtype) -> None:
+def test_sixteen_bits_are_as_exact_as_torchs(dtype: torch.dtype, backend: str) -> None:
     n = 70
-    modules = [module.to(dtype) for module in pair(batch_first=True)]
+    modules = [module.to(dtype) for module in pair(backend, batch_first=True)]
     x, given = draw(B, n, E).to(dtype), {"key_padding_mask": hidden(B, n)}
     oracle = results(copy.deepcopy(modules[0]).double(), [x.double()], given, (0, 0, 0))
     theirs, ours = (results(module, [x], given, (0, 0, 0)) for module in modules)

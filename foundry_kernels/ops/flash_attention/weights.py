@@ -14,13 +14,14 @@ from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 
-def attention_weights(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, lse: Tensor, *, rounded: bool = False, **options: Any) -> Tensor:
     """The weights ``exp(scores - lse)`` that a call of :func:`flash_attention` multiplied its values by.
 
     Args:
         q: ``[B, H, T, D]``, the queries of that call.
         k: ``[B, Hk, S, D]``, its keys.
         lse: ``[B, H, T]``, what it returned with ``return_lse=True``.
+        rounded: whether that call rounded its scores to q's dtype, as the reference does and kernels do not.
         options: what it was given: `attn_mask`, `causal`, `scale`, `window`, `softcap`, `alibi_slopes`, `sinks`,
             `align`, `dropout_p` and `dropout_seed`. With dropout the seed must be given, and what was dropped is 0.
 
@@ -39,7 +40,9 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tens
         raise ValueError("dropout_seed must be that of the call with dropout_p; got None")
     dtype, wide = autocast_dtype(q) or q.dtype, wide_dtype(q.dtype)
     with no_autocast(q):
-        q, k = q.to(dtype).to(wide), k.to(dtype).to(wide)  # kernels do not round scores to 16 bits
+        q, k = q.to(dtype), k.to(dtype)
+        if not rounded:
+            q, k = q.to(wide), k.to(wide)
         made = make_options(q, None, None, q.shape[2], k.shape[2], **options)
         # In place: nobody else has the scores, and no backward pass asks for them.
         weights = reference.scores(q, k, made).sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
