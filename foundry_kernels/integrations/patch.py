@@ -16,14 +16,14 @@ from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
-from foundry_kernels.integrations.table import adapter_for
+from foundry_kernels.integrations.table import NO_ADAPTER, adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
-from foundry_kernels.nn import LayerNorm, RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, plan, serving
 
-OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, OurExperts, OurAttention, Transformer)
+OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention, Transformer)
 
 #: What `dense_masks` may be, and the attention of transformers that it means where a model may have SDPA, and else.
 DENSE_MASKS = {"refuse": ("foundry", "foundry"), "sdpa": ("foundry_or_sdpa", "foundry_or_eager")}
@@ -153,7 +153,8 @@ def patch(
     know.
 
     Known are the families of `foundry_kernels.integrations.table.PATCHED` in Hugging Face transformers,
-    ``torch.nn.RMSNorm`` and ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
+    ``torch.nn.MultiheadAttention`` and torch.nn's transformer around it, ``torch.nn.RMSNorm`` and
+    ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
     Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
     wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is
     changed: other models of the process are not touched. A LayerNorm's result has its input's dtype, where PyTorch's
@@ -246,6 +247,7 @@ def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
 #: Operations that go with another one and are not named by themselves.
 COMPANIONS = {
     "rms_norm": ("add_rms_norm",),
+    "layer_norm": ("add_layer_norm",),
     "flash_attention": ("flash_attention_varlen",),
     "qk_norm_rope": ("rope",),
     "grouped_mm": ("combine_experts",),
@@ -294,7 +296,7 @@ def _find(
     if isinstance(found, Attention) and found.whole and "flash_attention" not in chosen:
         chosen = ()
     if not chosen:
-        return None, Entry(name, cls, reason=f"ops does not name {' or '.join(ops)}")
+        return None, Entry(name, cls, reason=f"{NOT_NAMED} {' or '.join(ops)}")
     if isinstance(found, CausalLM) and "linear_cross_entropy" in chosen:
         reason = found.why_not_without_logits(module)
         chosen = chosen if reason is None else tuple(op for op in chosen if op != "linear_cross_entropy")
@@ -302,10 +304,16 @@ def _find(
     return found, Entry(name, cls, chosen)
 
 
+#: How the reason begins for a module whose operations the caller left out.
+NOT_NAMED = "ops does not name"
+
+
 def _without_containers(entries: list[Entry]) -> list[Entry]:
-    """Leaves out the modules that were left but hold others of the list: those tell what there is to know."""
+    """Leaves out the modules that were left, for no reason of their own, but hold others of the list: those tell what
+    there is to know."""
     names = [e.name for e in entries]
-    return [e for e in entries if e.ops or not any(n.startswith(e.name + ".") for n in names)]
+    own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ADAPTER, NOT_NAMED))}
+    return [e for e in entries if e.name in own or not any(n.startswith(e.name + ".") for n in names)]
 
 
 def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[str, str]) -> State:

@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations import readings
-from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm, TorchNorm
+from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm
 from foundry_kernels.integrations.causal_lm import CausalLM
 from foundry_kernels.integrations.experts import ClampedExperts, Experts
 from foundry_kernels.integrations.pre_llama import GPT2Attention, NeoXAttention, PlainMLP
 from foundry_kernels.integrations.pre_llama_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.reading import Reading
+from foundry_kernels.integrations.torch_nn import TORCH
 
 
 @dataclass(frozen=True)
@@ -207,17 +208,14 @@ LLAMA_LIKE = tuple(family for family, row in FAMILIES.items() if "RMSNorm" in ro
 PRE_LLAMA = tuple(family for family, row in FAMILIES.items() if row.classes and family not in LLAMA_LIKE)
 PATCHED = (*LLAMA_LIKE, *PRE_LLAMA)
 
-_TORCH = "torch.nn.modules.normalization"
-
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = {
-    (_TORCH, "RMSNorm"): TorchNorm(),
-    (_TORCH, "LayerNorm"): TorchNorm("layer_norm"),
-} | {
+TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
     (f"transformers.models.{family}.modeling_{family}", row.name + end): adapter
     for family, row in FAMILIES.items()
     for end, adapter in row.classes.items()
 }
+
+NO_ADAPTER = "no adapter for this class"
 
 #: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
@@ -240,5 +238,5 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
             return f"its class has a {found.method} of its own, which need not do what that of {base.__name__} does"
         return found.why_changed(base) or found.why_not(module) or found
     if cls.__name__.endswith(CANDIDATES):
-        return "no adapter for this class"
+        return NO_ADAPTER
     return None

@@ -7,6 +7,7 @@ from foundry_kernels.nn.attention import Attention, KeyValueStore
 from foundry_kernels.nn.loss import LinearCrossEntropy
 from foundry_kernels.nn.mlp import MLP, GatedMLP
 from foundry_kernels.nn.moe import Experts, MoE
+from foundry_kernels.nn.multihead import MultiheadAttention
 from foundry_kernels.nn.norm import LayerNorm, RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes, SinusoidalEmbedding, alibi_slopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
@@ -23,6 +24,7 @@ __all__ = [
     "LayerNorm",
     "LinearCrossEntropy",
     "MoE",
+    "MultiheadAttention",
     "RMSNorm",
     "RotaryEmbedding",
     "Router",

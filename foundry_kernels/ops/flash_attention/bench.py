@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foundry_kernels.core.contract import SAMPLED, Sample
-from foundry_kernels.ops.flash_attention import bench_masked
+from foundry_kernels.ops.flash_attention import bench_encoder, bench_masked
 from foundry_kernels.testing import Arg, Case
 
 #: (B, H, Hk, T, D), by device. On a GPU 16384 tokens each, the heads of Llama-3-8B.
@@ -38,6 +38,7 @@ BENCH_QUICK = (
     *("S=512 D=128-decode", "S=4096 D=128-decode", "S=16384 D=128-decode"),
     "D=64-packed",
     *("-half-masked", "-bias", "-bias-gradient", "-dropout"),
+    *bench_encoder.QUICK,
 )
 UNCHECKED = (bench_masked.PLAIN,)
 
@@ -81,7 +82,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
         return (packed, dropped) if device == "cpu" else ()
     whole = (bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
     decode = (decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS)
-    return (*whole, *decode, *bench_masked.cases(device))
+    return (*whole, *decode, *bench_masked.cases(device), *bench_encoder.cases(device))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
@@ -164,6 +165,8 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
         pairs = b * h * (t * (t + 1) // 2 if options["causal"] else t * k.shape[2])
         if (mask := options.get("attn_mask")) is not None:  # the same for all sequences and heads
             pairs = b * h * int(mask.dense().sum())
+        elif bench_encoder.is_padded(args):
+            pairs = bench_encoder.pairs(q)
     done = {"forward": 2 * pairs * (d + dv), "backward": 2 * pairs * (3 * d + 2 * dv)}
     done["both"] = done["forward"] + done["backward"]
     return done[direction]
@@ -229,6 +232,8 @@ def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | st
             return {"eager": _one_by_one(bench_masked.eager_with_dropout)}
         flash = partial(_sdpa, causal=True, kernel=SDPBackend.FLASH_ATTENTION)
         return {"eager": _one_by_one(partial(_eager, causal=True)), "SDPA flash": _one_by_one(flash)}
+    if bench_encoder.is_padded(case.args):
+        return bench_encoder.peers(case, device)
     if bench_masked.is_masked(case):
         return bench_masked.peers(case, device)
     causal, q = case.options["causal"], case.args["q"]
