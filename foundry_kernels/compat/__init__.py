@@ -19,6 +19,7 @@ from foundry_kernels.compat.packed import (
 )
 from foundry_kernels.compat.rotary import apply_rotary_emb
 from foundry_kernels.compat.sdpa import scaled_dot_product_attention
+from foundry_kernels.compat.sdpa_switch import use_sdpa
 
 __all__ = [
     "apply_rotary_emb",
@@ -34,4 +35,5 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "scaled_dot_product_attention",
+    "use_sdpa",
 ]

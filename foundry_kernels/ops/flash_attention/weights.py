@@ -1,0 +1,48 @@
+"""The weights of attention as a matrix, for those who look at them: from the log-sum-exp that the fused call returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.autocast import autocast_dtype, no_autocast
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.flash_attention import reference
+from foundry_kernels.ops.flash_attention.checks import make_options
+from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
+
+
+def attention_weights(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tensor:
+    """The weights ``exp(scores - lse)`` that a call of :func:`flash_attention` multiplied its values by.
+
+    Args:
+        q: ``[B, H, T, D]``, the queries of that call.
+        k: ``[B, Hk, S, D]``, its keys.
+        lse: ``[B, H, T]``, what it returned with ``return_lse=True``.
+        options: what it was given: `attn_mask`, `causal`, `scale`, `window`, `softcap`, `alibi_slopes`, `sinks`,
+            `align`, `dropout_p` and `dropout_seed`. With dropout the seed must be given, and what was dropped is 0.
+
+    Returns:
+        ``[B, H, T, S]``, float32 (float64 for float64 queries); a query that sees no key has weights 0. Gradients reach
+        q, k and a bias, through lse too.
+
+    Raises:
+        ValueError: `dropout_p` without `dropout_seed`; TypeError, ValueError: an option is not as for
+            :func:`flash_attention`.
+
+    This is plain PyTorch: up to three matrices of this size exist at a time, and one is kept for the backward pass.
+    """
+    if options.get("dropout_p") and options.get("dropout_seed") is None:
+        raise ValueError("dropout_seed must be that of the call with dropout_p; got None")
+    dtype, wide = autocast_dtype(q) or q.dtype, wide_dtype(q.dtype)
+    with no_autocast(q):
+        q, k = q.to(dtype).to(wide), k.to(dtype).to(wide)  # kernels do not round scores to 16 bits
+        made = make_options(q, None, None, q.shape[2], k.shape[2], **options)
+        scores = reference.scores(q, k, made)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        if made.dropout_p is not None and made.dropout_seed is not None:
+            kept = keep_mask((*q.shape[:3], k.shape[2]), made.dropout_p, made.dropout_seed)
+            weights = weights * (kept * keep_scale(made.dropout_p))
+        return weights
