@@ -7,7 +7,6 @@ import threading
 from types import ModuleType
 from typing import Any, SupportsFloat
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -26,7 +25,7 @@ _replaced: list[tuple[ModuleType, str]] = []
 
 
 def use_sdpa(backend: str = "auto") -> SdpaSwitch:
-    """Routes `torch.nn.functional.scaled_dot_product_attention` to :func:`scaled_dot_product_attention` of this package.
+    """Routes `torch.nn.functional.scaled_dot_product_attention` to this package's function of that name.
 
     It holds from the call on, for every thread of the process, until :meth:`SdpaSwitch.undo`; or for a block::
 
@@ -35,9 +34,8 @@ def use_sdpa(backend: str = "auto") -> SdpaSwitch:
 
     Callers reach it as ``F.scaled_dot_product_attention`` (with `torch.nn.MultiheadAttention` and transformers' "sdpa"
     among them) and by a name that their module imported from there, before or after. `torch.compile` traces it: what
-    was compiled before is compiled again, and again after `undo`. What calls PyTorch's C++ function by another way is not
-    routed: TorchScript, the fused fast path of `torch.nn.TransformerEncoderLayer`, an object that keeps the function as
-    an attribute or default.
+    was compiled before is compiled again. What calls PyTorch's C++ function by another way is not routed: TorchScript,
+    the fused fast path of `torch.nn.TransformerEncoderLayer`, an object that keeps the function as an attribute.
 
     Nested tensors, other devices than CPUs and CUDA's, dtypes other than float32, bfloat16, float16 and float64, and
     heads wider than 512 stay with PyTorch. Tensors and modes with a `__torch_function__` of their own see the call
@@ -117,7 +115,7 @@ def routed(
     scale: SupportsFloat | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`scaled_dot_product_attention`, as long as a switch is on; a module may have imported it and outlive the switch."""
+    """This package's function while a switch is on: a module that imports it then keeps it for longer."""
     tensors = (query, key, value, attn_mask)
     if _backend is None or _stays(query, key, value):
         return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

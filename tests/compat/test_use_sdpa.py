@@ -174,7 +174,7 @@ def test_export_and_modules(served: list[str]) -> None:
     torch.testing.assert_close(program.module()(q, k), TORCHS(q, k, k))
 
 
-# --- what stays with PyTorch, and what sees the call first -------------------------------------------------------------
+# --- what stays with PyTorch, and what sees the call first ------------------------------------------------------------
 
 
 def nested() -> Tensor:
