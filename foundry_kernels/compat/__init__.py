@@ -17,12 +17,14 @@ from foundry_kernels.compat.packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from foundry_kernels.compat.rotary import apply_rotary_emb
+from foundry_kernels.compat.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
 from foundry_kernels.compat.sdpa import scaled_dot_product_attention
 from foundry_kernels.compat.sdpa_switch import use_sdpa
 
 __all__ = [
     "apply_rotary_emb",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
     "bert_padding",
     "cross_entropy",
     "flash_attn_func",
