@@ -1,4 +1,4 @@
-"""flash-attn's third result, the matrix of weights with the sign of what dropout kept, from the lse of the fused pass."""
+"""flash-attn's third result, the weights with the sign of what dropout kept: from the lse of the fused pass."""
 
 from __future__ import annotations
 

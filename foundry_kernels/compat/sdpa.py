@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 
 #: PyTorch's own, whatever stands in `torch.nn.functional`.
-TORCHS = torch._C._nn.scaled_dot_product_attention
+TORCHS: Any = torch._C._nn.scaled_dot_product_attention
 
 
 def scaled_dot_product_attention(
@@ -90,7 +90,7 @@ def scaled_dot_product_attention(
     q, k, v = _grouped_heads(q, k, v) if enable_gqa else _broadcast_heads(q, k, v)
     batch = _broadcast_batch(q, k, v)
     q, k, v = (_four_dimensions(x, batch) for x in (q, k, v))
-    q, factor = _positive_scale(q, None if scale is None else as_float("scale", scale))
+    q, factor = positive_scale(q, None if scale is None else as_float("scale", scale))
     if isinstance(attn_mask, Tensor) and len(batch) > 1:
         attn_mask = _folded_mask(attn_mask, batch)
     out = flash_attention(
@@ -128,7 +128,7 @@ def _causal_bias(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | Non
     return None, True, "top_left" if mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def _positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
     """The kernels take positive scales: another one's sign, or 0, or NaN goes into the query, where it is exact."""
     if scale is None or 0.0 < scale < math.inf:
         return q, scale

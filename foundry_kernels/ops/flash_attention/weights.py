@@ -1,4 +1,4 @@
-"""The weights of attention as a matrix, for those who look at them: from the log-sum-exp that the fused call returns."""
+"""The weights of attention as a matrix, for those who look at them: from the lse that the fused call returns."""
 
 from __future__ import annotations
 
