@@ -7,7 +7,7 @@ for all of a process. Those that compute take one more argument, `backend`, and 
 :func:`foundry_kernels.flash_attention` and its like: what it does not support is refused, with what to use instead.
 """
 
-from foundry_kernels.compat import bert_padding, flash_attn_3
+from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
 from foundry_kernels.compat.loss import cross_entropy, linear_cross_entropy
@@ -22,6 +22,8 @@ from foundry_kernels.compat.rotary import apply_rotary_emb, apply_rotary_emb_kv_
 from foundry_kernels.compat.sdpa import scaled_dot_product_attention
 from foundry_kernels.compat.sdpa_switch import use_sdpa
 from foundry_kernels.compat.varlen import varlen_attn
+
+torch_flash.register()
 
 __all__ = [
     "apply_rotary_emb",
