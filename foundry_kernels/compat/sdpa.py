@@ -63,8 +63,8 @@ def scaled_dot_product_attention(
     where it lies if it is the same along all of them, or if they can be viewed as one. With ``enable_gqa=True`` and Hk
     unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
 
-    Nested tensors, a query without heads, and D or Dv of 0 or more than 512 go to PyTorch's own function with
-    ``backend="auto"``, as no backend here has a kernel for them; a named backend refuses them.
+    Nested tensors, and D or Dv of 0 or more than 512, go to PyTorch's own function with ``backend="auto"``, as no
+    backend here has a kernel for them; a named backend refuses them.
     """
     if backend == "auto" and no_kernel(query, key, value):
         return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -112,8 +112,7 @@ def no_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return True
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
         return False
-    no_heads = query.dim() > 2 and query.shape[-3] == 0
-    return no_heads or not (1 <= query.shape[-1] <= MAX_HEAD_DIM and 1 <= value.shape[-1] <= MAX_HEAD_DIM)
+    return not (1 <= query.shape[-1] <= MAX_HEAD_DIM and 1 <= value.shape[-1] <= MAX_HEAD_DIM)
 
 
 def _causal_bias(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, str]:

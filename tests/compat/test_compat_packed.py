@@ -406,7 +406,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rotary packed offset": (
         lambda: apply_rotary_emb(x[0], table, table, seqlen_offsets=3, cu_seqlens=cu_seqlens, max_seqlen=3),
         IndexError,
-        r"position",
+        r"position|index out of range",
     ),
     "rotary negative": (
         lambda: apply_rotary_emb(x, table, table, seqlen_offsets=-1),
@@ -426,7 +426,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rotary far": (
         lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.tensor([0, 3])),
         IndexError,
-        r"position",
+        r"position|index out of range",
     ),
     "rotary qkv": (
         lambda: apply_rotary_emb_qkv_(x[:, :, None], table, table),

@@ -15,6 +15,8 @@ from torch.nn import attention
 import foundry_kernels as fk
 from foundry_kernels import compat
 from foundry_kernels.compat import torch_flash
+from foundry_kernels.ops.flash_attention import passes
+from foundry_kernels.ops.flash_attention.checks import make_options
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(attention, "register_flash_attention_impl"), reason="this torch has no registry"),
@@ -147,6 +149,25 @@ def test_the_operator_for_gpus(ours: list[str]) -> None:
     assert ours == ["forward", "backward"]
     with pytest.raises(RuntimeError, match="return_debug_mask must be False"):
         aten._scaled_dot_product_flash_attention(q, k, v, 0.25, True, True)
+
+
+KERNELS = [name for name in fk.OPS["flash_attention"].backends("cpu") if name != "reference"]
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_the_passes_of_each_backend(backend: str) -> None:
+    """With lse kept in float32 between them: as autograd has it, but for that rounding."""
+    shapes = ((1, 2, 5, 8), (1, 1, 6, 8), (1, 1, 6, 4))
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
+        q, k, v = given = [x.detach().to(dtype).requires_grad_() for x in inputs(*shapes)]
+        options = make_options(q, None, None, 5, 6, True, dropout_p=0.25, dropout_seed=4)
+        out, lse = passes.forward(backend, q, k, v, options)
+        grads = passes.backward(backend, torch.ones_like(out), q, k, v, out, lse, options)
+        expected = fk.flash_attention(q, k, v, causal=True, dropout_p=0.25, dropout_seed=4, backend=backend)
+        assert torch.equal(out, expected)
+        assert lse.dtype == torch.float32
+        for a, b in zip(grads, torch.autograd.grad(expected.sum(), given), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def test_the_operator_with_tokens_first(ours: list[str]) -> None:
