@@ -174,6 +174,31 @@ def test_export_and_modules(served: list[str]) -> None:
     torch.testing.assert_close(program.module()(q, k), TORCHS(q, k, k))
 
 
+def test_a_model_of_transformers(served: list[str]) -> None:
+    """Its "sdpa", padded and not, in training: the loss and all gradients."""
+    pytest.importorskip("transformers")
+    from foundry_kernels.integrations.tiny import tiny_model
+
+    model = tiny_model("llama").train()
+    model.set_attn_implementation("sdpa")
+    tokens = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    padding = torch.ones_like(tokens)
+    padding[0, :4] = 0
+    for mask in (None, padding):
+        found = []
+        for route in (False, True):
+            served.clear()
+            model.zero_grad()
+            handle = use_sdpa() if route else None
+            loss = model(tokens, attention_mask=mask, labels=tokens).loss
+            loss.backward()
+            if handle is not None:
+                handle.undo()
+            assert len(served) == (2 if route else 0)
+            found.append((loss.detach(), *(p.grad.clone() for p in model.parameters())))
+        torch.testing.assert_close(found[1], found[0], rtol=2e-4, atol=2e-5)
+
+
 # --- what stays with PyTorch, and what sees the call first ------------------------------------------------------------
 
 
