@@ -35,7 +35,7 @@ def apply_rotary_emb(
         interleaved: False rotates the pairs ``(i, i + R/2)``, True ``(2i, 2i + 1)``.
         inplace: write the result into `x`, and return `x`. A leaf that requires a gradient is written too, as
             flash-attn does: returned is another tensor with x's memory, on the graph, and `x` stays the leaf whose
-            gradient is that of what it held before.
+            gradient is that of what it held before (not within `torch.compile`, which refuses it).
         seqlen_offsets: the position of the first token of every sequence, or ``[B]`` int32 or int64, one for each.
         cu_seqlens: ``[B + 1]`` int32 or int64: where each packed sequence begins, and the total.
         max_seqlen: at least the length of the longest sequence; must be given with `cu_seqlens`.
@@ -181,7 +181,7 @@ def _rotate_parts(
 
 def _store(x: Tensor, parts: list[tuple[Any, Tensor]]) -> Tensor:
     """Writes each tensor to its place in x, and returns x with their gradients."""
-    if torch.is_grad_enabled() and x.requires_grad and (x.is_leaf or (x._is_view() and _base(x).is_leaf)):
+    if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling() and _of_leaf(x):
         places, outs = zip(*parts, strict=True)
         return _StoreInLeaf.apply(x.detach(), x, places, *outs)
     for place, out in parts:
@@ -189,9 +189,8 @@ def _store(x: Tensor, parts: list[tuple[Any, Tensor]]) -> Tensor:
     return x
 
 
-def _base(x: Tensor) -> Tensor:
-    assert x._base is not None
-    return x._base
+def _of_leaf(x: Tensor) -> bool:
+    return x.is_leaf or (x._base is not None and x._base.is_leaf)
 
 
 class _StoreInLeaf(torch.autograd.Function):

@@ -304,6 +304,12 @@ def test_rotary_compiles() -> None:
     for offset in (0, 3, offsets):
         expected = apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
         torch.testing.assert_close(compiled(x, cos, sin, seqlen_offsets=offset), expected)
+    found = []
+    inside: Callable[..., Tensor] = lambda x: apply_rotary_emb_qkv_(x * 1.0, cos, sin).square()  # noqa: E731
+    for function in (inside, torch.compile(inside, fullgraph=True, backend="aot_eager")):
+        qkv = draw(2, 5, 3, 2, 8, dtype=torch.float32).requires_grad_()
+        found.append((out := function(qkv), *torch.autograd.grad(out.sum(), qkv)))
+    torch.testing.assert_close(*found)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2, 5]), "max_seqlen": 3, "seqlen_offsets": offsets}
     torch.testing.assert_close(compiled(x[0], cos, sin, **options), apply_rotary_emb(x[0], cos, sin, **options))
 
