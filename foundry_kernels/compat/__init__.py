@@ -1,12 +1,13 @@
 """Attention, losses, norms and activations by the signatures and layouts that callers of PyTorch and flash-attn write.
 
-The functions `flash_attn_*`, `apply_rotary_emb` and those of `bert_padding` are flash-attn 2's, with tokens before
-heads; `scaled_dot_product_attention`, `cross_entropy`, `linear_cross_entropy` and `layer_norm` are PyTorch's. Those
-that compute take one more argument, `backend`, and are a thin layer over :func:`foundry_kernels.flash_attention` and
-its like: what it does not support is refused, with what to use instead.
+The functions `flash_attn_*`, `apply_rotary_emb*` and those of `bert_padding` are flash-attn 2's, with tokens before
+heads, those of `flash_attn_3` are FlashAttention 3's; `scaled_dot_product_attention`, `varlen_attn`, `cross_entropy`,
+`linear_cross_entropy` and `layer_norm` are PyTorch's. `use_sdpa` puts the first of these in the place of PyTorch's own
+for all of a process. Those that compute take one more argument, `backend`, and are a thin layer over
+:func:`foundry_kernels.flash_attention` and its like: what it does not support is refused, with what to use instead.
 """
 
-from foundry_kernels.compat import bert_padding
+from foundry_kernels.compat import bert_padding, flash_attn_3, torch_flash
 from foundry_kernels.compat.activation import gelu, silu
 from foundry_kernels.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from foundry_kernels.compat.kvcache import flash_attn_with_kvcache
@@ -18,13 +19,20 @@ from foundry_kernels.compat.packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from foundry_kernels.compat.rotary import apply_rotary_emb
+from foundry_kernels.compat.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
 from foundry_kernels.compat.sdpa import scaled_dot_product_attention
+from foundry_kernels.compat.sdpa_switch import use_sdpa
+from foundry_kernels.compat.varlen import varlen_attn
+
+torch_flash.register()
 
 __all__ = [
     "apply_rotary_emb",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
     "bert_padding",
     "cross_entropy",
+    "flash_attn_3",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -38,4 +46,6 @@ __all__ = [
     "rms_norm",
     "scaled_dot_product_attention",
     "silu",
+    "use_sdpa",
+    "varlen_attn",
 ]

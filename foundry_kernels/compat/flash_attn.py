@@ -7,6 +7,7 @@ from typing import SupportsFloat, SupportsIndex
 
 from torch import Tensor
 
+from foundry_kernels.compat.attn_probs import dense_probs, packed_probs, with_seed
 from foundry_kernels.compat.scalars import as_float, as_int, as_window
 from foundry_kernels.core.checks import check_positive, check_rank, check_tensor
 from foundry_kernels.ops.flash_attention import Options, flash_attention, flash_attention_varlen
@@ -28,7 +29,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """:func:`foundry_kernels.flash_attention` in flash-attn's layout.
 
     Args:
@@ -43,15 +44,18 @@ def flash_attn_func(
         softcap: bounds the scores; 0 does not.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
         deterministic: as for :func:`foundry_kernels.flash_attention`, whose default is True.
-        return_attn_probs: return more than the output. None stands in the place of the probabilities: with dropout
-            too, where flash-attn returns them for its tests. They are never in memory here.
+        return_attn_probs: return more than the output: the lse and, with dropout, flash-attn's ``S_dmask``. The kernels
+            never make that matrix: plain PyTorch computes it from the lse afterwards, of B * H * T * S elements of q's
+            dtype, and several of that size in float32 on the way. Without dropout None stands in its place, and
+            nothing is computed.
         backend: "auto", "reference", "triton" or "native".
 
     A number may also be NumPy's, or a tensor of one element: reading one that is on a GPU waits for it.
 
     Returns:
-        ``out [B, T, H, Dv]``, or ``(out, softmax_lse [B, H, T] float32, None)``. A query that sees no key has output 0
-        and lse -inf (where flash-attn has +inf).
+        ``out [B, T, H, Dv]``, or ``(out, softmax_lse [B, H, T] float32, S_dmask)``. A query that sees no key has output
+        0 and lse -inf (where flash-attn has +inf). ``S_dmask [B, H, T, S]`` of q's dtype, or None without dropout, is
+        the softmax, negative where a weight was dropped out and not divided by what remains; it takes no gradient.
 
     Raises:
         TypeError, ValueError: an argument does not fit; see :func:`foundry_kernels.flash_attention`.
@@ -64,8 +68,9 @@ def flash_attn_func(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not return_attn_probs:
         return flash_attention(q, k, v, **options).transpose(1, 2)
+    options = with_seed(q, options)
     out, lse = flash_attention(q, k, v, return_lse=True, **options)
-    return out.transpose(1, 2), lse, None
+    return out.transpose(1, 2), lse, dense_probs(q, k, lse, options)
 
 
 def flash_attn_varlen_func(
@@ -87,7 +92,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """:func:`foundry_kernels.flash_attention_varlen` by flash-attn's signature.
 
     Args:
@@ -100,7 +105,8 @@ def flash_attn_varlen_func(
         others: as for :func:`flash_attn_func`.
 
     Returns:
-        ``out [total_q, H, Dv]``, or ``(out, softmax_lse [H, total_q] float32, None)``.
+        ``out [total_q, H, Dv]``, or ``(out, softmax_lse [H, total_q] float32, S_dmask)``: with dropout
+        ``[B, H, max_seqlen_q, max_seqlen_k]``, 0 outside of each sequence, for which the lengths are read; else None.
 
     Raises:
         As :func:`flash_attn_func`.
@@ -111,8 +117,9 @@ def flash_attn_varlen_func(
     packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens)
     if not return_attn_probs:
         return flash_attention_varlen(*packed, **options)
+    options = with_seed(q, options)
     out, lse = flash_attention_varlen(*packed, return_lse=True, **options)
-    return out, lse, None
+    return out, lse, packed_probs(q, k, lse, (cu_seqlens_q, cu_seqlens_k), max_seqlens, options)
 
 
 def translate(

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.compat.flash_attn import check_no_pages, translate
+from foundry_kernels.compat.qv import attend, check_qv
 from foundry_kernels.compat.scalars import as_int
 from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.core.registry import resolve
-from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options, flash_attention
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM, check_alibi_slopes
 from foundry_kernels.ops.rope import ROPE, rope
 
@@ -95,24 +96,48 @@ def flash_attn_with_kvcache(
     """
     check_no_pages(block_table)
     options = translate(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
-    new = _check_tensors(q, k_cache, v_cache, k, v, cache_batch_idx is not None)
+    check_num_splits(num_splits)
+    caches, rotary = (k_cache, v_cache, k, v), (rotary_cos, rotary_sin, rotary_interleaved)
+    where = (cache_seqlens, cache_batch_idx, cache_leftpad)
+    out, lse = append_and_attend(q, caches, rotary, where, options)
+    return (out, lse) if return_softmax_lse else out
+
+
+def append_and_attend(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    rotary: tuple[Tensor | None, Tensor | None, bool],
+    where: tuple[SupportsIndex | Tensor | None, Tensor | None, Tensor | None],
+    options: Options,
+    qv: Tensor | None = None,
+    attention_chunk: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse) of :func:`flash_attn_with_kvcache`, whose arguments these are: `k_cache`, `v_cache`, `k`, `v`;
+    the tables and `rotary_interleaved`; `cache_seqlens`, `cache_batch_idx`, `cache_leftpad`; and FlashAttention 3's."""
+    k_cache, v_cache, k, v = caches
+    rotary_cos, rotary_sin, interleaved = rotary
+    alibi_slopes, backend = options["alibi_slopes"], options["backend"]
+    new = _check_tensors(q, k_cache, v_cache, k, v, where[1] is not None)
+    options = check_qv(qv, q, k_cache, v_cache, options)
     if alibi_slopes is not None:
         check_alibi_slopes(alibi_slopes, q, q.shape[0], q.shape[2])
-    if as_int("num_splits", num_splits) < 0:
-        raise ValueError(f"num_splits must be an int >= 0; got {num_splits!r}")
-    cached = _cached(q, k_cache, new, cache_seqlens, cache_batch_idx, cache_leftpad)
+    cached = _cached(q, k_cache, new, *where)
     resolve(FLASH_ATTENTION, backend, q)
     if rotary_cos is not None or rotary_sin is not None:
         if k is None or rotary_cos is None or rotary_sin is None:
             raise ValueError("rotary_cos and rotary_sin must be given together, and with new keys k to be rotated")
         resolve(ROPE, backend, q)
-        each = causal or options["window"] is not None
-        q, k = _rotate(q, k, rotary_cos, rotary_sin, cached, each, rotary_interleaved, backend)
+        each = options["causal"] or options["window"] is not None or attention_chunk > 0
+        q, k = _rotate(q, k, rotary_cos, rotary_sin, cached, each, interleaved, backend)
     if k is not None and v is not None:
         _append(k_cache, k, cached)
         _append(v_cache, v, cached)
-    out, lse = _attend(q, k_cache, v_cache, cached, new, options, alibi_slopes)
-    return (out, lse) if return_softmax_lse else out
+    return _attend(q, k_cache, v_cache, cached, new, options, qv, attention_chunk)
+
+
+def check_num_splits(num_splits: SupportsIndex) -> None:
+    if as_int("num_splits", num_splits) < 0:
+        raise ValueError(f"num_splits must be an int >= 0; got {num_splits!r}")
 
 
 def _check_tensors(
@@ -293,7 +318,8 @@ def _attend(
     cached: list[_Cached],
     new: int,
     options: Options,
-    alibi_slopes: Tensor | None,
+    qv: Tensor | None,
+    attention_chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries over their sequences' part of the cache: dense calls on views of it. (A kernel that
     took the lengths as a tensor would replace the loop.)"""
@@ -303,14 +329,15 @@ def _attend(
         if one
         else [(slice(n, n + 1), slice(s.row, s.row + 1), s) for n, s in enumerate(cached)]
     )
-    found = []
+    found, alibi_slopes = [], options["alibi_slopes"]
     for sequences, rows, part in groups:
         keys = slice(part.begin, part.length + new)
         qn, kn, vn = (x.transpose(1, 2) for x in (q[sequences], k_cache[rows, keys], v_cache[rows, keys]))
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[sequences]
-        out, lse = flash_attention(qn, kn, vn, return_lse=True, **(options | {"alibi_slopes": slopes}))
+        of_qv = None if qv is None else qv[sequences].transpose(1, 2)
+        out, lse = attend(qn, kn, vn, of_qv, attention_chunk, options | {"alibi_slopes": slopes})
         found.append((out.transpose(1, 2), lse))
     if not found:
         out = q.new_empty((*q.shape[:3], v_cache.shape[3]))

@@ -25,7 +25,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """:func:`foundry_kernels.compat.flash_attn_func` of one tensor that holds q, k and v.
 
     Args:
@@ -33,7 +33,7 @@ def flash_attn_qkvpacked_func(
         others: as for :func:`foundry_kernels.compat.flash_attn_func`.
 
     Returns:
-        ``out [B, T, H, D]``, or ``(out, softmax_lse [B, H, T] float32, None)``. The gradient of `qkv` has its shape.
+        ``out [B, T, H, D]``, or ``(out, softmax_lse [B, H, T] float32, S_dmask)``. The gradient of `qkv` has its shape.
 
     Raises:
         As :func:`foundry_kernels.compat.flash_attn_func`.
@@ -56,7 +56,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """:func:`foundry_kernels.compat.flash_attn_func` with keys and values in one tensor.
 
     Args:
@@ -65,7 +65,7 @@ def flash_attn_kvpacked_func(
         others: as for :func:`foundry_kernels.compat.flash_attn_func`.
 
     Returns:
-        ``out [B, T, H, D]``, or ``(out, softmax_lse [B, H, T] float32, None)``.
+        ``out [B, T, H, D]``, or ``(out, softmax_lse [B, H, T] float32, S_dmask)``.
 
     Raises:
         As :func:`foundry_kernels.compat.flash_attn_func`.
@@ -89,7 +89,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """:func:`foundry_kernels.compat.flash_attn_varlen_func` of one tensor that holds q, k and v.
 
     Args:
@@ -99,7 +99,7 @@ def flash_attn_varlen_qkvpacked_func(
         others: as for :func:`foundry_kernels.compat.flash_attn_func`.
 
     Returns:
-        ``out [total, H, D]``, or ``(out, softmax_lse [H, total] float32, None)``.
+        ``out [total, H, D]``, or ``(out, softmax_lse [H, total] float32, S_dmask)``.
 
     Raises:
         As :func:`foundry_kernels.compat.flash_attn_func`.
@@ -127,7 +127,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
     """:func:`foundry_kernels.compat.flash_attn_varlen_func` with keys and values in one tensor.
 
     Args:
@@ -136,7 +136,7 @@ def flash_attn_varlen_kvpacked_func(
         others: as for :func:`foundry_kernels.compat.flash_attn_varlen_func`.
 
     Returns:
-        ``out [total_q, H, D]``, or ``(out, softmax_lse [H, total_q] float32, None)``.
+        ``out [total_q, H, D]``, or ``(out, softmax_lse [H, total_q] float32, S_dmask)``.
 
     Raises:
         As :func:`foundry_kernels.compat.flash_attn_func`.

@@ -1,9 +1,9 @@
-"""flash-attn's rotary embedding of one tensor."""
+"""flash-attn's rotary embedding: of one tensor, and in place of the queries and keys of a packed one."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -33,15 +33,16 @@ def apply_rotary_emb(
             floating-point dtype. Takes no gradient. Dimensions from R on stay as they are.
         sin: of cos's shape and dtype.
         interleaved: False rotates the pairs ``(i, i + R/2)``, True ``(2i, 2i + 1)``.
-        inplace: write the result into `x`, and return `x`.
+        inplace: write the result into `x`, and return `x`. A leaf that requires a gradient is written too, as
+            flash-attn does: returned is another tensor with x's memory, on the graph, and `x` stays the leaf whose
+            gradient is that of what it held before (not within `torch.compile`, which refuses it).
         seqlen_offsets: the position of the first token of every sequence, or ``[B]`` int32 or int64, one for each.
         cu_seqlens: ``[B + 1]`` int32 or int64: where each packed sequence begins, and the total.
         max_seqlen: at least the length of the longest sequence; must be given with `cu_seqlens`.
         backend: "auto", "reference", "triton" or "native".
 
     Returns:
-        A tensor of x's shape and dtype: a new one, or `x` itself. Gradients flow in both cases; as with every
-        operation in place, not where `x` is a leaf that requires one.
+        A tensor of x's shape and dtype: a new one, or `x` itself. Gradients flow in both cases.
 
     Raises:
         TypeError: an argument is no tensor or has the wrong kind of dtype.
@@ -89,7 +90,129 @@ def apply_rotary_emb(
     none = heads_first[:, :0]
     out, _ = rope(heads_first, none, cos, sin, interleaved=interleaved, positions=positions, backend=backend)
     out = out.transpose(1, 2) if cu_seqlens is None else out.transpose(1, 2)[0]
-    return x.copy_(out) if inplace else out
+    return _store(x, [(..., out)]) if inplace else out
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: SupportsIndex | Tensor = 0,
+    num_heads_q: SupportsIndex | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`apply_rotary_emb` in place of the queries and keys in one tensor; the values stay as they are.
+
+    Args:
+        qkv: ``[B, T, 3, H, D]``, or ``[B, T, H + 2 Hk, D]`` with `num_heads_q`: heads of queries, keys, then values.
+        cos, sin: ``[P, R/2]``, the tables of the queries and, without `cos_k` and `sin_k`, of the keys.
+        cos_k, sin_k: tables of the keys, given together.
+        num_heads_q: H, for a `qkv` of four dimensions.
+        others: as for :func:`apply_rotary_emb`.
+
+    Returns:
+        `qkv`, or a tensor with its memory where it is a leaf that requires a gradient.
+
+    Raises:
+        As :func:`apply_rotary_emb`; nothing is written then.
+    """
+    check_float("qkv", qkv)
+    if (cos_k is None) != (sin_k is None):
+        raise ValueError("cos_k and sin_k must be given together; got one of them")
+    if qkv.dim() == 5:
+        if qkv.shape[2] != 3:
+            raise ValueError(f"qkv must be [B, T, 3, H, D]; got shape {tuple(qkv.shape)}")
+        n_q, ends = 1, (1, 2)
+    else:
+        check_rank("qkv", qkv, 4, "[B, T, 3, H, D], or [B, T, H + 2 Hk, D] with num_heads_q")
+        if num_heads_q is None:
+            raise ValueError("num_heads_q must be given for qkv of [B, T, H + 2 Hk, D]; got None")
+        n_q = as_int("num_heads_q", num_heads_q)
+        if n_q < 1 or n_q >= qkv.shape[2] or (qkv.shape[2] - n_q) % 2:
+            raise ValueError(f"num_heads_q must leave an even number of qkv's {qkv.shape[2]} heads; got {n_q}")
+        ends = (n_q, n_q + (qkv.shape[2] - n_q) // 2)
+    tables = [(slice(0, ends[1]), cos, sin)]  # both at once
+    if cos_k is not None and sin_k is not None:
+        tables = [(slice(0, n_q), cos, sin), (slice(*ends), cos_k, sin_k)]
+    return _rotate_parts(qkv, tables, interleaved, seqlen_offsets, backend)
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: SupportsIndex | Tensor = 0,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`apply_rotary_emb` in place of the keys in ``kv [B, S, 2, Hk, D]``; the values stay as they are.
+
+    Returns `kv`, or a tensor with its memory where it is a leaf that requires a gradient. Arguments and errors are as
+    for :func:`apply_rotary_emb`.
+    """
+    check_float("kv", kv)
+    check_rank("kv", kv, 5, "[B, S, 2, Hk, D]")
+    if kv.shape[2] != 2:
+        raise ValueError(f"kv must be [B, S, 2, Hk, D]; got shape {tuple(kv.shape)}")
+    return _rotate_parts(kv, [(slice(0, 1), cos, sin)], interleaved, seqlen_offsets, backend)
+
+
+def _rotate_parts(
+    x: Tensor,
+    tables: list[tuple[slice, Tensor, Tensor]],
+    interleaved: bool,
+    seqlen_offsets: SupportsIndex | Tensor,
+    backend: str,
+) -> Tensor:
+    """Rotates these parts of dimension 2 of x in place, each by its tables."""
+    parts: list[tuple[Any, Tensor]] = []
+    for of, cos, sin in tables:
+        part = x[:, :, of]
+        heads = part if x.dim() == 4 else part.flatten(2, 3)
+        out = apply_rotary_emb(heads, cos, sin, interleaved, seqlen_offsets=seqlen_offsets, backend=backend)
+        parts.append(((slice(None), slice(None), of), out.view(part.shape)))
+    return _store(x, parts)
+
+
+def _store(x: Tensor, parts: list[tuple[Any, Tensor]]) -> Tensor:
+    """Writes each tensor to its place in x, and returns x with their gradients."""
+    if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling() and _of_leaf(x):
+        places, outs = zip(*parts, strict=True)
+        return _StoreInLeaf.apply(x.detach(), x, places, *outs)
+    for place, out in parts:
+        x[place] = out
+    return x
+
+
+def _of_leaf(x: Tensor) -> bool:
+    return x.is_leaf or (x._base is not None and x._base.is_leaf)
+
+
+class _StoreInLeaf(torch.autograd.Function):
+    """What autograd forbids, as the leaf would lose its place on the graph: here it keeps it, and its memory, which the
+    result shares, is written to."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: Tensor, leaf: Tensor, places: tuple[Any, ...], *outs: Tensor) -> Tensor:
+        for place, out in zip(places, outs, strict=True):
+            memory[place] = out
+        ctx.places = places
+        ctx.mark_dirty(memory)
+        return memory
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        stayed = None
+        if ctx.places != (...,):
+            stayed = dout.clone()
+            for place in ctx.places:
+                stayed[place] = 0.0
+        return None, stayed, None, *(dout[place] for place in ctx.places)
 
 
 def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, x: Tensor) -> None:

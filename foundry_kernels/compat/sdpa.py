@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
+import torch
 from torch import Tensor
 
 from foundry_kernels.compat.scalars import as_float
-from foundry_kernels.core.checks import check_tensor
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.checks import check_dtype, check_float
+from foundry_kernels.core.registry import is_subclass
 from foundry_kernels.ops.flash_attention import flash_attention
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
+
+#: PyTorch's own, whatever stands in `torch.nn.functional`.
+TORCHS: Any = torch._C._nn.scaled_dot_product_attention
 
 
 def scaled_dot_product_attention(
@@ -32,9 +39,10 @@ def scaled_dot_product_attention(
         key: ``[..., Hk, S, D]``.
         value: ``[..., Hv, S, Dv]``. The dimensions in front of the heads are broadcast between all three.
         attn_mask: bool, True where a query sees a key, or a floating bias of the scores, of any shape that broadcasts
-            to ``[..., H, T, S]``; a bias that requires a gradient gets one. Or a
-            :class:`foundry_kernels.AttentionMask`, whose B is that of all dimensions in front of the heads together.
-        dropout_p: in [0, 1): the probability that a weight is dropped out, whatever the mode of a module. The seed
+            to ``[..., H, T, S]``; a bias that requires a gradient gets one. Or an
+            :class:`foundry_kernels.AttentionMask`, whose B is that of all dimensions in front of the heads together,
+            or a ``CausalBias`` of `torch.nn.attention.bias`, which is not made a matrix.
+        dropout_p: in [0, 1]: the probability that a weight is dropped out, whatever the mode of a module. The seed
             comes from torch's default generator of the query's device; what it drops is not what PyTorch drops.
         is_causal: query i sees keys 0 .. i, the first query being aligned with the first key. Not with `attn_mask`, as
             in PyTorch; :func:`foundry_kernels.flash_attention` takes both.
@@ -54,9 +62,16 @@ def scaled_dot_product_attention(
     Broadcasting copies nothing where there is at most one dimension in front of the heads. With several, a mask is read
     where it lies if it is the same along all of them, or if they can be viewed as one. With ``enable_gqa=True`` and Hk
     unlike Hv, keys or values are repeated in memory. A negative `scale` costs a copy of the query.
+
+    Nested tensors, and D or Dv of 0 or more than 512, go to PyTorch's own function with ``backend="auto"``, as no
+    backend here has a kernel for them; a named backend refuses them.
     """
+    if backend == "auto" and no_kernel(query, key, value):
+        return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, x)
+        check_float(name, x)
+        if autocast_dtype(query) is None:
+            check_dtype(name, x, "query", query)
         if x.dim() < 2:
             raise ValueError(
                 f"{name} must be [..., heads, tokens, head_dim] or [tokens, head_dim]; got {tuple(x.shape)}"
@@ -66,24 +81,53 @@ def scaled_dot_product_attention(
             "attn_mask must be None with is_causal=True, as in PyTorch; foundry_kernels.flash_attention takes both "
             '(causal=True, align="top_left" for the same alignment)'
         )
+    align = "top_left"
+    if isinstance(attn_mask, Tensor) and is_subclass(attn_mask):
+        attn_mask, is_causal, align = _causal_bias(attn_mask, query, key)
+    p = as_float("dropout_p", dropout_p)
     without_heads = max(query.dim(), key.dim(), value.dim()) == 2
     q, k, v = (x.unsqueeze(0) if x.dim() == 2 else x for x in (query, key, value))
     q, k, v = _grouped_heads(q, k, v) if enable_gqa else _broadcast_heads(q, k, v)
     batch = _broadcast_batch(q, k, v)
     q, k, v = (_four_dimensions(x, batch) for x in (q, k, v))
-    q, factor = _positive_scale(q, None if scale is None else as_float("scale", scale))
+    q, factor = positive_scale(q, None if scale is None else as_float("scale", scale))
     if isinstance(attn_mask, Tensor) and len(batch) > 1:
         attn_mask = _folded_mask(attn_mask, batch)
     out = flash_attention(
-        q, k, v, attn_mask=attn_mask, causal=is_causal, scale=factor, align="top_left",
-        dropout_p=as_float("dropout_p", dropout_p), backend=backend,
+        q, k, v, attn_mask=attn_mask, causal=is_causal, scale=factor, align=align,
+        dropout_p=0.0 if p == 1 else p, backend=backend,
     )  # fmt: skip
+    if p == 1:  # the kernels divide by 1 - p; here nothing remains that could be divided
+        out = torch.nn.functional.dropout(out, 1.0)
     if without_heads:
         return out[0, 0]
     return out if len(batch) == 1 else out.reshape(*batch, *out.shape[1:])
 
 
-def _positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+def no_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether no backend of this package has a kernel for tensors that PyTorch's own function takes."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    if query.is_nested or key.is_nested or value.is_nested:
+        return True
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        return False
+    return not (1 <= query.shape[-1] <= MAX_HEAD_DIM and 1 <= value.shape[-1] <= MAX_HEAD_DIM)
+
+
+def _causal_bias(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, str]:
+    """(attn_mask, is_causal, align) of a mask of another class than Tensor."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(mask, CausalBias):
+        return mask, False, "top_left"
+    sizes = (mask.seq_len_q, mask.seq_len_kv)
+    if sizes != (query.shape[-2], key.shape[-2]):
+        raise ValueError(f"attn_mask must be of {query.shape[-2]} queries and {key.shape[-2]} keys; got {sizes}")
+    return None, True, "top_left" if mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+
+
+def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
     """The kernels take positive scales: another one's sign, or 0, or NaN goes into the query, where it is exact."""
     if scale is None or 0.0 < scale < math.inf:
         return q, scale

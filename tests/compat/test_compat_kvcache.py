@@ -12,7 +12,7 @@ from table import Allocations
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.compat import flash_attn_with_kvcache, kvcache
+from foundry_kernels.compat import flash_attn_with_kvcache, qv
 
 ROWS, SIZE = 5, 16
 
@@ -144,7 +144,7 @@ def test_the_cache_is_used_where_it_lies(backend: str, ragged: bool, monkeypatch
         seen.extend((k, v))
         return fk.flash_attention(q, k, v, **options)
 
-    monkeypatch.setattr(kvcache, "flash_attention", record)
+    monkeypatch.setattr(qv, "flash_attention", record)
     size = 4096
     for memory in ((2, size, 2, 64), (2, 2, size, 64)):
         k_cache, v_cache = (torch.randn(memory) for _ in range(2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_loops import EXACT, close, draw, over_backends
+from attention_loops import EXACT, close, draw, over_backends, over_options
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -212,12 +212,15 @@ def test_dropout_of_flash_attn(backend: str, form: str) -> None:
     q, k, v = (draw(2, 40, 3, 8, seed=i) for i in range(3))
     given = tuple(x.to(dtype) for x in (q, k, v))
     torch.manual_seed(1)
-    out, lse, none = DENSE[form](*given, 0.3, return_attn_probs=True, backend=backend)
+    out, lse, probs = DENSE[form](*given, 0.3, return_attn_probs=True, backend=backend)
     torch.manual_seed(1)
     assert torch.equal(DENSE[form](*given, 0.3, backend=backend), out)
-    close(out, dropped(q, k, v, 0.3, keep_mask((2, 3, 40, 40), 0.3, seed_of(1))), tolerance)
+    kept = keep_mask((2, 3, 40, 40), 0.3, seed_of(1))
+    close(out, dropped(q, k, v, 0.3, kept), tolerance)
     close(lse, flash_attn_func(*given, return_attn_probs=True, backend=backend)[1], tolerance)
-    assert none is None
+    assert torch.equal(probs >= 0, kept)
+    close(probs.abs(), (torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5).softmax(-1), tolerance)
+    assert not probs.requires_grad
 
 
 @over_backends
@@ -227,13 +230,41 @@ def test_dropout_of_packed_sequences_is_that_of_a_batch(backend: str, form: str)
     q, k, v = (draw(51, 3, 8, seed=i) for i in range(3))
     given, cu_seqlens = tuple(x.to(dtype) for x in (q, k, v)), torch.tensor([0, 40, 51], dtype=torch.int32)
     torch.manual_seed(1)
-    out, _, none = VARLEN[form](*given, cu_seqlens, 0.3, return_attn_probs=True, backend=backend)
-    assert none is None
+    out, _, probs = VARLEN[form](*given, cu_seqlens, 0.3, return_attn_probs=True, backend=backend)
+    assert probs.shape == (2, 3, 40, 40)
+    assert torch.equal(probs[0] >= 0, keep_mask((2, 3, 40, 40), 0.3, seed_of(1))[0])
+    assert not probs[1, :, 11:].any()
+    assert not probs[1, :, :, 11:].any()
     kept = keep_mask((2, 3, 40, 40), 0.3, seed_of(1))
     for n, (begin, end) in enumerate(((0, 40), (40, 51))):
         one, size = slice(begin, end), end - begin
         expected = dropped(q[None, one], k[None, one], v[None, one], 0.3, kept[n : n + 1, :, :size, :size])
         close(out[one], expected[0], tolerance)
+
+
+@over_backends
+@over_options
+@pytest.mark.parametrize("packed", [False, True])
+def test_probabilities_give_the_output(backend: str, options: dict[str, Any], packed: bool) -> None:
+    """With every option: those that were kept, times the values. A query that sees no key has none."""
+    dtype, tolerance = EXACT[backend]
+    if packed:
+        cu_q, cu_k = torch.tensor([0, 5, 5, 14]), torch.tensor([0, 7, 10, 14])
+        given = (draw(14, 4, 8, dtype=dtype), *(draw(14, 2, 8, seed=i, dtype=dtype) for i in (1, 2)), cu_q, cu_k, 9, 7)
+        out, _, probs = flash_attn_varlen_func(*given, 0.25, return_attn_probs=True, backend=backend, **options)
+        places = [(n, slice(*cu_q[n : n + 2].tolist()), slice(*cu_k[n : n + 2].tolist())) for n in range(3)]
+        found = [(out[a], probs[n, :, : a.stop - a.start, : b.stop - b.start], given[2][b]) for n, a, b in places]
+    else:
+        given = (draw(3, 9, 4, 8, dtype=dtype), *(draw(3, 7, 2, 8, seed=i, dtype=dtype) for i in (1, 2)))
+        out, _, probs = flash_attn_func(*given, 0.25, return_attn_probs=True, backend=backend, **options)
+        found = [(out[n], probs[n], given[2][n]) for n in range(3)]
+    assert probs.dtype == dtype
+    assert (probs < 0).any()
+    for out_n, probs_n, v in found:
+        kept = probs_n.clamp_min(0.0).double() * keep_scale(0.25)
+        close(out_n, torch.einsum("hts,shd->thd", kept, v.double().repeat_interleave(2, 1)), tolerance)
+        sums = probs_n.abs().sum(-1)
+        close(sums, (sums > 0.5).to(dtype), tolerance)
 
 
 @over_backends

@@ -16,6 +16,8 @@ import foundry_kernels as fk
 from foundry_kernels import compat
 from foundry_kernels.compat import (
     apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -39,6 +41,8 @@ FLASH_ATTN_2 = {
     flash_attn_varlen_qkvpacked_func: "qkv cu_seqlens max_seqlen " + OPTIONS,
     flash_attn_varlen_kvpacked_func: "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k " + OPTIONS,
     apply_rotary_emb: ("x cos sin interleaved=False inplace=False seqlen_offsets=0 cu_seqlens=None max_seqlen=None"),
+    apply_rotary_emb_qkv_: ("qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None"),
+    apply_rotary_emb_kv_: "kv cos sin interleaved=False seqlen_offsets=0",
     unpad_input: "hidden_states attention_mask unused_mask=None",
     pad_input: "hidden_states indices batch seqlen",
 }
@@ -229,6 +233,70 @@ def test_rotary_gradients(inplace: bool, varlen: bool) -> None:
     assert torch.autograd.gradcheck(lambda x: apply_rotary_emb(x * 1.0, cos, sin, inplace=inplace, **options), (x,))
 
 
+@pytest.mark.parametrize("backend", ROPE_BACKENDS)
+@pytest.mark.parametrize("form", ["qkv", "heads", "tables of k", "kv"])
+@pytest.mark.parametrize("of", ["leaf", "view of a leaf", "result", "no gradient"])
+def test_rotary_in_place(backend: str, form: str, of: str) -> None:
+    """Against apply_rotary_emb of each part; the values stay. Of a leaf too, whose gradient is that of what it held."""
+    dtype, tolerance = EXACT[backend]
+    cos, sin, cos_k, sin_k = (t.to(dtype) for theta in (10000.0, 100.0) for t in fk.rope_table(4, 9, base=theta))
+    shape = {"qkv": (2, 5, 3, 2, 6), "kv": (2, 5, 2, 2, 6)}.get(form, (2, 5, 7, 6))
+    start = draw(*shape, dtype=dtype)
+    options: dict[str, Any] = {"interleaved": True, "seqlen_offsets": torch.tensor([1, 3])}
+    own_k = {"cos_k": cos_k, "sin_k": sin_k} if form == "tables of k" else {}
+
+    def separately(x: Tensor) -> Tensor:
+        if form == "kv":
+            parts = [*x.unbind(2)]
+            return torch.stack([apply_rotary_emb(parts[0], cos, sin, **options, backend=backend), parts[1]], 2)
+        parts = [*(x.unbind(2) if form == "qkv" else x.split((3, 2, 2), 2))]
+        parts[0] = apply_rotary_emb(parts[0], cos, sin, **options, backend=backend)
+        of_k = (cos_k, sin_k) if own_k else (cos, sin)
+        parts[1] = apply_rotary_emb(parts[1], *of_k, **options, backend=backend)
+        return torch.stack(parts, 2) if form == "qkv" else torch.cat(parts, 2)
+
+    def inside(x: Tensor) -> Tensor:
+        if form == "kv":
+            return apply_rotary_emb_kv_(x, cos, sin, **options, backend=backend)
+        heads = {} if form == "qkv" else {"num_heads_q": 3}
+        return apply_rotary_emb_qkv_(x, cos, sin, **own_k, **heads, **options, backend=backend)
+
+    leaf = start.clone().requires_grad_(of != "no gradient")
+    x = {"leaf": leaf, "view of a leaf": leaf[:], "result": leaf * 1.0}.get(of, leaf)
+    out = inside(x)
+    plain = start.clone().requires_grad_()
+    expected = separately(plain)
+    close(out, expected, tolerance)
+    assert out.data_ptr() == x.data_ptr()
+    assert torch.equal(x, out)
+    assert (out is x) == (of in ("result", "no gradient"))
+    assert out.requires_grad == (of != "no gradient")
+    if out.requires_grad:
+        assert leaf.is_leaf
+        dout = draw(*shape, seed=1, dtype=dtype)
+        (gradient,) = torch.autograd.grad(out, leaf, dout)
+        close(gradient, torch.autograd.grad(expected, plain, dout)[0], tolerance)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_rotary_in_place_of_a_leaf(varlen: bool, view: bool) -> None:
+    cos, sin = (t.double() for t in fk.rope_table(4, 9))
+    options: dict[str, Any] = {"seqlen_offsets": torch.tensor([2, 0])}
+    if varlen:
+        options |= {"cu_seqlens": torch.tensor([0, 1, 4]), "max_seqlen": 3}
+    leaf = draw(*((4,) if varlen else (2, 4)), 2, 6).requires_grad_()
+    before = leaf.detach().clone().requires_grad_()
+    expected = apply_rotary_emb(before, cos, sin, **options)
+    out = apply_rotary_emb(leaf[:] if view else leaf, cos, sin, inplace=True, **options)
+    assert out.data_ptr() == leaf.data_ptr()
+    assert torch.equal(leaf, expected)
+    out.backward(torch.ones_like(out))
+    expected.backward(torch.ones_like(out))
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, before.grad)  # type: ignore[arg-type]
+
+
 def test_rotary_compiles() -> None:
     cos, sin = fk.rope_table(8, 32)
     compiled = torch.compile(apply_rotary_emb, fullgraph=True, backend="aot_eager")
@@ -236,6 +304,12 @@ def test_rotary_compiles() -> None:
     for offset in (0, 3, offsets):
         expected = apply_rotary_emb(x, cos, sin, seqlen_offsets=offset)
         torch.testing.assert_close(compiled(x, cos, sin, seqlen_offsets=offset), expected)
+    found = []
+    inside: Callable[..., Tensor] = lambda x: apply_rotary_emb_qkv_(x * 1.0, cos, sin).square()  # noqa: E731
+    for function in (inside, torch.compile(inside, fullgraph=True, backend="aot_eager")):
+        qkv = draw(2, 5, 3, 2, 8, dtype=torch.float32).requires_grad_()
+        found.append((out := function(qkv), *torch.autograd.grad(out.sum(), qkv)))
+    torch.testing.assert_close(*found)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2, 5]), "max_seqlen": 3, "seqlen_offsets": offsets}
     torch.testing.assert_close(compiled(x[0], cos, sin, **options), apply_rotary_emb(x[0], cos, sin, **options))
 
@@ -338,7 +412,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rotary packed offset": (
         lambda: apply_rotary_emb(x[0], table, table, seqlen_offsets=3, cu_seqlens=cu_seqlens, max_seqlen=3),
         IndexError,
-        r"position",
+        r"position|index out of range",
     ),
     "rotary negative": (
         lambda: apply_rotary_emb(x, table, table, seqlen_offsets=-1),
@@ -358,12 +432,38 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rotary far": (
         lambda: apply_rotary_emb(x, table, table, seqlen_offsets=torch.tensor([0, 3])),
         IndexError,
-        r"position",
+        r"position|index out of range",
     ),
-    "rotary leaf": (
-        lambda: apply_rotary_emb(x.clone().requires_grad_(), table, table, inplace=True),
-        RuntimeError,
-        r"leaf Variable",
+    "rotary qkv": (
+        lambda: apply_rotary_emb_qkv_(x[:, :, None], table, table),
+        ValueError,
+        r"qkv must be \[B, T, 3, H, D\]; got shape \(2, 3, 1, 4, 8\)",
+    ),
+    "rotary qkv without heads": (
+        lambda: apply_rotary_emb_qkv_(x, table, table),
+        ValueError,
+        r"num_heads_q must be given for qkv of",
+    ),
+    "rotary qkv heads": (
+        lambda: apply_rotary_emb_qkv_(x, table, table, num_heads_q=3),
+        ValueError,
+        r"num_heads_q must leave an even number of qkv's 4 heads; got 3",
+    ),
+    "rotary cos_k": (
+        lambda: apply_rotary_emb_qkv_(x, table, table, table, num_heads_q=2),
+        ValueError,
+        r"cos_k and sin_k must be given together",
+    ),
+    "rotary keys' table": (
+        lambda: apply_rotary_emb_qkv_(x, table, table, table[:2], table[:2], num_heads_q=2),
+        ValueError,
+        r"cos must have a row for each of 3 positions",
+    ),
+    "rotary kv": (lambda: apply_rotary_emb_kv_(x, table, table), ValueError, r"kv must be \[B, S, 2, Hk, D\]"),
+    "rotary kv of three": (
+        lambda: apply_rotary_emb_kv_(torch.ones(2, 3, 3, 4, 8), table, table),
+        ValueError,
+        r"kv must be \[B, S, 2, Hk, D\]; got shape \(2, 3, 3, 4, 8\)",
     ),
 }
 

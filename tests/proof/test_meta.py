@@ -166,6 +166,18 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "linear_cross_entropy": (compat.linear_cross_entropy, (X, X[0], TARGETS % 6)),
     "layer_norm": (lambda x: compat.layer_norm(x, (16,)), (X,)),
     "apply_rotary_emb": (lambda x, cos, sin: compat.apply_rotary_emb(x, cos, sin), (BTHD[0], X[0, :, :4], X[0, :, :4])),
+    "varlen_attn": (
+        lambda q, k, v, cu, used: compat.varlen_attn(q, k, v, cu, cu, 4, 4, seqused_k=used, enable_gqa=True),
+        (*(x[0] for x in BTHD), CU, CU.diff()),
+    ),
+    "flash_attn_3 with qv": (
+        lambda q, k, v, qv: compat.flash_attn_3.flash_attn_func(q, k, v, qv=qv, attention_chunk=2),
+        (*BTHD, torch.randn(*BTHD[0].shape[:3], BTHD[2].shape[3])),
+    ),
+    "flash_attn_3 with chunks": (
+        lambda q, k, v, cu: compat.flash_attn_3.flash_attn_varlen_func(q, k, v, cu, cu, 4, 4, attention_chunk=2),
+        (*(x[0] for x in BTHD), CU),
+    ),
     "flash_attn_with_kvcache": (
         lambda q, k, v, *new: compat.flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=3, causal=True),
         (BTHD[0][:, :2], *BTHD[1:], *(x[:, :2].clone() for x in BTHD[1:])),

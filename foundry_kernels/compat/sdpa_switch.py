@@ -1,0 +1,136 @@
+"""A switch that puts this package's attention in the place of PyTorch's, for all callers in a process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType
+from typing import Any, SupportsFloat
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from foundry_kernels.compat.sdpa import TORCHS, no_kernel, scaled_dot_product_attention
+from foundry_kernels.core.registry import FLOATS, check_backend
+
+_DEVICES = ("cpu", "cuda", "meta")
+
+#: The backend of the switch that was made last, or None while none is on. torch.compile guards on it.
+_backend: str | None = None
+_switches: list[SdpaSwitch] = []
+_lock = threading.Lock()
+#: Where the function was replaced: a module, and the name there.
+_replaced: list[tuple[ModuleType, str]] = []
+
+
+def use_sdpa(backend: str = "auto") -> SdpaSwitch:
+    """Routes `torch.nn.functional.scaled_dot_product_attention` to this package's function of that name.
+
+    It holds from the call on, for every thread of the process, until :meth:`SdpaSwitch.undo`; or for a block::
+
+        with fk.compat.use_sdpa():
+            loss = model(tokens)
+
+    Callers reach it as ``F.scaled_dot_product_attention`` (with `torch.nn.MultiheadAttention` and transformers' "sdpa"
+    among them) and by a name that their module imported from there, before or after. `torch.compile` traces it: what
+    was compiled before is compiled again. What calls PyTorch's C++ function by another way is not routed: TorchScript,
+    the fused fast path of `torch.nn.TransformerEncoderLayer`, an object that keeps the function as an attribute.
+
+    Nested tensors, other devices than CPUs and CUDA's, dtypes other than float32, bfloat16, float16 and float64, and
+    heads wider than 512 stay with PyTorch. Tensors and modes with a `__torch_function__` of their own see the call
+    first, as they do without the switch.
+
+    Args:
+        backend: "auto", "reference", "triton" or "native". Of several switches, the last one's that is still on counts.
+
+    Returns:
+        A handle, which is a context manager.
+
+    Raises:
+        ValueError: `backend` is none of these.
+    """
+    return SdpaSwitch(backend)
+
+
+class SdpaSwitch:
+    """What :func:`use_sdpa` returns; it is on as soon as it is made."""
+
+    def __init__(self, backend: str) -> None:
+        check_backend(backend)
+        self.backend = backend
+        with _lock:
+            if not _switches:
+                _replace()
+            _switches.append(self)
+            _choose()
+
+    def undo(self) -> None:
+        """Turns this switch off. PyTorch's function is back where no other one is on. Once is enough."""
+        with _lock:
+            if self not in _switches:
+                return
+            _switches.remove(self)
+            _choose()
+            if not _switches:
+                _restore()
+
+    def __enter__(self) -> SdpaSwitch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+
+def _choose() -> None:
+    global _backend
+    _backend = _switches[-1].backend if _switches else None
+
+
+def _replace() -> None:
+    # torch's own modules read the name from F at each call, and compare functions with what is in torch._C.
+    modules = [m for n, m in list(sys.modules.items()) if n.split(".")[0] not in ("torch", "foundry_kernels")]
+    for module in (F, *modules):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is TORCHS:
+                setattr(module, name, routed)
+                _replaced.append((module, name))
+
+
+def _restore() -> None:
+    for module, name in _replaced:
+        if getattr(module, name, None) is routed:  # else somebody replaced it since: it is theirs
+            setattr(module, name, TORCHS)
+    _replaced.clear()
+
+
+def routed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: SupportsFloat = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: SupportsFloat | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """This package's function while a switch is on: a module that imports it then keeps it for longer."""
+    tensors = (query, key, value, attn_mask)
+    if _backend is None or _stays(query, key, value):
+        return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            routed, tensors, query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=_backend
+    )
+
+
+def _stays(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's function is called: what it refuses, it refuses in its own words."""
+    if not isinstance(query, Tensor) or no_kernel(query, key, value):
+        return True
+    return query.dtype not in FLOATS or query.device.type not in _DEVICES
