@@ -16,7 +16,9 @@ from torch import nn
 from foundry_kernels.integrations import readings
 from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm, TorchNorm
 from foundry_kernels.integrations.causal_lm import CausalLM
+from foundry_kernels.integrations.encoders import ENCODERS
 from foundry_kernels.integrations.experts import ClampedExperts, Experts
+from foundry_kernels.integrations.interface import interface_adapter
 from foundry_kernels.integrations.pre_llama import GPT2Attention, NeoXAttention, PlainMLP
 from foundry_kernels.integrations.pre_llama_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.reading import Reading
@@ -210,14 +212,22 @@ PATCHED = (*LLAMA_LIKE, *PRE_LLAMA)
 _TORCH = "torch.nn.modules.normalization"
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = {
-    (_TORCH, "RMSNorm"): TorchNorm(),
-    (_TORCH, "LayerNorm"): TorchNorm("layer_norm"),
-} | {
-    (f"transformers.models.{family}.modeling_{family}", row.name + end): adapter
-    for family, row in FAMILIES.items()
-    for end, adapter in row.classes.items()
-}
+TABLE: dict[tuple[str, str], Adapter | str] = (
+    {
+        (_TORCH, "RMSNorm"): TorchNorm(),
+        (_TORCH, "LayerNorm"): TorchNorm("layer_norm"),
+    }
+    | {
+        (f"transformers.models.{family}.modeling_{family}", row.name + end): adapter
+        for family, row in FAMILIES.items()
+        for end, adapter in row.classes.items()
+    }
+    | {
+        (f"transformers.models.{family}.modeling_{family}", begin + end): adapter
+        for (family, begin), classes in ENCODERS.items()
+        for end, adapter in classes.items()
+    }
+)
 
 #: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
@@ -239,6 +249,11 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
         if getattr(cls, found.method) is not getattr(base, found.method):
             return f"its class has a {found.method} of its own, which need not do what that of {base.__name__} does"
         return found.why_changed(base) or found.why_not(module) or found
+    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
+    if unnamed is not None:
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance, by a hook of another library perhaps"
+        return unnamed.why_not(module) or unnamed
     if cls.__name__.endswith(CANDIDATES):
         return "no adapter for this class"
     return None
