@@ -17,6 +17,7 @@ import foundry_kernels.integrations.transformers as ours
 from foundry_kernels.integrations.masks import DenseMask, padding_layout
 from foundry_kernels.integrations.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.transformers import attention, attention_or_sdpa
+from foundry_kernels.ops.flash_attention.weights import attention_weights
 
 TRIANGLE = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
 
@@ -179,7 +180,7 @@ def test_dropout_in_training_alone() -> None:
         assert torch.equal(run(0, attention_mask=mask)[mask.bool()], run(0, other, attention_mask=mask)[mask.bool()])
 
 
-# What is refused ---------------------------------------------------------------------------------------------------
+# Dense masks, and what is refused -----------------------------------------------------------------------------------
 
 
 def test_a_dense_mask() -> None:
@@ -188,13 +189,16 @@ def test_a_dense_mask() -> None:
     mask[:, :, 8:, 2:4] = False
     plain = logits(model, attention_mask=mask)
     with (
-        fk.patch(model),
-        pytest.raises(DenseMask, match=r"is dense, \(2, 1, 12, 12\) torch.bool; use attn_implementation='foundry_or_"),
+        fk.patch(model, dense_masks="refuse"),
+        pytest.raises(DenseMask, match=r"is dense, \(2, 1, 12, 12\) torch.bool; use attn_implementation='foundry', or"),
     ):
         logits(model, attention_mask=mask)
-    with fk.patch(model, dense_masks="sdpa"):
-        assert close(logits(model, attention_mask=mask), plain)
-        assert close(logits(model), logits(tiny_model("llama")))
+    for dense_masks in ("kernels", "sdpa"):
+        with fk.patch(model, dense_masks=dense_masks):
+            assert close(logits(model, attention_mask=mask), plain)
+            assert close(logits(model), logits(tiny_model("llama")))
+    with fk.patch(model), pytest.raises(TypeError, match="attn_mask must be bool, float32"):
+        logits(model, attention_mask=mask.long())
 
 
 def test_padding_between_tokens() -> None:
@@ -202,13 +206,26 @@ def test_padding_between_tokens() -> None:
     mask = torch.ones_like(IDS)
     mask[1, 5] = 0
     plain = logits(model, attention_mask=mask)
-    with fk.patch(model), pytest.raises(DenseMask, match="padding between the tokens of a row"):
+    with fk.patch(model, dense_masks="refuse"), pytest.raises(DenseMask, match="padding between the tokens of a row"):
         logits(model, attention_mask=mask)
-    with fk.patch(model, dense_masks="sdpa"):
-        assert close(logits(model, attention_mask=mask)[mask.bool()], plain[mask.bool()])
+    for dense_masks in ("kernels", "sdpa"):
+        with fk.patch(model, dense_masks=dense_masks):
+            assert close(logits(model, attention_mask=mask)[mask.bool()], plain[mask.bool()])
+
+
+def test_padding_between_tokens_is_a_mask_of_the_keys() -> None:
+    """Of one number a key: causal and the window stay the kernels' own."""
+    model = tiny_model("llama", attn_implementation="foundry")
+    mask = torch.ones(2, 12)
+    mask[1, 5] = 0
+    keys = causal_mask(model, attention_mask=mask)
+    assert keys is not None
+    assert keys.dtype == torch.int8
+    assert torch.equal(keys[:, 0, 0].float(), mask)
 
 
 def test_masks_that_are_not_causal() -> None:
+    """Made as for SDPA, or refused."""
     model = tiny_model("llama", attn_implementation="foundry", attention_chunk_size=4)
     blocks = torch.tensor([[-1] * 4 + [0] * 4 + [-1] * 4]).expand(2, -1)
     some = torch.ones(2, 12).index_fill(1, torch.tensor([0]), 0)
@@ -224,24 +241,94 @@ def test_masks_that_are_not_causal() -> None:
         (create_bidirectional_mask, {"attention_mask": some}, "is bidirectional"),
         (create_chunked_causal_mask, {}, "is chunked"),
     ):
-        model.config._attn_implementation = "foundry"
+        model.config._attn_implementation = "foundry_or_error"
         with pytest.raises(DenseMask, match=message):
             causal_mask(model, make, **options)
-        model.config._attn_implementation = "foundry_or_sdpa"
-        dense = causal_mask(model, make, **options)
-        assert dense is not None
-        assert dense.dtype == torch.bool
+        model.config._attn_implementation = "sdpa"
+        expected = causal_mask(model, make, **options)
+        assert expected is not None
+        for name in ("foundry", "foundry_or_sdpa"):
+            model.config._attn_implementation = name
+            dense = causal_mask(model, make, **options)
+            assert dense is not None
+            assert torch.equal(dense, expected)
+
+
+def test_a_large_mask_carries_its_tiles() -> None:
+    """So that the kernels of all layers skip the empty ones; attention is the same without."""
+    model = tiny_model("llama", attn_implementation="foundry", attention_chunk_size=64)
+    given: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "config": model.config}
+    mask = create_chunked_causal_mask(inputs_embeds=torch.zeros(1, 200, 64), **given)
+    assert isinstance(mask, Tensor)
+    tiles = mask._foundry_tiles  # type: ignore[attr-defined]
+    assert torch.equal(tiles.dense(), mask)
+    assert int((tiles.at(200, 200).tiles == 0).sum()) == 12  # of 4 x 4 all but the diagonal
+    q, k, v = (torch.randn(1, 2, 200, 8) for _ in range(3))
+    module = torch.nn.Module()
+    assert close(attention(module, q, k, v, mask)[0], attention(module, q, k, v, mask.clone())[0])
 
 
 def test_attention_weights() -> None:
-    with fk.patch(tiny_model("llama")), pytest.raises(ValueError, match="output_attentions must be False"):
-        attention(torch.nn.Module(), *torch.randn(3, 1, 1, 2, 4), None, output_attentions=True)
-    model = tiny_model("llama")
-    with fk.patch(model), pytest.raises(ValueError, match="output_attentions"):
-        model(IDS, output_attentions=True)
+    """Each layer's, whatever its mask is; and their gradients."""
+    layout = padding_layout(
+        torch.ones(2, 6, dtype=torch.bool).index_fill(1, torch.arange(2), False), 2, 6, 6, 0, "cpu", False
+    )
+    bias = torch.randn(2, 2, 6, 6, requires_grad=True)
+    module = torch.nn.Module()
+    for mask, options in (
+        (None, {}),
+        (None, {"sliding_window": 3, "softcap": 2.0, "s_aux": torch.randn(2)}),
+        (layout, {"sliding_window": 3}),
+        (torch.rand(2, 1, 6, 6) > 0.3, {}),
+        (None, {"position_bias": bias}),
+    ):
+        q, k, v = (torch.randn(2, 2, 6, 8, requires_grad=True) for _ in range(3))
+        out, weights = attention(module, q, k, v, mask, output_attentions=True, **options)
+        plain, none = attention(module, q, k, v, mask, **options)
+        assert none is None
+        assert weights is not None
+        assert close(out, plain)
+        assert close((weights @ v).transpose(1, 2), plain)
+        leaves = [q, k, bias] if options.get("position_bias") is bias else [q, k]
+        ours, expected = (torch.autograd.grad(x.square().sum(), leaves) for x in ((weights @ v).transpose(1, 2), plain))
+        assert all(map(close, ours, expected))
 
 
-@pytest.mark.parametrize("name", ["position_bias", "head_mask", "block_table", "cache"])
+def test_attention_weights_after_dropout() -> None:
+    """Those by which the values were summed."""
+    q, k, v = torch.randn(3, 2, 2, 40, 8)
+    out, weights = attention(torch.nn.Module(), q, k, v, None, dropout=0.5, output_attentions=True)
+    assert weights is not None
+    assert 0.2 < float((weights.tril() == 0).float().mean()) < 0.95
+    assert close((weights @ v).transpose(1, 2), out)
+    with pytest.raises(ValueError, match="dropout_seed must be given"):
+        attention_weights(q, k, torch.zeros(2, 2, 40), dropout_p=0.5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3"])
+def test_output_attentions(family: str) -> None:
+    """As an argument of the model's call, with padding; generation too."""
+    model = tiny_model(family)
+    mask = torch.ones_like(IDS)
+    mask[0, 9:] = mask[1, 5] = 0
+    model.set_attn_implementation("eager")
+    plain = model(IDS, attention_mask=mask, output_attentions=True)
+    if family not in ("gemma2", "gpt_oss"):
+        model.set_attn_implementation("sdpa")
+    seen = mask.bool()[:, None, :, None]
+    with fk.patch(model, ops=["rms_norm", "flash_attention"]):
+        ours = model(IDS, attention_mask=mask, output_attentions=True)
+        assert model(IDS, attention_mask=mask).attentions is None
+        assert close(ours.logits[mask.bool()], plain.logits[mask.bool()])
+        assert len(ours.attentions) == 2
+        for a, e in zip(ours.attentions, plain.attentions, strict=True):
+            assert close(a * seen, e * seen)
+        options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+        made = model.generate(IDS, output_attentions=True, eos_token_id=None, **options)
+        assert [len(step) for step in made.attentions] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["head_mask", "block_table", "cache"])
 def test_arguments_of_other_attention_functions(name: str) -> None:
     q, k, v = torch.randn(3, 1, 1, 2, 4)
     with pytest.raises(ValueError, match=f"{name} must be None"):
