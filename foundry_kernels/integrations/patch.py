@@ -16,7 +16,7 @@ from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
-from foundry_kernels.integrations.table import adapter_for
+from foundry_kernels.integrations.table import NO_ROW, adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
@@ -90,7 +90,8 @@ def parts(report: Report) -> tuple[str, str, str, str, str]:
 
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
     text = ", ".join(f"{n} {text}" for text, n in left.items())
-    return of("Norm"), of("MLP", "Experts"), of("Attention"), of("ForCausalLM", "LMHeadModel"), text
+    products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
+    return of("Norm"), products, of("Attention"), of("ForCausalLM", "LMHeadModel"), text
 
 
 class PatchHandle:
@@ -310,9 +311,9 @@ def _find(
 
 
 def _without_containers(entries: list[Entry]) -> list[Entry]:
-    """Leaves out the modules that were left but hold others of the list: those tell what there is to know."""
+    """Leaves out the modules that have no row but hold others of the list: those tell what there is to know."""
     names = [e.name for e in entries]
-    return [e for e in entries if e.ops or not any(n.startswith(e.name + ".") for n in names)]
+    return [e for e in entries if e.reason != NO_ROW or not any(n.startswith(e.name + ".") for n in names)]
 
 
 def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[str, str]) -> State:

@@ -231,6 +231,8 @@ TABLE: dict[tuple[str, str], Adapter | str] = (
 
 #: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
+#: What is said of a class of such a name that has no row.
+NO_ROW = "no adapter for this class"
 
 
 def adapter_for(module: nn.Module) -> Adapter | str | None:
@@ -255,5 +257,5 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
             return "its forward was replaced on the instance, by a hook of another library perhaps"
         return unnamed.why_not(module) or unnamed
     if cls.__name__.endswith(CANDIDATES):
-        return "no adapter for this class"
+        return NO_ROW
     return None

@@ -308,6 +308,8 @@ def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows.keys() == {"family", "------", *LLAMA_LIKE}
     assert all("flash_attention" in rows[family] and "rms_norm" in rows[family] for family in LLAMA_LIKE)
     assert not [family for family in LLAMA_LIKE if "Experts:" in rows[family]]
+    assert main(["patch-report", "bert", "t5"]) == 0
+    assert capsys.readouterr().out.count("flash_attention") == 2
     with pytest.raises(SystemExit):
-        main(["patch-report", "bert"])
+        main(["patch-report", "tapas"])
     assert "family must be one of llama" in capsys.readouterr().err
