@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import output_capturing
 
 from foundry_kernels.integrations.adapters import words
 from foundry_kernels.integrations.mask_functions import is_passed_on, mask, mask_or_error, mask_or_sdpa
@@ -41,6 +40,11 @@ from foundry_kernels.integrations.masks import DenseMask, dense_layout
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.weights import attention_weights
+
+try:  # what a call of a model collects from its layers
+    from transformers.utils.output_capturing import _active_collector as collector
+except ImportError:  # a transformers whose models tell their layers
+    collector = None  # type: ignore[assignment]
 
 #: Arguments besides those in the signature of `attention`: how a batch is packed, and what is no concern of attention's
 #: but comes with the rest (positions that are in the mask or in the queries, what the model returns, its loss).
@@ -94,7 +98,7 @@ def attention(
     _refuse(module, kwargs)
     if query.shape[0] == 1 != key.shape[0]:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    queries, keys = query.shape[2], key.shape[2]
+    queries = query.shape[2]
     causal, window = _pattern(module, is_causal, sliding_window)
     options: dict[str, Any] = {
         "scale": scaling,
@@ -104,21 +108,19 @@ def attention(
         "dropout_p": dropout,
     }
     wanted = _wants_weights(module, kwargs)
-    added = position_bias
     if attention_mask is None or attention_mask.dtype == torch.int32:
         layout = _layout(attention_mask, kwargs)
-        if layout is not None and not wanted and added is None:
+        if layout is not None and not wanted and position_bias is None:
             return _packed(module, query, key, value, layout, causal, window, kwargs, **options), None
         attention_mask = None
         if layout is not None:
             sides = (None, 0 if causal else None) if window is None else (window, 0 if causal else window)
-            attention_mask = dense_layout(layout, query.shape[0], queries, keys, *sides)
-        elif causal and 1 < queries < keys and not is_passed_on(getattr(module, "config", None)):
-            key, value = key[:, :, :queries], value[:, :, :queries]
-            added = None if added is None else added[..., :queries]
+            attention_mask = dense_layout(layout, query.shape[0], queries, key.shape[2], *sides)
+        elif causal and queries > 1 and not is_passed_on(getattr(module, "config", None)):
+            options["align"] = "top_left"
     if attention_mask is None or attention_mask.dtype == torch.int8:
         options |= {"causal": causal, "window": None if window is None else (window, 0 if causal else window)}
-    attn_mask = _combined(attention_mask, added)
+    attn_mask = _combined(attention_mask, position_bias)
     backend = _backend(module, "flash_attention")
     if not wanted:
         out = flash_attention(query, key, value, **options, attn_mask=attn_mask, backend=backend)
@@ -157,9 +159,10 @@ def _backend(module: nn.Module, op: str) -> str:
 
 
 def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    unknown = kwargs.keys() - UNCONCERNED - {*PACKING}
     if getattr(module, "_foundry_runs_on_sdpa", False):
-        return
-    for name in kwargs.keys() - UNCONCERNED - {*PACKING}:
+        unknown &= {"cache"}  # a paged one, the one argument that SDPA knows and this does not
+    for name in unknown:
         if kwargs[name] is not None and kwargs[name] is not False:
             raise ValueError(f"{name} must be None, attention here does not know it; {OTHERS}")
 
@@ -184,12 +187,13 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Returns whether the model returns this layer's weights: it says so to its layers, or collects what they give."""
     if kwargs.get("output_attentions"):
         return True
-    active = output_capturing._active_collector
-    compiling = is_dynamo_compiling()  # which cannot look into a ContextVar
-    collected = (active.global_var if active.compiling else None) if compiling else active.get()
-    if not collected:
+    if collector is None:
         return False
-    return any(name.endswith("attentions") for name in collected)
+    # A compiler cannot look into a ContextVar.
+    if is_dynamo_compiling() and not collector.compiling:  # the compiler cannot look into the ContextVar
+        return False
+    collected: Any = collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
 def _combined(mask: Tensor | None, bias: Tensor | None) -> Tensor | AttentionMask | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from patching import IDS, close, logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_chunked_causal_mask
 
 import foundry_kernels as fk
@@ -157,6 +159,35 @@ def test_bidirectional_attention() -> None:
     torch.testing.assert_close(attention(module, q, k, v, None, is_causal=False)[0], plain)
     module.is_causal = False
     torch.testing.assert_close(attention(module, q, k, v, None)[0], plain)
+
+
+@pytest.mark.parametrize("keys", [3, 5, 8])
+def test_queries_and_keys_are_aligned_as_for_sdpa_where_there_is_no_row(keys: int) -> None:
+    """By the first of each, but for a single query; a family of the table aligns the last."""
+    module: Any = torch.nn.Module()
+    module.config = SimpleNamespace(model_type="bart")
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (5, keys, keys))
+    for queries in (q, q[:, :, :1]):
+        expected = sdpa_attention_forward(module, queries, k, v, None)[0]
+        assert close(attention(module, queries, k, v, None)[0], expected)
+    module.config.model_type = "llama"
+    if keys > 5:
+        assert not close(attention(module, q, k, v, None)[0], sdpa_attention_forward(module, q, k, v, None)[0])
+
+
+def test_queries_that_are_the_same_for_a_batch() -> None:
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(3, 2, 7, 8)
+    out, _ = attention(torch.nn.Module(), q, k, k, None, is_causal=False)
+    assert close(out, attention(torch.nn.Module(), q.expand(3, -1, -1, -1), k, k, None, is_causal=False)[0])
+
+
+def test_a_paged_cache_is_refused_in_any_family() -> None:
+    module: Any = torch.nn.Module()
+    module._foundry_runs_on_sdpa = True
+    q = torch.randn(1, 2, 5, 8)
+    attention(module, q, q, q, None, made_up=3)  # SDPA ignores it too
+    with pytest.raises(ValueError, match="cache must be None"):
+        attention(module, q, q, q, None, cache=object())
 
 
 def test_dropout_in_training_alone() -> None:
