@@ -60,7 +60,7 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     except DenseMask as refused:
         if refused.present is not None and not _adds_to_masks(config):
             return refused.present
-    return _dense(*args, **kwargs)
+    return _of_tokens(*args, **kwargs)
 
 
 def _is_traced(kwargs: dict[str, Any]) -> bool:
@@ -71,23 +71,39 @@ def _of_unread(*args: Any, **kwargs: Any) -> Tensor | None:
     """:func:`mask` of a family of the table where no value can be read."""
     padding, function = kwargs.get("attention_mask"), kwargs.get("mask_function", causal_mask_function)
     local, config = kwargs.get("local_size"), kwargs.get("config")
-    bidirectional = kwargs.get("allow_is_bidirectional_skip") or function is bidirectional_mask_function
     # What lets a token see later ones is an or_mask, outermost; what keeps packed sequences apart an and_mask.
     other = kwargs.get("use_vmap") or getattr(function, "__name__", "") == "or_mask"
     chunked = local is not None and local == getattr(config, "attention_chunk_size", None)
-    if other or chunked or (bidirectional and (local is not None or padding is not None)):
-        return _dense(*args, **kwargs)
+    if other or chunked or (_is_bidirectional(kwargs) and (local is not None or padding is not None)):
+        return _of_tokens(*args, **kwargs)
     if padding is None:
         return _skippable(*args, **kwargs)
     first, queries = kwargs.get("q_offset", 0), kwargs["q_length"]
     begin, keys = kwargs.get("kv_offset", 0), kwargs["kv_length"]
     if isinstance(first, Tensor) or first + queries != begin + keys or _adds_to_masks(config):
-        return _dense(*args, **kwargs)
+        return _of_tokens(*args, **kwargs)
     return present_keys(padding, begin, keys)
 
 
 def _dense(*args: Any, **kwargs: Any) -> Tensor | None:
     return _with_tiles(sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False}))
+
+
+def _of_tokens(*args: Any, **kwargs: Any) -> Tensor | None:
+    """A dense mask in which a query that is padding sees no key, as in all that kernels skip by: what such a token
+    gives does not depend on the other rows of its batch."""
+    padding, first = kwargs.get("attention_mask"), kwargs.get("q_offset", 0)
+    if padding is None or _is_bidirectional(kwargs):  # whose padding may be that of an encoder
+        return _dense(*args, **kwargs)
+    seen = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    tokens = torch.arange(kwargs["q_length"], device=padding.device) + first
+    real = padding[:, tokens.clamp_max(padding.shape[1] - 1)]
+    return seen if seen is None else _with_tiles(seen & real[:, None, :, None])
+
+
+def _is_bidirectional(kwargs: dict[str, Any]) -> bool:
+    function = kwargs.get("mask_function", causal_mask_function)
+    return bool(kwargs.get("allow_is_bidirectional_skip") or function is bidirectional_mask_function)
 
 
 def _adds_to_masks(config: Any) -> bool:

@@ -39,7 +39,7 @@ from foundry_kernels.integrations.mask_functions import is_passed_on, mask, mask
 from foundry_kernels.integrations.masks import DenseMask, dense_layout
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
-from foundry_kernels.ops.flash_attention.weights import attention_weights
+from foundry_kernels.ops.flash_attention.weights import attention_weights, through_weights
 
 try:  # what a call of a model collects from its layers
     from transformers.utils.output_capturing import _active_collector as collector
@@ -89,7 +89,8 @@ def attention(
 
     Returns:
         ``(out [B, T, H, D], weights)``; the weights ``[B, H, T, S]`` are None unless the call of the model asks for
-        `output_attentions`. With dropout, they are those that the values were summed by.
+        `output_attentions`. With dropout, they are those that the values were summed by. Where gradients are recorded,
+        that of the output goes through them, as in eager attention, so that they may have one.
 
     Raises:
         ValueError: an argument of another attention function, unless the family of `module` also runs on "sdpa", which
@@ -122,13 +123,21 @@ def attention(
         options |= {"causal": causal, "window": None if window is None else (window, 0 if causal else window)}
     attn_mask = _combined(attention_mask, position_bias)
     backend = _backend(module, "flash_attention")
+    weights = None
     if not wanted:
         out = flash_attention(query, key, value, **options, attn_mask=attn_mask, backend=backend)
-        return out.transpose(1, 2).contiguous(), None
-    if dropout:
-        options["dropout_seed"] = torch.randint(2**63 - 1, (), device=query.device)
-    out, lse = flash_attention(query, key, value, **options, attn_mask=attn_mask, return_lse=True, backend=backend)
-    return out.transpose(1, 2).contiguous(), attention_weights(query, key, lse, **options, attn_mask=attn_mask)
+    else:
+        if dropout:
+            options["dropout_seed"] = torch.randint(2**63 - 1, (), device=query.device)
+        out, lse = flash_attention(query, key, value, **options, attn_mask=attn_mask, return_lse=True, backend=backend)
+        weights = attention_weights(query, key, lse, **options, attn_mask=attn_mask)
+        if weights.requires_grad:
+            out = through_weights(out, weights, value)
+    if attention_mask is not None and attention_mask.dtype == torch.int8:  # a query that is padding gives 0
+        hidden = (attention_mask[:, :, 0, -queries:] == 0)[..., None]
+        out = out.masked_fill(hidden, 0.0)
+        weights = None if weights is None else weights.masked_fill(hidden, 0.0)
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def _packed(

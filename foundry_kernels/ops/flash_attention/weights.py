@@ -15,7 +15,17 @@ from torch import Tensor
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
-from foundry_kernels.ops.flash_attention.reference import scores
+from foundry_kernels.ops.flash_attention.reference import scores, weighted
+
+
+def through_weights(out: Tensor, weights: Tensor, v: Tensor) -> Tensor:
+    """Returns the output of a call, whose gradient then goes through its weights, and so reaches them too.
+
+    Args:
+        out: ``[B, H, T, Dv]``. weights: ``[B, H, T, S]``, of :func:`attention_weights`. v: ``[B, Hk, S, Dv]``.
+    """
+    again = weighted(weights, v)
+    return again + (out - again).detach()
 
 
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor, **options: Any) -> Tensor:
