@@ -124,12 +124,14 @@ def patch_report(argv: list[str]) -> int:
     parser.add_argument("family", nargs="*", help="model types of transformers (default: all that are supported)")
     options = parser.parse_args(argv)
     from foundry_kernels import patch
+    from foundry_kernels.integrations import tiny_encoders
     from foundry_kernels.integrations.patch import parts
     from foundry_kernels.integrations.table import LLAMA_LIKE, PATCHED
 
-    unknown = [family for family in options.family if family not in PATCHED]
+    known = (*PATCHED, *tiny_encoders.FAMILIES)
+    unknown = [family for family in options.family if family not in known]
     if unknown:
-        parser.error(f"family must be one of {', '.join(PATCHED)}; got {unknown[0]}")
+        parser.error(f"family must be one of {', '.join(known)}; got {unknown[0]}")
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as e:
@@ -139,7 +141,8 @@ def patch_report(argv: list[str]) -> int:
     rows: list[tuple[str, ...]] = [("family", "norms", "MLP", "attention", "loss", "left as it was")]
     rows.append(tuple("-" * len(title) for title in rows[0]))
     for family in options.family or LLAMA_LIKE:
-        rows.append((family, *parts(patch(tiny_model(family)).report())))
+        model = tiny_model(family) if family in PATCHED else tiny_encoders.tiny_encoder(family)
+        rows.append((family, *parts(patch(model).report())))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     print(f"transformers {version}: modules of a two-layer model, and the operations that serve them")
     print("\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in rows))

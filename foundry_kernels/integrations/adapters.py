@@ -48,6 +48,7 @@ class State:
     backends: dict[str, str]
     previous: dict[str, Any] = field(default_factory=dict)  # "backends" of a module of ours, "attention" of a config
     gelu: str = "none"  # the approximation that a geglu has
+    dense_masks: str = "kernels"  # what runs a call with a dense mask, as `patch` was told
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,10 @@ class Attention(Adapter):
 
     def why_not(self, module: nn.Module) -> str | None:
         if getattr(module.config, "output_attentions", False):
-            return "its config has output_attentions=True, and weights that are never formed cannot be returned"
+            return (
+                "its config has output_attentions=True, which transformers has for 'eager' alone; as an argument of a "
+                "call it is served"
+            )
         return None
 
     def why_not_attend(self, module: nn.Module) -> str | None:
@@ -261,9 +265,13 @@ class Attention(Adapter):
     def may_be_sdpa(self, module: nn.Module) -> bool:
         """Returns whether transformers lets the models of this module's family have an attention with "sdpa" in its
         name."""
-        home = sys.modules[next(c for c in type(module).__mro__ if self.method in vars(c)).__module__]
+        home = sys.modules[self.home(module)]
         own = (c for n, c in vars(home).items() if n.endswith("PreTrainedModel") and c.__module__ == home.__name__)
         return all(getattr(model, "_supports_sdpa", False) for model in own)
+
+    def home(self, module: nn.Module) -> str:
+        """Returns the name of the Python module that this module's forward is from."""
+        return next(c for c in type(module).__mro__ if self.method in vars(c)).__module__
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         if self.optional_rope and not module.use_rope:

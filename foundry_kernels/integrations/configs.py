@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -50,10 +51,31 @@ class Configs:
                 state.previous |= {"config": holder.config, "attention": holder.config._foundry_previous}
         for config, name in named:
             config._attn_implementation = name
+        if named:
+            layers[0][2].previous["outer"] = self._name_outer({id(config): name for config, name in named})
+
+    def _name_outer(self, named: dict[int, str]) -> list[Any]:
+        """A model of several parts may make the masks of one by the config of the whole: this names our attention too,
+        where it was left to transformers. Returns the configs."""
+        outer: list[Any] = []
+        for config in {id(m.config): m.config for m, _ in self._held}.values():
+            names = [named[id(part)] for part in _parts(config) if id(part) in named]
+            if names and id(config) not in named and config._attn_implementation == "sdpa":
+                config._attn_implementation_internal = names[0]  # and not of the other parts
+                outer.append(config)
+        return outer
 
     def restore(self) -> None:
         for module, config in self._held:
             module.config = config
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    for key in getattr(config, "sub_configs", None) or ():
+        part = getattr(config, key, None)
+        if part is not None:
+            yield part
+            yield from _parts(part)
 
 
 def inner_config(outer: Any, attention: str) -> Any:
@@ -83,3 +105,9 @@ def give_back(config: Any, previous: str | None) -> None:
         config.__class__ = type(config._foundry_outer)
     elif str(config._attn_implementation).startswith("foundry"):
         config._attn_implementation = previous
+
+
+def give_back_outer(configs: Iterable[Any]) -> None:
+    for config in configs:
+        if str(config._attn_implementation).startswith("foundry"):
+            config._attn_implementation_internal = "sdpa"

@@ -21,16 +21,32 @@ from torch import Tensor
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ADVICE = (
-    "use attn_implementation='foundry_or_sdpa', or patch(..., dense_masks='sdpa'), to have such calls run on SDPA, or "
-    "on the model's own eager attention where there is a soft cap or sinks (by name that is 'foundry_or_eager')"
+    "use attn_implementation='foundry', or patch(..., dense_masks='kernels'), to have the kernels read such masks, or "
+    "'foundry_or_sdpa' and dense_masks='sdpa' to have such calls run on SDPA, or on the model's own eager attention "
+    "where there is a soft cap or sinks (by name that is 'foundry_or_eager')"
 )
 
 
 class DenseMask(ValueError):
-    """A mask that the kernels cannot skip by; of the reason why."""
+    """A mask that kernels cannot skip by; of the reason why and, where the mask is causal or a window but for padding
+    between tokens, of what `present_keys` gives."""
 
     def __str__(self) -> str:  # and no __init__, which torch.compile could not trace
         return f"attention_mask {self.args[0]}; {ADVICE}"
+
+    @property
+    def present(self) -> Tensor | None:
+        return self.args[1] if len(self.args) > 1 else None
+
+
+def present_keys(padding: Tensor, begin: int, keys: int) -> Tensor:
+    """Returns ``[B, 1, 1, S]`` int8, 1 for a token and 0 for padding, of ``[B, ..]`` bool from key `begin` on.
+
+    It goes with what the kernels know, causal or a window, unlike a mask of any other dtype, which says it all.
+    """
+    present = padding[:, begin : begin + keys]
+    present = torch.nn.functional.pad(present, (0, keys - present.shape[1]))
+    return present.to(torch.int8)[:, None, None]
 
 
 def padding_layout(
@@ -64,7 +80,8 @@ def padding_layout(
         if exact and full:
             return None
         if not unbroken:
-            raise DenseMask("has padding between the tokens of a row")
+            keys_alone = present_keys(padding, 0, keys) if exact else None
+            raise DenseMask("has padding between the tokens of a row", keys_alone)
     end = start + count
     from_, to = ((x - first).clamp(0, queries) for x in (start, end))
     zero = torch.zeros_like(start)
@@ -74,9 +91,12 @@ def padding_layout(
     return torch.nn.functional.pad(totals, (1, 0)).to(torch.int32)[None, None]
 
 
-def dense_causal(layout: tuple[Tensor, Tensor], batch: int, queries: int, keys: int) -> Tensor:
-    """Returns a layout as a mask ``[B, 1, T, S]``, True where a query sees a key; one that sees none, which is
-    padding, sees all, as in transformers' own masks."""
+def dense_layout(
+    layout: tuple[Tensor, Tensor], batch: int, queries: int, keys: int, left: int | None = None, right: int | None = 0
+) -> Tensor:
+    """Returns a layout as a mask ``[B, 1, T, S]``, True where a query sees a key: one of its own sequence, at most
+    `left` before it and `right` after it, the last query of a sequence being aligned with the last key. None is
+    unbounded."""
 
     def place(totals: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Returns the sequence of each token ``[B, tokens]``, and how far it is from the sequence's end."""
@@ -88,8 +108,13 @@ def dense_causal(layout: tuple[Tensor, Tensor], batch: int, queries: int, keys: 
         place(layout[0].contiguous(), queries),
         place(layout[1].contiguous(), keys),
     )
-    seen = (of_query[:, :, None] == of_key[:, None]) & (key_left[:, None] >= query_left[:, :, None])
-    return (seen | ~seen.any(-1, keepdim=True))[:, None]
+    seen = of_query[:, :, None] == of_key[:, None]
+    before = key_left[:, None] - query_left[:, :, None]
+    if left is not None:
+        seen = seen & (before <= left)
+    if right is not None:
+        seen = seen & (before >= -right)
+    return seen[:, None]
 
 
 def packed_layout(follows: Tensor) -> Tensor | None:

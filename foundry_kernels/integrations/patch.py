@@ -16,7 +16,7 @@ from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
-from foundry_kernels.integrations.table import NO_ADAPTER, adapter_for
+from foundry_kernels.integrations.table import NO_ROW, adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
@@ -26,7 +26,11 @@ from foundry_kernels.nn._backend import Backend, plan, serving
 OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention, Transformer)
 
 #: What `dense_masks` may be, and the attention of transformers that it means where a model may have SDPA, and else.
-DENSE_MASKS = {"refuse": ("foundry", "foundry"), "sdpa": ("foundry_or_sdpa", "foundry_or_eager")}
+DENSE_MASKS = {
+    "kernels": ("foundry", "foundry"),
+    "refuse": ("foundry_or_error", "foundry_or_error"),
+    "sdpa": ("foundry_or_sdpa", "foundry_or_eager"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Entry:
 class Report:
     """What `patch` replaced and what it left; `str` of it is a table.
 
-    dense_masks: what runs calls with masks that the kernels do not take; "" if they are refused.
+    dense_masks: what runs calls with dense masks; "" if it is the kernels, or if such calls are refused.
     """
 
     model_class: str
@@ -86,7 +90,8 @@ def parts(report: Report) -> tuple[str, str, str, str, str]:
 
     left = Counter(f"{e.module_class}: {e.reason}" for e in report.left)
     text = ", ".join(f"{n} {text}" for text, n in left.items())
-    return of("Norm"), of("MLP", "Experts"), of("Attention"), of("ForCausalLM", "LMHeadModel"), text
+    products = of("MLP", "Experts", "Intermediate", "FeedForward", "ActDense")
+    return of("Norm"), products, of("Attention"), of("ForCausalLM", "LMHeadModel"), text
 
 
 class PatchHandle:
@@ -146,7 +151,7 @@ def patch(
     *,
     backend: Backend = "auto",
     ops: Iterable[str] | None = None,
-    dense_masks: str = "refuse",
+    dense_masks: str = "kernels",
     return_logits: bool = False,
 ) -> PatchHandle:
     """Replaces the norms, gated activations, rotations, attention and loss of `model` in place, where it has ones we
@@ -175,9 +180,10 @@ def patch(
             by choice. qk_norm_rope is the norm of queries and keys and the rotation in one; without it the two are done
             one after the other. linear_cross_entropy is the loss of a call with labels in training mode, cross_entropy
             that of any other.
-        dense_masks: what happens where a mask is not causal, a window or padding: "refuse" raises ValueError with
-            the reason in the forward pass, "sdpa" runs that call on torch's scaled_dot_product_attention, or on the
-            model's own eager attention where there is a soft cap or sinks, which SDPA lacks.
+        dense_masks: what happens where a mask is dense, as one that is not causal, a window or padding is: "kernels"
+            has the kernels read it, "refuse" raises ValueError with the reason in the forward pass, "sdpa" runs that
+            call on torch's scaled_dot_product_attention, or on the model's own eager attention where there is a soft
+            cap or sinks, which SDPA lacks.
         return_logits: whether a call of transformers' language model with labels returns the logits in training mode
             too, where only its loss needs them. They are the largest tensor of a training step. By default they are
             None there, and never exist as a whole (:func:`foundry_kernels.linear_cross_entropy`); without labels or in
@@ -209,6 +215,8 @@ def patch(
     used = {op for _, _, entry in changes for op in entry.ops}
     backends = plan(backend, _with_companions([op for op in PATCHABLE if op in used]))
     states = [_state(module, adapter, entry, backends) for module, adapter, entry in changes]
+    for state in states:
+        state.dense_masks = dense_masks
     attending = [
         (module, adapter, state)
         for (module, adapter, entry), state in zip(changes, states, strict=True)
@@ -312,7 +320,7 @@ def _without_containers(entries: list[Entry]) -> list[Entry]:
     """Leaves out the modules that were left, for no reason of their own, but hold others of the list: those tell what
     there is to know."""
     names = [e.name for e in entries]
-    own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ADAPTER, NOT_NAMED))}
+    own = {e.name for e in entries if e.ops or not str(e.reason).startswith((NO_ROW, NOT_NAMED))}
     return [e for e in entries if e.name in own or not any(n.startswith(e.name + ".") for n in names)]
 
 

@@ -37,11 +37,6 @@ class GPT2Attention(PreLlamaAttention):
         "_upcast_and_reordered_attn attn_dropout p training scaling reshape contiguous c_proj resid_dropout"
     )
 
-    def why_not(self, module: nn.Module) -> str | None:
-        if module.is_cross_attention:
-            return "it attends to an encoder, whose masks are not causal"
-        return super().why_not(module)
-
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("flash_attention",)
 

@@ -1,6 +1,6 @@
 """Adapters of BLOOM and Falcon, whose attention calls no attention function of transformers.
 
-Their forward is replaced as a whole, or is the model's own, for dense masks.
+Their forward is replaced as a whole; with ``dense_masks="sdpa"`` it is the model's own for dense masks.
 """
 
 from __future__ import annotations
@@ -85,19 +85,22 @@ def _bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Any:
-    if output_attentions or _is_dense(attention_mask):
+    if _is_dense(attention_mask) and self._foundry.dense_masks != "kernels":
         mask = _additive(self, hidden_states, attention_mask, layer_past)
         original = self._foundry_original.forward
         return original(self, hidden_states, residual, alibi, mask, layer_past, use_cache, output_attentions, **kwargs)
     q, k, v = self._reshape(self.query_key_value(hidden_states))
     if layer_past is not None:
         k, v = layer_past.update(k, v, self.layer_idx)
-    slopes = self._foundry_home._get_alibi_slopes(self.num_heads, q.device)
     dropout = self.attention_dropout.p if self.training else 0.0
-    options = {"scaling": self.inv_norm_factor, "dropout": dropout, "is_causal": True, "alibi_slopes": slopes}
-    out, _ = self._foundry_attend(self, q, k, v, attention_mask, **options)
+    options = {"scaling": self.inv_norm_factor, "dropout": dropout, "output_attentions": output_attentions}
+    if _is_dense(attention_mask):  # whose padding may lie between tokens, which its ALiBi then does not count
+        options["position_bias"] = alibi.view(q.shape[0], self.num_heads, 1, -1) * self.beta
+    else:
+        options["alibi_slopes"] = self._foundry_home._get_alibi_slopes(self.num_heads, q.device)
+    out, weights = self._foundry_attend(self, q, k, v, attention_mask, is_causal=True, **options)
     out = self.dense(out.reshape(*hidden_states.shape[:2], -1))
-    return self._foundry_home.dropout_add(out, residual, self.hidden_dropout, self.training), None
+    return self._foundry_home.dropout_add(out, residual, self.hidden_dropout, self.training), weights
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,8 @@ def _falcon_attention(
     **kwargs: Any,
 ) -> Any:
     ours = str(self.config._attn_implementation).startswith("foundry")
-    if output_attentions or not ours or _is_dense(attention_mask):
+    dense = _is_dense(attention_mask)
+    if not ours or (dense and self._foundry.dense_masks != "kernels"):
         mask = _additive(self, hidden_states, attention_mask, layer_past) if ours else attention_mask
         more = layer_past, use_cache, output_attentions, position_embeddings
         return self._foundry_original.forward(self, hidden_states, alibi, mask, position_ids, *more, **kwargs)
@@ -173,12 +177,13 @@ def _falcon_attention(
         q, k = rope(q, k, cos, sin, backend=backend)
     if layer_past is not None:
         k, v = layer_past.update(k, v, self.layer_idx)
-    slopes = None if alibi is None else _falcon_slopes(self, q.device)
+    # A dense mask has it added already.
+    slopes = None if alibi is None or dense else _falcon_slopes(self, q.device)
     # With rotations its own attention drops nothing out.
     dropout = 0.0 if alibi is None or not self.training else self.attention_dropout.p
-    options = {"scaling": self.inv_norm_factor, "dropout": dropout, "is_causal": True, "alibi_slopes": slopes}
-    out, _ = self._foundry_attend(self, q, k, v, attention_mask, **options)
-    return self.dense(out.reshape(*hidden_states.shape[:2], -1)), None
+    options = {"scaling": self.inv_norm_factor, "dropout": dropout, "output_attentions": output_attentions}
+    out, weights = self._foundry_attend(self, q, k, v, attention_mask, is_causal=True, alibi_slopes=slopes, **options)
+    return self.dense(out.reshape(*hidden_states.shape[:2], -1)), weights
 
 
 def _falcon_heads(self: Any, x: Tensor, repeated: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from foundry_kernels.integrations.adapters import Adapter, Attention, State
-from foundry_kernels.integrations.configs import give_back
+from foundry_kernels.integrations.configs import give_back, give_back_outer
 
 _CLASSES: dict[tuple[type, Adapter], type] = {}
 
@@ -76,6 +76,7 @@ def revert(module: Any) -> None:
         module.backends = previous["backends"]
     elif _is_last(module):
         module.__class__ = module._foundry_original
+    give_back_outer(previous.get("outer", ()))
     if "attention" in previous:
         give_back(previous.get("config") or module.config, previous["attention"])
     del module._foundry

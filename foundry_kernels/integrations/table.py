@@ -16,7 +16,9 @@ from torch import nn
 from foundry_kernels.integrations import readings
 from foundry_kernels.integrations.adapters import MLP, Adapter, Attention, Norm
 from foundry_kernels.integrations.causal_lm import CausalLM
+from foundry_kernels.integrations.encoders import ENCODERS
 from foundry_kernels.integrations.experts import ClampedExperts, Experts
+from foundry_kernels.integrations.interface import interface_adapter
 from foundry_kernels.integrations.pre_llama import GPT2Attention, NeoXAttention, PlainMLP
 from foundry_kernels.integrations.pre_llama_alibi import BloomAttention, BloomMLP, FalconAttention
 from foundry_kernels.integrations.reading import Reading
@@ -209,16 +211,24 @@ PRE_LLAMA = tuple(family for family, row in FAMILIES.items() if row.classes and 
 PATCHED = (*LLAMA_LIKE, *PRE_LLAMA)
 
 #: Class (module, name) -> the adapter, or the reason why it is left alone.
-TABLE: dict[tuple[str, str], Adapter | str] = TORCH | {
-    (f"transformers.models.{family}.modeling_{family}", row.name + end): adapter
-    for family, row in FAMILIES.items()
-    for end, adapter in row.classes.items()
-}
-
-NO_ADAPTER = "no adapter for this class"
+TABLE: dict[tuple[str, str], Adapter | str] = (
+    TORCH
+    | {
+        (f"transformers.models.{family}.modeling_{family}", row.name + end): adapter
+        for family, row in FAMILIES.items()
+        for end, adapter in row.classes.items()
+    }
+    | {
+        (f"transformers.models.{family}.modeling_{family}", begin + end): adapter
+        for (family, begin), classes in ENCODERS.items()
+        for end, adapter in classes.items()
+    }
+)
 
 #: How the names of classes end that this package might support.
 CANDIDATES = ("Norm", "MLP", "Mlp", "FeedForward", "Attention", "Experts")
+#: What is said of a class of such a name that has no row.
+NO_ROW = "no adapter for this class"
 
 
 def adapter_for(module: nn.Module) -> Adapter | str | None:
@@ -237,6 +247,11 @@ def adapter_for(module: nn.Module) -> Adapter | str | None:
         if getattr(cls, found.method) is not getattr(base, found.method):
             return f"its class has a {found.method} of its own, which need not do what that of {base.__name__} does"
         return found.why_changed(base) or found.why_not(module) or found
+    unnamed = interface_adapter(next(base for base in cls.__mro__ if "_foundry_class" not in vars(base)))
+    if unnamed is not None:
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance, by a hook of another library perhaps"
+        return unnamed.why_not(module) or unnamed
     if cls.__name__.endswith(CANDIDATES):
-        return NO_ADAPTER
+        return NO_ROW
     return None

@@ -1,9 +1,10 @@
-"""Attention of Hugging Face transformers. Importing this module registers three names for ``attn_implementation``:
+"""Attention of Hugging Face transformers. Importing this module registers four names for ``attn_implementation``:
 
-- "foundry": `flash_attention`. Masks that are causal, a sliding window, padding on either side, packed sequences
-  (`position_ids` that restart) or the unused end of a static cache are handled without materializing a mask. Any
-  other mask raises ValueError with the reason.
-- "foundry_or_sdpa": the same, but a call with another mask runs on transformers' own "sdpa"; where there is a soft cap
+- "foundry": `flash_attention` with any mask. Masks that are causal, a sliding window, padding on either side, packed
+  sequences (`position_ids` that restart) or the unused end of a static cache are handled without materializing a mask;
+  padding between tokens is a mask of the keys alone; any other mask is read by the kernels as it is.
+- "foundry_or_error": the same, but a mask that would have to be materialized raises ValueError with the reason.
+- "foundry_or_sdpa": the same, but a call with such a mask runs on transformers' own "sdpa"; where there is a soft cap
   or sinks, which that lacks, on the model's own eager attention.
 - "foundry_or_eager": the same, but such a call runs on the model's own eager attention in any case. (transformers
   refuses every name with "sdpa" in it for Gemma 2 and GPT-OSS.)
@@ -15,10 +16,10 @@
 
 Under ``torch.compile``, where the values of a mask cannot be read, packed sequences must be given by `cu_seq_lens_q`,
 `cu_seq_lens_k`, `max_length_q` and `max_length_k`, as transformers' data collators do; without these, position ids that
-restart, and padding between the tokens of a row, fail when the graph runs. "foundry_or_sdpa" materializes the mask
-there instead.
+restart fail when the graph runs. Padding is a mask of the keys there.
 
-Dropout in attention is the kernels', with a seed from torch's generator. Returned attention weights are refused.
+Dropout in attention is the kernels', with a seed from torch's generator. ``output_attentions=True`` has the weights of
+each layer computed beside its output (`foundry_kernels.ops.flash_attention.weights`).
 """
 
 from __future__ import annotations
@@ -29,32 +30,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.import_utils import is_tracing
 
 from foundry_kernels.integrations.adapters import words
-from foundry_kernels.integrations.masks import (
-    ADVICE,
-    DenseMask,
-    blocks_in_window,
-    dense_causal,
-    neighbours,
-    packed_layout,
-    padding_layout,
-)
+from foundry_kernels.integrations.mask_functions import is_passed_on, mask, mask_or_error, mask_or_sdpa
+from foundry_kernels.integrations.masks import DenseMask, dense_layout
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.flash_attention.weights import attention_weights, through_weights
+
+try:  # what a call of a model collects from its layers
+    from transformers.utils.output_capturing import _active_collector as collector
+except ImportError:  # a transformers whose models tell their layers
+    collector = None  # type: ignore[assignment]
 
 #: Arguments besides those in the signature of `attention`: how a batch is packed, and what is no concern of attention's
 #: but comes with the rest (positions that are in the mask or in the queries, what the model returns, its loss).
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 UNCONCERNED = words(
     "position_ids cache_position seq_idx use_cache return_dict output_hidden_states output_router_logits "
-    "num_items_in_batch ignore_index shift_labels"
+    "output_attentions num_items_in_batch ignore_index shift_labels"
 )
 #: What transformers' "sdpa" knows of an argument that is set; the window is in its mask.
-SDPA = UNCONCERNED | {*PACKING, "scaling", "dropout", "is_causal", "sliding_window"}
+SDPA = UNCONCERNED | {*PACKING, "scaling", "dropout", "is_causal", "sliding_window", "position_bias"}
 
 
 def attention(
@@ -70,78 +70,155 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention function "foundry"; the arguments are those that transformers passes.
 
     Args:
         query: ``[B, H, T, D]``. key, value: ``[B, Hk, S, D]``, the cached ones included.
-        attention_mask: None, where query T - 1 is aligned with key S - 1, or what :func:`mask` gave.
+        attention_mask: None, where query T - 1 is aligned with key S - 1 (in a family without a row of the table query
+            0 with key 0, as "sdpa" has it), or what :func:`mask` gave, or any mask that broadcasts to ``[B, H, T, S]``:
+            bool, or floating and then added. Such a mask says all that a query sees.
         scaling, softcap: as `scale` and `softcap` of :func:`foundry_kernels.flash_attention`.
         dropout: of the weights, its `dropout_p`; transformers passes 0 in evaluation.
         sliding_window: how many keys a token sees, itself included; None for the module's own.
         s_aux: ``[H]``, the sinks.
         alibi_slopes: ``[H]``, as of :func:`foundry_kernels.flash_attention`.
+        position_bias: ``[1 or B, H, T, S]``, added to the scores; it gets a gradient.
 
     Returns:
-        ``(out [B, T, H, D], None)``.
+        ``(out [B, T, H, D], weights)``; the weights ``[B, H, T, S]`` are None unless the call of the model asks for
+        `output_attentions`. With dropout, they are those that the values were summed by. Where gradients are recorded,
+        that of the output goes through them, as in eager attention, so that they may have one.
 
     Raises:
-        ValueError: a dense mask, `output_attentions`, or an argument of another attention function.
+        ValueError: an argument of another attention function, unless the family of `module` also runs on "sdpa", which
+            knows no such argument. TypeError: the mask is neither bool nor floating.
     """
-    _refuse(kwargs)
-    if attention_mask is not None and attention_mask.dtype != torch.int32:
-        raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
-    state = getattr(module, "_foundry", None)
-    backends = {} if state is None else state.backends
-    causal = _is_causal(module) if is_causal is None else is_causal
-    if sliding_window is None:  # Qwen2-MoE's own forward does not pass what its masks are made by
-        sliding_window = getattr(module, "sliding_window", None)
+    _refuse(module, kwargs)
+    if query.shape[0] == 1 != key.shape[0]:  # learned queries, the same for the whole batch
+        query = query.expand(key.shape[0], -1, -1, -1)
+    queries = query.shape[2]
+    causal, window = _pattern(module, is_causal, sliding_window)
     options: dict[str, Any] = {
-        "causal": causal,
         "scale": scaling,
-        "window": None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1),
         "softcap": softcap,
         "sinks": s_aux,
         "alibi_slopes": alibi_slopes,
         "dropout_p": dropout,
     }
-    layout = _layout(attention_mask, kwargs)
-    if layout is None:
-        out = flash_attention(query, key, value, **options, backend=backends.get("flash_attention", "auto"))
-        return out.transpose(1, 2), None
+    wanted = _wants_weights(module, kwargs)
+    if attention_mask is None or attention_mask.dtype == torch.int32:
+        layout = _layout(attention_mask, kwargs)
+        if layout is not None and not wanted and position_bias is None:
+            return _packed(module, query, key, value, layout, causal, window, kwargs, **options), None
+        attention_mask = None
+        if layout is not None:
+            sides = (None, 0 if causal else None) if window is None else (window, 0 if causal else window)
+            attention_mask = dense_layout(layout, query.shape[0], queries, key.shape[2], *sides)
+        elif causal and queries > 1 and not is_passed_on(getattr(module, "config", None)):
+            options["align"] = "top_left"
+    if attention_mask is None or attention_mask.dtype == torch.int8:
+        options |= {"causal": causal, "window": None if window is None else (window, 0 if causal else window)}
+    attn_mask = _combined(attention_mask, position_bias)
+    backend = _backend(module, "flash_attention")
+    weights = None
+    if not wanted:
+        out = flash_attention(query, key, value, **options, attn_mask=attn_mask, backend=backend)
+    else:
+        if dropout:
+            options["dropout_seed"] = torch.randint(2**63 - 1, (), device=query.device)
+        out, lse = flash_attention(query, key, value, **options, attn_mask=attn_mask, return_lse=True, backend=backend)
+        weights = attention_weights(query, key, lse, **options, attn_mask=attn_mask).to(query.dtype)
+        if weights.requires_grad:
+            out = through_weights(out, weights, value)
+    if attention_mask is not None and attention_mask.dtype == torch.int8:  # a query that is padding gives 0
+        hidden = (attention_mask[:, :, 0, -queries:] == 0)[..., None]
+        out = out.masked_fill(hidden, 0.0)
+        weights = None if weights is None else weights.masked_fill(hidden, 0.0)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: tuple[Tensor, Tensor],
+    causal: bool,
+    window: int | None,
+    kwargs: dict[str, Any],
+    **options: Any,
+) -> Tensor:
     batch, heads, queries, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q") or queries, kwargs.get("max_length_k") or key.shape[2]
-    backend = backends.get("flash_attention_varlen", "auto")
-    out = flash_attention_varlen(q, k, v, *layout, max_seqlen_q, max_seqlen_k, **options, backend=backend)
-    return out.view(batch, queries, heads, value.shape[-1]), None
+    sides = None if window is None else (window, 0 if causal else window)
+    backend = _backend(module, "flash_attention_varlen")
+    out = flash_attention_varlen(
+        q, k, v, *layout, max_seqlen_q, max_seqlen_k, causal=causal, window=sides, **options, backend=backend
+    )
+    return out.view(batch, queries, heads, value.shape[-1])
 
 
-def _refuse(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions must be False, no weights are ever formed; use attn_implementation='eager', and patch "
-            "with ops that do not name flash_attention"
-        )
-    for name in kwargs.keys() - UNCONCERNED - {"output_attentions", *PACKING}:
+def _backend(module: nn.Module, op: str) -> str:
+    state = getattr(module, "_foundry", None)
+    return "auto" if state is None else str(state.backends.get(op, "auto"))
+
+
+def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    unknown = kwargs.keys() - UNCONCERNED - {*PACKING}
+    if getattr(module, "_foundry_runs_on_sdpa", False):
+        unknown &= {"cache"}  # a paged one, the one argument that SDPA knows and this does not
+    for name in unknown:
         if kwargs[name] is not None and kwargs[name] is not False:
-            raise ValueError(f"{name} must be None, attention here does not know it; {ADVICE}")
+            raise ValueError(f"{name} must be None, attention here does not know it; {OTHERS}")
 
 
-def as_dense(mask: Tensor | None, batch: int, queries: int, keys: int, device: Any) -> Tensor:
-    """What :func:`mask` gave as a mask ``[B or 1, 1, T, S]``, True where a query sees a key; a dense one as it is."""
-    if mask is not None and mask.dtype != torch.int32:
-        return mask
-    layout = _layout(mask, {})
-    if layout is not None:
-        return dense_causal(layout, batch, queries, keys)
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+OTHERS = "use attn_implementation='sdpa' or 'eager', and patch with ops that do not name flash_attention"
 
 
-def _is_causal(module: nn.Module) -> bool:
+def _pattern(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> tuple[bool, int | None]:
+    """Returns whether attention is causal, and how many keys before itself a token sees, where no mask says so."""
     config = getattr(module, "config", None)
-    return bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True))
+    causal = bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True))
+    if is_causal is not None:
+        causal = is_causal
+    if not is_passed_on(config):  # whose windows are in their masks
+        return causal, None
+    if sliding_window is None:  # Qwen2-MoE's own forward does not pass what its masks are made by
+        sliding_window = getattr(module, "sliding_window", None)
+    return causal, None if sliding_window is None else sliding_window - 1
+
+
+def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Returns whether the model returns this layer's weights: it says so to its layers, or collects what they give."""
+    if kwargs.get("output_attentions"):
+        return True
+    if collector is None:
+        return False
+    # A compiler cannot look into a ContextVar.
+    if is_dynamo_compiling() and not collector.compiling:  # the compiler cannot look into the ContextVar
+        return False
+    collected: Any = collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
+
+
+def _combined(mask: Tensor | None, bias: Tensor | None) -> Tensor | AttentionMask | None:
+    """Returns a mask of transformers' and a bias as one for the kernels."""
+    if mask is not None and mask.dtype == torch.int8:
+        mask = mask.bool()
+    if bias is None:
+        tiles = None if mask is None or is_dynamo_compiling() else getattr(mask, "_foundry_tiles", None)
+        return mask if tiles is None else tiles
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask
+    if mask.stride(-2) == 0:  # the keys alone: no query differs
+        mask = mask[..., :1, :]
+    return torch.where(mask, bias, -torch.inf)
 
 
 def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -157,10 +234,36 @@ def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
     return None
 
 
+def as_dense(mask: Tensor | None, batch: int, queries: int, keys: int, device: Any) -> Tensor:
+    """What :func:`mask` gave for a causal one as a mask ``[B or 1, 1, T, S]``, True where a query sees a key; one that
+    sees none, which is padding, sees all, as in transformers' own masks. A dense one is returned as it is."""
+    if mask is not None and mask.dtype != torch.int32:
+        return mask
+    layout = _layout(mask, {})
+    if layout is None:
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+    seen = dense_layout(layout, batch, queries, keys)
+    return seen | ~seen.any(-1, keepdim=True)
+
+
+def attention_or_error(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function "foundry_or_error": as :func:`attention`, but a dense mask is refused.
+
+    Raises:
+        DenseMask: there is one. ValueError: as :func:`attention`.
+    """
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
+    return attention(module, query, key, value, attention_mask, **kwargs)
+
+
 def attention_or_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """The attention function "foundry_or_sdpa": as :func:`attention`, but a call with a dense mask runs on SDPA.
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function "foundry_or_sdpa": as :func:`attention`, but a call with a dense mask runs on SDPA, unless
+    weights are asked for, which that does not have.
 
     With an argument that SDPA does not know, such as a soft cap or sinks, it runs on the eager attention of the model
     that `module` is part of.
@@ -170,15 +273,18 @@ def attention_or_sdpa(
     """
     if attention_mask is None or attention_mask.dtype == torch.int32:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    _refuse_weights(kwargs)
-    if any(value is not None and value is not False and name not in SDPA for name, value in kwargs.items()):
+    if not getattr(module, "_foundry_runs_on_sdpa", False) and any(
+        value is not None and value is not False and name not in SDPA for name, value in kwargs.items()
+    ):
         return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
+    if _wants_weights(module, kwargs):
+        return attention(module, query, key, value, attention_mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 
 def attention_or_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention function "foundry_or_eager": as :func:`attention`, but a call with a dense mask runs on the eager
     attention of the model that `module` is part of.
 
@@ -187,7 +293,6 @@ def attention_or_eager(
     """
     if attention_mask is None or attention_mask.dtype == torch.int32:
         return attention(module, query, key, value, attention_mask, **kwargs)
-    _refuse_weights(kwargs)
     eager = _own_eager(module)
     if eager is None:
         lacking = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
@@ -199,11 +304,8 @@ def attention_or_eager(
     if attention_mask.dtype == torch.bool:  # eager attention adds its mask
         lowest = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
-    return eager(module, query, key, value, attention_mask, **kwargs)[0], None
-
-
-def _refuse_weights(kwargs: dict[str, Any]) -> None:
-    _refuse({"output_attentions": kwargs.get("output_attentions")})
+    out, weights = eager(module, query, key, value, attention_mask, **kwargs)
+    return out, weights if _wants_weights(module, kwargs) else None
 
 
 def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -216,114 +318,9 @@ def _own_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None
     return None
 
 
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    local_size: int | None = None,
-    device: Any = "cpu",
-    config: Any = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask function of "foundry"; the arguments are those that transformers passes.
-
-    Returns:
-        None for a causal mask or a window with the last query aligned with the last key, else a layout (see
-        `masks.py`). Where values cannot be read, ``[1, 1, 1, 1]``: the number of tokens at which packed sequences
-        begin, not counting the first, to be checked to be 0.
-
-    Raises:
-        DenseMask: any other mask. ValueError: the model is a BLOOM that is not patched.
-    """
-    _refuse_unnamed(config)
-    traced = is_tracing(attention_mask) or is_tracing(q_offset)
-    if use_vmap:
-        if traced:
-            raise DenseMask(
-                "is combined with a mask function of the model or the caller, into which torch.compile cannot look "
-                "(pass no token_type_ids where there is text alone)"
-            )
-        local_size = _window_without_blocks(mask_function, config)
-    if allow_is_bidirectional_skip or mask_function is bidirectional_mask_function:
-        if local_size is None and (attention_mask is None or (not traced and bool(attention_mask.all()))):
-            return None
-        raise DenseMask("is bidirectional, with a window or padding")
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        raise DenseMask("is chunked")
-    if not allow_is_causal_skip and q_length > 1:
-        before, after = neighbours(mask_function, batch_size, q_length, q_offset, device)
-        one_row = attention_mask is None and q_length == kv_length
-        if traced:
-            unlike = ((~before).sum() + after.sum()).to(torch.int32)
-            if one_row:
-                return _hidden(unlike[None, None, None, None], config)
-            torch._assert_async(unlike == 0, "attention_mask is not causal")
-        elif after.any() or not (one_row or before.all()):
-            raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
-        elif one_row:
-            return _hidden(packed_layout(before), config)
-    if attention_mask is not None:
-        present = attention_mask[:, kv_offset : kv_offset + kv_length]
-        attention_mask = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
-    layout = padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
-    return _hidden(layout, config)
-
-
-def _refuse_unnamed(config: Any) -> None:
-    """BLOOM chooses no attention by name. Its own would take one of our masks, None for a causal one, for what it adds
-    to the scores."""
-    name = getattr(config, "_attn_implementation_internal", None)  # not what a patch shows to its layers
-    if getattr(config, "model_type", None) == "bloom" and str(name).startswith("foundry"):
-        raise ValueError(
-            f"attn_implementation={name!r} does not reach the attention of bloom; use the default, and "
-            "foundry_kernels.patch(model)"
-        )
-
-
-def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
-    """Falcon adds ALiBi to what it takes for a mask, which has four dimensions: there a layout has five."""
-    if layout is not None and getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
-        return layout[None]
-    return layout
-
-
-def _window_without_blocks(mask_function: Any, config: Any) -> int:
-    """Returns the window of a mask that Gemma 3 makes of `token_type_ids`, where these say that there is no image.
-
-    Raises:
-        DenseMask: there is one, or the mask is another.
-    """
-    found = blocks_in_window(mask_function)
-    if found is None or found[1] != getattr(config, "sliding_window", None):
-        raise DenseMask("is combined with a mask function of the model or the caller")
-    blocks, window = found
-    if (blocks >= 0).any():
-        raise DenseMask("is not causal: the tokens of an image see each other")
-    return window
-
-
-def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask`, but where that raises, the dense
-    mask of "sdpa"."""
-    _refuse_unnamed(kwargs.get("config"))
-    unread = is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset"))
-    if not (unread and (kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True))):
-        try:
-            return mask(*args, **kwargs)
-        except DenseMask:
-            pass
-    return sdpa_mask(*args, **kwargs)
-
-
 for _name, _attention, _mask in (
     ("foundry", attention, mask),
+    ("foundry_or_error", attention_or_error, mask_or_error),
     ("foundry_or_sdpa", attention_or_sdpa, mask_or_sdpa),
     ("foundry_or_eager", attention_or_eager, mask_or_sdpa),
 ):

@@ -1,8 +1,9 @@
-"""``attn_implementation="foundry"``: which masks it supports, and that it refuses all others."""
+"""``attn_implementation="foundry"``: masks, packed sequences, and arguments that are refused."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from patching import IDS, close, logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_chunked_causal_mask
 
 import foundry_kernels as fk
@@ -158,6 +160,35 @@ def test_bidirectional_attention() -> None:
     torch.testing.assert_close(attention(module, q, k, v, None)[0], plain)
 
 
+@pytest.mark.parametrize("keys", [3, 5, 8])
+def test_queries_and_keys_are_aligned_as_for_sdpa_where_there_is_no_row(keys: int) -> None:
+    """By the first of each, but for a single query; a family of the table aligns the last."""
+    module: Any = torch.nn.Module()
+    module.config = SimpleNamespace(model_type="bart")
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (5, keys, keys))
+    for queries in (q, q[:, :, :1]):
+        expected = sdpa_attention_forward(module, queries, k, v, None)[0]
+        assert close(attention(module, queries, k, v, None)[0], expected)
+    module.config.model_type = "llama"
+    if keys > 5:
+        assert not close(attention(module, q, k, v, None)[0], sdpa_attention_forward(module, q, k, v, None)[0])
+
+
+def test_queries_that_are_the_same_for_a_batch() -> None:
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(3, 2, 7, 8)
+    out, _ = attention(torch.nn.Module(), q, k, k, None, is_causal=False)
+    assert close(out, attention(torch.nn.Module(), q.expand(3, -1, -1, -1), k, k, None, is_causal=False)[0])
+
+
+def test_a_paged_cache_is_refused_in_any_family() -> None:
+    module: Any = torch.nn.Module()
+    module._foundry_runs_on_sdpa = True
+    q = torch.randn(1, 2, 5, 8)
+    attention(module, q, q, q, None, made_up=3)  # SDPA ignores it too
+    with pytest.raises(ValueError, match="cache must be None"):
+        attention(module, q, q, q, None, cache=object())
+
+
 def test_dropout_in_training_alone() -> None:
     """Of a padded batch too, which is packed then: padding drops nothing, and no real token sees it."""
     model = tiny_model("llama", attention_dropout=0.5)
@@ -179,7 +210,7 @@ def test_dropout_in_training_alone() -> None:
         assert torch.equal(run(0, attention_mask=mask)[mask.bool()], run(0, other, attention_mask=mask)[mask.bool()])
 
 
-# What is refused ---------------------------------------------------------------------------------------------------
+# Dense masks, and what is refused -----------------------------------------------------------------------------------
 
 
 def test_a_dense_mask() -> None:
@@ -188,13 +219,16 @@ def test_a_dense_mask() -> None:
     mask[:, :, 8:, 2:4] = False
     plain = logits(model, attention_mask=mask)
     with (
-        fk.patch(model),
-        pytest.raises(DenseMask, match=r"is dense, \(2, 1, 12, 12\) torch.bool; use attn_implementation='foundry_or_"),
+        fk.patch(model, dense_masks="refuse"),
+        pytest.raises(DenseMask, match=r"is dense, \(2, 1, 12, 12\) torch.bool; use attn_implementation='foundry', or"),
     ):
         logits(model, attention_mask=mask)
-    with fk.patch(model, dense_masks="sdpa"):
-        assert close(logits(model, attention_mask=mask), plain)
-        assert close(logits(model), logits(tiny_model("llama")))
+    for dense_masks in ("kernels", "sdpa"):
+        with fk.patch(model, dense_masks=dense_masks):
+            assert close(logits(model, attention_mask=mask), plain)
+            assert close(logits(model), logits(tiny_model("llama")))
+    with fk.patch(model), pytest.raises(TypeError, match="attn_mask must be bool, float32"):
+        logits(model, attention_mask=mask.long())
 
 
 def test_padding_between_tokens() -> None:
@@ -202,13 +236,26 @@ def test_padding_between_tokens() -> None:
     mask = torch.ones_like(IDS)
     mask[1, 5] = 0
     plain = logits(model, attention_mask=mask)
-    with fk.patch(model), pytest.raises(DenseMask, match="padding between the tokens of a row"):
+    with fk.patch(model, dense_masks="refuse"), pytest.raises(DenseMask, match="padding between the tokens of a row"):
         logits(model, attention_mask=mask)
-    with fk.patch(model, dense_masks="sdpa"):
-        assert close(logits(model, attention_mask=mask)[mask.bool()], plain[mask.bool()])
+    for dense_masks in ("kernels", "sdpa"):
+        with fk.patch(model, dense_masks=dense_masks):
+            assert close(logits(model, attention_mask=mask)[mask.bool()], plain[mask.bool()])
+
+
+def test_padding_between_tokens_is_a_mask_of_the_keys() -> None:
+    """Of one number a key: causal and the window stay the kernels' own."""
+    model = tiny_model("llama", attn_implementation="foundry")
+    mask = torch.ones(2, 12)
+    mask[1, 5] = 0
+    keys = causal_mask(model, attention_mask=mask)
+    assert keys is not None
+    assert keys.dtype == torch.int8
+    assert torch.equal(keys[:, 0, 0].float(), mask)
 
 
 def test_masks_that_are_not_causal() -> None:
+    """Made as for SDPA, or refused."""
     model = tiny_model("llama", attn_implementation="foundry", attention_chunk_size=4)
     blocks = torch.tensor([[-1] * 4 + [0] * 4 + [-1] * 4]).expand(2, -1)
     some = torch.ones(2, 12).index_fill(1, torch.tensor([0]), 0)
@@ -224,24 +271,48 @@ def test_masks_that_are_not_causal() -> None:
         (create_bidirectional_mask, {"attention_mask": some}, "is bidirectional"),
         (create_chunked_causal_mask, {}, "is chunked"),
     ):
-        model.config._attn_implementation = "foundry"
+        model.config._attn_implementation = "foundry_or_error"
         with pytest.raises(DenseMask, match=message):
             causal_mask(model, make, **options)
-        model.config._attn_implementation = "foundry_or_sdpa"
-        dense = causal_mask(model, make, **options)
-        assert dense is not None
-        assert dense.dtype == torch.bool
+        model.config._attn_implementation = "sdpa"
+        expected = causal_mask(model, make, **options)
+        assert expected is not None
+        for name in ("foundry_or_sdpa", "foundry"):
+            model.config._attn_implementation = name
+            dense = causal_mask(model, make, **options)
+            assert dense is not None
+            if name == "foundry" and make is create_causal_mask and "attention_mask" in options:
+                expected = expected & some[:, None, :, None].bool()  # a token that is padding sees nothing
+            assert torch.equal(dense, expected)
 
 
-def test_attention_weights() -> None:
-    with fk.patch(tiny_model("llama")), pytest.raises(ValueError, match="output_attentions must be False"):
-        attention(torch.nn.Module(), *torch.randn(3, 1, 1, 2, 4), None, output_attentions=True)
-    model = tiny_model("llama")
-    with fk.patch(model), pytest.raises(ValueError, match="output_attentions"):
-        model(IDS, output_attentions=True)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "bloom", "falcon"])
+def test_padding_does_not_depend_on_the_other_rows(family: str) -> None:
+    model = tiny_model(family)
+    mask = torch.ones_like(IDS)
+    mask[0, 8:] = mask[1, 5] = 0
+    with fk.patch(model):
+        together = logits(model, attention_mask=mask)
+        for row in range(2):
+            alone = model(IDS[row : row + 1], attention_mask=mask[row : row + 1]).logits
+            assert close(alone, together[row : row + 1])
 
 
-@pytest.mark.parametrize("name", ["position_bias", "head_mask", "block_table", "cache"])
+def test_a_large_mask_carries_its_tiles() -> None:
+    """So that the kernels of all layers skip the empty ones; attention is the same without."""
+    model = tiny_model("llama", attn_implementation="foundry", attention_chunk_size=64)
+    given: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "config": model.config}
+    mask = create_chunked_causal_mask(inputs_embeds=torch.zeros(1, 200, 64), **given)
+    assert isinstance(mask, Tensor)
+    tiles = mask._foundry_tiles  # type: ignore[attr-defined]
+    assert torch.equal(tiles.dense(), mask)
+    assert int((tiles.at(200, 200).tiles == 0).sum()) == 12  # of 4 x 4 all but the diagonal
+    q, k, v = (torch.randn(1, 2, 200, 8) for _ in range(3))
+    module = torch.nn.Module()
+    assert close(attention(module, q, k, v, mask)[0], attention(module, q, k, v, mask.clone())[0])
+
+
+@pytest.mark.parametrize("name", ["head_mask", "block_table", "cache"])
 def test_arguments_of_other_attention_functions(name: str) -> None:
     q, k, v = torch.randn(3, 1, 1, 2, 4)
     with pytest.raises(ValueError, match=f"{name} must be None"):

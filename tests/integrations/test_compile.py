@@ -55,8 +55,29 @@ def test_padding_without_reading_it() -> None:
     assert not counters["graph_break"]
     broken = LEFT.clone()
     broken[2, 5] = 0
+    expected = model(IDS, attention_mask=broken).logits
+    assert close(run(IDS, attention_mask=broken).logits[broken.bool()], expected[broken.bool()])
+
+
+def test_padding_between_tokens_is_found_where_it_is_refused() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    fk.patch(model, dense_masks="refuse")
+    broken = LEFT.clone()
+    broken[2, 5] = 0
     with pytest.raises(RuntimeError, match="padding between the tokens of a row"):
-        run(IDS, attention_mask=broken)
+        compiled(model)(IDS, attention_mask=broken)
+
+
+def test_a_dense_mask_and_weights() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    mask = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask = mask.tril() | torch.eye(12, dtype=torch.bool)
+    expected = model(IDS, attention_mask=mask, use_cache=False, output_attentions=True).logits  # and has its hooks now
+    fk.patch(model)
+    out = compiled(model)(IDS, attention_mask=mask, use_cache=False, output_attentions=True)
+    assert close(out.logits, expected)
+    assert close(out.attentions[0], model(IDS, attention_mask=mask, output_attentions=True).attentions[0])
+    assert not counters["graph_break"]
 
 
 def test_packed_sequences_must_be_given_by_their_lengths() -> None:

@@ -43,8 +43,13 @@ def loss_gradients(model: Any, **options: Any) -> Tensor:
 def test_padding_with_a_hole(family: str) -> None:
     model = tiny_model(family)
     plain, plain_gradients = logits(model, attention_mask=HOLE)[REAL], loss_gradients(model, attention_mask=HOLE)
-    with fk.patch(model), pytest.raises(DenseMask, match="own eager attention where there is a soft cap or sinks"):
+    own = pytest.raises(DenseMask, match="own eager attention where there is a soft cap or sinks")
+    with fk.patch(model, dense_masks="refuse"), own:
         logits(model, attention_mask=HOLE)
+    with fk.patch(model) as handle:
+        assert handle.report().dense_masks == ""
+        assert close(logits(model, attention_mask=HOLE)[REAL], plain)
+        assert close(loss_gradients(model, attention_mask=HOLE), plain_gradients)
     with fk.patch(model, dense_masks="sdpa") as handle:
         assert handle.report().dense_masks == "the model's own eager attention"
         assert str(handle.report()).endswith("calls with dense masks run on the model's own eager attention")
@@ -58,8 +63,11 @@ def test_by_name(family: str) -> None:
     plain, ours = tiny_model(family), tiny_model(family, attn_implementation="foundry_or_eager")
     assert close(logits(ours, attention_mask=HOLE)[REAL], logits(plain, attention_mask=HOLE)[REAL])
     assert close(logits(ours), logits(plain))
-    with pytest.raises(ValueError, match="output_attentions must be"):
-        attention_or_eager(ours.model.layers[0].self_attn, *torch.randn(3, 1, 4, 12, 16), MASK, output_attentions=True)
+    plain.set_attn_implementation("eager")
+    expected = plain(IDS, attention_mask=HOLE, output_attentions=True).attentions
+    found = ours(IDS, attention_mask=HOLE, output_attentions=True).attentions
+    where = REAL[:, None, :, None]
+    assert all(close(a * where, e * where) for a, e in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("function", [attention_or_sdpa, attention_or_eager])
@@ -92,15 +100,17 @@ def test_a_mask_of_numbers(family: str) -> None:
     mask[:, :, 8:, 2:4] = -1.5
     plain = logits(model, attention_mask=mask)
     assert not close(plain, logits(model))
-    with fk.patch(model, dense_masks="sdpa"):
-        assert close(logits(model, attention_mask=mask), plain)
+    for dense_masks in ("kernels", "sdpa"):
+        with fk.patch(model, dense_masks=dense_masks):
+            assert close(logits(model, attention_mask=mask), plain)
 
 
 @WITHOUT_SDPA
-def test_compiled(family: str) -> None:
+@pytest.mark.parametrize("dense_masks", ["kernels", "sdpa"])
+def test_compiled(family: str, dense_masks: str) -> None:
     model = tiny_model(family)
     plain = logits(model, attention_mask=HOLE)[REAL]
-    fk.patch(model, dense_masks="sdpa")
+    fk.patch(model, dense_masks=dense_masks)
     counters.clear()
     with torch.no_grad():
         run = torch.compile(model, fullgraph=True, backend="eager")
@@ -155,7 +165,7 @@ def test_text_by_its_token_types(how: str) -> None:
     """All zeros: nothing but text, which needs no mask, and none is made."""
     model, kept = gemma3(), ROWS[how].get("attention_mask", torch.ones_like(IDS)).bool()
     plain = logits(model, token_type_ids=TEXT, **ROWS[how])
-    with fk.patch(model):  # dense masks are refused
+    with fk.patch(model, dense_masks="refuse"):
         ours = logits(model, token_type_ids=TEXT, **ROWS[how])
         assert close(ours[kept], plain[kept])
         assert torch.equal(ours, logits(model, **ROWS[how]))
@@ -166,16 +176,17 @@ def test_the_tokens_of_an_image_see_each_other(mask: Tensor | None) -> None:
     model, kept = gemma3(), (torch.ones_like(IDS) if mask is None else mask).bool()
     plain = logits(model, token_type_ids=IMAGE, attention_mask=mask)
     assert not close(plain[kept], logits(model, token_type_ids=TEXT, attention_mask=mask)[kept])
-    with fk.patch(model), pytest.raises(DenseMask, match="is not causal"):
+    with fk.patch(model, dense_masks="refuse"), pytest.raises(DenseMask, match="is not causal"):
         logits(model, token_type_ids=IMAGE, attention_mask=mask)
-    with fk.patch(model, dense_masks="sdpa"):
-        assert close(logits(model, token_type_ids=IMAGE, attention_mask=mask)[kept], plain[kept])
+    for dense_masks in ("kernels", "sdpa"):
+        with fk.patch(model, dense_masks=dense_masks):
+            assert close(logits(model, token_type_ids=IMAGE, attention_mask=mask)[kept], plain[kept])
 
 
 def test_the_mask_of_the_sliding_layers() -> None:
     """It refuses by itself: in the model, the mask of the others is made first."""
     model = gemma3()
-    fk.patch(model)
+    fk.patch(model, dense_masks="refuse")
     config: Any = model.config.get_text_config()
     given: dict[str, Any] = {"config": config, "inputs_embeds": torch.zeros(2, 12, 64), "attention_mask": None}
 
@@ -193,7 +204,7 @@ def test_the_mask_of_the_sliding_layers() -> None:
 def test_generation_with_token_types() -> None:
     model = gemma3()
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "attention_mask": LEFT}
-    for types, dense_masks in ((TEXT, "refuse"), (IMAGE, "sdpa")):
+    for types, dense_masks in ((TEXT, "refuse"), (IMAGE, "sdpa"), (IMAGE, "kernels")):
         plain = model.generate(IDS, token_type_ids=types, **options)
         with fk.patch(model, dense_masks=dense_masks):
             assert torch.equal(model.generate(IDS, token_type_ids=types, **options), plain)
@@ -217,14 +228,15 @@ def test_token_types_compiled() -> None:
     model = gemma3()
     plain = logits(model, token_type_ids=IMAGE)
     options: dict[str, Any] = {"token_type_ids": IMAGE, "use_cache": False}
-    with fk.patch(model), torch.no_grad():
+    with fk.patch(model, dense_masks="refuse"), torch.no_grad():
         run = torch.compile(model, fullgraph=True, backend="eager")
         with pytest.raises(Exception, match="pass no token_type_ids where there is text alone"):
             run(IDS, **options)
-    torch.compiler.reset()
-    with fk.patch(model, dense_masks="sdpa"), torch.no_grad():
-        run = torch.compile(model, fullgraph=True, backend="eager")
-        assert close(run(IDS, **options).logits, plain)
+    for dense_masks in ("kernels", "sdpa"):
+        torch.compiler.reset()
+        with fk.patch(model, dense_masks=dense_masks), torch.no_grad():
+            run = torch.compile(model, fullgraph=True, backend="eager")
+            assert close(run(IDS, **options).logits, plain)
 
 
 # Eager by choice ---------------------------------------------------------------------------------------------------
@@ -259,8 +271,7 @@ def test_eager_by_choice_is_replaced_where_it_is_asked_for() -> None:
         assert {e.ops for e in handle.report().replaced} == {("rope", "flash_attention")}
         assert "eager" not in str(handle.report().replaced)
         assert close(logits(model), plain)
-        with pytest.raises(ValueError, match="output_attentions must be False"):
-            model(IDS, output_attentions=True)
+        assert len(model(IDS, output_attentions=True).attentions) == 2
     assert model.config._attn_implementation == "eager"
 
 

@@ -31,7 +31,7 @@ from foundry_kernels.integrations.tiny import tiny_model
         ({"backend": "trition"}, ValueError, "backend must be one of"),
         ({"backend": {"rms_nrom": "native"}}, ValueError, "unknown operation 'rms_nrom'"),
         ({"backend": 3}, TypeError, "backend must be a string or a mapping"),
-        ({"dense_masks": "eager"}, ValueError, "dense_masks must be one of refuse, sdpa"),
+        ({"dense_masks": "eager"}, ValueError, "dense_masks must be one of kernels, refuse, sdpa"),
     ],
 )
 def test_bad_options_leave_the_model_as_it_was(options: Any, error: type[Exception], message: str) -> None:
@@ -103,13 +103,13 @@ def test_nothing_to_patch() -> None:
 
 
 def test_an_unknown_family() -> None:
-    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 64}
-    config = CONFIG_MAPPING["opt"](**sizes, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
+    """Whose attention does not go through transformers' interface."""
+    config = CONFIG_MAPPING["openai-gpt"](n_embd=32, n_positions=64, n_layer=2, n_head=2, vocab_size=128)
     model = AutoModelForCausalLM.from_config(config).eval()
     before = snapshot(model)
     handle = fk.patch(model)
-    assert [(e.module_class, e.ops) for e in handle.report().replaced] == 5 * [("LayerNorm", ("layer_norm",))]
-    assert {e.module_class for e in handle.report().left} == {"OPTAttention"}
+    assert [(e.module_class, e.ops) for e in handle.report().replaced] == 4 * [("LayerNorm", ("layer_norm",))]
+    assert {e.module_class for e in handle.report().left} == {"Attention", "MLP"}
     assert {e.reason for e in handle.report().left} == {"no adapter for this class"}
     handle.undo()
     assert snapshot(model) == before
@@ -308,6 +308,8 @@ def test_patch_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows.keys() == {"family", "------", *LLAMA_LIKE}
     assert all("flash_attention" in rows[family] and "rms_norm" in rows[family] for family in LLAMA_LIKE)
     assert not [family for family in LLAMA_LIKE if "Experts:" in rows[family]]
+    assert main(["patch-report", "bert", "t5"]) == 0
+    assert capsys.readouterr().out.count("flash_attention") == 2
     with pytest.raises(SystemExit):
-        main(["patch-report", "bert"])
+        main(["patch-report", "tapas"])
     assert "family must be one of llama" in capsys.readouterr().err

@@ -199,10 +199,44 @@ def test_what_is_left(family: str) -> None:
     assert all((reason if family == "bloom" else "attn_implementation='eager'") in note for note in notes)
 
 
-def test_attention_to_an_encoder_is_left() -> None:
+def test_attention_to_an_encoder() -> None:
+    """Whose padding is a mask of its own."""
     model = tiny_model("gpt2", add_cross_attention=True)
+    generator = torch.Generator().manual_seed(0)
+    options = {
+        "encoder_hidden_states": torch.randn(2, 7, 64, generator=generator),
+        "encoder_attention_mask": torch.ones(2, 7, dtype=torch.long).index_fill(1, torch.tensor([2, 6]), 0),
+    }
+    expected = logits(model, **options)
     with fk.patch(model) as handle:
-        assert {e.reason for e in handle.report().left} == {"it attends to an encoder, whose masks are not causal"}
+        assert not handle.report().left
+        assert close(logits(model, **options), expected)
+
+
+def half_padded() -> Tensor:
+    mask = torch.ones_like(IDS)
+    mask[0, :2] = mask[1, 5] = 0
+    return mask
+
+
+@pytest.mark.parametrize("options", [{}, {"alibi": True}], ids=["", "alibi"])
+@every_family
+def test_dense_masks_and_weights(family: str, options: dict[str, Any]) -> None:
+    """Padding between tokens, in which ALiBi counts no distance, and what attention's weights are then."""
+    if options and family != "falcon":
+        pytest.skip("the option is Falcon's")
+    model = tiny_model(family, attn_implementation="sdpa" if options else "eager", **options)  # eager adds ALiBi twice
+    mask = half_padded()
+    real = mask.bool()
+    expected = model(IDS, attention_mask=mask, output_attentions=not options)
+    with fk.patch(model, ops=["flash_attention", "rope", "layer_norm"]):
+        ours = model(IDS, attention_mask=mask, output_attentions=True)
+        assert close(ours.logits[real], expected.logits[real])
+        assert len(ours.attentions) == 2
+        where = real[:, None, :, None]
+        for a, e in zip(ours.attentions, expected.attentions or (), strict=not options):
+            assert close(a * where, e * where)
+        assert all(close(a.sum(-1)[:, 0][real], torch.ones(int(real.sum()))) for a in ours.attentions)
 
 
 @every_family

@@ -98,7 +98,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: _B
     probabilities, *per_row = _softmax(_scores(q, k, options, bias), options.sinks)
     if bias.factor is not None:
         probabilities = probabilities * bias.factor.to(probabilities.dtype)
-    return (_weighted(probabilities, v), *per_row)
+    return (weighted(probabilities, v), *per_row)
 
 
 def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Tensor:
@@ -117,7 +117,7 @@ def _scores(q: Tensor, k: Tensor, options: AttentionOptions, bias: _Bias) -> Ten
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
-def _weighted(weights: Tensor, v: Tensor) -> Tensor:
+def weighted(weights: Tensor, v: Tensor) -> Tensor:
     """``[B, H, T, Dv]``: the sums of the values by their weights ``[B, H, T, S]``."""
     b, h, t, s = weights.shape
     hk, dv = v.shape[1], v.shape[3]

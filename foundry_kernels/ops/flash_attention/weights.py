@@ -14,6 +14,16 @@ from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
 
 
+def through_weights(out: Tensor, weights: Tensor, v: Tensor) -> Tensor:
+    """Returns the output of a call, whose gradient then goes through its weights, and so reaches them too.
+
+    Args:
+        out: ``[B, H, T, Dv]``. weights: ``[B, H, T, S]``, of :func:`attention_weights`. v: ``[B, Hk, S, Dv]``.
+    """
+    again = reference.weighted(weights, v)
+    return again + (out - again).detach()
+
+
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor, *, rounded: bool = False, **options: Any) -> Tensor:
     """The weights ``exp(scores - lse)`` that a call of :func:`flash_attention` multiplied its values by.
 
@@ -47,6 +57,6 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor, *, rounded: bool = Fals
         # In place: nobody else has the scores, and no backward pass asks for them.
         weights = reference.scores(q, k, made).sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
         if made.dropout_p is not None and made.dropout_seed is not None:
-            kept = keep_mask((*q.shape[:3], k.shape[2]), made.dropout_p, made.dropout_seed)
+            kept = keep_mask((*q.shape[:3], k.shape[2]), made.dropout_p, made.dropout_seed, made.dropout_heads)
             weights = weights * (kept * keep_scale(made.dropout_p))
         return weights

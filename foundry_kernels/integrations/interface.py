@@ -1,0 +1,70 @@
+"""Attention of any model of transformers whose classes ask transformers for the attention function that their config
+names: it needs no row in the table. Their forward stays; projections, rotations and caches are the model's own.
+
+Such a model gets the masks that "sdpa" would give it (`mask_functions.py`), and what its attention function is given
+besides is what SDPA takes or ignores. So a family that runs on SDPA runs here; a family that transformers lets have no
+SDPA is left, because its eager attention may do something that no argument tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from foundry_kernels.integrations.adapters import Attention, names_of
+
+#: What an attention's forward uses that asks for its function.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+@dataclass(frozen=True)
+class InterfaceAttention(Attention):
+    """A class whose forward calls the attention function of its config, and has no row of its own."""
+
+    def known(self) -> frozenset[str]:
+        return frozenset()
+
+    def why_not(self, module: nn.Module) -> str | None:
+        if not hasattr(vars(module).get("config"), "_attn_implementation"):
+            return "it has no config of its own that names its attention"
+        if not self.may_be_sdpa(module):
+            return "its family does not run on SDPA, so that its eager attention may do what no argument tells"
+        if _knows_sdpa_by_name(sys.modules[self.home(module)]):
+            return "its family does something else for an attention that is not called 'sdpa'"
+        return super().why_not(module)
+
+    def ops(self, module: nn.Module) -> tuple[str, ...]:
+        return ("flash_attention",)
+
+    def members(self, original: type) -> dict[str, Any]:
+        return {"_foundry_runs_on_sdpa": True}
+
+
+@functools.cache
+def _knows_sdpa_by_name(home: ModuleType) -> bool:
+    """Returns whether the code of a family compares the name of its attention with "sdpa"."""
+    return bool(re.search(r"_attn_implementation\s*(==|!=|in|not in)\s*[(\[{]?[^\n]*[\"']sdpa[\"']", _source(home)))
+
+
+def _source(home: ModuleType) -> str:
+    try:
+        return inspect.getsource(home)
+    except (OSError, TypeError):
+        return ""
+
+
+ANY = InterfaceAttention()
+
+
+@functools.cache
+def interface_adapter(cls: type) -> InterfaceAttention | None:
+    """Returns the adapter of a class of modules that has no row, or None where it asks for no attention function."""
+    code = getattr(inspect.unwrap(getattr(cls, "forward", interface_adapter)), "__code__", None)
+    return ANY if code is not None and INTERFACE in names_of(code) else None

@@ -1,0 +1,244 @@
+"""The functions by which transformers has the masks of "foundry" and its variants made.
+
+transformers calls them once in a forward pass, with a function of (batch, head, query, key), a padding mask and sizes.
+For the families of the table, whose models pass a mask on as it is, they return what kernels can skip by (`masks.py`),
+and a dense mask only where there is nothing else. Any other model may look into its mask: it gets what "sdpa" gives it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from foundry_kernels.integrations.masks import (
+    DenseMask,
+    blocks_in_window,
+    neighbours,
+    packed_layout,
+    padding_layout,
+    present_keys,
+)
+from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.ops.flash_attention.attention_mask import TILE, AttentionMask
+
+#: What `model_type` says of the models that pass a mask on as it is.
+PASSED_ON = frozenset({*FAMILIES, "gemma3_text"})
+
+
+def is_passed_on(config: Any) -> bool:
+    """Returns whether the models of this config pass their mask to attention as it is, so that it may be any tensor.
+    Without a config nothing stands between."""
+    return config is None or getattr(config, "model_type", None) in PASSED_ON
+
+
+def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask function of "foundry"; the arguments are those that transformers passes.
+
+    Returns:
+        None for a mask that is causal or a window, with the last query aligned with the last key, or hides nothing;
+        else a layout or the keys that are no padding (see `masks.py`), or, for any other mask, a dense one ``[B, 1, T,
+        S]``, bool, True where a query sees a key. Where values cannot be read, ``[1, 1, 1, 1]``: the number of tokens
+        at which packed sequences begin, not counting the first, to be checked to be 0.
+
+    Raises:
+        ValueError: the model is a BLOOM that is not patched.
+    """
+    config = kwargs.get("config")
+    _refuse_unnamed(config)
+    if not is_passed_on(config):
+        # None would mean to "sdpa" that query 0 is aligned with key 0, which an attention with a row cannot know.
+        some = kwargs["q_length"] > 1 and kwargs["q_length"] != kwargs["kv_length"]
+        return _dense(*args, **kwargs) if some else _with_tiles(sdpa_mask(*args, **kwargs))
+    if _is_traced(kwargs):
+        return _of_unread(*args, **kwargs)
+    try:
+        return _skippable(*args, **kwargs)
+    except DenseMask as refused:
+        if refused.present is not None and not _adds_to_masks(config):
+            return refused.present
+    return _of_tokens(*args, **kwargs)
+
+
+def _is_traced(kwargs: dict[str, Any]) -> bool:
+    return bool(is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset")))
+
+
+def _of_unread(*args: Any, **kwargs: Any) -> Tensor | None:
+    """:func:`mask` of a family of the table where no value can be read."""
+    padding, function = kwargs.get("attention_mask"), kwargs.get("mask_function", causal_mask_function)
+    local, config = kwargs.get("local_size"), kwargs.get("config")
+    # What lets a token see later ones is an or_mask, outermost; what keeps packed sequences apart an and_mask.
+    other = kwargs.get("use_vmap") or getattr(function, "__name__", "") == "or_mask"
+    chunked = local is not None and local == getattr(config, "attention_chunk_size", None)
+    if other or chunked or (_is_bidirectional(kwargs) and (local is not None or padding is not None)):
+        return _of_tokens(*args, **kwargs)
+    if padding is None:
+        return _skippable(*args, **kwargs)
+    first, queries = kwargs.get("q_offset", 0), kwargs["q_length"]
+    begin, keys = kwargs.get("kv_offset", 0), kwargs["kv_length"]
+    if isinstance(first, Tensor) or first + queries != begin + keys or _adds_to_masks(config):
+        return _of_tokens(*args, **kwargs)
+    return present_keys(padding, begin, keys)
+
+
+def _dense(*args: Any, **kwargs: Any) -> Tensor | None:
+    return _with_tiles(sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False}))
+
+
+def _of_tokens(*args: Any, **kwargs: Any) -> Tensor | None:
+    """A dense mask in which a query that is padding sees no key, as in all that kernels skip by: what such a token
+    gives does not depend on the other rows of its batch."""
+    padding, first = kwargs.get("attention_mask"), kwargs.get("q_offset", 0)
+    if padding is None or _is_bidirectional(kwargs):  # whose padding may be that of an encoder
+        return _dense(*args, **kwargs)
+    seen = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    tokens = torch.arange(kwargs["q_length"], device=padding.device) + first
+    real = padding[:, tokens.clamp_max(padding.shape[1] - 1)]
+    return seen if seen is None else _with_tiles(seen & real[:, None, :, None])
+
+
+def _is_bidirectional(kwargs: dict[str, Any]) -> bool:
+    function = kwargs.get("mask_function", causal_mask_function)
+    return bool(kwargs.get("allow_is_bidirectional_skip") or function is bidirectional_mask_function)
+
+
+def _adds_to_masks(config: Any) -> bool:
+    """BLOOM and Falcon add ALiBi to a mask of four dimensions."""
+    kind = getattr(config, "model_type", None)
+    return kind == "bloom" or (kind == "falcon" and bool(getattr(config, "alibi", False)))
+
+
+def _with_tiles(seen: Tensor | None) -> Tensor | None:
+    """Returns the same mask, which carries its empty and full tiles if there are some: one look at it for all layers.
+    Where something is made of it on the way, they are lost, and no harm is done."""
+    if seen is None or torch.compiler.is_compiling() or is_tracing(seen) or seen.dtype != torch.bool:
+        return seen
+    if seen.shape[-1] < 2 * TILE or seen.shape[-2] < TILE or _is_captured(seen):
+        return seen
+    part = seen[: 1 if seen.stride(0) == 0 else None, :, : 1 if seen.stride(2) == 0 else None]
+    seen._foundry_tiles = AttentionMask(part)  # type: ignore[attr-defined]
+    return seen
+
+
+def _is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def mask_or_error(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask function of "foundry_or_error": as :func:`mask`, but it makes no dense mask.
+
+    Raises:
+        DenseMask: the mask is not causal, a window, padding outside of the tokens, or packed sequences; or the model
+            looks into its masks, perhaps, and its is not plainly causal.
+        ValueError: the model is a BLOOM that is not patched.
+    """
+    config = kwargs.get("config")
+    _refuse_unnamed(config)
+    if is_passed_on(config):
+        return _skippable(*args, **kwargs)
+    if sdpa_mask(*args, **kwargs) is not None:
+        raise DenseMask("has padding, a window or another pattern, in a family that has no row")
+    return None
+
+
+def _skippable(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    device: Any = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Returns what kernels can skip by. Raises DenseMask for any other mask."""
+    traced = is_tracing(attention_mask) or is_tracing(q_offset)
+    if use_vmap:
+        if traced:
+            raise DenseMask(
+                "is combined with a mask function of the model or the caller, into which torch.compile cannot look "
+                "(pass no token_type_ids where there is text alone)"
+            )
+        local_size = _window_without_blocks(mask_function, config)
+    if allow_is_bidirectional_skip or mask_function is bidirectional_mask_function:
+        if local_size is None and (attention_mask is None or (not traced and bool(attention_mask.all()))):
+            return None
+        raise DenseMask("is bidirectional, with a window or padding")
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        raise DenseMask("is chunked")
+    if not allow_is_causal_skip and q_length > 1:
+        before, after = neighbours(mask_function, batch_size, q_length, q_offset, device)
+        one_row = attention_mask is None and q_length == kv_length
+        if traced:
+            unlike = ((~before).sum() + after.sum()).to(torch.int32)
+            if one_row:
+                return _hidden(unlike[None, None, None, None], config)
+            torch._assert_async(unlike == 0, "attention_mask is not causal")
+        elif after.any() or not (one_row or before.all()):
+            raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
+        elif one_row:
+            return _hidden(packed_layout(before), config)
+    if attention_mask is not None:
+        present = attention_mask[:, kv_offset : kv_offset + kv_length]
+        attention_mask = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
+    layout = padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
+    return _hidden(layout, config)
+
+
+def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask_or_error`, but where that raises,
+    the dense mask of "sdpa"."""
+    config = kwargs.get("config")
+    _refuse_unnamed(config)
+    unread = _is_traced(kwargs)
+    if not is_passed_on(config):
+        return sdpa_mask(*args, **kwargs)
+    if not (unread and (kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True))):
+        try:
+            return _skippable(*args, **kwargs)
+        except DenseMask:
+            pass
+    return sdpa_mask(*args, **kwargs)
+
+
+def _refuse_unnamed(config: Any) -> None:
+    """BLOOM chooses no attention by name. Its own would take one of our masks, None for a causal one, for what it adds
+    to the scores."""
+    name = getattr(config, "_attn_implementation_internal", None)  # not what a patch shows to its layers
+    if getattr(config, "model_type", None) == "bloom" and str(name).startswith("foundry"):
+        raise ValueError(
+            f"attn_implementation={name!r} does not reach the attention of bloom; use the default, and "
+            "foundry_kernels.patch(model)"
+        )
+
+
+def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
+    """Falcon adds ALiBi to what it takes for a mask, which has four dimensions: there a layout has five."""
+    if layout is not None and getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
+        return layout[None]
+    return layout
+
+
+def _window_without_blocks(mask_function: Any, config: Any) -> int:
+    """Returns the window of a mask that Gemma 3 makes of `token_type_ids`, where these say that there is no image.
+
+    Raises:
+        DenseMask: there is one, or the mask is another.
+    """
+    found = blocks_in_window(mask_function)
+    if found is None or found[1] != getattr(config, "sliding_window", None):
+        raise DenseMask("is combined with a mask function of the model or the caller")
+    blocks, window = found
+    if (blocks >= 0).any():
+        raise DenseMask("is not causal: the tokens of an image see each other")
+    return window

@@ -1,0 +1,261 @@
+"""Models whose attention has no row: encoders, encoder-decoders, images, sound. Patched they compute what they did."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from patching import IDS, close, logits
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.bert import modeling_bert
+
+import foundry_kernels as fk
+from foundry_kernels.integrations import interface
+from foundry_kernels.integrations.encoders import ENCODERS
+from foundry_kernels.integrations.masks import DenseMask
+from foundry_kernels.integrations.table import TABLE
+from foundry_kernels.integrations.tiny_encoders import FAMILIES, tiny_batch, tiny_encoder
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+#: Modules that run on something of ours, by operation.
+SERVED = {
+    "bert": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2},
+    "roberta": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2},
+    "modernbert": {"layer_norm": 6, "flash_attention": 2, "geglu": 2},
+    "vit": {"layer_norm": 5, "flash_attention": 2, "bias_gelu": 2},
+    "clip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 2},
+    "siglip": {"layer_norm": 11, "flash_attention": 4, "bias_gelu": 5},
+    "whisper": {"layer_norm": 12, "flash_attention": 6},
+    "wav2vec2": {"layer_norm": 6, "flash_attention": 2, "bias_gelu": 2},
+    "bart": {"layer_norm": 12, "flash_attention": 6},
+    "t5": {"rms_norm": 12, "flash_attention": 6, "geglu": 4},
+}
+LAYERS_OF_ATTENTION = {family: ops["flash_attention"] for family, ops in SERVED.items()}
+
+
+def tensors(out: Any) -> list[Tensor]:
+    """All results of a call, but for caches."""
+    found: list[Tensor] = []
+    for name, value in out.items():
+        if isinstance(value, Tensor):
+            found.append(value.detach())
+        elif name != "past_key_values" and hasattr(value, "items"):
+            found += tensors(value)
+        elif name != "past_key_values" and isinstance(value, tuple):
+            found += [x.detach() for x in value if isinstance(x, Tensor)]
+    return found
+
+
+def step(model: Any, batch: dict[str, Any], **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    out = model(**batch, **options)
+    out.loss.backward()
+    return tensors(out), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_gradients(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    largest = max(float(g.norm()) for g in expected.values())
+    for name, grad in expected.items():
+        error, norm = float((ours[name] - grad).norm()), float(grad.norm())
+        assert error <= 1e-5 * max(norm, 1e-1 * largest), f"{name}: {error:.1e} of {norm:.1e}"
+
+
+@every_family
+def test_results_loss_and_gradients(family: str) -> None:
+    """Of every token, of padding too: no family is told where the padding of another's results is."""
+    model, batch = tiny_encoder(family), tiny_batch(family)
+    expected, grads = step(model, batch)
+    with fk.patch(model) as handle:
+        ours, our_grads = step(model, batch)
+        entries = [e for e in handle.report().replaced if e.module_class != "MultiheadAttention"]  # torch's, in SigLIP
+        assert Counter(op for e in entries for op in e.ops) == SERVED[family]
+    assert len(ours) == len(expected) > 1
+    assert all(map(close, ours, expected))
+    same_gradients(our_grads, grads)
+    undone, _ = step(model, batch)
+    assert all(map(torch.equal, undone, expected))
+
+
+@every_family
+def test_weights(family: str) -> None:
+    """As eager attention returns them, those of cross-attention too."""
+    model, batch = tiny_encoder(family), tiny_batch(family)
+    model.set_attn_implementation("eager")
+    expected, _ = step(model, batch, output_attentions=True)
+    plain, _ = step(model, batch)
+    model.set_attn_implementation("sdpa")
+    with fk.patch(model):
+        ours, _ = step(model, batch, output_attentions=True)
+    assert len(ours) == len(expected)
+    if family not in ("clip", "siglip"):
+        assert len(ours) == len(plain) + LAYERS_OF_ATTENTION[family]
+    assert all(float((a - e).abs().max()) <= 1e-4 * float(e.abs().max()) for a, e in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_copy_of_a_patched_model_is_patched(family: str) -> None:
+    model, batch = tiny_encoder(family), tiny_batch(family)
+    handle = fk.patch(model)
+    expected, copied = step(model, batch)[0], copy.deepcopy(model)
+    handle.undo()
+    assert sum(hasattr(m, "_foundry") for m in copied.modules()) > 8
+    assert all(map(torch.equal, step(copied, batch)[0], expected))
+
+
+def test_dropout_of_the_weights_is_the_kernels() -> None:
+    model, batch = tiny_encoder("bert", attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0), tiny_batch("bert")
+    expected = step(model, batch)[0]
+    fk.patch(model)
+    model.train()
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return step(model, batch)[0][1]
+
+    assert torch.equal(run(0), run(0))
+    assert not close(run(0), run(1))
+    assert not close(run(0), expected[1])
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "bert" else pytest.mark.slow) for f in FAMILIES])
+def test_compiled(family: str) -> None:
+    """In one graph, forward and backward."""
+    if family == "wav2vec2":
+        pytest.skip("transformers looks into the mask of sounds, whose graph breaks without a patch too")
+    model, batch = tiny_encoder(family), tiny_batch(family)
+    options = {"use_cache": False} if family in ("whisper", "t5", "bart") else {}
+    expected, grads = step(model, batch, **options)
+    fk.patch(model)
+    counters.clear()
+    torch.compiler.reset()
+    ours, our_grads = step(torch.compile(model, fullgraph=True, backend="aot_eager"), batch, **options)
+    assert all(map(close, ours, expected))
+    same_gradients({name.removeprefix("_orig_mod."): g for name, g in our_grads.items()}, grads)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation(family: str, cache: str) -> None:
+    model, batch = tiny_encoder(family), tiny_batch(family)
+    reads = {k: x for k, x in batch.items() if k in ("input_ids", "attention_mask", "input_features")}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "num_beams": 1 if cache == "static" else 2}
+    options["cache_implementation"] = "static" if cache == "static" else None
+    expected = model.generate(**reads, **options)
+    with fk.patch(model):
+        assert torch.equal(model.generate(**reads, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["opt", "phi", "stablelm", "starcoder2", "cohere", "bigbird_pegasus"])
+def test_decoders_without_a_row(name: str) -> None:
+    """Padding on the left, on the right and between tokens, and a window."""
+    sizes: dict[str, Any] = {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    sizes |= {"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if name == "opt":
+        sizes |= {"word_embed_proj_dim": 32, "ffn_dim": 48}
+    elif name != "bigbird_pegasus":
+        sizes |= {"intermediate_size": 48, "num_key_value_heads": 2}
+    if name == "starcoder2":
+        sizes["sliding_window"] = 6
+    if name == "bigbird_pegasus":
+        sizes = {"vocab_size": 128, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes)).eval()
+    mask = torch.ones_like(IDS)
+    mask[0, :2] = mask[1, 5] = mask[1, 10:] = 0
+    plain, expected = logits(model), logits(model, attention_mask=mask)
+    with fk.patch(model) as handle:
+        attention = [e for e in handle.report().replaced if "flash_attention" in e.ops]
+        assert len(attention) == (0 if name == "bigbird_pegasus" else 2)
+        if name == "bigbird_pegasus":
+            assert any("does not run on SDPA" in str(e.reason) for e in handle.report().left)
+        assert close(logits(model), plain)
+        assert close(logits(model, attention_mask=mask)[mask.bool()], expected[mask.bool()])
+
+
+def test_the_bias_of_t5_gets_its_gradient() -> None:
+    """Where a mask is materialized and where not."""
+    model = tiny_encoder("t5")
+    for batch in (tiny_batch("t5"), {k: x for k, x in tiny_batch("t5").items() if k != "attention_mask"}):
+        name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        expected = step(model, batch)[1][name]
+        with fk.patch(model, ops=["flash_attention"]):
+            ours = step(model, batch)[1][name]
+        assert float(expected.abs().max()) > 0
+        assert close(ours, expected)
+
+
+# What is left, and why ---------------------------------------------------------------------------------------------
+
+
+def reasons(model: nn.Module, **options: Any) -> set[str]:
+    with fk.patch(model, **options) as handle:
+        return {str(e.reason) for e in handle.report().left}
+
+
+def test_eager_by_choice_stays() -> None:
+    model = tiny_encoder("bert")
+    model.set_attn_implementation("eager")
+    assert any("attn_implementation='eager'" in reason for reason in reasons(model))
+    assert reasons(model, ops=["flash_attention", "layer_norm", "bias_gelu"]) == set()
+
+
+def test_a_config_that_asks_for_weights_is_left() -> None:
+    model = tiny_encoder("bert", attn_implementation="eager")
+    model.config.output_attentions = True
+    assert any("as an argument of a call" in reason for reason in reasons(model))
+
+
+def test_an_activation_without_a_kernel_is_left() -> None:
+    model = tiny_encoder("clip")  # its images' MLP has CLIP's own activation
+    assert "its activation is QuickGELUActivation, which is not GELU" in reasons(model)
+    assert any("ReLU" in reason for reason in reasons(tiny_encoder("t5", feed_forward_proj="gated-relu")))
+
+
+def test_a_class_that_asks_for_sdpa_by_name_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may give another attention what says which keys are seen."""
+    source = '\n    if self.config._attn_implementation in ("eager", "sdpa"):\n'
+    monkeypatch.setattr(interface, "_source", lambda home: source)
+    interface._knows_sdpa_by_name.cache_clear()
+    found = reasons(tiny_encoder("bert"))
+    interface._knows_sdpa_by_name.cache_clear()
+    assert found == {"its family does something else for an attention that is not called 'sdpa'"}
+
+
+def test_without_a_config() -> None:
+    class Alone(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            function = modeling_bert.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+            out: Tensor = function(self, x, x, x, None)[0]
+            return out
+
+    assert interface.interface_adapter(Alone) is not None
+    assert reasons(nn.Sequential(Alone())) == {"it has no config of its own that names its attention"}
+
+
+def test_refused_and_sdpa() -> None:
+    model, batch = tiny_encoder("bert"), tiny_batch("bert")
+    expected = step(model, batch)[0]
+    with fk.patch(model, dense_masks="sdpa") as handle:
+        assert handle.report().dense_masks == "SDPA"
+        assert all(map(close, step(model, batch)[0], expected))
+    with fk.patch(model, dense_masks="refuse"):
+        with pytest.raises(DenseMask, match="in a family that has no row"):
+            model(**batch)
+        assert model(batch["input_ids"]).logits.isfinite().all()
+
+
+def test_every_row_is_of_a_class() -> None:
+    """Which its adapter still knows."""
+    for (family, begin), classes in ENCODERS.items():
+        home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        for end, adapter in classes.items():
+            assert TABLE[home.__name__, begin + end] is adapter
+            assert adapter.why_changed(getattr(home, begin + end)) is None
