@@ -58,7 +58,9 @@ class Reading:
         qkv: how queries, keys and values lie in one matrix: "columns", one behind the other, or "groups", for each
             key-value head its queries, the key and the value.
         transposed: matrices are ``[in, out]`` (`Conv1D`).
-        skipped_positions: rows of the table of positions before that of position 0.
+        skipped_positions: rows of the table of positions before that of position 0, or the option and the number whose
+            sum they are.
+        left_out: beginnings of names of weights that our model has no place for, and that change no hidden state.
         silent: options that say nothing of what this class computes, besides `SILENT`.
     """
 
@@ -68,7 +70,8 @@ class Reading:
     needs: Mapping[str, Any] = field(default_factory=dict)
     qkv: str = "columns"
     transposed: bool = False
-    skipped_positions: int = 0
+    skipped_positions: int | tuple[str, int] = 0
+    left_out: tuple[str, ...] = ()
     silent: frozenset[str] = frozenset()
 
     def fields(self, config: Any) -> dict[str, Any]:
@@ -85,6 +88,13 @@ class Reading:
         for part in self.parts:
             fields |= part(config)
         return fields
+
+    def skipped(self, config: Any) -> int:
+        """Rows of the table of positions before that of position 0."""
+        if isinstance(self.skipped_positions, int):
+            return self.skipped_positions
+        option, more = self.skipped_positions
+        return int(getattr(config, option)) + more
 
 
 class Asked:
@@ -182,6 +192,11 @@ def experts(count: str) -> Callable[[Any], dict[str, Any]]:
         }
 
     return part
+
+
+def roberta(config: Any) -> dict[str, Any]:
+    """Positions are counted from behind the padding token's number, and the table has rows for those before too."""
+    return {"max_seq_len": config.max_position_embeddings - config.pad_token_id - 1}
 
 
 def opt(config: Any) -> dict[str, Any]:

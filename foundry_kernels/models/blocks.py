@@ -104,7 +104,11 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
     if config.activation == "swiglu" and not config.mlp_bias and not config.activation_dropout:
         return SwiGLU(config.dim, width, **factory)
     block = GatedMLP if config.gated else MLP
-    options = {"activation": config.activation, "bias": config.mlp_bias, "dropout": config.activation_dropout}
+    options: dict[str, Any] = {
+        "activation": config.activation,
+        "bias": config.mlp_bias,
+        "dropout": config.activation_dropout,
+    }
     return block(config.dim, width, **options, **factory)
 
 

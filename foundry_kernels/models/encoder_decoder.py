@@ -19,7 +19,7 @@ from foundry_kernels.nn._backend import Backend
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 #: Fields of a decoder that mean nothing to the encoder of the same shape.
-_DECODERS = ("context_dim", "head", "tie_embeddings", "output_bias", "logit_scale", "sliding_window")
+_DECODERS = ("context_dim", "head", "tie_embeddings", "output_bias", "logit_scale")
 
 
 class ReadModel(NamedTuple):
@@ -268,8 +268,8 @@ def encoder_of(config: ModelConfig) -> ModelConfig:
     """Returns the configuration of an encoder of a decoder's shape and choices."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config must be a ModelConfig; got {type(config).__name__}")
-    defaults = {name: ModelConfig.__dataclass_fields__[name].default for name in _DECODERS}
-    return dataclasses.replace(config, **{**defaults, "causal": False, "head": False})
+    fields: dict[str, Any] = {name: ModelConfig.__dataclass_fields__[name].default for name in _DECODERS}
+    return dataclasses.replace(config, **{**fields, "causal": False, "head": False})
 
 
 def _check_configs(config: ModelConfig, encoder: ModelConfig, share_embeddings: bool) -> None:

@@ -29,7 +29,7 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int, causal:
     is for one distance each, the others grow by a constant factor up to `max_distance`, from which on all are the last.
     """
     if causal:
-        first, steps = 0, (-distances).clamp_min(0)
+        first, steps = torch.zeros_like(distances), (-distances).clamp_min(0)
     else:
         buckets //= 2
         first, steps = (distances > 0).long() * buckets, distances.abs()

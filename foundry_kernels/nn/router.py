@@ -227,7 +227,7 @@ class Router(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        changed = {"renormalize": (self.renormalize, True), "scale": (self.scale, 1.0)}
+        changed: dict[str, tuple[Any, Any]] = {"renormalize": (self.renormalize, True), "scale": (self.scale, 1.0)}
         changed |= {"n_groups": (self.n_groups, None), "top_groups": (self.top_groups, None)}
         text = f"dim={self.dim}, n_experts={self.n_experts}, top_k={self.top_k}, scoring={self.scoring!r}"
         text += "".join(f", {name}={value}" for name, (value, default) in changed.items() if value != default)
