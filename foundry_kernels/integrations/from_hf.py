@@ -67,11 +67,12 @@ LAYER_MODULES = _by_their_names(
         "feed_forward.w2": "mlp.down_proj mlp.c_proj mlp.dense_4h_to_h mlp.fc2 fc2 output.dense",
         "feed_forward.w3": "mlp.up_proj",
         "feed_forward.router": "mlp.gate",
+        "feed_forward.router.selection_bias": "mlp.gate.e_score_correction_bias",
         "feed_forward.experts.gate_up_proj": "mlp.experts.gate_up_proj",
         "feed_forward.experts.down_proj": "mlp.experts.down_proj",
-        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
-        "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
-        "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
+        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj mlp.shared_experts.gate_proj",
+        "feed_forward.shared.w2": "mlp.shared_expert.down_proj mlp.shared_experts.down_proj",
+        "feed_forward.shared.w3": "mlp.shared_expert.up_proj mlp.shared_experts.up_proj",
         "feed_forward.shared_gate": "mlp.shared_expert_gate",
     }
 )
@@ -84,6 +85,8 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
     name, theirs = type(model).__name__, dict(model.named_parameters())
     (config,) = read_configs(model, (reading,), changes)
     one_kind(theirs)
+    # The bias of a router's choice is no parameter, and stays float32.
+    theirs |= {key: b for key, b in model.named_buffers() if key.endswith("e_score_correction_bias")}  # type: ignore[misc]
     skipped = reading.skipped(model.config)
     state: State = {}
     unknown = []

@@ -65,7 +65,7 @@ class ModelConfig:
         norm_placement: "pre", a norm before each branch, or "post", a norm of each sum (GPT-1).
         final_norm: a norm behind the last block; None is the default, True for "pre" and False for "post".
         embedding_norm: a norm of the embeddings, with the positions added (BLOOM).
-        embedding_scale: factor on the embeddings, before positions are added.
+        embedding_scale: factor on the embeddings, rounded to their dtype, before positions are added.
         token_types: rows of a table of embeddings that are added by the type of a token (BERT's segments); 0 is none.
         activation: gated "swiglu", "geglu" or "geglu_tanh", or "gelu", "gelu_tanh" (GPT-2) or "relu" of one product.
         ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, with which a gated

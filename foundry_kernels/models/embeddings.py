@@ -57,7 +57,8 @@ def prepare(
         model.config, model.pos_embeddings, model.embedding_norm, model.config.embedding_dropout
     )  # fmt: skip
     if config.embedding_scale != 1.0:
-        stream = stream * config.embedding_scale
+        # Rounded to the embeddings' dtype first, as Gemma was trained.
+        stream = stream * torch.full((), config.embedding_scale, dtype=stream.dtype, device=stream.device)
     if model.type_embeddings is not None:
         types = model.type_embeddings
         stream = stream + (types.weight[0] if token_types is None else types(token_types))
