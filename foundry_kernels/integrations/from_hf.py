@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.reading import Asked, refuse_unread
+from foundry_kernels.integrations.encoder_readings import ENCODERS
+from foundry_kernels.integrations.reading import Asked, Reading, refuse_unread
 from foundry_kernels.integrations.table import FAMILIES
 from foundry_kernels.models.config import ModelConfig
 
 State = dict[str, Tensor]
+T = TypeVar("T")
 
-#: Language models by the names of their classes.
-READINGS = {row.name + row.head: row.reads for row in FAMILIES.values() if row.reads is not None}
+#: Language models, and encoders, by the names of their classes.
+READINGS = {row.name + row.head: row.reads for row in FAMILIES.values() if row.reads is not None} | ENCODERS
 
 
 def _by_their_names(ours: Mapping[str, str]) -> dict[str, str]:
@@ -32,40 +34,45 @@ MODULES = _by_their_names(
     {
         "tok_embeddings": (
             "model.embed_tokens model.decoder.embed_tokens transformer.wte transformer.tokens_embed "
-            "transformer.word_embeddings gpt_neox.embed_in"
+            "transformer.word_embeddings gpt_neox.embed_in embeddings.word_embeddings"
         ),
-        "pos_embeddings": "transformer.wpe transformer.positions_embed model.decoder.embed_positions",
-        "embedding_norm": "transformer.word_embeddings_layernorm",
+        "pos_embeddings": (
+            "transformer.wpe transformer.positions_embed model.decoder.embed_positions embeddings.position_embeddings"
+        ),
+        "type_embeddings": "embeddings.token_type_embeddings",
+        "embedding_norm": "transformer.word_embeddings_layernorm embeddings.LayerNorm",
         "norm": (
             "model.norm model.final_layernorm model.decoder.final_layer_norm transformer.ln_f gpt_neox.final_layer_norm"
         ),
         "output": "lm_head",
     }
 )
-LAYER = re.compile(r"(?:model\.layers|model\.decoder\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.")
+LAYER = re.compile(r"(?:model\.layers|model\.decoder\.layers|transformer\.h|gpt_neox\.layers|encoder\.layer)\.(\d+)\.")
 #: The same of the modules in a layer; `attention.wqkv` is split.
 LAYER_MODULES = _by_their_names(
     {
-        "attention_norm": "input_layernorm ln_1 ln_attn self_attn_layer_norm",
+        "attention_norm": "input_layernorm ln_1 ln_attn self_attn_layer_norm attention.output.LayerNorm",
         "attention.wqkv": "attn.c_attn attention.query_key_value self_attention.query_key_value",
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
+        "attention.wq": "self_attn.q_proj attention.self.query",
+        "attention.wk": "self_attn.k_proj attention.self.key",
+        "attention.wv": "self_attn.v_proj attention.self.value",
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
         "attention.wo": (
-            "self_attn.o_proj self_attn.out_proj self_attn.dense attn.c_proj attention.dense self_attention.dense"
+            "self_attn.o_proj self_attn.out_proj self_attn.dense attn.c_proj attention.dense self_attention.dense "
+            "attention.output.dense"
         ),
-        "ffn_norm": "post_attention_layernorm ln_2 ln_mlp final_layer_norm",
-        "feed_forward.w1": "mlp.gate_proj mlp.c_fc mlp.dense_h_to_4h mlp.fc1 fc1",
-        "feed_forward.w2": "mlp.down_proj mlp.c_proj mlp.dense_4h_to_h mlp.fc2 fc2",
+        "ffn_norm": "post_attention_layernorm ln_2 ln_mlp final_layer_norm output.LayerNorm",
+        "feed_forward.w1": "mlp.gate_proj mlp.c_fc mlp.dense_h_to_4h mlp.fc1 fc1 intermediate.dense",
+        "feed_forward.w2": "mlp.down_proj mlp.c_proj mlp.dense_4h_to_h mlp.fc2 fc2 output.dense",
         "feed_forward.w3": "mlp.up_proj",
         "feed_forward.router": "mlp.gate",
+        "feed_forward.router.selection_bias": "mlp.gate.e_score_correction_bias",
         "feed_forward.experts.gate_up_proj": "mlp.experts.gate_up_proj",
         "feed_forward.experts.down_proj": "mlp.experts.down_proj",
-        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
-        "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
-        "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
+        "feed_forward.shared.w1": "mlp.shared_expert.gate_proj mlp.shared_experts.gate_proj",
+        "feed_forward.shared.w2": "mlp.shared_expert.down_proj mlp.shared_experts.down_proj",
+        "feed_forward.shared.w3": "mlp.shared_expert.up_proj mlp.shared_experts.up_proj",
         "feed_forward.shared_gate": "mlp.shared_expert_gate",
     }
 )
@@ -74,26 +81,18 @@ LAYER_MODULES = _by_their_names(
 def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]:
     """Returns the configuration, with `changes`, and the weights of a model of transformers; see
     `Transformer.from_hf`."""
-    name, home = type(model).__name__, type(model).__module__
-    if name not in READINGS or not hasattr(model, "config") or home.partition(".")[0] != "transformers":
-        raise TypeError(f"model must be one of {', '.join(READINGS)} of transformers; got {name} of {home}")
-    reading, theirs = READINGS[name], dict(model.named_parameters())
-    asked = Asked(model.config)
-    fields = reading.fields(asked)
-    refuse_unread(model.config, asked.names | reading.silent)
-    fields["tie_embeddings"] = "lm_head.weight" not in theirs  # a shared parameter has one name
-    config = ModelConfig(**fields)
-    rows = config.max_seq_len
-    config = dataclasses.replace(config, **changes)
-    if config.positions == "learned" and config.max_seq_len > rows:
-        raise ValueError(f"max_seq_len is beyond the {rows} rows of the table of positions; got {config.max_seq_len}")
-    dtypes = {weight.dtype for weight in theirs.values()}
-    if len(dtypes) != 1 or len({weight.device for weight in theirs.values()}) != 1:
-        kinds = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in theirs.values()}))
-        raise ValueError(f"model must have weights of one dtype on one device; got {kinds}")
+    reading = known(model, READINGS)
+    name, theirs = type(model).__name__, dict(model.named_parameters())
+    (config,) = read_configs(model, (reading,), changes)
+    one_kind(theirs)
+    # The bias of a router's choice is no parameter, and stays float32.
+    theirs |= {key: b for key, b in model.named_buffers() if key.endswith("e_score_correction_bias")}  # type: ignore[misc]
+    skipped = reading.skipped(model.config)
     state: State = {}
     unknown = []
     for their_name, parameter in theirs.items():
+        if their_name.startswith(reading.left_out):
+            continue
         our_name, kind = _ours(their_name)
         if our_name is None:
             unknown.append(their_name)
@@ -102,14 +101,52 @@ def read(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, State]
         if reading.transposed and weight.dim() == 2 and our_name.startswith("layers."):
             weight = weight.t()
         if our_name == "pos_embeddings":
-            weight = weight[reading.skipped_positions :][: config.max_seq_len]
+            weight = weight[skipped:][: config.max_seq_len]
         if our_name.endswith("attention.wqkv"):
             state |= _split(our_name.removesuffix("qkv"), kind, weight, config, reading.qkv, their_name)
         else:
             state[our_name + kind] = weight
+    refuse_unknown(unknown, name)
+    return config, state
+
+
+def known(model: nn.Module, table: Mapping[str, T]) -> T:
+    """What `table` has of the class of a model of transformers."""
+    name, home = type(model).__name__, type(model).__module__
+    if name not in table or not hasattr(model, "config") or home.partition(".")[0] != "transformers":
+        raise TypeError(f"model must be one of {', '.join(table)} of transformers; got {name} of {home}")
+    return table[name]
+
+
+def read_configs(model: nn.Module, readings: Sequence[Reading], changes: Mapping[str, Any]) -> list[ModelConfig]:
+    """Returns the configuration that each of `readings` finds in a model's, with `changes`."""
+    asked = Asked(model.config)
+    found = [reading.fields(asked) for reading in readings]
+    refuse_unread(model.config, asked.names.union(*(reading.silent for reading in readings)))
+    tied = all(name != "lm_head.weight" for name, _ in model.named_parameters())  # a shared parameter has one name
+    configs = []
+    for fields in found:
+        config = ModelConfig(**{**fields, "tie_embeddings": tied and fields.get("head", True)})
+        rows = config.max_seq_len
+        config = dataclasses.replace(config, **changes)
+        if config.positions == "learned" and config.max_seq_len > rows:
+            raise ValueError(
+                f"max_seq_len is beyond the {rows} rows of the table of positions; got {config.max_seq_len}"
+            )
+        configs.append(config)
+    return configs
+
+
+def one_kind(theirs: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless all weights are of one dtype, on one device."""
+    if len({(weight.dtype, weight.device) for weight in theirs.values()}) != 1:
+        kinds = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in theirs.values()}))
+        raise ValueError(f"model must have weights of one dtype on one device; got {kinds}")
+
+
+def refuse_unknown(unknown: list[str], name: str) -> None:
     if unknown:
         raise ValueError(f"model has weights that {name} has no place for here: {_few(sorted(unknown))}")
-    return config, state
 
 
 def _ours(their_name: str) -> tuple[str | None, str]:

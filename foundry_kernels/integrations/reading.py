@@ -58,7 +58,9 @@ class Reading:
         qkv: how queries, keys and values lie in one matrix: "columns", one behind the other, or "groups", for each
             key-value head its queries, the key and the value.
         transposed: matrices are ``[in, out]`` (`Conv1D`).
-        skipped_positions: rows of the table of positions before that of position 0.
+        skipped_positions: rows of the table of positions before that of position 0, or the option and the number whose
+            sum they are.
+        left_out: beginnings of names of weights that our model has no place for, and that change no hidden state.
         silent: options that say nothing of what this class computes, besides `SILENT`.
     """
 
@@ -68,7 +70,8 @@ class Reading:
     needs: Mapping[str, Any] = field(default_factory=dict)
     qkv: str = "columns"
     transposed: bool = False
-    skipped_positions: int = 0
+    skipped_positions: int | tuple[str, int] = 0
+    left_out: tuple[str, ...] = ()
     silent: frozenset[str] = frozenset()
 
     def fields(self, config: Any) -> dict[str, Any]:
@@ -85,6 +88,13 @@ class Reading:
         for part in self.parts:
             fields |= part(config)
         return fields
+
+    def skipped(self, config: Any) -> int:
+        """Rows of the table of positions before that of position 0."""
+        if isinstance(self.skipped_positions, int):
+            return self.skipped_positions
+        option, more = self.skipped_positions
+        return int(getattr(config, option)) + more
 
 
 class Asked:
@@ -184,14 +194,53 @@ def experts(count: str) -> Callable[[Any], dict[str, Any]]:
     return part
 
 
+def roberta(config: Any) -> dict[str, Any]:
+    """Positions are counted from behind the padding token's number, and the table has rows for those before too."""
+    return {"max_seq_len": config.max_position_embeddings - config.pad_token_id - 1}
+
+
 def opt(config: Any) -> dict[str, Any]:
     without(config, word_embed_proj_dim=config.hidden_size)
     return {"norm_placement": "pre" if config.do_layer_norm_before else "post"}
 
 
+def gemma(config: Any) -> dict[str, Any]:
+    return {"embedding_scale": config.hidden_size**0.5}
+
+
+def mixed_layers(config: Any) -> dict[str, Any]:
+    """Layers without experts among those with: named ones, or all but every so many."""
+    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    dense = tuple(layer for layer in layers if layer in config.mlp_only_layers or (layer + 1) % step)
+    return {"dense_layers": dense, "dense_hidden_dim": config.intermediate_size} if dense else {}
+
+
+def deepseek_experts(config: Any) -> dict[str, Any]:
+    """The mixture of DeepSeek-V3: sigmoids with a bias for the choice, groups of experts, the first layers without."""
+    dense = tuple(range(min(config.first_k_dense_replace, config.num_hidden_layers)))
+    groups, best = config.n_group, config.topk_group
+    grouped = groups is not None and groups > 1  # one group is none
+    return {
+        "n_experts": config.n_routed_experts,
+        "top_k": config.num_experts_per_tok,
+        "hidden_dim": config.moe_intermediate_size,
+        "router_scoring": "sigmoid",
+        "router_scale": config.routed_scaling_factor,
+        "router_renormalize": config.norm_topk_prob,
+        "router_groups": groups if grouped else None,
+        "router_top_groups": best if grouped else None,
+        "selection_bias": True,
+        "shared_expert_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size or None,
+        "dense_layers": dense,
+        "dense_hidden_dim": config.intermediate_size if dense else None,
+    }
+
+
+def glm4_moe(config: Any) -> dict[str, Any]:
+    return {"qk_norm": config.use_qk_norm}
+
+
 def falcon(config: Any) -> dict[str, Any]:
-    if config.alibi:
-        raise ValueError("alibi must be False: Falcon's slopes are rounded to bfloat16 and scaled with the scores")
     grouped, parallel = config.new_decoder_architecture, config.parallel_attn
     if grouped:
         without(config, parallel_attn=True)
@@ -203,4 +252,9 @@ def falcon(config: Any) -> dict[str, Any]:
     else:
         without(config, attention_dropout=config.hidden_dropout)  # which it applies to the residual
     two_norms = not parallel or (grouped and config.num_ln_in_parallel_attn in (None, 2))
-    return {"n_kv_heads": kv_heads, "parallel_residual": parallel, "shared_attention_norm": not two_norms}
+    fields = {"n_kv_heads": kv_heads, "parallel_residual": parallel, "shared_attention_norm": not two_norms}
+    if not config.alibi:
+        return fields | rope(config)
+    # Its attention drops out weights with ALiBi alone.
+    alibi = {"positions": "alibi", "alibi_scaled": True, "rope_interleaved": True}
+    return fields | alibi | {"attention_dropout": config.attention_dropout}

@@ -12,8 +12,12 @@ from foundry_kernels.integrations.reading import (
     PLAIN,
     Reading,
     activation,
+    deepseek_experts,
     experts,
     falcon,
+    gemma,
+    glm4_moe,
+    mixed_layers,
     opt,
     rope,
     window,
@@ -46,6 +50,7 @@ _SUMMARY = frozenset(
 )
 #: What transformers makes `sliding_window` and `layer_types` of.
 _WINDOWS = frozenset({"use_sliding_window", "max_window_layers"})
+_ROTATION = frozenset({"rope_parameters"})
 
 GPT2 = Reading(
     _GPT_OPTIONS,
@@ -97,11 +102,11 @@ FALCON = Reading(
         "mlp_bias": "bias",
         "residual_dropout": "hidden_dropout",
     },
-    (falcon, rope, activation("activation", PLAIN)),
+    (falcon, activation("activation", PLAIN)),
     choices=PRESETS["falcon"],
     qkv="groups",
-    # Each counts in one of the two architectures alone, and dropout of weights with ALiBi alone.
-    silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}),
+    # Each counts in one of the two architectures alone, dropout of weights with ALiBi alone, a rotation without.
+    silent=frozenset({"multi_query", "num_kv_heads", "num_ln_in_parallel_attn", "attention_dropout"}) | _ROTATION,
 )
 OPT = Reading(
     {
@@ -172,8 +177,7 @@ QWEN2 = Reading(
 QWEN3 = Reading(_LLAMA_OPTIONS, _LLAMA_PARTS, silent=_WINDOWS)
 QWEN3_MOE = Reading(
     {**_LLAMA_OPTIONS, **_ROUTED_OPTIONS},
-    (*_LLAMA_PARTS, experts("num_experts")),
-    needs={"decoder_sparse_step": 1, "mlp_only_layers": []},
+    (*_LLAMA_PARTS, experts("num_experts"), mixed_layers),
     silent=_WINDOWS | {"intermediate_size"},  # the width of layers without experts
 )
 QWEN2_MOE = dataclasses.replace(
@@ -185,4 +189,29 @@ QWEN2_MOE = dataclasses.replace(
         "shared_expert_dim": "shared_expert_intermediate_size",
     },
     choices={"attention_out_bias": False, "shared_expert_gate": True},
+)
+OLMOE = Reading(
+    {**_LLAMA_OPTIONS, "router_renormalize": "norm_topk_prob"},
+    (*_LLAMA_PARTS, experts("num_experts")),
+    choices={"norm_round_before_weight": True, "qk_norm": True, "qk_norm_over": "projection"},
+    needs={"clip_qkv": None},
+)
+GEMMA = Reading(
+    _LLAMA_OPTIONS,
+    (*_LLAMA_PARTS, gemma),
+    choices={"norm_weight_offset": 1.0},
+    needs={"use_bidirectional_attention": None},
+)
+DOTS1 = Reading(
+    {**_LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
+    (*_LLAMA_PARTS, deepseek_experts),
+    choices={"norm_round_before_weight": True, "qk_norm": True},
+    silent=_WINDOWS | {"intermediate_size"},
+)
+GLM4_MOE = Reading(
+    {**_LLAMA_OPTIONS, "hidden_dim": "moe_intermediate_size"},
+    (*_LLAMA_PARTS, deepseek_experts, glm4_moe),
+    choices={"norm_round_before_weight": True, "attention_out_bias": False},
+    # Predictions of several tokens are another model's.
+    silent=frozenset({"intermediate_size", "num_nextn_predict_layers"}),
 )

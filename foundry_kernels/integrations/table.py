@@ -153,6 +153,9 @@ FAMILIES = {
     "phi": Family("Phi", reads=readings.PHI),
     "stablelm": Family("StableLm", reads=readings.STABLELM),
     "starcoder2": Family("Starcoder2", reads=readings.STARCODER2),
+    "olmoe": Family("Olmoe", reads=readings.OLMOE),
+    "dots1": Family("Dots1", reads=readings.DOTS1),
+    "glm4_moe": Family("Glm4Moe", reads=readings.GLM4_MOE),
     "llama": _like_llama("Llama", LLAMA, GATED, Attention(), reads=readings.LLAMA),
     "mistral": _like_llama("Mistral", LLAMA, GATED, CONFIG_WINDOW, reads=readings.LLAMA),
     "mixtral": _like_llama("Mixtral", LLAMA, Experts(), CONFIG_WINDOW, MIXTURE, readings.MIXTRAL),
@@ -169,7 +172,7 @@ FAMILIES = {
     ),
     "qwen3": _like_llama("Qwen3", LLAMA, GATED, QWEN3, reads=readings.QWEN3),
     "qwen3_moe": _like_llama("Qwen3Moe", LLAMA, Experts(), QWEN3, MIXTURE, readings.QWEN3_MOE, MLP=GATED),
-    "gemma": _like_llama("Gemma", GEMMA, GATED, Attention()),
+    "gemma": _like_llama("Gemma", GEMMA, GATED, Attention(), reads=readings.GEMMA),
     "gemma2": _like_llama(
         "Gemma2",
         GEMMA,

@@ -1,8 +1,11 @@
-"""A decoder over the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and what lies between."""
+"""Models over the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and what lies between, encoders, and
+encoders with decoders."""
 
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.context import Context
+from foundry_kernels.models.encoder_decoder import EncoderDecoder
 from foundry_kernels.models.generate import generate
 from foundry_kernels.models.transformer import Transformer
 
-__all__ = ["KVCache", "ModelConfig", "Transformer", "generate"]
+__all__ = ["Context", "EncoderDecoder", "KVCache", "ModelConfig", "Transformer", "generate"]

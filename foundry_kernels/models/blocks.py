@@ -36,9 +36,10 @@ Passed = tuple[Any, ...]  # (branch, stream), or (branch, stream, shares, probab
 def operations(config: ModelConfig) -> tuple[str, ...]:
     """Returns the operations that a model calls."""
     ops = [config.norm, f"add_{config.norm}"]
+    fused = config.positions == "rope" and config.qk_norm_over == "head"
     if config.qk_norm:
-        ops.append("qk_norm_rope" if config.positions == "rope" else "rms_norm")
-    elif config.positions == "rope":
+        ops.append("qk_norm_rope" if fused else "rms_norm")
+    if config.positions == "rope" and not (config.qk_norm and fused):
         ops.append("rope")
     op = (GATES if config.gated else ACTIVATIONS)[config.activation][0]
     ops += [] if op is None else [op]
@@ -49,14 +50,41 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
 def make_norm(config: ModelConfig, factory: dict[str, Any]) -> Norm:
     if config.norm == "layer_norm":
         return LayerNorm(config.dim, config.norm_eps, bias=config.norms_have_bias, **factory)
-    return RMSNorm(config.dim, config.norm_eps, round_before_weight=config.norm_round_before_weight, **factory)
+    order, offset = config.norm_round_before_weight, config.norm_weight_offset
+    return RMSNorm(config.dim, config.norm_eps, round_before_weight=order, weight_offset=offset, **factory)
 
 
-def make_feed_forward(config: ModelConfig, factory: dict[str, Any]) -> GatedMLP | MLP | MoE:
-    if config.n_experts is not None:
+def make_attention(
+    config: ModelConfig, factory: dict[str, Any], rope: RotaryEmbedding | None, alibi: AlibiSlopes | None, **others: Any
+) -> Attention:
+    return Attention(
+        config.dim,
+        config.n_heads,
+        config.n_kv_heads,
+        config.head_width,
+        rope=rope,
+        alibi=alibi,
+        bias=config.attention_bias,
+        out_bias=config.attention_out_has_bias,
+        scale=config.attention_scale,
+        qk_norm=config.qk_norm,
+        qk_norm_over=config.qk_norm_over,
+        norm_eps=config.norm_eps,
+        norm_round_before_weight=config.norm_round_before_weight,
+        dropout=config.attention_dropout,
+        **others,
+        **factory,
+    )
+
+
+def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) -> GatedMLP | MLP | MoE:
+    width = config.ffn_width
+    if layer in config.dense_layers:
+        width = config.dense_hidden_dim or width
+    elif config.n_experts is not None:
         return MoE(
             config.dim,
-            config.ffn_width,
+            width,
             config.n_experts,
             config.top_k,
             activation=config.activation,
@@ -65,16 +93,23 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any]) -> GatedMLP 
             scale=config.router_scale,
             router_bias=config.router_bias,
             selection_bias=config.selection_bias,
+            n_groups=config.router_groups,
+            top_groups=config.router_top_groups,
             bias=config.mlp_bias,
             weight_inputs=config.weight_expert_inputs,
             shared_width=config.shared_expert_dim,
             shared_gate=config.shared_expert_gate,
             **factory,
         )
-    if config.activation == "swiglu" and not config.mlp_bias:
-        return SwiGLU(config.dim, config.ffn_width, **factory)
+    if config.activation == "swiglu" and not config.mlp_bias and not config.activation_dropout:
+        return SwiGLU(config.dim, width, **factory)
     block = GatedMLP if config.gated else MLP
-    return block(config.dim, config.ffn_width, activation=config.activation, bias=config.mlp_bias, **factory)
+    options: dict[str, Any] = {
+        "activation": config.activation,
+        "bias": config.mlp_bias,
+        "dropout": config.activation_dropout,
+    }
+    return block(config.dim, width, **options, **factory)
 
 
 def add_branch(norm: Norm, branch: Tensor, stream: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
@@ -95,27 +130,15 @@ class TransformerBlock(nn.Module):
         rope: RotaryEmbedding | None,
         alibi: AlibiSlopes | None,
         factory: dict[str, Any],
+        layer: int,
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, factory)
-        self.attention = Attention(
-            config.dim,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_width,
-            rope=rope,
-            alibi=alibi,
-            sliding_window=config.sliding_window,
-            bias=config.attention_bias,
-            out_bias=config.attention_out_has_bias,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            norm_round_before_weight=config.norm_round_before_weight,
-            dropout=config.attention_dropout,
-            **factory,
-        )
+        window = config.sliding_window
+        self.attention = make_attention(config, factory, rope, alibi, causal=config.causal, sliding_window=window)
         self.ffn_norm = None if config.shared_attention_norm else make_norm(config, factory)
-        self.feed_forward = make_feed_forward(config, factory)
+        self.feed_forward = make_feed_forward(config, factory, layer)
+        self.routes = config.n_experts is not None and layer not in config.dense_layers
         self.dropout = config.residual_dropout
 
     def forward(
@@ -128,9 +151,9 @@ class TransformerBlock(nn.Module):
     ) -> Passed:
         """`branch`, the previous block's output (None before the first), is still to be added to `stream`; both
         ``[B, T, dim]``. Returns this block's branch, the stream that it is to be added to, and with `return_stats` the
-        three tensors of :class:`foundry_kernels.nn.RouterStats`. If the block `drops_late`, a branch is dropped out
-        where it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of its attention, or
-        nothing."""
+        three tensors of :class:`foundry_kernels.nn.RouterStats` where there is a router. If the block `drops_late`, a
+        branch is dropped out where it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of
+        its attention, or nothing."""
         if branch is None:
             y = self.attention_norm(stream)
         else:
@@ -158,7 +181,7 @@ class TransformerBlock(nn.Module):
         return found
 
     def _feed(self, y: Tensor, return_stats: bool) -> tuple[Tensor, ...]:
-        if not return_stats:
+        if not (return_stats and self.routes):
             return (self.feed_forward(y),)
         branch, stats = self.feed_forward(y, return_stats=True)
         return branch, *stats
@@ -211,9 +234,3 @@ class PostNormBlock(TransformerBlock):
         branch, *stats = self._feed(stream, return_stats)
         stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
         return None, stream, *stats
-
-
-def block_class(config: ModelConfig) -> type[TransformerBlock]:
-    if config.norm_placement == "post":
-        return PostNormBlock
-    return ParallelBlock if config.parallel_residual else TransformerBlock

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foundry_kernels.core.checks import check_not_negative, check_positive
+from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
 from foundry_kernels.models import presets
+from foundry_kernels.models.contradictions import contradictions
+from foundry_kernels.models.count import count_parameters
 from foundry_kernels.nn.mlp import GATES
 from foundry_kernels.nn.router import SCORINGS
 from foundry_kernels.ops.rope import RopeScaling
 
 #: What may be chosen, by the name of the field.
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "positions": ("rope", "alibi", "learned", "sinusoidal", "none"),
+    "positions": ("rope", "alibi", "learned", "sinusoidal", "relative", "none"),
     "norm": ("rms_norm", "layer_norm"),
     "norm_placement": ("pre", "post"),
     "activation": (*GATES, "gelu", "gelu_tanh", "relu"),
     "ffn_rule": (None, "4d", "two_thirds_of_4d"),
     "router_scoring": SCORINGS,
+    "qk_norm_over": ("head", "projection"),
 }
-
-
-#: Fields that mean nothing without `n_experts`.
-EXPERT_FIELDS = (
-    "top_k", "router_scoring", "router_renormalize", "router_scale", "router_bias", "selection_bias",
-    "weight_expert_inputs", "shared_expert_dim", "shared_expert_gate", "load_balancing_coef", "router_z_coef",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,21 @@ class ModelConfig:
         tie_embeddings: the output projection is the embedding's matrix.
         init_std: standard deviation of the initial weights.
         positions: "rope" rotates queries and keys; "alibi" lowers a score by the distance, by a slope a head
-            (:func:`foundry_kernels.nn.alibi_slopes`); "learned" and "sinusoidal" add a vector to the embedding; "none".
+            (:func:`foundry_kernels.nn.alibi_slopes`); "learned" and "sinusoidal" add a vector to the embedding;
+            "relative" adds a learned number a head to a score, by the distance (T5,
+            :class:`foundry_kernels.nn.RelativeBias`); "none".
+        alibi_scaled: multiply ALiBi's slopes by the scale of the scores, after rounding them to bfloat16 (Falcon).
+        relative_buckets, relative_max_distance: of "relative" positions: numbers a head, and the distance from which on
+            all have the last one.
         rope_dim: rotated dimensions of a head, even; None is all of them.
         norm: "rms_norm" or "layer_norm".
         norm_bias: whether norms have a bias; None is the default, True for "layer_norm" and False for "rms_norm".
-        norm_placement: "pre", a norm before each branch and one at the end, or "post", a norm of each sum (GPT-1).
+        norm_weight_offset: added to the weights of RMSNorms, which start at ``1 - norm_weight_offset`` (Gemma: 1.0).
+        norm_placement: "pre", a norm before each branch, or "post", a norm of each sum (GPT-1).
+        final_norm: a norm behind the last block; None is the default, True for "pre" and False for "post".
         embedding_norm: a norm of the embeddings, with the positions added (BLOOM).
+        embedding_scale: factor on the embeddings, rounded to their dtype, before positions are added.
+        token_types: rows of a table of embeddings that are added by the type of a token (BERT's segments); 0 is none.
         activation: gated "swiglu", "geglu" or "geglu_tanh", or "gelu", "gelu_tanh" (GPT-2) or "relu" of one product.
         ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, with which a gated
             block has as many parameters; None is two thirds where there is a gate, else 4d.
@@ -72,18 +77,31 @@ class ModelConfig:
         parallel_residual: attention and feed-forward read the same stream, and both are added to it (GPT-NeoX).
         shared_attention_norm: with `parallel_residual`, one norm for both (Falcon-7B).
         sliding_window: positions that a query sees, its own the last of them; None is all before.
-        qk_norm: an RMSNorm of each head of queries and keys, before the rotation (Qwen3).
+        causal: whether a position sees none behind it. False makes an encoder, without a cache or generation.
+        context_dim: width of a context, of another sequence, that each block attends to between its own attention and
+            the feed-forward part (the decoder of an :class:`EncoderDecoder`); None is no context.
+        head: whether there is an output projection. Without, a model returns the last hidden states.
+        logit_scale: factor on the logits (T5: ``dim ** -0.5``).
+        attention_scale: factor on the scores; None is ``head_dim ** -0.5``.
+        qk_norm: an RMSNorm of queries and keys, before the rotation (Qwen3).
+        qk_norm_over: "head", each head by itself, or "projection", all heads together (OLMoE).
         embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added, in the pass of
             the norm that adds it.
         attention_dropout: of attention's weights, inside attention's kernels.
-        n_experts: None, or how many experts take the place of the feed-forward block, each of its width, in every layer
+        activation_dropout: of the activated product inside the feed-forward block.
+        output_dropout: of what the output projection reads (T5).
+        n_experts: None, or how many experts take the place of the feed-forward block, each of its width
             (:class:`foundry_kernels.nn.MoE`).
+        dense_layers: layers (from 0) that have a feed-forward block and no experts.
+        dense_hidden_dim: the width of that block; None is an expert's.
         top_k: experts of a token.
         router_scoring, router_renormalize, router_scale: how a router's logits become weights ("softmax", True, 1.0 in
             Mixtral; "sigmoid" in DeepSeek-V3); see :class:`foundry_kernels.nn.Router`.
         router_bias: of the router's logits.
         selection_bias: a bias of the router's choice alone, which
             :func:`foundry_kernels.nn.update_selection_biases` moves after each step (DeepSeek-V3).
+        router_groups, router_top_groups: a token chooses among the experts of its best groups only, so many of so many
+            groups (DeepSeek-V3); None is no groups.
         weight_expert_inputs: multiply experts' inputs by their weights, not their outputs (Llama 4).
         shared_expert_dim: width of an expert that every token goes through; None is none.
         shared_expert_gate: multiply its output by the logistic function of a scalar (Qwen2-MoE).
@@ -134,7 +152,26 @@ class ModelConfig:
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    output_dropout: float = 0.0
+    causal: bool = True
+    context_dim: int | None = None
+    head: bool = True
+    logit_scale: float = 1.0
+    attention_scale: float | None = None
+    alibi_scaled: bool = False
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    norm_weight_offset: float = 0.0
+    final_norm: bool | None = None
+    embedding_scale: float = 1.0
+    token_types: int = 0
+    qk_norm_over: str = "head"
     n_experts: int | None = None
+    dense_layers: tuple[int, ...] = ()
+    dense_hidden_dim: int | None = None
+    router_groups: int | None = None
+    router_top_groups: int | None = None
     top_k: int = 2
     router_scoring: str = "softmax"
     router_renormalize: bool = True
@@ -148,19 +185,12 @@ class ModelConfig:
     router_z_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "vocab_size", "max_seq_len", "multiple_of", "top_k"):
-            _check_size(name, getattr(self, name))
-        for name in (
-            "n_kv_heads",
-            "hidden_dim",
-            "head_dim",
-            "rope_dim",
-            "sliding_window",
-            "n_experts",
-            "shared_expert_dim",
-        ):
-            if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if str(field.type).startswith("int") and value is not None and field.name != "token_types":
+                _check_size(field.name, value)
+        check_int("token_types", self.token_types, 0)
+        object.__setattr__(self, "dense_layers", _layer_numbers(self.dense_layers, self.n_layers))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if (
@@ -175,6 +205,9 @@ class ModelConfig:
             ("rope_base", 1.0),
             ("init_std", 0.0),
             ("router_scale", 0.0),
+            ("logit_scale", 0.0),
+            ("attention_scale", 0.0),
+            ("embedding_scale", 0.0),
         ):
             value = getattr(self, name)
             if value is not None and not low < value < math.inf:
@@ -188,7 +221,14 @@ class ModelConfig:
             value = getattr(self, field.name)
             if str(field.type).startswith("bool") and not isinstance(value, bool) and value is not field.default:
                 raise TypeError(f"{field.name} must be a bool; got {type(value).__name__}")
-        for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
+        check_number("norm_weight_offset", self.norm_weight_offset)
+        for name in (
+            "embedding_dropout",
+            "residual_dropout",
+            "attention_dropout",
+            "activation_dropout",
+            "output_dropout",
+        ):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1); got {getattr(self, name)}")
         for name in ("load_balancing_coef", "router_z_coef"):
@@ -199,7 +239,7 @@ class ModelConfig:
             raise ValueError(
                 f"dim must be a multiple of n_heads={self.n_heads} unless head_dim is given; got {self.dim}"
             )
-        for reason in _contradictions(self):
+        for reason in contradictions(self):
             raise ValueError(reason)
 
     @classmethod
@@ -278,6 +318,15 @@ class ModelConfig:
         return self.activation in GATES
 
     @property
+    def relative(self) -> bool:
+        return self.positions == "relative"
+
+    @property
+    def ends_with_norm(self) -> bool:
+        """Whether there is a norm behind the last block."""
+        return self.norm_placement == "pre" if self.final_norm is None else self.final_norm
+
+    @property
     def balances(self) -> bool:
         """Whether a loss of the routers is part of the model's loss in training."""
         return self.load_balancing_coef > 0.0 or self.router_z_coef > 0.0
@@ -308,87 +357,7 @@ class ModelConfig:
     @property
     def n_parameters(self) -> int:
         """Parameters of the model, those of a tied head once."""
-        dim, width, norm = self.dim, self.ffn_width, self.dim * (2 if self.norms_have_bias else 1)
-        q, kv = self.n_heads * self.head_width, self.kv_heads * self.head_width
-        attention = 2 * dim * q + 2 * dim * kv
-        attention += (q + 2 * kv) * self.attention_bias + dim * self.attention_out_has_bias
-        attention += 2 * self.head_width * self.qk_norm
-        matrices = 3 if self.gated else 2
-        biased = ((matrices - 1) * width + dim) * self.mlp_bias
-        feed_forward = matrices * dim * width + biased
-        if self.n_experts is not None:
-            shared = self.shared_expert_dim or 0
-            feed_forward *= self.n_experts
-            feed_forward += self.n_experts * (dim + self.router_bias) + dim * self.shared_expert_gate
-            feed_forward += matrices * dim * shared + ((matrices - 1) * shared + dim) * (self.mlp_bias and shared > 0)
-        layer = attention + feed_forward + norm * (1 if self.shared_attention_norm else 2)
-        embeddings = self.vocab_size * dim * (1 if self.tie_embeddings else 2) + self.vocab_size * self.output_bias
-        embeddings += self.max_seq_len * dim * (self.positions == "learned") + norm * self.embedding_norm
-        return embeddings + self.n_layers * layer + norm * (self.norm_placement == "pre")
-
-
-def refuse_choices(
-    config: ModelConfig, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
-) -> None:
-    """Refuses what is not known: a field that has neither its default nor one of the values in `known` (None: any).
-
-    Raises:
-        ValueError: ``field=value`` and `what`, with the reason that `why` has of the field or of ``field=value``.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value == field.default or (field.name in known and value in (known[field.name] or (value,))):
-            continue
-        reason = why.get(f"{field.name}={value}", why.get(field.name, "it is not among the choices that it knows"))
-        raise ValueError(f"{field.name}={value!r} {what}: {reason}")
-
-
-def _contradictions(config: ModelConfig) -> Iterator[str]:
-    """Yields what no model can be, and why."""
-    if config.positions == "rope":
-        if config.rope_dim is None and config.head_width % 2:
-            yield f"head_dim must be even, for the rotary pairs; got {config.head_width}"
-        if config.rotary_width % 2 or config.rotary_width > config.head_width:
-            yield f"rope_dim must be even and at most head_dim={config.head_width}; got {config.rope_dim}"
-    else:
-        for name in ("rope_dim", "rope_base", "rope_scaling", "rope_interleaved"):
-            value, default = getattr(config, name), ModelConfig.__dataclass_fields__[name].default
-            if value != default:
-                yield f"{name} needs positions='rope'; got {value} with positions={config.positions!r}"
-    if config.norm == "rms_norm" and config.norm_bias:
-        yield "norm_bias needs norm='layer_norm': an RMSNorm has no bias; got True"
-    if config.norm == "layer_norm" and config.norm_round_before_weight:
-        yield "norm_round_before_weight needs norm='rms_norm'; got True with norm='layer_norm'"
-    if config.norm_placement == "post" and config.parallel_residual:
-        yield (
-            "parallel_residual needs norm_placement='pre': attention and feed-forward read one stream, and a norm of "
-            "each sum would come between them"
-        )
-    if config.shared_attention_norm and not config.parallel_residual:
-        yield "shared_attention_norm needs parallel_residual=True: in sequence the branches read different streams"
-    if config.tie_embeddings and config.output_bias:
-        yield "output_bias needs tie_embeddings=False: a tied head is the embedding's matrix alone"
-    yield from _contradictions_of_experts(config)
-
-
-def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
-    if config.n_experts is None:
-        for name in EXPERT_FIELDS:
-            value = getattr(config, name)
-            if value != ModelConfig.__dataclass_fields__[name].default:
-                yield f"{name} needs n_experts: there is no router and no expert without; got {value}"
-        return
-    if config.top_k > config.n_experts:
-        yield f"top_k must be at most n_experts={config.n_experts}; got {config.top_k}"
-    if not config.gated:
-        yield f"n_experts needs a gated activation, one of {', '.join(GATES)}; got activation={config.activation!r}"
-    if config.top_k == 1 and config.n_experts > 1 and config.router_renormalize:
-        yield (
-            "router_renormalize must be False with top_k=1: a weight divided by itself is 1, and the router "
-            "would learn nothing"
-        )
-    if config.shared_expert_gate and config.shared_expert_dim is None:
-        yield "shared_expert_gate needs shared_expert_dim: there is no shared expert; got True"
+        return count_parameters(self)
 
 
 def _check_size(name: str, value: object) -> None:
@@ -396,3 +365,12 @@ def _check_size(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1; got {value}")
+
+
+def _layer_numbers(layers: object, n_layers: int) -> tuple[int, ...]:
+    """`layers` as a tuple in order, each once."""
+    if not isinstance(layers, Sequence) or not all(type(layer) is int for layer in layers):
+        raise TypeError(f"dense_layers must be a tuple of ints; got {layers!r:.60}")
+    if outside := [layer for layer in layers if not 0 <= layer < n_layers]:
+        raise ValueError(f"dense_layers must be layers 0 .. {n_layers - 1}; got {outside[0]}")
+    return tuple(sorted(set(layers)))

@@ -12,10 +12,11 @@ from foundry_kernels.core.checks import check_int, check_not_negative, check_pos
 
 if TYPE_CHECKING:
     from foundry_kernels.models.cache import KVCache
+    from foundry_kernels.models.context import Context
     from foundry_kernels.models.transformer import Transformer
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
-Step = Callable[["Transformer", Tensor, "KVCache"], Tensor]
+Step = Callable[["Transformer", Tensor, "KVCache", "Context | None"], Tensor]
 
 #: On a GPU, after how many tokens it is seen whether all rows have stopped: looking waits for the GPU.
 _LOOK_EVERY = 16
@@ -35,6 +36,7 @@ def generate(
     stop_token: int | None = None,
     generator: torch.Generator | None = None,
     compile: bool | Mapping[str, Any] = False,
+    context: Context | None = None,
 ) -> list[Tensor]:
     """Continues each prompt by at most `max_new_tokens` tokens.
 
@@ -57,6 +59,7 @@ def generate(
         compile: run the steps of one token through ``torch.compile``; a mapping is passed to it as keyword arguments.
             One graph runs all lengths, and later calls with the same model; the prompts' common part is read without
             it. A model that is compiled already is called as it is.
+        context: of a model with `context_dim`, what its `read_context` has read, a row for each prompt.
 
     Returns:
         For each prompt the prompt and its continuation, 1-D int64 on the model's device.
@@ -64,10 +67,13 @@ def generate(
     Raises:
         TypeError: prompts or max_new_tokens are no integers.
         ValueError: an empty prompt, a prompt and new tokens beyond max_seq_len, tokens outside the vocabulary,
-            temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device.
+            temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is not
+            causal or has no head, a context that does not fit.
     """
     config, device = model.config, model.tok_embeddings.weight.device
-    rows = _read_prompts(prompts, config.vocab_size)
+    if not (config.causal and config.head):
+        raise ValueError("generate needs a model with causal=True and head=True")
+    rows = read_prompts(prompts, config.vocab_size)
     _check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
@@ -100,7 +106,7 @@ def generate(
             _fix_heads(cache)
         new = tokens[:, :shortest]
         for position in range(shortest, total):
-            logits = (_step if cache.length == 0 else step)(model, new, cache)
+            logits = (_step if cache.length == 0 else step)(model, new, cache, context)
             drawn = _choose(logits, temperature, top_k, top_p, generator)
             new = tokens[:, position : position + 1]
             if alike:
@@ -118,9 +124,9 @@ def generate(
     return [row[:stop].clone() for row, stop in zip(tokens, end.tolist(), strict=True)]
 
 
-def _step(model: Transformer, tokens: Tensor, cache: KVCache) -> Tensor:
+def _step(model: Transformer, tokens: Tensor, cache: KVCache, context: Context | None) -> Tensor:
     """Logits ``[B, V]`` of what follows `tokens` ``[B, T]``."""
-    logits: Tensor = model(tokens, cache=cache, last_only=True)
+    logits: Tensor = model(tokens, context=context, cache=cache, last_only=True)
     return logits[:, -1]
 
 
@@ -175,15 +181,15 @@ def _most_likely(likely: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     return likely.sort(dim=-1, descending=True, stable=True)
 
 
-def _read_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
+def read_prompts(prompts: Prompts, vocab_size: int, what: str = "prompts") -> list[Tensor]:
     """Returns the prompts as int64 tensors on the CPU, checked."""
     if isinstance(prompts, Tensor) and prompts.dim() != 2:
-        raise ValueError(f"prompts must be a [B, T] tensor or a sequence of 1-D prompts; got {tuple(prompts.shape)}")
+        raise ValueError(f"{what} must be a [B, T] tensor or a sequence of 1-D prompts; got {tuple(prompts.shape)}")
     if isinstance(prompts, str) or not isinstance(prompts, Tensor | Sequence):
-        raise TypeError(f"prompts must be a tensor or a sequence of prompts; got {type(prompts).__name__}")
+        raise TypeError(f"{what} must be a tensor or a sequence of prompts; got {type(prompts).__name__}")
     rows = []
     for index, prompt in enumerate(prompts):
-        name = f"prompts[{index}]"
+        name = f"{what}[{index}]"
         if not isinstance(prompt, Tensor):
             if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
                 raise TypeError(f"{name} must be a 1-D integer tensor or a sequence of ints; got {prompt!r:.60}")
@@ -193,7 +199,7 @@ def _read_prompts(prompts: Prompts, vocab_size: int) -> list[Tensor]:
         if prompt.dim() != 1:
             raise ValueError(f"{name} must be 1-D; got shape {tuple(prompt.shape)}")
         if prompt.numel() == 0:
-            raise ValueError(f"{name} is empty; a prompt needs at least one token")
+            raise ValueError(f"{name} is empty; it needs at least one token")
         row = prompt.detach().to("cpu", torch.int64)
         low, high = int(row.min()), int(row.max())
         if low < 0 or high >= vocab_size:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_device, check_int, check_integer, check_rank
+from foundry_kernels.core.checks import check_device, check_int, check_integer, check_rank, check_shape, check_tensor
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.context import Context
 from foundry_kernels.ops.flash_attention.checks import check_lengths
 
 
@@ -29,6 +30,8 @@ def check_tokens(
     if cu_seqlens is not None:
         _check_packed(tokens, cache, cu_seqlens, max_seqlen, config.max_seq_len)
         return
+    if cache is not None and not config.causal:
+        raise ValueError("cache needs causal=True: what an encoder's positions see is not known before the last")
     if max_seqlen is not None:
         raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
     start = 0 if cache is None else cache.length
@@ -63,8 +66,10 @@ def _check_packed(
         raise ValueError(f"cu_seqlens hold a sequence of {longest} positions; max_seq_len is {max_seq_len}")
 
 
-def check_targets(targets: Tensor, tokens: Tensor, last_only: bool, ignore_index: int, vocab_size: int) -> None:
+def check_targets(targets: Tensor, tokens: Tensor, last_only: bool, ignore_index: int, config: ModelConfig) -> None:
     check_integer("targets", targets)
+    if not config.head:
+        raise ValueError("targets need a model with an output projection; its configuration has head=False")
     if last_only:
         raise ValueError("targets need the logits of all positions; got last_only=True")
     if targets.shape != tokens.shape:
@@ -72,7 +77,51 @@ def check_targets(targets: Tensor, tokens: Tensor, last_only: bool, ignore_index
     if targets.device != tokens.device:
         raise ValueError(f"targets must be on the model's device {tokens.device}; got {targets.device}")
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_range("targets", targets[targets != ignore_index], vocab_size)
+        check_range("targets", targets[targets != ignore_index], config.vocab_size)
+
+
+def check_types(token_types: Tensor | None, tokens: Tensor, config: ModelConfig) -> None:
+    if token_types is None:
+        return
+    check_integer("token_types", token_types)
+    if not config.token_types:
+        raise ValueError("token_types need a model whose configuration has token_types; its has 0")
+    check_shape("token_types", token_types, tuple(tokens.shape), "one for each token")
+    check_device("token_types", token_types, "tokens", tokens)
+    if token_types.is_cpu and not torch.compiler.is_compiling():
+        check_range("token_types", token_types, config.token_types)
+
+
+def check_context(
+    context: Tensor | Context | None, lengths: Tensor | None, tokens: Tensor | None, weight: Tensor, config: ModelConfig
+) -> None:
+    """tokens: that the context is for; None where it is only read. weight: of the embedding."""
+    if config.context_dim is None:
+        if context is not None or lengths is not None:
+            given = "context_lengths" if context is None else "context"
+            raise ValueError(f"{given} needs a model with context_dim, whose layers attend to a context")
+        return
+    if isinstance(context, Context):
+        if len(context.layers) != config.n_layers:
+            raise ValueError(f"context has {len(context.layers)} layers; the model has {config.n_layers}")
+        if lengths is not None:
+            raise ValueError("context_lengths must be None: the context has been read with its own")
+        batch = context.layers[0][0].shape[0]
+    elif context is None:
+        raise ValueError("context must be given: the layers of a model with context_dim attend to it")
+    else:
+        check_tensor("context", context)
+        check_rank("context", context, 3, f"[B, S, {config.context_dim}]")
+        if context.shape[-1] != config.context_dim:
+            raise ValueError(f"context must have context_dim={config.context_dim} last; got {tuple(context.shape)}")
+        check_device("context", context, "the model", weight)
+        batch = context.shape[0]
+        if lengths is not None:
+            check_integer("context_lengths", lengths)
+            check_shape("context_lengths", lengths, (batch,), "one for each context")
+            check_device("context_lengths", lengths, "context", context)
+    if tokens is not None and batch != tokens.shape[0]:
+        raise ValueError(f"context must have the tokens' batch of {tokens.shape[0]}; got {batch}")
 
 
 def check_range(name: str, tokens: Tensor, vocab_size: int) -> None:

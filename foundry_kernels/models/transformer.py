@@ -1,4 +1,4 @@
-"""A decoder over the modules of this package; its choices are data, and the backend is an argument."""
+"""A decoder, or an encoder, over the modules of this package; its choices are data, and the backend is an argument."""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.registry import is_dtensor
-from foundry_kernels.models.blocks import add_branch, block_class, make_norm, operations
+from foundry_kernels.models.blocks import add_branch, make_norm, operations
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.context import Context
+from foundry_kernels.models.cross_blocks import block_class
+from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
 from foundry_kernels.models.generate import generate
-from foundry_kernels.models.inputs import check_range, check_targets, check_tokens
+from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
+from foundry_kernels.models.losses import add_router_losses, token_loss
 from foundry_kernels.nn import (
     AlibiSlopes,
+    Attention,
     Experts,
     LayerNorm,
+    RelativeBias,
     RMSNorm,
     RotaryEmbedding,
     Router,
     RouterStats,
-    SinusoidalEmbedding,
-    load_balancing_loss,
-    router_z_loss,
 )
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._decode import layers_for
-from foundry_kernels.nn._head import matrix_of
-from foundry_kernels.nn._layers import is_observed
-from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
+from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.nn._tables import FixedTables
-from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
-from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer. By default RMSNorm, rotary positions, grouped-query attention, SwiGLU and no biases;
-    :class:`ModelConfig` has the other choices, and presets.
+    """A decoder-only transformer, or with ``causal=False`` an encoder. By default RMSNorm, rotary positions,
+    grouped-query attention, SwiGLU and no biases; :class:`ModelConfig` has the other choices, and presets.
 
     Parameters have the names and shapes of Meta's Llama, whose checkpoints load: `tok_embeddings`,
     `layers.N.{attention_norm, attention.{wq, wk, wv, wo}, ffn_norm, feed_forward.{w1, w2, w3}}`, `norm`, `output`.
-    Where a choice asks for them there are `pos_embeddings`, `embedding_norm` and `layers.N.attention.{q_norm, k_norm}`;
-    without a gate there is no `w3`, with a shared norm no `ffn_norm`, with "post" norms no `norm`; with experts
-    `feed_forward` is a :class:`foundry_kernels.nn.MoE`. :meth:`from_hf` takes the models of transformers.
+    Where a choice asks for them there are `pos_embeddings`, `type_embeddings`, `embedding_norm`, `relative_bias`,
+    `layers.N.attention.{q_norm, k_norm}` and `layers.N.{cross_norm, cross_attention}`; without a gate there is no `w3`,
+    with a shared norm no `ffn_norm`, with "post" norms no `norm`; with experts `feed_forward` is a
+    :class:`foundry_kernels.nn.MoE`. :meth:`from_hf` takes the models of transformers.
 
     Under autocast the residual stream keeps the dtype of the embedding; only the branches are in low precision.
 
@@ -88,9 +87,11 @@ class Transformer(nn.Module):
         self._head_backend = self.backends.get("swiglu", self.backends["flash_attention"])
         factory = {"device": device, "dtype": dtype, "backend": self.backends}
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
-        self.pos_embeddings = _position_embedding(config, device, dtype)
+        self.pos_embeddings = position_embedding(config, device, dtype)
+        types = config.token_types
+        self.type_embeddings = nn.Embedding(types, config.dim, device=device, dtype=dtype) if types else None
         self.embedding_norm = make_norm(config, factory) if config.embedding_norm else None
-        self._prepares = bool(config.embedding_norm or config.embedding_dropout or self.pos_embeddings is not None)
+        self._prepares = needs_preparing(config)
         rope = alibi = None  # one table, which the layers share
         if config.positions == "rope":
             rope = RotaryEmbedding(
@@ -103,14 +104,21 @@ class Transformer(nn.Module):
                 backend=self.backends,
             )
         elif config.positions == "alibi":
-            alibi = AlibiSlopes(config.n_heads, device=device)
+            scale = config.attention_scale or config.head_width**-0.5
+            alibi = AlibiSlopes(config.n_heads, scale=scale if config.alibi_scaled else None, device=device)
+        self.relative_bias = None
+        if config.relative:
+            buckets = config.relative_buckets, config.relative_max_distance
+            self.relative_bias = RelativeBias(
+                config.n_heads, *buckets, causal=config.causal, device=device, dtype=dtype
+            )
         block = block_class(config)
-        self.layers = nn.ModuleList(block(config, rope, alibi, factory) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(block(config, rope, alibi, factory, n) for n in range(config.n_layers))
         self._late_dropout = config.residual_dropout if block.drops_late else 0.0
-        self.norm = None if config.norm_placement == "post" else make_norm(config, factory)
+        self.norm = make_norm(config, factory) if config.ends_with_norm else None
         # Tied weights are one parameter under one name: two names would come apart in `to_empty`.
         self.output = None
-        if not config.tie_embeddings:
+        if config.head and not config.tie_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, config.output_bias, device=device, dtype=dtype)
         self.register_load_state_dict_pre_hook(_drop_redundant_keys)
         if not self.tok_embeddings.weight.is_meta:
@@ -125,7 +133,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, 0.0, self.config.init_std, generator=generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, Router | Experts):
+            elif isinstance(module, Router | Experts | RelativeBias):
                 module.reset_parameters(self.config.init_std, generator)
             elif isinstance(module, RMSNorm | LayerNorm | FixedTables):
                 module.reset_parameters()
@@ -140,8 +148,10 @@ class Transformer(nn.Module):
         device.
 
         Known are the causal language models of GPT-2, LLaMA, BLOOM and Falcon, and of Mistral, Qwen2, Qwen3, GPT-NeoX,
-        OPT, Phi, StarCoder2, StableLM and the first GPT; with experts Mixtral, Qwen2-MoE and Qwen3-MoE. Logits are
-        equal but for rounding. The mode is kept, and so are the checkpoint's dropouts, which matter in training only.
+        OPT, Phi, StarCoder2, StableLM, Gemma and the first GPT; with experts Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE,
+        GLM-4-MoE and dots.llm1; and the encoders of BERT, RoBERTa and XLM-RoBERTa without a head (a pooler is left
+        out). Logits, or the last hidden states, are equal but for rounding. The mode is kept, and so are the
+        checkpoint's dropouts, which matter in training only.
 
         Args:
             model: of transformers.
@@ -155,6 +165,13 @@ class Transformer(nn.Module):
                 known, or of another shape; the message names them.
         """
         config, state = cls.read_hf(model, changes)
+        return cls.from_state(config, state, model, backend)
+
+    @classmethod
+    def from_state(
+        cls, config: ModelConfig, state: dict[str, Tensor], model: nn.Module, backend: Backend
+    ) -> Transformer:
+        """Returns a model with copies of these weights, which were read of `model`."""
         weight = state["tok_embeddings.weight"]
         with torch.device("meta"):
             empty = cls(config, backend, dtype=weight.dtype)
@@ -172,13 +189,16 @@ class Transformer(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        token_types: Tensor | None = None,
+        context: Tensor | Context | None = None,
+        context_lengths: Tensor | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
         ignore_index: int = -100,
         return_logits: bool = False,
         return_router_stats: bool = False,
     ) -> Tensor | tuple[Any, ...]:
-        """Logits, or the loss where there are targets.
+        """Logits, or the loss where there are targets; of a model without a head the last hidden states.
 
         Args:
             tokens: ``[B, T]`` int32 or int64, 0 <= token < vocab_size, T >= 1.
@@ -195,6 +215,11 @@ class Transformer(nn.Module):
                 max_seq_len. Not with a mask, lengths or a cache.
             max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
                 launches empty programs where there are many sequences.
+            token_types: ``[B, T]`` int32 or int64, 0 <= type < ``config.token_types``; None is type 0 for all.
+            context: ``[B, S, context_dim]``, what the layers of a model with `context_dim` attend to as well, or what
+                :meth:`read_context` has read of it, for many calls.
+            context_lengths: ``[B]`` int32 or int64: of context b the positions at ``context_lengths[b]`` and behind it
+                are padding, which nobody sees. What `read_context` has read knows its lengths.
             cache: keys and values of the positions before `tokens`; those of `tokens` are appended. Inference only.
             last_only: logits of the last position only, ``[B, 1, V]``; not together with targets.
             ignore_index: positions with this target are ignored.
@@ -202,8 +227,9 @@ class Transformer(nn.Module):
             return_router_stats: return what the losses of the routers are made of too; needs a model with experts.
 
         Returns:
-            logits ``[B, T, V]``, or with targets ``(None, loss)``, or ``(logits, loss)`` with `return_logits`; with
-            `return_router_stats` a last item more, a :class:`foundry_kernels.nn.RouterStats` for each layer. The loss
+            logits ``[B, T, V]`` (without a head hidden states ``[B, T, dim]``), or with targets ``(None, loss)``, or
+            ``(logits, loss)`` with `return_logits`; with `return_router_stats` a last item more, a
+            :class:`foundry_kernels.nn.RouterStats` for each layer with experts. The loss
             is the mean cross entropy in nats over the positions that count, float32 (float64 for a float64 model); 0
             where none counts. Without `return_logits` the logits exist for a chunk of tokens at a time
             (:func:`foundry_kernels.linear_cross_entropy`), unless `output` is no plain ``nn.Linear`` any more, or has
@@ -211,11 +237,13 @@ class Transformer(nn.Module):
             `router_z_coef` of the configuration; in eval mode the loss is the cross entropy alone.
 
         Raises:
-            TypeError: tokens, targets, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask of another kind.
+            TypeError: tokens, targets, token_types, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask or
+                context of another kind.
             ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
-                not fit, arguments that exclude each other, and, where they are on the CPU and nothing is being
-                compiled, tokens or targets outside the vocabulary and packed sequences that are too long. (Elsewhere
-                that would need a synchronization; the embedding then raises its own error.)
+                not fit, arguments that exclude each other or that the model has no use for, a missing context, and,
+                where they are on the CPU and nothing is being compiled, tokens or targets outside the vocabulary and
+                packed sequences that are too long. (Elsewhere that would need a synchronization; the embedding then
+                raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight
@@ -223,7 +251,9 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.check(tokens, self._key_dtype(), config.n_layers)
         if targets is not None:
-            check_targets(targets, tokens, last_only, ignore_index, config.vocab_size)
+            check_targets(targets, tokens, last_only, ignore_index, config)
+        check_types(token_types, tokens, config)
+        check_context(context, context_lengths, tokens, weight, config)
         seen = self._seen(tokens, cache, attn_mask, lengths, cu_seqlens, max_seqlen)
         if return_router_stats and self.config.n_experts is None:
             raise ValueError(
@@ -232,72 +262,44 @@ class Transformer(nn.Module):
         balances = targets is not None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
-            stream = self._prepare(stream, 0 if cache is None else cache.length, seen[1] if seen else None)
+            stream = prepare(self, stream, 0 if cache is None else cache.length, seen[1] if seen else None, token_types)
+        read = context
+        if isinstance(read, Tensor):
+            mask = None if context_lengths is None else AttentionMask.prefix(context_lengths)
+            read = Context([read] * config.n_layers, mask)
         branch: Tensor | None = None
         stats: list[RouterStats] = []
         for index, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layer(index)
-            if balances or return_router_stats:
-                branch, stream, *of_router = block(branch, stream, layer_cache, True, *seen)
+            passed = seen if read is None else (read.layers[index], read.mask, *seen)
+            branch, stream, *of_router = block(branch, stream, layer_cache, balances or return_router_stats, *passed)
+            if of_router:
                 stats.append(RouterStats(*of_router))
-            else:
-                branch, stream = block(branch, stream, layer_cache, False, *seen)
         if last_only:
             branch, stream = None if branch is None else branch[:, -1:], stream[:, -1:]
-        # A block of "post" norms leaves no branch.
-        y = stream if branch is None else add_branch(self.norm, branch, stream, self._late_dropout)[0]  # type: ignore[arg-type]
+        y = self._finish(branch, stream)
         if cache is not None:
             cache.advance(tokens.shape[1])
         asked = (stats,) if return_router_stats else ()
         if targets is None:
             logits = self._logits(y)
             return (logits, *asked) if asked else logits
-        kept, loss = self._loss(y, targets, ignore_index, return_logits)
-        return kept, self._with_router_losses(loss, stats) if balances else loss, *asked
+        kept, loss = token_loss(self, y, targets, ignore_index, return_logits)
+        return kept, add_router_losses(self, loss, stats) if balances else loss, *asked
 
-    def _loss(self, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool) -> tuple[Tensor | None, Tensor]:
-        """Returns the logits, where they are asked for, and the cross entropy."""
-        if not return_logits and (head := self._head()) is not None:
-            return None, self._loss_without_logits(y, head, targets, ignore_index)
-        logits = self._logits(y)
-        if is_dtensor(logits):
-            loss = _divided_loss(logits, targets, ignore_index)
+    def _finish(self, branch: Tensor | None, stream: Tensor) -> Tensor:
+        """What the head reads."""
+        config, norm = self.config, self.norm
+        if branch is not None:  # which blocks of "post" norms do not leave
+            y = stream + branch if norm is None else add_branch(norm, branch, stream, self._late_dropout)[0]
         else:
-            backend = self.backends["cross_entropy"]
-            loss = cross_entropy(logits, targets, ignore_index=ignore_index, backend=backend)
-        return logits if return_logits else None, loss
-
-    def _with_router_losses(self, loss: Tensor, stats: list[RouterStats]) -> Tensor:
-        balancing, z = self.config.load_balancing_coef, self.config.router_z_coef
-        if balancing:
-            loss = loss + balancing * load_balancing_loss(stats)
-        return loss + z * router_z_loss(stats) if z else loss
-
-    def _head(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias that make logits, or None where only a call of `output` does."""
-        return (self.tok_embeddings.weight, None) if self.output is None else matrix_of(self.output)
-
-    def _loss_without_logits(
-        self, y: Tensor, head: tuple[Tensor, Tensor | None], targets: Tensor, ignore_index: int
-    ) -> Tensor:
-        weight, bias = head
-        backend = self.backends["linear_cross_entropy"]
-        loss = linear_cross_entropy(y, weight, targets, bias=bias, ignore_index=ignore_index, backend=backend)
-        return loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
+            y = stream if norm is None else norm(stream)
+        if config.output_dropout:
+            y = F.dropout(y, config.output_dropout, self.training)
+        return y if config.logit_scale == 1.0 else y * config.logit_scale
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        if not tokens.is_cpu or torch.compiler.is_compiling():
-            return self.tok_embeddings(tokens)
-        # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
-        table = self.tok_embeddings
-        looks = type(table) is nn.Embedding and table.num_embeddings == self.config.vocab_size
-        if not looks or is_observed(table):
-            check_range("tokens", tokens, self.config.vocab_size)
-        try:
-            return table(tokens)
-        except IndexError:
-            check_range("tokens", tokens, self.config.vocab_size)
-            raise
+        return embed(self.tok_embeddings, tokens, self.config.vocab_size)
 
     def _seen(
         self,
@@ -310,11 +312,15 @@ class Transformer(nn.Module):
     ) -> tuple[Any, ...]:
         """What every block is called with besides (see `TransformerBlock`): nothing in a plain call."""
         positions = None
-        if attn_mask is not None or lengths is not None:
+        if self.relative_bias is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens needs positions without a bias: packed tokens have no common place in one")
+        if attn_mask is not None or lengths is not None or self.relative_bias is not None:
             batch, count = tokens.shape
             keys = count if cache is None else cache.length + count
             weight = self.tok_embeddings.weight
             check_masks(attn_mask, lengths, cu_seqlens, (batch, self.config.n_heads, count, keys), weight, "the model")
+            if self.relative_bias is not None:
+                attn_mask = add_bias(self.relative_bias(count, keys), attn_mask)
             if lengths is not None:
                 attn_mask = hide_padding(attn_mask, lengths, keys)
         elif cu_seqlens is None:
@@ -323,28 +329,32 @@ class Transformer(nn.Module):
             positions = packed_positions(cu_seqlens, tokens.shape[1])
         return attn_mask, positions, cu_seqlens, max_seqlen
 
-    def _prepare(self, stream: Tensor, start: int, positions: Tensor | None) -> Tensor:
-        """Embeddings of the positions from `start` on, or of those that are given, to the stream that the first block
-        reads."""
-        table, norm, dropout = self.pos_embeddings, self.embedding_norm, self.config.embedding_dropout
-        if isinstance(table, SinusoidalEmbedding):
-            stream = table(stream, start, positions)
-        elif table is not None:
-            if positions is None:
-                positions = torch.arange(start, start + stream.shape[1], device=stream.device)
-            stream = stream + table(positions)
-        if norm is not None:
-            stream = norm(stream)
-        return F.dropout(stream, dropout, self.training) if dropout else stream
-
     def _logits(self, y: Tensor) -> Tensor:
         layers = layers_for(y, self._head_backend)
         head = self.output
+        if not self.config.head:
+            return y
         return layers.product(y, self.tok_embeddings.weight) if head is None else layers.linear(y, head)
+
+    def read_context(self, context: Tensor, lengths: Tensor | None = None) -> Context:
+        """Returns the keys and values of a context ``[B, S, context_dim]`` in every layer, for calls with ``context=``.
+
+        Args:
+            lengths: ``[B]`` int32 or int64, or None: as `context_lengths` of :meth:`forward`.
+
+        Raises:
+            TypeError, ValueError: as :meth:`forward`.
+        """
+        check_context(context, lengths, None, self.tok_embeddings.weight, self.config)
+        attentions: list[Attention] = [block.cross_attention for block in self.layers]  # type: ignore[misc]
+        mask = None if lengths is None else AttentionMask.prefix(lengths)
+        return Context([attention.keys_values(context) for attention in attentions], mask)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache on the model's device, of the dtype that its keys have (autocast's, inside
         autocast)."""
+        if not self.config.causal:
+            raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
         weight = self.tok_embeddings.weight
         return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
@@ -367,24 +377,6 @@ class Transformer(nn.Module):
     def _key_dtype(self) -> torch.dtype:
         weight = self.tok_embeddings.weight
         return autocast_dtype(weight) or weight.dtype
-
-
-def _position_embedding(
-    config: ModelConfig, device: Any, dtype: torch.dtype | None
-) -> nn.Embedding | SinusoidalEmbedding | None:
-    if config.positions == "learned":
-        return nn.Embedding(config.max_seq_len, config.dim, device=device, dtype=dtype)
-    if config.positions == "sinusoidal":
-        return SinusoidalEmbedding(config.dim, config.max_seq_len, device=device)
-    return None
-
-
-def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """Computes the same of logits that are sharded along the vocabulary, inside torch's `loss_parallel`."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    targets = targets.flatten().long()
-    total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")
-    return total / (targets != ignore_index).sum().clamp_min(1)
 
 
 def _drop_redundant_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -3,13 +3,14 @@
 Every module takes `backend`: the name of a backend, or a mapping from operations to names (see `_backend.plan`).
 """
 
-from foundry_kernels.nn.attention import Attention, KeyValueStore
+from foundry_kernels.nn.attention import Attention, ContextKeyValues, KeyValueStore
 from foundry_kernels.nn.loss import LinearCrossEntropy
 from foundry_kernels.nn.mlp import MLP, GatedMLP
 from foundry_kernels.nn.moe import Experts, MoE
 from foundry_kernels.nn.multihead import MultiheadAttention
 from foundry_kernels.nn.norm import LayerNorm, RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes, SinusoidalEmbedding, alibi_slopes
+from foundry_kernels.nn.relative import RelativeBias
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.nn.router import Router, RouterStats, load_balancing_loss, router_z_loss, update_selection_biases
 from foundry_kernels.nn.swiglu import SwiGLU
@@ -18,6 +19,7 @@ __all__ = [
     "MLP",
     "AlibiSlopes",
     "Attention",
+    "ContextKeyValues",
     "Experts",
     "GatedMLP",
     "KeyValueStore",
@@ -26,6 +28,7 @@ __all__ = [
     "MoE",
     "MultiheadAttention",
     "RMSNorm",
+    "RelativeBias",
     "RotaryEmbedding",
     "Router",
     "RouterStats",

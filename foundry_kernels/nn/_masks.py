@@ -17,6 +17,7 @@ def check_masks(
     shape: tuple[int, int, int, int],
     x: Tensor,
     name: str,
+    name_of_lengths: str = "lengths",
 ) -> None:
     """Checks both for scores of this shape ``[B, H, T, S]``. x: a tensor of the model's device and dtype, called `name`
     in errors."""
@@ -26,9 +27,17 @@ def check_masks(
     if attn_mask is not None:
         check_mask(attn_mask, shape, x, name)
     if lengths is not None:
-        check_integer("lengths", lengths)
-        check_shape("lengths", lengths, shape[:1], "one for each sequence")
-        check_device("lengths", lengths, name, x)
+        check_integer(name_of_lengths, lengths)
+        check_shape(name_of_lengths, lengths, shape[:1], "one for each sequence")
+        check_device(name_of_lengths, lengths, name, x)
+
+
+def add_bias(bias: Tensor, attn_mask: Tensor | AttentionMask | None) -> Tensor:
+    """A bias ``[1, H, T, S]`` with what `attn_mask` adds or hides."""
+    if attn_mask is None:
+        return bias
+    seen = attn_mask.dense(*bias.shape[2:]) if isinstance(attn_mask, AttentionMask) else attn_mask
+    return bias.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else bias + seen
 
 
 def hide_padding(attn_mask: Tensor | AttentionMask | None, lengths: Tensor, n_keys: int) -> Tensor | AttentionMask:

@@ -1,13 +1,14 @@
-"""Multi-head attention with its positions, shared key-value heads and an optional key-value cache."""
+"""Multi-head attention with its positions, shared key-value heads and an optional key-value cache, to the sequence
+itself or to a context."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
+from foundry_kernels.core.checks import check_integer, check_positive, check_rank, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import Layers, layers_for
 from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
@@ -30,6 +31,18 @@ class KeyValueStore(Protocol):
         """Store k, v ``[B, Hk, T, D]`` of the next T positions; return those of all positions ``[B, Hk, S, D]``."""
 
 
+class ContextKeyValues(NamedTuple):
+    """Keys and values ``[B, Hk, S, D]`` of a context, as :meth:`Attention.keys_values` makes them: once, for any number
+    of calls. They carry gradients to the context and to the projections."""
+
+    k: Tensor
+    v: Tensor
+
+
+#: What `q_norm` and `k_norm` may be over.
+NORMS = ("head", "projection")
+
+
 class Attention(torch.nn.Module):
     """``wo(flash_attention(rope(wq x), rope(wk x), wv x))``; the names are those of Meta's Llama.
 
@@ -43,12 +56,16 @@ class Attention(torch.nn.Module):
         head_dim: D; None is ``dim // n_heads``.
         rope: the rotary embedding, which layers may share, or None for no rotation.
         alibi: the slopes of ALiBi, which layers may share, or None.
-        causal: whether a query sees no later key.
+        causal: whether a query sees no later key of its own sequence. A context is always seen as a whole.
         sliding_window: positions that a query sees, its own the last of them (without `causal` as many after it); None
             is unbounded.
         bias: whether the projections to queries, keys and values have one.
         out_bias: whether the projection from attention has one; None is `bias`.
-        qk_norm: an RMSNorm of each head of queries and of keys, before the rotation: `q_norm` and `k_norm`.
+        scale: factor on the scores; None is ``head_dim ** -0.5``.
+        context_dim: width of the context that keys and values are made of; None is `dim`. With another width there is
+            no attention of x to itself.
+        qk_norm: an RMSNorm of queries and of keys, before the rotation: `q_norm` and `k_norm`.
+        qk_norm_over: "head", of each head by itself, or "projection", of all heads together.
         norm_eps, norm_round_before_weight: of these two, as of :class:`RMSNorm`.
         dropout: of the weights of attention, in training: `dropout_p` of :func:`flash_attention`, with a seed from
             torch's generator.
@@ -57,7 +74,7 @@ class Attention(torch.nn.Module):
     Raises:
         ValueError: `n_heads` is no multiple of `n_kv_heads`, `dim` none of `n_heads` where head_dim is None, the rotary
             dimensions exceed `head_dim`, `alibi` has other heads, `sliding_window` is below 1, `dropout` outside
-            [0, 1), an unknown backend.
+            [0, 1), `scale` is not positive, an unknown `qk_norm_over` or backend.
     """
 
     def __init__(
@@ -73,7 +90,10 @@ class Attention(torch.nn.Module):
         sliding_window: int | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
+        scale: float | None = None,
+        context_dim: int | None = None,
         qk_norm: bool = False,
+        qk_norm_over: str = "head",
         norm_eps: float = 1e-6,
         norm_round_before_weight: bool = False,
         dropout: float = 0.0,
@@ -83,7 +103,9 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        for name, value in (("dim", dim), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        context_dim = dim if context_dim is None else context_dim
+        sizes = (("dim", dim), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("context_dim", context_dim))
+        for name, value in sizes:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
         if n_heads % n_kv_heads:
@@ -102,20 +124,27 @@ class Attention(torch.nn.Module):
             raise ValueError(f"sliding_window must be None or at least 1; got {sliding_window}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1); got {dropout}")
-        fused = ("qk_norm_rope",) if qk_norm and rope is not None else ()
+        if scale is not None:
+            check_positive("scale", scale)
+        if qk_norm_over not in NORMS:
+            raise ValueError(f"qk_norm_over must be one of {', '.join(NORMS)}; got {qk_norm_over!r}")
+        over_heads = qk_norm_over == "head"
+        fused = ("qk_norm_rope",) if qk_norm and over_heads and rope is not None else ()
         self.backends = plan(backend, ("flash_attention", *fused))  # packed or not
         self.dim, self.n_heads, self.n_kv_heads, self.head_dim = dim, n_heads, n_kv_heads, head_dim
         self.causal, self.sliding_window, self.dropout = causal, sliding_window, dropout
+        self.scale, self.context_dim, self.qk_norm_over = scale, context_dim, qk_norm_over
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.wq = torch.nn.Linear(dim, n_heads * head_dim, bias=bias, **factory)
-        self.wk = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=bias, **factory)
-        self.wv = torch.nn.Linear(dim, n_kv_heads * head_dim, bias=bias, **factory)
+        self.wk = torch.nn.Linear(context_dim, n_kv_heads * head_dim, bias=bias, **factory)
+        self.wv = torch.nn.Linear(context_dim, n_kv_heads * head_dim, bias=bias, **factory)
         self.wo = torch.nn.Linear(n_heads * head_dim, dim, bias=bias if out_bias is None else out_bias, **factory)
         self.rope, self.alibi, self.norm_eps = rope, alibi, norm_eps
         self.q_norm = self.k_norm = None
         if qk_norm:
             norm: dict[str, Any] = {**factory, "round_before_weight": norm_round_before_weight, "backend": backend}
-            self.q_norm, self.k_norm = (RMSNorm(head_dim, norm_eps, **norm) for _ in range(2))
+            widths = (head_dim * (1 if over_heads else heads) for heads in (n_heads, n_kv_heads))
+            self.q_norm, self.k_norm = (RMSNorm(width, norm_eps, **norm) for width in widths)
 
     def forward(
         self,
@@ -127,6 +156,8 @@ class Attention(torch.nn.Module):
         max_seqlen: int | None = None,
         attn_mask: Tensor | AttentionMask | None = None,
         lengths: Tensor | None = None,
+        context: Tensor | ContextKeyValues | None = None,
+        context_lengths: Tensor | None = None,
         return_lse: bool = False,
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -149,6 +180,12 @@ class Attention(torch.nn.Module):
                 those in the cache and x's: padding at the end. (They are computed all the same.) Not together with
                 `cu_seqlens`. With a bool mask or an AttentionMask both are combined tile by tile, which waits for a
                 GPU; a floating one is copied to ``[B, h, t, S]``, with the padding at -inf, and keeps its gradient.
+            context: ``[B, S, context_dim]``, what keys and values are made of in place of x, or what
+                :meth:`keys_values` has made of it, for many calls with one context. Every query sees all of it but
+                what `attn_mask` (of ``[B, H, T, S]``) and `context_lengths` hide. Not together with positions, a cache,
+                packed sequences or `lengths`, nor in a module with positions of its own or a window.
+            context_lengths: ``[B]`` int32 or int64: of context b the positions at ``context_lengths[b]`` and behind it
+                are padding, which no query sees; combined with a mask as `lengths` are.
             return_lse, return_stats: also return what :func:`flash_attention` returns for them, ``[B, H, T]`` each.
 
         Returns:
@@ -156,11 +193,19 @@ class Attention(torch.nn.Module):
 
         Raises:
             TypeError: cu_seqlens or lengths is no integer tensor, attn_mask of another kind.
-            ValueError: x has another rank or width, a packed batch comes with more than one row, a cache, a mask or
-                lengths, a mask or lengths have another shape or device, or the rotary embedding's, the cache's or the
-                operations' own conditions.
+            ValueError: x or a context has another rank, width or batch, a packed batch comes with more than one row, a
+                cache, a mask or lengths, a mask or lengths have another shape or device, a context with what is not
+                for it, or the rotary embedding's, the cache's or the operations' own conditions.
         """
         self._check(x, cache, cu_seqlens, max_seqlen)
+        if context is not None:
+            given = {"positions": positions, "cache": cache, "cu_seqlens": cu_seqlens, "lengths": lengths}
+            self._check_context(given)
+            return self._attend_to_context(x, context, attn_mask, context_lengths, return_lse, return_stats)
+        if context_lengths is not None:
+            raise ValueError("context_lengths needs a context; got context_lengths alone")
+        if self.context_dim != self.dim:
+            raise ValueError(f"context must be given: keys are made of width {self.context_dim}, x has {self.dim}")
         if attn_mask is not None or lengths is not None:
             n_keys = x.shape[1] if cache is None else cache.length + x.shape[1]
             check_masks(attn_mask, lengths, cu_seqlens, (x.shape[0], self.n_heads, x.shape[1], n_keys), x, "x")
@@ -168,10 +213,71 @@ class Attention(torch.nn.Module):
                 attn_mask = hide_padding(attn_mask, lengths, n_keys)
         layers = layers_for(x, self.backends["flash_attention"])
         q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens)
-        out, *rows = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, return_lse, return_stats)
+        options = self._options(self.causal, return_lse, return_stats)
+        found = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, options)
+        return self._merge_heads(layers, *found)
+
+    def keys_values(self, context: Tensor) -> ContextKeyValues:
+        """Keys and values of a context ``[B, S, context_dim]``, for calls with ``context=``.
+
+        Raises:
+            TypeError: context is no tensor.
+            ValueError: it has another rank or width, or the module positions of its own or a window.
+        """
+        self._check_context({})
+        check_tensor("context", context)
+        check_rank("context", context, 3, f"[B, S, {self.context_dim}]")
+        if context.shape[-1] != self.context_dim:
+            raise ValueError(
+                f"context must have context_dim={self.context_dim} as its last dimension; got {tuple(context.shape)}"
+            )
+        layers = layers_for(context, self.backends["flash_attention"])
+        k, v = (layers.linear(context, w) for w in (self.wk, self.wv))
+        return ContextKeyValues(self._heads(k, self.k_norm), self._heads(v, None))
+
+    def _attend_to_context(
+        self,
+        x: Tensor,
+        context: Tensor | ContextKeyValues,
+        attn_mask: Tensor | AttentionMask | None,
+        context_lengths: Tensor | None,
+        return_lse: bool,
+        return_stats: bool,
+    ) -> Tensor | tuple[Tensor, ...]:
+        k, v = context if isinstance(context, ContextKeyValues) else self.keys_values(context)
+        if k.shape[0] != x.shape[0]:
+            raise ValueError(f"context must have x's batch of {x.shape[0]}; got {k.shape[0]}")
+        if attn_mask is not None or context_lengths is not None:
+            scores = (x.shape[0], self.n_heads, x.shape[1], k.shape[2])
+            check_masks(attn_mask, context_lengths, None, scores, x, "x", "context_lengths")
+            if context_lengths is not None:
+                attn_mask = hide_padding(attn_mask, context_lengths, k.shape[2])
+        layers = layers_for(x, self.backends["flash_attention"])
+        q = self._heads(layers.linear(x, self.wq), self.q_norm)
+        options = self._options(False, return_lse, return_stats)
+        return self._merge_heads(layers, *self._attend(q, k, v, attn_mask, None, None, options))
+
+    def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """A projection ``[B, T, H D]`` by heads ``[B, H, T, D]``, normalised."""
+        if norm is not None and self.qk_norm_over == "projection":
+            x, norm = norm(x), None
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+    def _merge_heads(self, layers: Layers, out: Tensor, *rows: Tensor) -> Tensor | tuple[Tensor, ...]:
         # A view where the operation kept q's storage order, as it promises.
         y = layers.linear(out.transpose(1, 2).flatten(2), self.wo)
         return (y, *rows) if rows else y
+
+    def _check_context(self, given: dict[str, Any]) -> None:
+        """Refuses what means nothing where keys are of another sequence."""
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"context and {name} exclude each other: its keys are of another sequence; got both")
+        own = {"rope": self.rope, "alibi": self.alibi, "sliding_window": self.sliding_window}
+        for name, value in own.items():
+            if value is not None:
+                raise ValueError(f"context needs {name}=None: queries and keys have no common positions")
 
     def _check(self, x: Tensor, cache: KeyValueStore | None, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
         check_tensor("x", x)
@@ -198,27 +304,42 @@ class Attention(torch.nn.Module):
         """Queries of x, rotated, and the keys and values that they see: x's own behind those in the cache."""
         projections = (self.wq, self.wk, self.wv)
         packed = layers.together(x, *projections)
+        over_heads = self.qk_norm_over == "head"
         if packed is not None:
             if positions is None and self.q_norm is None:
                 found = layers.append(packed, cache, self.rope, self.n_heads, self.n_kv_heads, self.head_dim)
                 if found is not None:
                     return found
-            heads = packed.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), 1)
+            parts = packed.split([heads * self.head_dim for heads in (self.n_heads, *[self.n_kv_heads] * 2)], -1)
         else:
             # Heads are counted from what the projections give: under tensor parallelism a device has a part of them.
-            q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in projections)
+            parts = tuple(w(x) for w in projections)
+        fused = self.rope is not None and over_heads  # the norms, with the rotation
+        q, k = (
+            self._heads(part, None if fused else norm)
+            for part, norm in zip(parts[:2], (self.q_norm, self.k_norm), strict=True)
+        )
+        v = self._heads(parts[2], None)
         if self.rope is not None:
             if positions is None and cache is not None:
                 positions = cache.length
             elif positions is None and cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, x.shape[1])
-            q, k = self.rope(q, k, positions) if self.q_norm is None else self._norm_and_rotate(q, k, positions)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            plain = self.q_norm is None or not over_heads
+            q, k = self.rope(q, k, positions) if plain else self._norm_and_rotate(q, k, positions)
         if cache is not None:
             k, v = cache.append(k, v)
         return q, k, v
+
+    def _options(self, causal: bool, return_lse: bool, return_stats: bool) -> dict[str, Any]:
+        """What the operation is called with besides tensors."""
+        window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
+        return {
+            "causal": causal, "scale": self.scale, "window": window,
+            "alibi_slopes": None if self.alibi is None else self.alibi.slopes,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "return_lse": return_lse, "return_stats": return_stats, "backend": self.backends["flash_attention"],
+        }  # fmt: skip
 
     def _attend(
         self,
@@ -228,17 +349,9 @@ class Attention(torch.nn.Module):
         attn_mask: Tensor | AttentionMask | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
-        return_lse: bool,
-        return_stats: bool,
+        options: dict[str, Any],
     ) -> tuple[Tensor, ...]:
         """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
-        window = None if self.sliding_window is None else (self.sliding_window - 1, self.sliding_window - 1)
-        slopes = None if self.alibi is None else self.alibi.slopes
-        options: dict[str, Any] = {
-            "causal": self.causal, "window": window, "alibi_slopes": slopes,
-            "dropout_p": self.dropout if self.training else 0.0,
-            "return_lse": return_lse, "return_stats": return_stats, "backend": self.backends["flash_attention"],
-        }  # fmt: skip
         if cu_seqlens is None:
             result = flash_attention(q, k, v, attn_mask=attn_mask, **options)
             return result if isinstance(result, tuple) else (result,)
@@ -263,6 +376,8 @@ class Attention(torch.nn.Module):
     def extra_repr(self) -> str:
         extra = "" if self.sliding_window is None else f"sliding_window={self.sliding_window}, "
         extra += f"dropout={self.dropout}, " if self.dropout else ""
+        extra += f"scale={self.scale}, " if self.scale is not None else ""
+        extra += f"context_dim={self.context_dim}, " if self.context_dim != self.dim else ""
         return (
             f"{self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, {extra}backend={describe(self.backends)}"

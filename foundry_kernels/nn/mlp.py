@@ -52,10 +52,11 @@ class GatedMLP(torch.nn.Module):
             ``D + 2N`` and recomputes the gated product, one pass over memory. "projections" saves ``D``, and repeats
             the products with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks or
             biases are called as they are, and save what they save.
+        dropout: of the gated product, in training; what it is made of is then saved and not recomputed.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
-        ValueError: a width below 1, an unknown `activation`, `recompute` or backend.
+        ValueError: a width below 1, a dropout outside [0, 1), an unknown `activation`, `recompute` or backend.
 
     Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
     """
@@ -68,12 +69,14 @@ class GatedMLP(torch.nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         recompute: str = "product",
+        dropout: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, GATES, recompute, RECOMPUTE)
+        self.dropout = _check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
         self.op, self._gate = GATES[activation]
         self.backends = plan(backend, (self.op,))
@@ -85,6 +88,9 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
         w1, w2, w3, backend = self.w1, self.w2, self.w3, self.backends[self.op]
+        if self.dropout and self.training:
+            y: Tensor = w2(F.dropout(self._gate(w1(x), w3(x), backend=backend), self.dropout))
+            return y
         layers = layers_for(x, backend)
         if (both := layers.together(x, w1, w3)) is not None:
             return layers.linear(self._gate(both, backend=backend), w2)
@@ -104,7 +110,9 @@ class GatedMLP(torch.nn.Module):
         return F.linear(self._gate(gate, up, backend=self.backends[self.op]), w2)
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, recompute={self.recompute!r}, backend={describe(self.backends)}"
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        options = f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}"
+        return f"{options}, backend={describe(self.backends)}"
 
 
 class MLP(torch.nn.Module):
@@ -119,10 +127,11 @@ class MLP(torch.nn.Module):
         bias: whether the two projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
             elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.
+        dropout: of the activated product, in training, which is then saved and not recomputed.
         backend: a backend's name, or a mapping of operations to names. ReLU is PyTorch's on any.
 
     Raises:
-        ValueError: a width below 1, an unknown `activation`, `recompute` or backend.
+        ValueError: a width below 1, a dropout outside [0, 1), an unknown `activation`, `recompute` or backend.
     """
 
     def __init__(
@@ -133,12 +142,14 @@ class MLP(torch.nn.Module):
         activation: str = "gelu",
         bias: bool = True,
         recompute: str = "product",
+        dropout: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, ACTIVATIONS, recompute, RECOMPUTE[:2])
+        self.dropout = _check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
         op, self._activate = ACTIVATIONS[activation]
         self.backends = plan(backend, () if op is None else (op,))
@@ -155,6 +166,9 @@ class MLP(torch.nn.Module):
             up, bias = F.linear(x, w1.weight), w1.bias
         else:
             up, bias = layers.linear(x, w1), None
+        if self.dropout and self.training:
+            y: Tensor = w2(F.dropout(self._activate(up, bias, backend=self._backend), self.dropout))
+            return y
         if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
             return _recomputed(self._down, up, bias, w2.weight, w2.bias)
         return layers.linear(self._activate(up, bias, backend=self._backend), w2)
@@ -164,7 +178,8 @@ class MLP(torch.nn.Module):
 
     def extra_repr(self) -> str:
         backend = f", backend={describe(self.backends)}" if self.backends else ""
-        return f"activation={self.activation!r}, recompute={self.recompute!r}{backend}"
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        return f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}{backend}"
 
 
 def _check(
@@ -176,6 +191,12 @@ def _check(
     for name, choice, known in (("activation", activation, activations), ("recompute", recompute, recomputes)):
         if choice not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
+
+
+def _check_dropout(dropout: float) -> float:
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1); got {dropout}")
+    return dropout
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:

@@ -210,7 +210,7 @@ class MoE(nn.Module):
         activation: "swiglu", "geglu" or "geglu_tanh".
         gate_options: of the experts' :func:`foundry_kernels.swiglu`: `alpha`, `limit`, `up_offset`, `interleaved`
             (GPT-OSS has 1.702, 7.0, 1.0 and True).
-        scoring, renormalize, scale, selection_bias: of the :class:`Router`.
+        scoring, renormalize, scale, selection_bias, n_groups, top_groups: of the :class:`Router`.
         router_bias: whether its logits have a bias.
         bias: whether the experts' projections (and those of the shared one) have one.
         weight_inputs: multiply an expert's input by its weight in place of its output (Llama 4).
@@ -241,6 +241,8 @@ class MoE(nn.Module):
         scale: float = 1.0,
         router_bias: bool = False,
         selection_bias: bool = False,
+        n_groups: int | None = None,
+        top_groups: int | None = None,
         bias: bool = False,
         weight_inputs: bool = False,
         shared_width: int | None = None,
@@ -262,6 +264,8 @@ class MoE(nn.Module):
             scale=scale,
             bias=router_bias,
             selection_bias=selection_bias,
+            n_groups=n_groups,
+            top_groups=top_groups,
             **factory,
         )
         block: dict[str, Any] = {"activation": activation, "bias": bias, "backend": backend, **factory}

@@ -36,21 +36,25 @@ class AlibiSlopes(FixedTables):
 
     Args:
         n_heads: query heads.
+        scale: None, or what the slopes are multiplied by once they are rounded to bfloat16, as Falcon has them.
     """
 
     slopes: Tensor
     names = ("slopes",)
 
-    def __init__(self, n_heads: int, *, device: Any = None) -> None:
+    def __init__(self, n_heads: int, *, scale: float | None = None, device: Any = None) -> None:
         super().__init__()
-        self.n_heads = n_heads
+        if scale is not None:
+            check_positive("scale", scale)
+        self.n_heads, self.scale = n_heads, scale
         self._register(device)
 
     def _tables(self, device: Any) -> tuple[Tensor, ...]:
-        return (alibi_slopes(self.n_heads, device=device),)
+        slopes = alibi_slopes(self.n_heads, device=device)
+        return (slopes if self.scale is None else slopes.bfloat16().float() * self.scale,)
 
     def extra_repr(self) -> str:
-        return f"{self.n_heads}"
+        return f"{self.n_heads}" if self.scale is None else f"{self.n_heads}, scale={self.scale}"
 
 
 class SinusoidalEmbedding(FixedTables):

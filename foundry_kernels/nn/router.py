@@ -39,6 +39,21 @@ class RouterStats(NamedTuple):
     z: Tensor
 
 
+def why_no_groups(n_experts: int, top_k: int, n_groups: int | None, top_groups: int | None) -> str | None:
+    """Returns the reason why experts cannot be chosen among so many groups of them, or None."""
+    if n_groups is None or top_groups is None:
+        return (
+            None if n_groups is top_groups else f"n_groups and top_groups need each other; got {n_groups}, {top_groups}"
+        )
+    if n_groups < 1 or n_experts % n_groups or n_experts // n_groups < 2:
+        return f"n_groups must divide n_experts={n_experts} into groups of two or more; got {n_groups}"
+    if not 1 <= top_groups <= n_groups:
+        return f"top_groups must be in 1 .. n_groups={n_groups}; got {top_groups}"
+    if top_k > top_groups * (n_experts // n_groups):
+        return f"top_groups must hold top_k={top_k} experts; {top_groups} hold {top_groups * (n_experts // n_groups)}"
+    return None
+
+
 class Router(nn.Module):
     r"""Chooses the experts of each token.
 
@@ -62,9 +77,13 @@ class Router(nn.Module):
         scale: the factor c of the weights (`routed_scaling_factor` of DeepSeek-V3).
         bias: whether the logits have one (GPT-OSS).
         selection_bias: whether there is a selection bias, a buffer of float32, 0 at first.
+        n_groups, top_groups: the experts lie in so many groups of equal size, one behind the other, and a token chooses
+            among those of its `top_groups` best groups: by the sum of the two highest scores in a group, selection
+            biases included (DeepSeek-V3). None is no groups.
 
     Raises:
-        ValueError: a size below 1, top_k > n_experts, an unknown `scoring`, a `scale` that is not positive.
+        ValueError: a size below 1, top_k > n_experts, an unknown `scoring`, a `scale` that is not positive, groups that
+            do not divide the experts or hold too few.
 
     Shazeer et al., "Outrageously Large Neural Networks", 2017, arXiv:1701.06538; Jiang et al., "Mixtral of Experts",
     2024, arXiv:2401.04088; Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
@@ -85,6 +104,8 @@ class Router(nn.Module):
         scale: float = 1.0,
         bias: bool = False,
         selection_bias: bool = False,
+        n_groups: int | None = None,
+        top_groups: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,6 +118,9 @@ class Router(nn.Module):
         if scoring not in SCORINGS:
             raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {scoring!r}")
         check_positive("scale", scale)
+        if reason := why_no_groups(n_experts, top_k, n_groups, top_groups):
+            raise ValueError(reason)
+        self.n_groups, self.top_groups = n_groups, top_groups
         self.dim, self.n_experts, self.top_k = dim, n_experts, top_k
         self.scoring, self.renormalize, self.scale = scoring, renormalize, scale
         self.weight = nn.Parameter(torch.empty(n_experts, dim, device=device, dtype=dtype))
@@ -143,8 +167,15 @@ class Router(nn.Module):
     def _choose(self, logits: Tensor) -> Tensor:
         # By a stable sort: `topk` leaves open which of equal scores it takes.
         key = logits
+        if self.selection_bias is not None or self.n_groups is not None:
+            key = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
         if self.selection_bias is not None:
-            key = (logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()) + self.selection_bias
+            key = key + self.selection_bias
+        if self.n_groups is not None and self.top_groups is not None:
+            groups = key.unflatten(-1, (self.n_groups, -1))
+            best = groups.topk(2, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best[:, : self.top_groups], True)
+            key = groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
         return key.sort(dim=-1, descending=True, stable=True).indices[:, : self.top_k]
 
     def stats(self, logits: Tensor, counts: Tensor) -> RouterStats:
@@ -196,7 +227,8 @@ class Router(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        changed = {"renormalize": (self.renormalize, True), "scale": (self.scale, 1.0)}
+        changed: dict[str, tuple[Any, Any]] = {"renormalize": (self.renormalize, True), "scale": (self.scale, 1.0)}
+        changed |= {"n_groups": (self.n_groups, None), "top_groups": (self.top_groups, None)}
         text = f"dim={self.dim}, n_experts={self.n_experts}, top_k={self.top_k}, scoring={self.scoring!r}"
         text += "".join(f", {name}={value}" for name, (value, default) in changed.items() if value != default)
         present = {"bias": self.bias, "selection_bias": self.selection_bias}

@@ -13,16 +13,19 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("script", "options"),
     [
-        "patch_hugging_face.py",
-        pytest.param("nanogpt_style.py", marks=pytest.mark.slow),
-        pytest.param("plain_loop.py", marks=pytest.mark.slow),
+        ("patch_hugging_face.py", []),
+        pytest.param("nanogpt_style.py", [], marks=pytest.mark.slow),
+        pytest.param("plain_loop.py", [], marks=pytest.mark.slow),
+        ("reverse.py", ["--steps", "90"]),
+        pytest.param("reverse.py", [], marks=pytest.mark.slow),
+        pytest.param("reverse.py", ["--positions", "relative", "--norm-placement", "pre"], marks=pytest.mark.slow),
     ],
 )
-def test_example(script: str) -> None:
+def test_example(script: str, options: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script)],
+        [sys.executable, str(EXAMPLES / script), *options],
         capture_output=True,
         text=True,
         timeout=300,
@@ -35,3 +38,6 @@ def test_example(script: str) -> None:
     if script == "patch_hugging_face.py":
         assert "10 of 10 modules replaced" in done.stdout
         assert "continues with" in done.stdout
+    if script == "reverse.py" and "--steps" not in options:
+        correct = int(done.stdout.split("%")[0].split()[-1])
+        assert correct >= 60, done.stdout

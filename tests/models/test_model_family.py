@@ -52,7 +52,8 @@ class Plain:
         if (kind or self.config.norm) == "layer_norm":
             x = x - x.mean(-1, keepdim=True)
         x = x / (x.square().mean(-1, keepdim=True) + self.config.norm_eps).sqrt()
-        return x * self.state[f"{name}.weight"] + self.state.get(f"{name}.bias", 0.0)
+        offset = self.config.norm_weight_offset if kind is None else 0.0
+        return x * (self.state[f"{name}.weight"] + offset) + self.state.get(f"{name}.bias", 0.0)
 
     def rotate(self, x: Tensor) -> Tensor:
         c, width = self.config, self.config.rotary_width
@@ -67,18 +68,27 @@ class Plain:
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         c = self.config
-        q, k, v = (
-            self.linear(x, f"{name}.{w}").unflatten(-1, (-1, c.head_width)).transpose(1, 2) for w in ("wq", "wk", "wv")
-        )
-        if c.qk_norm:
+        q, k, v = (self.linear(x, f"{name}.{w}") for w in ("wq", "wk", "wv"))
+        if c.qk_norm_over == "projection":
+            q, k = self.norm(q, f"{name}.q_norm", "rms_norm"), self.norm(k, f"{name}.k_norm", "rms_norm")
+        q, k, v = (t.unflatten(-1, (-1, c.head_width)).transpose(1, 2) for t in (q, k, v))
+        if c.qk_norm and c.qk_norm_over == "head":
             q, k = self.norm(q, f"{name}.q_norm", "rms_norm"), self.norm(k, f"{name}.k_norm", "rms_norm")
         if c.positions == "rope":
             q, k = self.rotate(q), self.rotate(k)
         k, v = (t.repeat_interleave(c.n_heads // c.kv_heads, 1) for t in (k, v))
-        scores = q @ k.mT / c.head_width**0.5
+        scale = c.attention_scale or c.head_width**-0.5
+        scores = q @ k.mT * scale
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
         if c.positions == "alibi":
-            scores = scores - torch.tensor(slopes(c.n_heads), dtype=torch.float64)[:, None, None] * distance
+            slope = torch.tensor(slopes(c.n_heads), dtype=torch.float64)
+            slope = slope.bfloat16().double() * scale if c.alibi_scaled else slope
+            scores = scores - slope[:, None, None] * distance
+        if c.positions == "relative":  # buckets of 0, 1, 2, 3, then powers of the ratio between
+            exact = c.relative_buckets // 2
+            far = exact + (distance.clamp_min(1) / exact).log() / math.log(c.relative_max_distance / exact) * exact
+            bucket = torch.where(distance < exact, distance, far.floor()).clamp(0, c.relative_buckets - 1).long()
+            scores = scores + self.state["relative_bias.weight"][bucket].permute(2, 0, 1)
         hidden = (distance < 0) | (distance >= (c.sliding_window or len(distance)))
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return self.linear((weights @ v).transpose(1, 2).flatten(2), f"{name}.wo")
@@ -87,7 +97,13 @@ class Plain:
         c, state = self.config, self.state
         logits = self.linear(x, f"{name}.router")
         scores = logits.softmax(-1) if c.router_scoring == "softmax" else logits.sigmoid()
-        weights = scores * torch.zeros_like(scores).scatter(-1, scores.topk(c.top_k, -1).indices, 1.0)
+        choice = scores + state.get(f"{name}.router.selection_bias", 0.0)
+        if c.router_groups:
+            groups = choice.unflatten(-1, (c.router_groups, -1))
+            least = groups.topk(2).values.sum(-1).topk(c.router_top_groups).values[..., -1:]
+            out = groups.topk(2).values.sum(-1) < least
+            choice = groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
+        weights = scores * torch.zeros_like(scores).scatter(-1, choice.topk(c.top_k, -1).indices, 1.0)
         weights = c.router_scale * weights / (weights.sum(-1, keepdim=True) if c.router_renormalize else 1.0)
         shared = self.feed_forward(x, f"{name}.shared") if c.shared_expert_dim else 0.0
         total = shared * self.linear(x, f"{name}.shared_gate").sigmoid() if c.shared_expert_gate else shared
@@ -99,7 +115,8 @@ class Plain:
         return total
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
-        if self.config.n_experts and not name.endswith("shared"):
+        dense = f"{name}.router.weight" not in self.state
+        if self.config.n_experts and not dense:
             return self.experts(x, name)
         up, activation = self.linear(x, f"{name}.w1"), self.config.activation
         up = GATES[activation](up) * self.linear(x, f"{name}.w3") if activation in GATES else PLAIN[activation](up)
@@ -107,7 +124,7 @@ class Plain:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         c, state = self.config, self.state
-        x = state["tok_embeddings.weight"][tokens]
+        x = state["tok_embeddings.weight"][tokens] * c.embedding_scale
         if c.positions == "learned":
             x = x + state["pos_embeddings.weight"][: tokens.shape[1]]
         if c.positions == "sinusoidal":
@@ -128,9 +145,9 @@ class Plain:
             else:
                 x = x + self.attention(self.norm(x, norms[0]), attend)
                 x = x + self.feed_forward(self.norm(x, norms[1]), feed)
-        if c.norm_placement == "pre":
+        if c.ends_with_norm:
             x = self.norm(x, "norm")
-        return self.linear(x, "tok_embeddings" if c.tie_embeddings else "output")
+        return c.logit_scale * self.linear(x, "tok_embeddings" if c.tie_embeddings else "output")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -58,6 +58,18 @@ X, Q = torch.randn(2, 6, 16, generator=GENERATOR), torch.randn(2, 4, 6, 8, gener
 K, V = torch.randn(2, 2, 2, 6, 8, generator=GENERATOR)
 TARGETS = torch.randint(11, (2, 6), generator=GENERATOR)
 
+
+class Relative(nn.Module):
+    """A bias for scores, which is made of two lengths, as a function of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = fk.nn.RelativeBias(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bias(x.shape[1], x.shape[1]) * x.sum()
+
+
 #: How each module is built, and what it is called with.
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "MLP": (lambda: fk.nn.MLP(16, 24), (X,)),
@@ -69,6 +81,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "LayerNorm": (lambda: fk.nn.LayerNorm(16), (X,)),
     "RotaryEmbedding": (lambda: fk.nn.RotaryEmbedding(8, 32), (Q, K)),
     "SinusoidalEmbedding": (lambda: fk.nn.SinusoidalEmbedding(16, 32), (X,)),
+    "RelativeBias": (lambda: Relative(), (X,)),
     "AlibiSlopes": (lambda: fk.nn.Attention(16, 6, head_dim=4, alibi=fk.nn.AlibiSlopes(6)), (X,)),
     "Router": (lambda: fk.nn.Router(16, 4, 2, bias=True), (X.flatten(0, 1),)),
     "MoE": (lambda: fk.nn.MoE(16, 24, 4, 2, selection_bias=True, shared_width=8, shared_gate=True, bias=True), (X,)),

@@ -31,6 +31,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"n_experts": 5, "top_k": 3, "router_scoring": "sigmoid", "router_scale": 1.5, "hidden_dim": 6}
     | {"router_bias": True, "selection_bias": True, "mlp_bias": True}
     | {"shared_expert_dim": 4, "shared_expert_gate": True},
+    "t5": {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 6, "attention_scale": 1.0}
+    | {"logit_scale": 0.25, "activation": "relu", "tie_embeddings": True, "embedding_scale": 1.5},
+    "groups": {"n_experts": 6, "top_k": 2, "router_groups": 3, "router_top_groups": 2, "hidden_dim": 6}
+    | {"dense_layers": (0,), "dense_hidden_dim": 10, "selection_bias": True, "router_scoring": "sigmoid"}
+    | {"qk_norm": True, "qk_norm_over": "projection", "norm_weight_offset": 0.5, "rope_interleaved": False},
+    "falcon-rw": {"positions": "alibi", "alibi_scaled": True, "norm": "layer_norm", "n_heads": 6, "dim": 24}
+    | {"n_kv_heads": None, "activation": "gelu", "norm_placement": "post", "final_norm": True},
     "qkv-bias": {"attention_bias": True, "attention_out_bias": False, "ffn_rule": "4d", "sliding_window": 1},
 }
 

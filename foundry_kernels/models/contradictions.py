@@ -1,0 +1,113 @@
+"""What no model can be, and what a part of this package does not know of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from foundry_kernels.nn.mlp import GATES
+from foundry_kernels.nn.relative import why_no_buckets
+from foundry_kernels.nn.router import why_no_groups
+
+if TYPE_CHECKING:
+    from foundry_kernels.models.config import ModelConfig
+
+#: Fields that mean nothing without `n_experts`.
+EXPERT_FIELDS = (
+    "top_k", "router_scoring", "router_renormalize", "router_scale", "router_bias", "selection_bias",
+    "weight_expert_inputs", "shared_expert_dim", "shared_expert_gate", "load_balancing_coef", "router_z_coef",
+    "dense_layers", "dense_hidden_dim", "router_groups", "router_top_groups",
+)  # fmt: skip
+
+
+def refuse_choices(
+    config: ModelConfig, known: Mapping[str, tuple[Any, ...] | None], what: str, why: Mapping[str, str]
+) -> None:
+    """Refuses what is not known: a field that has neither its default nor one of the values in `known` (None: any).
+
+    Raises:
+        ValueError: ``field=value`` and `what`, with the reason that `why` has of the field or of ``field=value``.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default or (field.name in known and value in (known[field.name] or (value,))):
+            continue
+        reason = why.get(f"{field.name}={value}", why.get(field.name, "it is not among the choices that it knows"))
+        raise ValueError(f"{field.name}={value!r} {what}: {reason}")
+
+
+def contradictions(config: ModelConfig) -> Iterator[str]:
+    """Yields what no model can be, and why."""
+    if config.positions == "rope":
+        if config.rope_dim is None and config.head_width % 2:
+            yield f"head_dim must be even, for the rotary pairs; got {config.head_width}"
+        if config.rotary_width % 2 or config.rotary_width > config.head_width:
+            yield f"rope_dim must be even and at most head_dim={config.head_width}; got {config.rope_dim}"
+    else:
+        yield from _without("positions='rope'", config, "rope_dim", "rope_base", "rope_scaling", "rope_interleaved")
+    if config.positions != "alibi":
+        yield from _without("positions='alibi'", config, "alibi_scaled")
+    if not config.relative:
+        yield from _without("positions='relative'", config, "relative_buckets", "relative_max_distance")
+    elif reason := why_no_buckets(config.relative_buckets, config.relative_max_distance, config.causal):
+        yield f"relative_{reason}"
+    if config.norm == "rms_norm" and config.norm_bias:
+        yield "norm_bias needs norm='layer_norm': an RMSNorm has no bias; got True"
+    if config.norm == "layer_norm" and config.norm_round_before_weight:
+        yield "norm_round_before_weight needs norm='rms_norm'; got True with norm='layer_norm'"
+    if config.norm_placement == "post" and config.parallel_residual:
+        yield (
+            "parallel_residual needs norm_placement='pre': attention and feed-forward read one stream, and a norm of "
+            "each sum would come between them"
+        )
+    if config.shared_attention_norm and not config.parallel_residual:
+        yield "shared_attention_norm needs parallel_residual=True: in sequence the branches read different streams"
+    if config.tie_embeddings and config.output_bias:
+        yield "output_bias needs tie_embeddings=False: a tied head is the embedding's matrix alone"
+    if config.norm == "layer_norm" and config.norm_weight_offset:
+        yield f"norm_weight_offset needs norm='rms_norm'; got {config.norm_weight_offset} with norm='layer_norm'"
+    if config.qk_norm_over != "head" and not config.qk_norm:
+        yield f"qk_norm_over needs qk_norm=True; got {config.qk_norm_over!r}"
+    if config.context_dim is not None and config.parallel_residual:
+        yield "context_dim needs parallel_residual=False: the context is attended to between the two branches"
+    if not config.head:
+        yield from _without("head=True", config, "tie_embeddings", "output_bias", "logit_scale")
+    yield from _contradictions_of_experts(config)
+
+
+def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
+    if config.n_experts is None:
+        for name in EXPERT_FIELDS:
+            value = getattr(config, name)
+            if value != config.__dataclass_fields__[name].default:
+                yield f"{name} needs n_experts: there is no router and no expert without; got {value}"
+        return
+    if config.top_k > config.n_experts:
+        yield f"top_k must be at most n_experts={config.n_experts}; got {config.top_k}"
+    if not config.gated:
+        yield f"n_experts needs a gated activation, one of {', '.join(GATES)}; got activation={config.activation!r}"
+    if config.top_k == 1 and config.n_experts > 1 and config.router_renormalize:
+        yield (
+            "router_renormalize must be False with top_k=1: a weight divided by itself is 1, and the router "
+            "would learn nothing"
+        )
+    if config.shared_expert_gate and config.shared_expert_dim is None:
+        yield "shared_expert_gate needs shared_expert_dim: there is no shared expert; got True"
+    if config.activation_dropout:
+        yield "activation_dropout needs n_experts=None: experts do not drop out what they activate"
+    if config.dense_hidden_dim is not None and not config.dense_layers:
+        yield f"dense_hidden_dim needs dense_layers: every layer has experts; got {config.dense_hidden_dim}"
+    if len(config.dense_layers) == config.n_layers:
+        yield f"dense_layers must leave a layer for the experts; got all {config.n_layers}"
+    if reason := why_no_groups(config.n_experts, config.top_k, config.router_groups, config.router_top_groups):
+        yield reason.replace("n_groups", "router_groups").replace("top_groups", "router_top_groups")
+
+
+def _without(needed: str, config: ModelConfig, *names: str) -> Iterator[str]:
+    """Yields why fields that mean nothing without another choice must have their defaults."""
+    choice = needed.partition("=")[0]
+    for name in names:
+        value = getattr(config, name)
+        if value != config.__dataclass_fields__[name].default:
+            yield f"{name} needs {needed}; got {value} with {choice}={getattr(config, choice)!r}"

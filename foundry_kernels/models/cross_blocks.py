@@ -1,0 +1,89 @@
+"""Blocks that attend to a context too, between their own attention and the feed-forward part; and which block a model
+has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foundry_kernels.models.blocks import (
+    ParallelBlock,
+    Passed,
+    PostNormBlock,
+    TransformerBlock,
+    add_branch,
+    make_attention,
+    make_norm,
+)
+from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.nn import AlibiSlopes, ContextKeyValues, KeyValueStore, RotaryEmbedding
+from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+
+
+class CrossBlock(TransformerBlock):
+    """A norm before each of the three branches. Adds `cross_norm` and `cross_attention`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: RotaryEmbedding | None,
+        alibi: AlibiSlopes | None,
+        factory: dict[str, Any],
+        layer: int,
+    ) -> None:
+        super().__init__(config, rope, alibi, factory, layer)
+        self.cross_norm = make_norm(config, factory)
+        self.cross_attention = make_attention(config, factory, None, None, context_dim=config.context_dim)
+
+    def forward(  # type: ignore[override]
+        self,
+        branch: Tensor | None,
+        stream: Tensor,
+        cache: KeyValueStore | None,
+        return_stats: bool,
+        context: Tensor | ContextKeyValues,
+        context_mask: AttentionMask | None,
+        *seen: Any,
+    ) -> Passed:
+        """As that of :class:`TransformerBlock`, with the context and what of it is seen before the others' `seen`."""
+        if branch is None:
+            y = self.attention_norm(stream)
+        else:
+            y, stream = add_branch(self.attention_norm, branch, stream, self.dropout)
+        branch = self._attend(y, cache, *seen)
+        y, stream = add_branch(self.cross_norm, branch, stream, self.dropout)
+        branch = self.cross_attention(y, context=context, attn_mask=context_mask)
+        y, stream = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        branch, *stats = self._feed(y, return_stats)
+        return branch, stream, *stats
+
+
+class PostNormCrossBlock(CrossBlock):
+    """A norm of each of the three sums; no branch is left to be added."""
+
+    def forward(  # type: ignore[override]
+        self,
+        branch: Tensor | None,
+        stream: Tensor,
+        cache: KeyValueStore | None,
+        return_stats: bool,
+        context: Tensor | ContextKeyValues,
+        context_mask: AttentionMask | None,
+        *seen: Any,
+    ) -> Passed:
+        branch = self._attend(stream, cache, *seen)
+        stream, _ = add_branch(self.attention_norm, branch, stream, self.dropout)
+        branch = self.cross_attention(stream, context=context, attn_mask=context_mask)
+        stream, _ = add_branch(self.cross_norm, branch, stream, self.dropout)
+        branch, *stats = self._feed(stream, return_stats)
+        stream, _ = add_branch(self.ffn_norm, branch, stream, self.dropout)  # type: ignore[arg-type]
+        return None, stream, *stats
+
+
+def block_class(config: ModelConfig) -> type[TransformerBlock]:
+    if config.norm_placement == "post":
+        return PostNormBlock if config.context_dim is None else PostNormCrossBlock
+    if config.context_dim is not None:
+        return CrossBlock
+    return ParallelBlock if config.parallel_residual else TransformerBlock

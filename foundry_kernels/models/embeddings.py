@@ -1,0 +1,73 @@
+"""What the first block of a model reads: embeddings of tokens, with their types and positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.inputs import check_range
+from foundry_kernels.nn import SinusoidalEmbedding
+from foundry_kernels.nn._layers import is_observed
+
+if TYPE_CHECKING:
+    from foundry_kernels.models.transformer import Transformer
+
+
+def position_embedding(
+    config: ModelConfig, device: Any, dtype: torch.dtype | None
+) -> nn.Embedding | SinusoidalEmbedding | None:
+    if config.positions == "learned":
+        return nn.Embedding(config.max_seq_len, config.dim, device=device, dtype=dtype)
+    if config.positions == "sinusoidal":
+        return SinusoidalEmbedding(config.dim, config.max_seq_len, device=device)
+    return None
+
+
+def needs_preparing(config: ModelConfig) -> bool:
+    """Whether the first block reads anything but the rows of the embedding."""
+    added = config.positions in ("learned", "sinusoidal") or config.token_types
+    return bool(added or config.embedding_norm or config.embedding_dropout or config.embedding_scale != 1.0)
+
+
+def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
+    """The rows of the tokens; on the CPU, a token that has none is named."""
+    if not tokens.is_cpu or torch.compiler.is_compiling():
+        return table(tokens)
+    # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
+    looks = type(table) is nn.Embedding and table.num_embeddings == vocab_size
+    if not looks or is_observed(table):
+        check_range("tokens", tokens, vocab_size)
+    try:
+        return table(tokens)
+    except IndexError:
+        check_range("tokens", tokens, vocab_size)
+        raise
+
+
+def prepare(
+    model: Transformer, stream: Tensor, start: int, positions: Tensor | None, token_types: Tensor | None
+) -> Tensor:
+    """Embeddings of the positions from `start` on, or of those that are given, to the stream that the first block
+    reads."""
+    config, table, norm, dropout = (
+        model.config, model.pos_embeddings, model.embedding_norm, model.config.embedding_dropout
+    )  # fmt: skip
+    if config.embedding_scale != 1.0:
+        # Rounded to the embeddings' dtype first, as Gemma was trained.
+        stream = stream * torch.full((), config.embedding_scale, dtype=stream.dtype, device=stream.device)
+    if model.type_embeddings is not None:
+        types = model.type_embeddings
+        stream = stream + (types.weight[0] if token_types is None else types(token_types))
+    if isinstance(table, SinusoidalEmbedding):
+        stream = table(stream, start, positions)
+    elif table is not None:
+        if positions is None:
+            positions = torch.arange(start, start + stream.shape[1], device=stream.device)
+        stream = stream + table(positions)
+    if norm is not None:
+        stream = norm(stream)
+    return F.dropout(stream, dropout, model.training) if dropout else stream

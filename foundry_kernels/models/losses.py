@@ -1,0 +1,62 @@
+"""The loss of a model from its last hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.nn import RouterStats, load_balancing_loss, router_z_loss
+from foundry_kernels.nn._head import matrix_of
+from foundry_kernels.ops.cross_entropy import cross_entropy
+from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from foundry_kernels.models.transformer import Transformer
+
+
+def token_loss(
+    model: Transformer, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Returns the logits, where they are asked for, and the cross entropy."""
+    if not return_logits and (head := _head(model)) is not None:
+        return None, _without_logits(model, y, head, targets, ignore_index)
+    logits = model._logits(y)
+    if is_dtensor(logits):
+        loss = _divided_loss(logits, targets, ignore_index)
+    else:
+        backend = model.backends["cross_entropy"]
+        loss = cross_entropy(logits, targets, ignore_index=ignore_index, backend=backend)
+    return logits if return_logits else None, loss
+
+
+def add_router_losses(model: Transformer, loss: Tensor, stats: list[RouterStats]) -> Tensor:
+    balancing, z = model.config.load_balancing_coef, model.config.router_z_coef
+    if balancing:
+        loss = loss + balancing * load_balancing_loss(stats)
+    return loss + z * router_z_loss(stats) if z else loss
+
+
+def _head(model: Transformer) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias that make logits, or None where only a call of `output` does."""
+    return (model.tok_embeddings.weight, None) if model.output is None else matrix_of(model.output)
+
+
+def _without_logits(
+    model: Transformer, y: Tensor, head: tuple[Tensor, Tensor | None], targets: Tensor, ignore_index: int
+) -> Tensor:
+    weight, bias = head
+    backend = model.backends["linear_cross_entropy"]
+    loss = linear_cross_entropy(y, weight, targets, bias=bias, ignore_index=ignore_index, backend=backend)
+    return loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
+
+
+def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Computes the same of logits that are sharded along the vocabulary, inside torch's `loss_parallel`."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    targets = targets.flatten().long()
+    total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")
+    return total / (targets != ignore_index).sum().clamp_min(1)
