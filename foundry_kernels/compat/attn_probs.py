@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,8 @@ def dense_probs(q: Tensor, k: Tensor, lse: Tensor, options: Options, sequence: i
     if not isinstance(seed, Tensor):
         return None
     apart = ("dropout_p", "dropout_seed", "deterministic", "backend")
-    weights = attention_weights(q, k, lse, **{name: value for name, value in options.items() if name not in apart})
+    rest: dict[str, Any] = {name: value for name, value in options.items() if name not in apart}
+    weights = attention_weights(q, k, lse, **rest)
     batch, head = (torch.arange(n, device=q.device) for n in q.shape[:2])
     kept = keep_mask(weights.shape, p, seed, (batch[:, None] + sequence << 32) + head)  # type: ignore[arg-type]
     return torch.where(kept, weights, -weights).to(q.dtype)
