@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(32 * kDeltaWarps) attention_delta(AttentionBac
   float sum = 0.f;
   for (int d = lane; d < a.head_dim_v; d += 32) sum = fmaf(to_float(dout[d]), to_float(out[d]), sum);
   sum = warp_sum<32>(sum);
-  const int64_t at = h.row_at(a, i);
+  const int64_t at = h.query_at(a.row_strides, i);
   if (lane != 0) return;
   if (a.dlse) sum -= a.dlse[at];
   const double lse = a.lse[at];
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_dq_rows(AttentionBackwa
       const int i = first + r;
       float ds = 0.f;
       if (i <= last && j >= h.first_key(i) && j < h.end_key(i)) {
-        const int64_t at = h.row_at(a, i);
+        const int64_t at = h.query_at(a.row_strides, i);
         const TwoFloats lse(a.lse[at]);
         float derivative;
         const float w = weight_of(logit(a, h, products[r], i, j, derivative), lse.high, lse.low);
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) attention_dkdv_rows(AttentionB
       if (i < end) {
         multiply(products, shared, keys, d, q + i * a.q_strides.token, d);
         multiply(grads, shared, values, dv, dout + i * a.dout_strides.token, dv);
-        const int64_t at = h.row_at(a, i);
+        const int64_t at = h.query_at(a.row_strides, i);
         lse = TwoFloats(a.lse[at]);
         delta = a.delta[at];
       }
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(32 * kBiasWarps) attention_dbias(AttentionBack
     for (int of = heads.begin; of < heads.end; ++of) {
       const Head h(a, n, of);
       for (int i = queries.begin; i < queries.end; ++i) {
-        const int64_t at = h.row_at(a, i);
+        const int64_t at = h.query_at(a.row_strides, i);
         const TwoFloats lse(a.lse[at]);
         const T* q = static_cast<const T*>(a.q) + h.query_at(a.q_strides, i);
         const T* dout = static_cast<const T*>(a.dout) + h.query_at(a.dout_strides, i);

@@ -52,7 +52,7 @@ def test_attention_weights_after_dropout() -> None:
     assert weights is not None
     assert 0.2 < float((weights.tril() == 0).float().mean()) < 0.95
     assert close((weights @ v).transpose(1, 2), out)
-    with pytest.raises(ValueError, match="dropout_seed must be given"):
+    with pytest.raises(ValueError, match="dropout_seed must be that of the call"):
         attention_weights(q, k, torch.zeros(2, 2, 40), dropout_p=0.5)
 
 

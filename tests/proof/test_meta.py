@@ -76,6 +76,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "GatedMLP": (lambda: fk.nn.GatedMLP(16, 24, activation="geglu", bias=True), (X,)),
     "SwiGLU": (lambda: fk.nn.SwiGLU(16, 24), (X,)),
     "Attention": (lambda: fk.nn.Attention(16, 4, 2, rope=fk.nn.RotaryEmbedding(4, 8), qk_norm=True), (X,)),
+    "MultiheadAttention": (lambda: fk.nn.MultiheadAttention(16, 4, batch_first=True), (X, X, X)),
     "Attention, ALiBi": (lambda: fk.nn.Attention(16, 4, alibi=fk.nn.AlibiSlopes(4), bias=True), (X,)),
     "RMSNorm": (lambda: fk.nn.RMSNorm(16, weight_offset=1.0), (X,)),
     "LayerNorm": (lambda: fk.nn.LayerNorm(16), (X,)),

@@ -25,7 +25,7 @@ KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 ARCHITECTURES = ("80", "90a")
 
 #: Bytes of stack that a kernel may have: two numbers, which it reads once a head and once where masked tiles end.
-STACK = {"attention_backward_tiles<bfloat16, 128, 4, false>": 8, "attention_backward_tiles<half, 128, 4, false>": 8}
+STACK = {"attention_backward_tiles<bfloat16, 128, 4, false>": 8, "attention_backward_tiles<__half, 128, 4, false>": 8}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,10 @@ HELP = [
     ("benchmarks.gpu_sanitize", "", "compute-sanitizer"),
     ("examples.ablation", "", "--variants"),
     ("examples.extrapolation", "", "--factors"),
-    *((f"examples.{name}", "", "--steps") for name in ("train", "nanogpt_style", "patch_hugging_face", "plain_loop")),
+    *(
+        (f"examples.{name}", "", "--steps")
+        for name in ("train", "nanogpt_style", "patch_hugging_face", "plain_loop", "reverse")
+    ),
     ("examples.prepare_tokens", "", "--vocab"),
 ]
 

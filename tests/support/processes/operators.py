@@ -25,6 +25,8 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
         if not 16 <= numel(case) <= largest:
             continue
         args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
+        if args.get("weight") is not None and row.op.package.endswith("norm") and args["weight"].dim() > 1:
+            continue  # operators get several dimensions as one
         rest = {n: x for n, x in case.options.items() if n != "attn_mask"}  # one by tiles is no tensor
         dims, over = rule(args | rest)  # some divide only what is not reduced
         of = {name: letters(dims, name, t.dim()) for name, t in args.items()}
