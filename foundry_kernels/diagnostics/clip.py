@@ -21,7 +21,9 @@ CLIPPED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("rope_base", "rope_scaling", "rope_interleaved", "rope_dim", "sliding_window")),
     **dict.fromkeys(("attention_bias", "attention_out_bias", "output_bias", "tie_embeddings")),
     **dict.fromkeys(("parallel_residual", "shared_attention_norm")),
-    **dict.fromkeys(("embedding_dropout", "residual_dropout", "attention_dropout")),
+    **dict.fromkeys(("embedding_dropout", "residual_dropout", "attention_dropout", "activation_dropout")),
+    **dict.fromkeys(("output_dropout", "causal", "logit_scale", "attention_scale", "norm_weight_offset")),
+    **dict.fromkeys(("final_norm", "embedding_scale")),
     **dict.fromkeys(("n_experts", *EXPERT_FIELDS)),
     "positions": ("rope", "alibi", "learned", "sinusoidal", "none"),
 }

@@ -19,6 +19,15 @@ from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 from foundry_kernels.ops.flash_attention.weights import attention_weights
 
 
+class OutProjection(torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
+    """A linear layer whose bias begins as 0."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """:class:`torch.nn.MultiheadAttention` over this package's kernels: same arguments, attributes, state dict, masks
     and results.
@@ -72,7 +81,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
+        self.out_proj.__class__ = OutProjection  # of the same parameters, which are drawn already
         self.backends = backends
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters of this module itself, as where it was made on the meta device."""
+        self._reset_parameters()
 
     def forward(
         self,

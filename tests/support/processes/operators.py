@@ -25,7 +25,8 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
         if not 16 <= numel(case) <= largest:
             continue
         args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
-        if args.get("weight") is not None and row.op.package.endswith("norm") and args["weight"].dim() > 1:
+        several = row.op.package.endswith("norm") and "weight" in args and args["weight"].dim() > 1
+        if several or "normalized_shape" in case.options:
             continue  # operators get several dimensions as one
         rest = {n: x for n, x in case.options.items() if n != "attn_mask"}  # one by tiles is no tensor
         dims, over = rule(args | rest)  # some divide only what is not reduced
