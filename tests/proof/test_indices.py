@@ -160,6 +160,15 @@ def test_what_is_read_again_is_checked_again(call: Call, backend: str, dtype: to
         assert torch.equal(found, right)
 
 
+def span(tensor: Tensor) -> tuple[int, int] | None:
+    """The addresses of a tensor's memory; None where it has none, as what other tests' fake tensors leave behind."""
+    storage = tensor.untyped_storage()
+    try:
+        return (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) if storage.nbytes() else None
+    except RuntimeError:  # memory of no device
+        return None
+
+
 class Checked:
     """Triton's interpreter, whose loads and stores must lie within tensors."""
 
@@ -180,9 +189,8 @@ class Checked:
     def _check(self, at: Any, mask: Any) -> None:
         used = np.asarray(at)[np.asarray(mask, bool)]
         if not self._within(used):  # of a tensor that is new
-            storages = [t.untyped_storage() for t in gc.get_objects() if type(t) is Tensor and t.device.type == "cpu"]
-            spans = sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes())
-            self._starts, self._stops = np.array(spans, np.uint64).T
+            tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.device.type == "cpu"]
+            self._starts, self._stops = np.array(sorted(filter(None, map(span, tensors))), np.uint64).T
             assert self._within(used), "an access outside all tensors"
 
     def _within(self, used: Any) -> bool:
