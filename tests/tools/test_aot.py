@@ -30,9 +30,9 @@ LEAST_TFLOPS = {
     ("dq", 256): 488,
 }
 #: Left to `make test-slow`: operations with the kernels of another, by other flags, and those of several large kernels.
-#: Of each kind (a norm, a rotation, a gate, a sum, attention) one remains.
+#: Of each kind (a norm, a rotation, a gate, a sum) one remains. Attention has tests of its own.
 TWINS = ("add_rms_norm", "layer_norm", "add_layer_norm", "geglu", "flash_attention_varlen")
-LARGE = ("cross_entropy", "linear_cross_entropy", "grouped_mm", "qk_norm_rope")
+LARGE = ("flash_attention", "cross_entropy", "linear_cross_entropy", "grouped_mm", "qk_norm_rope")
 
 
 @needs_triton
