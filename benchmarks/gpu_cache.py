@@ -176,7 +176,8 @@ def pack(folder: Path, archive: Path, about: dict[str, Any]) -> None:
     about_file.write_text(json.dumps(about))
     partial = archive.with_name(archive.name + ".partial")
     with tarfile.open(partial, "w:xz", preset=6) as tar:
-        for path in [about_file, *sorted(folder.glob("*/*"))]:
+        # By name: the variants of a kernel lie beside each other, and most of one is found in the one before.
+        for path in [about_file, *sorted(folder.glob("*/*"), key=lambda path: (path.suffix, path.name, path))]:
             if path.suffix in (".json", ".cubin", ".so") and not path.name.startswith(INDEX):
                 tar.add(path, str(path.relative_to(folder)))
     partial.replace(archive)

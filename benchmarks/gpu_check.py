@@ -93,6 +93,7 @@ def tests(name: str, arguments: list[str]) -> dict[str, Any]:
     passed, already = OUT / f"{name}-passed.txt", OUT / f"{name}-already.txt"
     already.write_text(passed.read_text() if passed.exists() else "")
     command += ["-p", "benchmarks.gpu_resume", f"--passed-file={passed}", f"--already-passed={already}"]
+    command.append(f"--failed-file={OUT / f'{name}-failed.txt'}")
     before = compiled_kernels()
     result = run(name, command, LIMITS[name])
     names = set(passed.read_text().splitlines()) if passed.exists() else set()

@@ -1,4 +1,5 @@
 """A plugin for pytest: keeps the name of each test that passed as soon as it has, and leaves out those that did before.
+Of each that failed it keeps the name and the error, also where the run is then stopped and prints neither.
 
 `--passed-file` is written as tests pass (also by a run that is then stopped), `--already-passed` is read. They are two
 files because with pytest-xdist each process reads the second, and all must find the same in it.
@@ -13,12 +14,13 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--passed-file", type=Path, help="append the tests that pass or are skipped to this file")
+    parser.addoption("--failed-file", type=Path, help="write the tests that fail and their errors to this file")
     parser.addoption("--already-passed", type=Path, help="leave out the tests named in this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--passed-file") and not hasattr(config, "workerinput"):  # the process that hears of all tests
-        config.pluginmanager.register(Passed(config.getoption("--passed-file")))
+        config.pluginmanager.register(Results(config.getoption("--passed-file"), config.getoption("--failed-file")))
 
 
 @pytest.hookimpl(trylast=True)
@@ -33,13 +35,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid not in names]
 
 
-class Passed:
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a", buffering=1)
+class Results:
+    def __init__(self, passed: Path, failed: Path | None) -> None:
+        self.passed = passed.open("a", buffering=1)
+        self.failed = None if failed is None else failed.open("w", buffering=1)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped or (report.when == "call" and report.passed):
-            self.file.write(report.nodeid + "\n")
+            self.passed.write(report.nodeid + "\n")
+        elif report.failed and self.failed is not None:
+            self.failed.write(f"{report.nodeid}\t{error_of(report)}\n")
 
     def pytest_sessionfinish(self) -> None:
-        self.file.close()
+        self.passed.close()
+        if self.failed is not None:
+            self.failed.close()
+
+
+def error_of(report: pytest.TestReport) -> str:
+    """Returns where it failed and the error's text, in a line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longreprtext if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
+    return " ".join(text.split())[:600]

@@ -157,7 +157,7 @@ def scales(
     if not counts.any():
         return {}
     weights = (
-        torch.ones(counts.shape, dtype=torch.float64) if weight is None else weight[target.where(counts, 0).long()]
+        torch.ones_like(counts, dtype=torch.float64) if weight is None else weight[target.where(counts, 0).long()]
     )
     largest = float((weights * counts).max())
     if options.get("reduction", "mean") == "mean":
