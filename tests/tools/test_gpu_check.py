@@ -80,7 +80,10 @@ def test_tests_that_passed_are_kept_when_the_rest_is_stopped(tmp_path: Path, mon
     assert not second["ok"]
     assert "1 failed, 1 passed" in second["summary"]
     assert second["passed"] == 6
-    assert sorted(p.name for p in tmp_path.glob("parity-*")) == ["parity-passed.txt"]
+    assert sorted(p.name for p in tmp_path.glob("parity-*")) == ["parity-failed.txt", "parity-passed.txt"]
+    [failed] = (tmp_path / "parity-failed.txt").read_text().splitlines()
+    assert "test_them.py::" in failed
+    assert "assert" in failed.partition("\t")[2]
 
 
 class Steps:

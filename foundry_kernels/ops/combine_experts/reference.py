@@ -14,7 +14,10 @@ def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
     none = (slots < 0).unsqueeze(-1)
     if x.shape[0] == 0:  # one row for the slots without any
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
-    rows = embedding(slots.clamp_min(0), x).to(compute).masked_fill(none, 0.0)  # [T, k, D]
+    if x.shape[1] == 0:  # of rows without elements embedding's gradient reads invalid memory, on a GPU in torch 2.11
+        rows = x.to(compute).sum().expand(*slots.shape, 0)
+    else:
+        rows = embedding(slots.clamp_min(0), x).to(compute).masked_fill(none, 0.0)  # [T, k, D]
     if weights is not None:
         rows = rows * weights.to(compute).unsqueeze(-1).masked_fill(none, 0.0)  # also where 0 * NaN would be
     first, *others = rows.unbind(1)
