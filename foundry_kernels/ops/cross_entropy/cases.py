@@ -156,9 +156,7 @@ def scales(
     counts = target != options.get("ignore_index", IGNORED)
     if not counts.any():
         return {}
-    weights = (
-        torch.ones_like(counts, dtype=torch.float64) if weight is None else weight[target.where(counts, 0).long()]
-    )
+    weights = torch.ones_like(counts, dtype=torch.float64) if weight is None else weight[target.where(counts, 0).long()]
     largest = float((weights * counts).max())
     if options.get("reduction", "mean") == "mean":
         largest /= max(float((weights * counts).sum()), 1e-30)
