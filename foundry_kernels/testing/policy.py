@@ -64,9 +64,13 @@ def call(
     op: OpSpec, args: Mapping[str, Tensor | None], options: Mapping[str, Any], *, backend: str
 ) -> tuple[Tensor, ...]:
     """The op's public function, its result always a tuple."""
-    device = next((x.device for x in args.values() if x is not None), torch.device("cpu"))
-    result = op.public(**args, **options_on(device, options), backend=backend)
+    result = op.public(**args, **options_on(device_of(args), options), backend=backend)
     return result if isinstance(result, tuple) else (result,)
+
+
+def device_of(args: Mapping[str, Tensor | None]) -> torch.device:
+    """The device of the arguments, which all are on one."""
+    return next((x.device for x in args.values() if x is not None), torch.device("cpu"))
 
 
 def run(
@@ -200,7 +204,7 @@ class Expected:
         args64 = to_float64(args)
         cotangents64 = tuple(c.double() for c in cotangents)
         oracle = run(op, args64, case.options, cotangents64, backend="reference")
-        scales = op.cases.scales(args64, case.options, cotangents64)
+        scales = op.cases.scales(args64, options_on(device_of(args), case.options), cotangents64)
         return cls(op, case, dtype, args, cotangents, reference, oracle, scales)
 
     def _of_output(self, out: Tensor) -> dict[str, Tensor]:

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundry_kernels.testing import Arg, Case, compare, lay_out, tiny
+import foundry_kernels as fk
+from foundry_kernels.testing import Arg, Case, compare, lay_out, make_cotangents, run, tiny
+from foundry_kernels.testing.policy import to_float64
+from foundry_kernels.tools.check import small_cases
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -80,3 +83,16 @@ def test_layouts_keep_the_values(layout: str) -> None:
 def test_cases_are_reproducible() -> None:
     case = Case("c", {"x": Arg((4, 5))})
     assert torch.equal(case.make(torch.float32)["x"], case.make(torch.float32)["x"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", fk.OPS)
+def test_sizes_are_computed_where_the_arguments_are(name: str) -> None:
+    """On a GPU, too: a tensor that is made without naming a device is on another one here, and does not mix."""
+    op = fk.OPS[name]
+    for case in small_cases(op.cases.CASES[name]):
+        args = case.make(torch.float32)
+        outputs = run(op, args, case.options, backend="reference").outputs
+        cotangents = tuple(c.double() for c in make_cotangents(outputs, case.cotangent))
+        args64 = to_float64(args)
+        with torch.device("meta"):
+            op.cases.scales(args64, case.options, cotangents)

@@ -31,7 +31,7 @@ def threshold(dropout_p: float) -> int:
 
 def keep_scale(dropout_p: float) -> float:
     """What kept weights are multiplied by, a float32."""
-    return float(torch.tensor(65536 / (65536 - threshold(dropout_p)), dtype=torch.float32))
+    return float(torch.tensor(65536 / (65536 - threshold(dropout_p)), dtype=torch.float32, device="cpu"))
 
 
 def _words(key: Tensor, query: Tensor, head: Tensor, batch: Tensor, seed: Tensor) -> tuple[Tensor, ...]:

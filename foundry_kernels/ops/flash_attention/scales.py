@@ -101,9 +101,10 @@ def _scales(
     error2 = torch.cat([error2, torch.zeros_like(sink)], -1)
     error2 = error2 + (_ROUNDING * (every.abs() + lse.abs())).square().nan_to_num(0.0, posinf=0.0)
     p, p_sink = every_p[..., :-1], every_p[..., -1:]
-    factor = torch.ones((), dtype=p.dtype)  # of dropout
+    factor = p.new_ones(())  # of dropout
     if asked.dropout_p is not None and asked.dropout_seed is not None:
-        heads = (torch.arange(n, n + q.shape[0])[:, None] << 32) + torch.arange(q.shape[1])
+        rows, columns = torch.arange(n, n + q.shape[0], device=q.device), torch.arange(q.shape[1], device=q.device)
+        heads = (rows[:, None] << 32) + columns
         kept = keep_mask(tuple(p.shape), asked.dropout_p, asked.dropout_seed, heads)  # type: ignore[arg-type]
         factor = kept * keep_scale(asked.dropout_p)
     out = (p * factor) @ v
