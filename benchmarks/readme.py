@@ -37,13 +37,17 @@ def write(source: Path | None = None, path: Path = ROOT / "README.md", folder: P
 
 def text(before: str, root: Path, found: Results, source: Path | None = None) -> str:
     """README.md with its parts made again."""
-    on_cpu = {path: kept for path, kept in found.items() if not any("device_us" in r for r in kept["rows"])}
+    on_cpu = {path: kept for path, kept in found.items() if not on_gpu(kept)}
     marks: set[str] = set()
     after = _support(before, on_cpu, marks)
     after = _between(after, _LEGEND, _END_OF_LEGEND, _legend(marks))
     shown = source or newest(on_cpu)
     after = _between(after, _HEADLINE, _END_OF_HEADLINE, _headline(root, found[shown], shown))
     return _between(after, START, END, _slower(root, found, shown))
+
+
+def on_gpu(kept: dict[str, Any]) -> bool:
+    return any("device_us" in row for row in kept["rows"])
 
 
 def newest(found: Results) -> Path:
@@ -152,12 +156,15 @@ def _slower(root: Path, found: Results, source: Path) -> str:
     link = f"{folder}/{source.stem}.md"
     about = f"All shapes, backward passes, models, memory, host time and growth: [{link}]({link}). Your own machine: "
     about += "`pytest benchmarks --benchmark-only`, 8 minutes, with a verdict. Slower than a peer:"
-    lines = [_behind(folder, path, of, whole=path == source) for path, of in found.items()]
+    # Of the results that are shown, and of the newest on a GPU.
+    gpu = {path: of for path, of in found.items() if on_gpu(of)}
+    whole = {source, newest(gpu)} if gpu else {source}
+    lines = [_behind(folder, path, of, whole=path in whole) for path, of in found.items()]
     return "\n\n".join([tables.paragraph(about), "\n".join(lines)])
 
 
 def _behind(folder: str, path: Path, kept: dict[str, Any], whole: bool) -> str:
-    """How many rows are behind a peer and, of the results that are shown, the worst of each operation."""
+    """How many rows are behind a peer and, where `whole`, the worst of each operation."""
     found, held = verdict.slower(kept)
     anchor = verdict.TITLE.lower().replace(" ", "-")
     line = f"- {kept['device']}, {kept['date']}, {tables.of_commit(kept)}: "
