@@ -1,16 +1,15 @@
 """What test_distributed.py runs in two processes, over gloo. One start of the two runs all scenarios.
 
-A scenario is called in each process with its rank, a folder of its own and three free ports.
+A scenario is called in each process with its rank, a folder of its own and three ports for further
+process groups, which find each other there as they do under torchrun.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import fcntl
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -29,54 +28,58 @@ SECONDS = 120  # a collective that waits longer has been left by the other proce
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
-def run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float = 600.0) -> dict[str, list[Any]]:
-    """What each scenario returned in each process, or the traceback where it failed; hanging processes are killed.
+def run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float = 300.0) -> dict[str, list[Any]]:
+    """What each scenario returned in each process, or the traceback where it failed.
 
-    Another worker of the test run that comes with the same folder waits for the first one and takes its results.
+    Processes that finish no scenario for `seconds` are killed. Another worker of the test run that comes with the same
+    folder waits for the first one and takes its results.
     """
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            _run(scenarios, folder, seconds)
-            (folder / "done").touch()
+            (folder / "done").write_text(_run(scenarios, folder, seconds))
+    missing = f"the process did not come this far: {(folder / 'done').read_text()}"
     found = [torch.load(folder / f"{rank}.pt") if (folder / f"{rank}.pt").exists() else {} for rank in range(SIZE)]
-    return {name: [results.get(name, "the process did not come this far") for results in found] for name in scenarios}
+    return {name: [results.get(name, missing) for results in found] for name in scenarios}
 
 
-def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float) -> None:
+def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float) -> str:
+    """How the processes ended."""
     context = multiprocessing.get_context("spawn")
-    ports = _free_ports(4 * len(scenarios))
+    # As under torchrun the stores through which a group's processes find each other live here, on ports that the system
+    # chose. Ports that are chosen and freed are taken by others before their use, gloo's own connections among them.
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(4 * len(scenarios))]
+    ports = [store.port for store in stores]
     started = [context.Process(target=_work, args=(rank, scenarios, folder, ports)) for rank in range(SIZE)]
     for process in started:
         process.start()
-    deadline = time.monotonic() + seconds
+    begun = time.time()
+    while any(process.is_alive() for process in started):
+        time.sleep(0.1)
+        results = [path.stat().st_mtime for path in folder.glob("*.pt")]
+        if time.time() - max(results, default=begun) > seconds:
+            for process in started:
+                process.kill()
     for process in started:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        process.join()
+    return f"after {time.time() - begun:.0f} s they ended with exit codes {[process.exitcode for process in started]}"
 
 
 def _work(rank: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, ports: list[int]) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(EXAMPLES.parent))
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     results = {}
     for index, (name, scenario) in enumerate(scenarios.items()):
-        start(rank, SIZE, ports[4 * index])
         try:
+            start(rank, SIZE, ports[4 * index])
             results[name] = scenario(rank, folder / name, ports[4 * index + 1 : 4 * index + 4])
         except Exception:
             results[name] = traceback.format_exc()
         end()
-        torch.save(results, folder / f"{rank}.pt")
+        torch.save(results, folder / f"{rank}.pt.new")
+        os.replace(folder / f"{rank}.pt.new", folder / f"{rank}.pt")
 
 
 def start(rank: int, size: int, port: int) -> None:
