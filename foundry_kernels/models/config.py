@@ -38,7 +38,8 @@ class ModelConfig:
         n_heads: query heads.
         n_kv_heads: key-value heads, a divisor of `n_heads`; None is `n_heads`, 1 is multi-query attention.
         vocab_size: tokens are 0 .. vocab_size - 1.
-        max_seq_len: positions that the model takes: rows of the rotary, learned or sinusoidal table.
+        max_seq_len: positions that the model is made for: rows of the learned table, which ends there, and of the
+            rotary or sinusoidal one at first, which grows.
         multiple_of: two thirds of 4d are rounded up to a multiple of it.
         ffn_dim_multiplier: factor on the feed-forward width before it is rounded up.
         hidden_dim: the feed-forward width itself, which overrides the two above and `ffn_rule`.

@@ -49,10 +49,15 @@ def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def prepare(
-    model: Transformer, stream: Tensor, start: int, positions: Tensor | None, token_types: Tensor | None
+    model: Transformer,
+    stream: Tensor,
+    start: int,
+    positions: Tensor | None,
+    token_types: Tensor | None,
+    max_seqlen: int | None,
 ) -> Tensor:
-    """Embeddings of the positions from `start` on, or of those that are given, to the stream that the first block
-    reads."""
+    """Embeddings of the positions from `start` on, or of those that are given, of sequences of at most `max_seqlen`, to
+    the stream that the first block reads."""
     config, table, norm, dropout = (
         model.config, model.pos_embeddings, model.embedding_norm, model.config.embedding_dropout
     )  # fmt: skip
@@ -63,7 +68,7 @@ def prepare(
         types = model.type_embeddings
         stream = stream + (types.weight[0] if token_types is None else types(token_types))
     if isinstance(table, SinusoidalEmbedding):
-        stream = table(stream, start, positions)
+        stream = table(stream, start, positions, stream.shape[1] if max_seqlen is None else max_seqlen)
     elif table is not None:
         if positions is None:
             positions = torch.arange(start, start + stream.shape[1], device=stream.device)
