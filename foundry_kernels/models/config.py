@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
-from foundry_kernels.models import presets
+from foundry_kernels.models import count, presets
 from foundry_kernels.models.contradictions import contradictions
-from foundry_kernels.models.count import count_parameters
+from foundry_kernels.models.count import Parts
+from foundry_kernels.models.memory import TrainingMemory, training_bytes
 from foundry_kernels.nn.mlp import GATES
 from foundry_kernels.nn.router import SCORINGS
 from foundry_kernels.ops.rope import RopeScaling
@@ -358,7 +361,25 @@ class ModelConfig:
     @property
     def n_parameters(self) -> int:
         """Parameters of the model, those of a tied head once."""
-        return count_parameters(self)
+        return count.parameters_by_part(self).total
+
+    # Functions of `count` and `memory`, which say what each counts.
+
+    def parameters_by_part(self, active: bool = False) -> Parts:
+        """Parameters of embedding, attention, feed-forward part, norms and head, with their `total` and `shares`."""
+        return count.parameters_by_part(self, active)
+
+    def cache_bytes(self, batch: int, length: int, dtype: torch.dtype) -> int:
+        """Bytes of a :class:`KVCache` of `batch` sequences of `length` positions."""
+        return count.cache_bytes(self, batch, length, dtype)
+
+    def flops_per_token(self, length: int, context_length: int | None = None, training: bool = False) -> float:
+        """Floating-point operations of a forward pass for a token of a sequence of `length`; of training 3 times."""
+        return count.flops_per_token(self, length, context_length, training)
+
+    def training_bytes(self, batch: int, length: int, **options: Any) -> TrainingMemory:
+        """Weights, gradients, optimizer state and activations of a training step, by part."""
+        return training_bytes(self, batch, length, **options)
 
 
 def _check_size(name: str, value: object) -> None:

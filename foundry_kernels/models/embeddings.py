@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.models.inputs import check_range
+from foundry_kernels.models.inputs import check_range, values_known
 from foundry_kernels.nn import SinusoidalEmbedding
 from foundry_kernels.nn._layers import is_observed
 
@@ -35,7 +35,7 @@ def needs_preparing(config: ModelConfig) -> bool:
 
 def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
     """The rows of the tokens; on the CPU, a token that has none is named."""
-    if not tokens.is_cpu or torch.compiler.is_compiling():
+    if not values_known(tokens):
         return table(tokens)
     # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
     looks = type(table) is nn.Embedding and table.num_embeddings == vocab_size

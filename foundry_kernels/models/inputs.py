@@ -63,9 +63,9 @@ def _check_packed(
     if max_seqlen is not None:
         check_int("max_seqlen", max_seqlen, 1)
     longest = min(total, total if max_seqlen is None else max_seqlen)
-    if tokens.is_cpu and not torch.compiler.is_compiling():
+    if values_known(tokens):
         check_lengths("cu_seqlens", cu_seqlens, "max_seqlen", longest, total)
-        longest = int(cu_seqlens.diff().max())
+        longest = int(cu_seqlens.diff().max()) if type(cu_seqlens) is Tensor else longest
     elif max_seqlen is None:
         return  # the lengths are on a GPU, and whoever waits for them is the caller
     if ends_before(longest, config):
@@ -82,7 +82,7 @@ def check_targets(targets: Tensor, tokens: Tensor, last_only: bool, ignore_index
         raise ValueError(f"targets must have tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}")
     if targets.device != tokens.device:
         raise ValueError(f"targets must be on the model's device {tokens.device}; got {targets.device}")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if values_known(targets):
         check_range("targets", targets[targets != ignore_index], config.vocab_size)
 
 
@@ -94,7 +94,7 @@ def check_types(token_types: Tensor | None, tokens: Tensor, config: ModelConfig)
         raise ValueError("token_types need a model whose configuration has token_types; its has 0")
     check_shape("token_types", token_types, tuple(tokens.shape), "one for each token")
     check_device("token_types", token_types, "tokens", tokens)
-    if token_types.is_cpu and not torch.compiler.is_compiling():
+    if values_known(token_types):
         check_range("token_types", token_types, config.token_types)
 
 
@@ -128,6 +128,11 @@ def check_context(
             check_device("context_lengths", lengths, "context", context)
     if tokens is not None and batch != tokens.shape[0]:
         raise ValueError(f"context must have the tokens' batch of {tokens.shape[0]}; got {batch}")
+
+
+def values_known(x: Tensor) -> bool:
+    """Whether numbers can be looked at without waiting: on the CPU, not while a graph is traced, of no fake tensor."""
+    return x.is_cpu and not torch.compiler.is_compiling() and type(x) is Tensor
 
 
 def check_range(name: str, tokens: Tensor, vocab_size: int) -> None:

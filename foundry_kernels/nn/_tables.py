@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.registry import is_subclass
+
 
 class FixedTables(torch.nn.Module):
     """Base of a module whose buffers are computed, and so lie outside of the state dict.
@@ -98,7 +100,8 @@ class PositionTables(FixedTables):
             if torch.compiler.is_compiling():
                 return tuple(_position_rows(tables, self._text, start, stop, stop))
             if self.follows_length:
-                return _kept(self._text, start, stop, stop, _not_capturing(tables[0].device))
+                _not_capturing(tables[0].device)
+                return _kept_for(tables, self._text, start, stop, stop)
             tables = self._grow(stop)
         return tuple(table[start:stop] for table in tables)
 
@@ -115,7 +118,7 @@ class PositionTables(FixedTables):
         """Returns whole tables for a tensor of positions. Where looking at them costs nothing (on the CPU) or the rows
         depend on the last, that is found; elsewhere `end`, a number that they are below, says how many rows there must
         be. None: as many as there are."""
-        looks = positions.is_cpu or (self.follows_length and not positions.is_meta)
+        looks = (positions.is_cpu or self.follows_length) and not (positions.is_meta or is_subclass(positions))
         if looks and not torch.compiler.is_compiling():
             end = int(positions.max()) + 1 if positions.numel() else None
         return tuple(self._current()) if end is None else self.reserve(end)
@@ -165,6 +168,11 @@ def _kept(recipe: str, start: int, stop: int, length: int, device: torch.device)
         return _compute(recipe, start, stop, length, device)
 
 
+def _kept_for(tables: list[Tensor], *rows: Any) -> tuple[Tensor, ...]:
+    device = tables[0].device
+    return (_kept.__wrapped__ if is_subclass(tables[0]) else _kept)(*rows, device)  # no fake tensor is for others
+
+
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 _LIBRARY.define(
     "position_rows(Tensor[] tables, str recipe, SymInt start, SymInt stop, SymInt length) -> Tensor[]",
@@ -174,7 +182,7 @@ _LIBRARY.define(
 
 def _rows_impl(tables: list[Tensor], recipe: str, start: int, stop: int, length: int) -> list[Tensor]:
     """Rows computed for tables that are to stay as they are; `tables` say the device."""
-    return [table.clone() for table in _kept(recipe, start, stop, length, tables[0].device)]
+    return [table.clone() for table in _kept_for(tables, recipe, start, stop, length)]
 
 
 def _empty_rows(tables: list[Tensor], recipe: str, start: int, stop: int, length: int) -> list[Tensor]:
