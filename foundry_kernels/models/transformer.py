@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
@@ -367,12 +367,7 @@ class Transformer(nn.Module):
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, **options: Any
-    ) -> list[Tensor]:
-        """Continues the prompts; see :func:`foundry_kernels.models.generate`."""
-        return generate(self, prompts, max_new_tokens, **options)
+    generate = generate
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on
