@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -68,6 +68,18 @@ class GenerationStats:
         )
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of :func:`generate` without the one that decides what is returned."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop_token: int | None
+    generator: torch.Generator | None
+    compile: bool | Mapping[str, Any]
+    context: Context | None
+
+
 @overload
 def generate(
     model: Transformer,
@@ -75,11 +87,16 @@ def generate(
     max_new_tokens: int,
     *,
     return_stats: Literal[False] = False,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> list[Tensor]: ...
 @overload
 def generate(
-    model: Transformer, prompts: Prompts, max_new_tokens: int, *, return_stats: Literal[True], **options: Any
+    model: Transformer,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    return_stats: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[list[Tensor], GenerationStats]: ...
 @torch.no_grad()
 def generate(
@@ -126,8 +143,8 @@ def generate(
 
     Raises:
         TypeError: prompts or max_new_tokens are no integers.
-        ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the vocabulary,
-            temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is not
+        ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
+            vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is not
             causal or has no head, a context that does not fit.
     """
     config, device = model.config, model.tok_embeddings.weight.device
