@@ -144,8 +144,8 @@ def generate(
     Raises:
         TypeError: prompts or max_new_tokens are no integers.
         ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
-            vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is not
-            causal or has no head, a context that does not fit.
+            vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is
+            not causal or has no head, a context that does not fit.
     """
     config, device = model.config, model.tok_embeddings.weight.device
     if not (config.causal and config.head):

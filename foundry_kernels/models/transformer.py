@@ -244,9 +244,9 @@ class Transformer(nn.Module):
                 context of another kind.
             ValueError: a wrong rank, shape or device, more learned positions than max_seq_len (others have no end), a
                 cache that is full or does not fit, arguments that exclude each other or that the model has no use for,
-                a missing context, and, where they are on the CPU and nothing is being compiled, tokens or targets outside the vocabulary and
-                packed sequences that max_seqlen does not bound. (Elsewhere that would need a synchronization; the embedding then
-                raises its own error.)
+                a missing context, and, where they are on the CPU and nothing is being compiled, tokens or targets
+                outside the vocabulary and packed sequences that max_seqlen does not bound. (Elsewhere that would need a
+                synchronization; the embedding then raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_no_new_tokens_and_no_prompts(model):
 
 def test_stats_of_the_two_phases(model, monkeypatch):
     """The clock moves by a second with each look: before, between and behind the phases."""
-    monkeypatch.setattr("foundry_kernels.models.generate.time.perf_counter", iter(range(100)).__next__)
+    clock = iter(range(100))
+    monkeypatch.setattr(sys.modules["foundry_kernels.models.generate"], "_now", lambda device: next(clock))
     prompts = [prompt(7), prompt(4), prompt(4)]
     rows, stats = model.generate(prompts, 6, return_stats=True)
     assert all(map(torch.equal, rows, model.generate(prompts, 6)))
