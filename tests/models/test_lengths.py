@@ -82,8 +82,16 @@ def test_compiles_whole_beyond_the_tables(kind):
     assert compilations == [first, first, first + 1, first + 1, first + 1]
     tokens, starts = draw(1, 30), torch.tensor([0, 3, 23, 30])
     expected = long(tokens, cu_seqlens=starts)
-    for options in ({}, {"max_seqlen": 20}):
-        torch.testing.assert_close(compiled(tokens, cu_seqlens=starts, **options), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled(tokens, cu_seqlens=starts, max_seqlen=20), expected, rtol=1e-4, atol=1e-5)
+    assert short.layers[0].attention.rope is None or short.layers[0].attention.rope.cos.shape[0] == SHORT
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rope", "sinusoidal"])
+def test_compiled_steps_of_generation_beyond_the_tables(kind):
+    short, long = pair(kind, n_layers=1)
+    torch._dynamo.reset()
     prompts = draw(2, 6)
     got = short.generate(prompts, 20, compile={"backend": "eager"})
     assert all(map(torch.equal, got, long.generate(prompts, 20)))
@@ -137,6 +145,22 @@ def test_dynamic_frequencies_are_those_of_transformers(length):
     ours = nn.RotaryEmbedding(8, 16, scaling=RopeScaling("dynamic", 2.0, 16)).rows(0, length)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other[0, :, :4], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_model_of_transformers_goes_on_beyond_its_positions_too():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=48,
+        vocab_size=11, max_position_embeddings=SHORT, initializer_range=0.4, eos_token_id=None,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    ours, tokens = Transformer.from_hf(theirs), draw(2, 30)
+    assert ours.config.max_seq_len == SHORT
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    prompt = tokens[:, :6]
+    found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+    assert torch.equal(torch.stack(ours.generate(prompt, 12)), found)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
