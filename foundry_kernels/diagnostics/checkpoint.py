@@ -35,8 +35,9 @@ def read(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
     """Returns a model, and what makes tokens of a text: the tokenizer that lies with the model, or its bytes.
 
     Args:
-        path: a folder that transformers has saved (a language model, an encoder, an encoder with a decoder); or a file of ``torch.save({"config": dataclasses.asdict(config),
-            "model": model.state_dict()}, path)``; or a checkpoint of `examples/train.py`.
+        path: a folder that transformers has saved (a language model, an encoder, an encoder with a decoder); or a file
+            of ``torch.save({"config": dataclasses.asdict(config), "model": model.state_dict()}, path)``; or a
+            checkpoint of `examples/train.py`.
 
     Raises:
         CheckpointError: there is none, it is none of these, or `from_hf` does not know such a model.
@@ -66,6 +67,7 @@ def _from_folder(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    kind: Any
     family: Any = Transformer
     if config.is_encoder_decoder:
         kind, family = transformers.AutoModelForSeq2SeqLM, EncoderDecoder
@@ -78,8 +80,8 @@ def _from_folder(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
         return model, _bytes_of(model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    spell = tokenizer.convert_ids_to_tokens
-    return model, Tokens(lambda text: tokenizer(text)["input_ids"], _spelling(spell, backend))
+    spell = _spelling(lambda token: str(tokenizer.convert_ids_to_tokens(token)), backend)
+    return model, Tokens(lambda text: tokenizer(text)["input_ids"], spell)
 
 
 def _content(content: Any) -> tuple[ModelConfig, dict[str, Any], str | None]:

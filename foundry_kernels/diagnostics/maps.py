@@ -33,9 +33,7 @@ def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
         TypeError, ValueError: as that function.
     """
     check_rank("k", k, 4, "[B, Hk, S, D]")
-    # With the rows of a unit matrix for values, the outputs are the weights.
-    unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-    weights: Tensor = flash_attention(q, k, unit, backend="reference", **options)
+    weights: Tensor = flash_attention(q, k, _unit_values(k, k.dtype), backend="reference", **options)
     return weights
 
 
@@ -93,6 +91,11 @@ def encoder_decoder_maps(
     return _maps(model, attentions, heads, lambda: model(source, tokens))
 
 
+def _unit_values(k: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values whose outputs are the weights: the rows of a unit matrix, in each head."""
+    return torch.eye(k.shape[2], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+
+
 def _check(name: str, tokens: Tensor, heads: Sequence[tuple[int, int]], attentions: list[Attention]) -> None:
     check_integer(name, tokens)
     check_rank(name, tokens, 2, "[1, T]")
@@ -118,8 +121,8 @@ def _maps(
     def attend(q: Tensor, k: Tensor, v: Tensor, options: Any) -> Any:
         nonlocal running
         if wanted := [head for layer, head in heads if layer == running]:
-            unit = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)
-            weights = reference.flash_attention(q, k, unit, options._replace(return_lse=True, return_stats=False))
+            asked = options._replace(return_lse=True, return_stats=False)
+            weights = reference.flash_attention(q, k, _unit_values(k, v.dtype), asked)
             found.update({(cast(int, running), head): weights[0][0, head].clone() for head in wanted})
         running = None
         return reference.flash_attention(q, k, v, options)

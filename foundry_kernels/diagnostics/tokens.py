@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: Signs for what would not be seen.
-_VISIBLE = {" ": "␣", "▁": "␣", "\n": "↵", "\t": "→", "\r": "←"}
+_VISIBLE = {" ": "␣", "▁": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from torch import Tensor
 COLORS = "viridis"
 #: Of what does not exist, such as keys that a query does not see: no colour of the scale.
 BLANK = "white"
+#: The family of fonts of tokens.
+LABELS = "monospace"
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -49,6 +51,14 @@ def heat_map(axis: Any, values: Tensor, low: float | None, high: float | None, *
     colors = matplotlib.colormaps[COLORS].with_extremes(bad=BLANK)
     shown = values.detach().float().cpu().numpy()
     return axis.imshow(shown, cmap=colors, vmin=low, vmax=high, interpolation="nearest", **options)
+
+
+def drawable(text: str) -> str:
+    """`text` with escapes for the characters that the font of labels does not have."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties(family=LABELS)))
+    return "".join(c if font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
 
 
 def save(figure: Any, path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_float, check_rank
-from foundry_kernels.diagnostics.pictures._figure import heat_map, make_figure
+from foundry_kernels.diagnostics.pictures._figure import LABELS, drawable, heat_map, make_figure
 
 #: Tokens up to which each has its label; beyond it their numbers are on the axes.
 _MOST_LABELS = 96
@@ -61,9 +61,13 @@ def attention_map(
 
 
 def causal_and_bidirectional(
-    causal: Tensor, bidirectional: Tensor, tokens: Sequence[str] | None = None, *, window: int | None = None,
+    causal: Tensor,
+    bidirectional: Tensor,
+    tokens: Sequence[str] | None = None,
+    *,
+    window: int | None = None,
     title: str | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Draws the weights ``[T, T]`` of one head with a causal mask beside those without, in one scale of colours.
 
     Args:
@@ -77,7 +81,7 @@ def causal_and_bidirectional(
     figure, axes = make_figure(1, 2, 2.0 * side + 1.4, side + 0.4, title)
     pair = hide_unseen(causal, True, window), hide_unseen(bidirectional, False, window)
     high = max(float(weights.nan_to_num(0.0).max()) for weights in pair)
-    headings = "causal: a token sees those before it", "bidirectional: it sees all"
+    headings = "causal: a token sees itself and those before it", "bidirectional: a token sees all"
     for axis, weights, heading in zip(axes[0], pair, headings, strict=True):
         image = _labelled(axis, weights, tokens, tokens, high)
         axis.set_title(heading, fontsize=10)
@@ -98,10 +102,9 @@ def attention_grid(
     """
     _check_maps("weights", weights, 4, None, None)
     n_layers, n_heads, length, keys = weights.shape
-    require = max(0.55, min(1.5, 22.0 / max(n_layers, n_heads)))
-    figure, axes = make_figure(
-        n_layers, n_heads, max(4.5, n_heads * require + 1.3), max(2.6, n_layers * require + 0.9), title
-    )
+    side = max(0.55, min(1.5, 22.0 / max(n_layers, n_heads)))
+    width, height = max(4.5, n_heads * side + 1.3), max(2.6, n_layers * side + 0.9)
+    figure, axes = make_figure(n_layers, n_heads, width, height, title)
     from matplotlib.colors import PowerNorm
 
     shown = hide_unseen(weights, causal, window)
@@ -135,8 +138,9 @@ def _labelled(
     named = (axis.set_xticks, keys, {"rotation": 90}), (axis.set_yticks, queries, {})
     for set_ticks, labels, options in named:
         if labels is not None and len(labels) <= _MOST_LABELS:
-            set_ticks(range(len(labels)), labels, fontsize=size, family="monospace", parse_math=False, **options)
-    axis.set(xlabel="key: is looked at", ylabel="query: looks")
+            shown = [drawable(label) for label in labels]
+            set_ticks(range(len(labels)), shown, fontsize=size, family=LABELS, parse_math=False, **options)
+    axis.set(xlabel="key", ylabel="query")
     return image
 
 

@@ -25,6 +25,14 @@ from foundry_kernels.ops.rope import RopeScaling
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+#: The options behind arguments that errors name.
+_OPTIONS = {
+    "rotary_dim": "--dim", "dim": "--dim", "max_positions": "--positions", "positions": "--positions", "base": "--base",
+    "factor": "--factor", "original_max_position_embeddings": "--trained", "n_heads": "--heads", "heads": "--shown",
+    "n_layers": "--layers", "init_std": "--init-std", "max_seq_len": "--seq-len", "causal": "--compare",
+}  # fmt: skip
+
+
 class UsageError(Exception):
     """Options that cannot be drawn; the message is for the user."""
 
@@ -97,7 +105,7 @@ def _draw_attention(options: argparse.Namespace) -> Any:
         raise UsageError("--causal is for --qk; a checkpoint has its own mask, and --compare draws both")
     text = _text(options)
     model, tokens = read(options.checkpoint)
-    name = options.checkpoint.name or str(options.checkpoint)
+    name = "/".join(options.checkpoint.parts[-2:])
     if isinstance(model, EncoderDecoder):
         return _draw_pair(options, model, tokens, text, head, name)
     for asked in ("part", "target"):
@@ -211,9 +219,8 @@ def _layer_and_head(name: str) -> tuple[int, int]:
 
 def _check_head(head: tuple[int, int] | None, n_layers: int, n_heads: int) -> None:
     if head is not None and not (head[0] < n_layers and head[1] < n_heads):
-        raise UsageError(
-            f"--head must be a layer from 0 to {n_layers - 1} and a head from 0 to {n_heads - 1}; got {head[0]}.{head[1]}"
-        )
+        allowed = f"a layer from 0 to {n_layers - 1} and a head from 0 to {n_heads - 1}"
+        raise UsageError(f"--head must be {allowed}; got {head[0]}.{head[1]}")
 
 
 def _every(n_layers: int, n_heads: int) -> list[tuple[int, int]]:
@@ -228,18 +235,13 @@ def _masked(model: Transformer, causal: bool) -> Transformer:
     """The same weights with that mask."""
     if model.config.causal == causal:
         return model
-    try:
-        with torch.device("meta"):
-            other = Transformer(dataclasses.replace(model.config, causal=causal))
-    except ValueError as error:
-        raise UsageError(f"--compare: this model has no causal={causal}: {error}") from None
-    other.load_state_dict(model.state_dict(), assign=True)
-    return other
+    config = _with_options(dataclasses.replace, model.config, causal=causal)
+    return Transformer.from_state(config, model.state_dict(), model, "auto")
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
 
-_POSITIONS = "Draw the sinusoidal table, the rotary tables and scores, or ALiBi's biases, by the functions of the models."
+_POSITIONS = "Draw the sinusoidal table, the rotary tables and scores, or ALiBi's biases, as models have them."
 
 
 def _positions_options(kinds: Any) -> None:
@@ -256,7 +258,7 @@ def _positions_options(kinds: Any) -> None:
         _end(parser, draw, f"positions-{kind}.png")
     parser = kinds.add_parser("alibi")
     parser.add_argument("--heads", type=int, default=8, help="of the model (default: 8)")
-    parser.add_argument("--shown", type=int, nargs="+", metavar="HEAD", help="default: first, middle and last")
+    parser.add_argument("--shown", type=int, nargs="+", metavar="HEAD", help="heads whose bias is drawn")
     parser.add_argument("--positions", type=int, default=32)
     _end(parser, _draw_alibi, "positions-alibi.png")
 
@@ -289,7 +291,8 @@ def _with_options(function: Any, *values: Any, **named: Any) -> Any:
     try:
         return function(*values, **named)
     except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
+        name, _, rest = str(error).partition(" ")
+        raise UsageError(f"{_OPTIONS.get(name, name)} {rest}") from None
 
 
 # --- initialization ---------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def initialization(
     configs = {name: dataclasses.replace(config, init=name) for name in schemes}  # all are checked before one is run
     depth, norm = config.n_layers, config.norm_placement
     figure, (axes,) = make_figure(
-        1, 3, 13.0, 4.0, f"at initialisation: {depth} layers of width {config.dim}, {norm}-norm, seed {seed}"
+        1, 3, 13.0, 4.2, f"at initialisation: {depth} layers of width {config.dim}, {norm}-norm, seed {seed}"
     )
     marker = "." if depth <= 24 else None
     for name, chosen in configs.items():
@@ -109,7 +109,7 @@ def initialization(
         axis.set(title=heading, xlabel="layer (0: embeddings)", ylabel="root mean square", yscale="log")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.25, which="both")
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(configs), fontsize=9)
     return figure
 
 
