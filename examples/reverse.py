@@ -49,14 +49,14 @@ def names(tokens: list[int]) -> list[str]:
     return [{START: "START", STOP: "STOP"}.get(token) or chr(ord("a") + token) for token in tokens]
 
 
-def alignment(model: EncoderDecoder, source: list[int], said: list[int], task: str) -> Any:
+def alignment(model: EncoderDecoder, source: list[int], said: list[int]) -> Any:
     """Where the last layer looks in the source when it says each token: the mean of its heads."""
     layer = model.decoder.config.n_layers - 1
     heads = [(layer, head) for head in range(model.decoder.config.n_heads)]
     read, written = torch.tensor([source]), torch.tensor([[START, *said[:-1]]])
     maps = encoder_decoder_maps(model, read, written, "cross", heads)
     mean = torch.stack(list(maps.values())).mean(0)
-    title = f"cross-attention of decoder layer {layer}, mean of {len(heads)} heads: {task}"
+    title = f"cross-attention of layer {layer}, mean of {len(heads)} heads"
     figure = pictures.attention_map(mean, names(said), names(source), title=title)
     figure.axes[0].set(xlabel="the encoder reads", ylabel="the decoder says")
     return figure
@@ -104,7 +104,7 @@ def main() -> None:
     said = spelled[1:].tolist()
     print("foundry ->", "".join(names([token for token in said if token < 26])))
     if options.plot:
-        alignment(model, word, said, f"a word is {task}").savefig(options.plot, dpi=110)
+        alignment(model, word, said).savefig(options.plot, dpi=110)
         print(f"where the decoder looks: {options.plot}")
 
 

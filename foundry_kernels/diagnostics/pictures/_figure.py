@@ -64,4 +64,4 @@ def drawable(text: str) -> str:
 def save(figure: Any, path: Path) -> None:
     """Writes PNG, SVG or PDF, by the name's end; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)

@@ -135,11 +135,10 @@ def _labelled(
     high = max(float(weights.nan_to_num(0.0).max()), 1e-6) if high is None else high
     image = heat_map(axis, weights, 0.0, high)
     size = 8 if max(weights.shape) <= 64 else 6
-    named = (axis.set_xticks, keys, {"rotation": 90}), (axis.set_yticks, queries, {})
-    for set_ticks, labels, options in named:
+    for set_ticks, labels, turned in ((axis.set_xticks, keys, 90), (axis.set_yticks, queries, 0)):
         if labels is not None and len(labels) <= _MOST_LABELS:
-            shown = [drawable(label) for label in labels]
-            set_ticks(range(len(labels)), shown, fontsize=size, family=LABELS, parse_math=False, **options)
+            shown = [drawable(label if len(label) <= 16 else label[:15] + "…") for label in labels]
+            set_ticks(range(len(labels)), shown, fontsize=size, family=LABELS, parse_math=False, rotation=turned)
     axis.set(xlabel="key", ylabel="query")
     return image
 

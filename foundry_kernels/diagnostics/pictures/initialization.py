@@ -95,7 +95,7 @@ def initialization(
     configs = {name: dataclasses.replace(config, init=name) for name in schemes}  # all are checked before one is run
     depth, norm = config.n_layers, config.norm_placement
     figure, (axes,) = make_figure(
-        1, 3, 13.0, 4.2, f"at initialisation: {depth} layers of width {config.dim}, {norm}-norm, seed {seed}"
+        1, 3, 11.0, 3.7, f"at initialisation: {depth} layers of width {config.dim}, {norm}-norm, seed {seed}"
     )
     marker = "." if depth <= 24 else None
     for name, chosen in configs.items():
@@ -105,10 +105,12 @@ def initialization(
             axis.plot(range(first, first + len(values)), values, marker=marker, label=_described(chosen, name))
     from matplotlib.ticker import MaxNLocator
 
-    for axis, (_, heading, _) in zip(axes, _PANELS, strict=True):
-        axis.set(title=heading, xlabel="layer (0: embeddings)", ylabel="root mean square", yscale="log")
+    for axis, (_, heading, first) in zip(axes, _PANELS, strict=True):
+        axis.set(xlabel="layer" if first else "layer (0: embeddings)", yscale="log")
+        axis.set_title(heading, fontsize=10)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.25, which="both")
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("root mean square")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(configs), fontsize=9)
     return figure
 
