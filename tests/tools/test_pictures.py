@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from examples import reverse
 from foundry_kernels import RopeScaling, diagnostics, rope_table
 from foundry_kernels.diagnostics import attention_maps, attention_weights, encoder_decoder_maps, pictures
 from foundry_kernels.diagnostics.__main__ import main
@@ -119,6 +120,17 @@ def test_maps_of_an_encoder_with_a_decoder(part: str) -> None:
         encoder_decoder_maps(model, source, tokens, part, [(2, 0)])
     with pytest.raises(TypeError, match="EncoderDecoder; got Transformer"):
         encoder_decoder_maps(model.decoder, source, tokens, part, [(0, 0)])  # type: ignore[arg-type]
+
+
+def test_alignment_of_the_example() -> None:
+    torch.manual_seed(0)
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 29, "max_seq_len": 12, "init_std": 0.3}
+    model = EncoderDecoder(ModelConfig(**shape, positions="learned"), start_token=reverse.START)
+    axis = reverse.alignment(model, [2, 0, 1], [1, 0, 2, reverse.STOP]).axes[0]
+    read, written = torch.tensor([[2, 0, 1]]), torch.tensor([[reverse.START, 1, 0, 2]])
+    maps = encoder_decoder_maps(model, read, written, "cross", [(1, head) for head in range(4)])
+    near(shown(axis), sum(maps.values()) / 4)  # type: ignore[arg-type]
+    assert (labels(axis, "x"), labels(axis, "y")) == (["c", "a", "b"], ["b", "a", "c", "STOP"])
 
 
 # --- attention, drawn -------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _attention_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", type=Path, nargs="?", help="the model; none with --qk")
     texts = parser.add_mutually_exclusive_group()
-    texts.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text whose first tokens are drawn")
+    texts.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text of which the model reads the first tokens")
     texts.add_argument("--prompt", metavar="TEXT", help="the text itself")
     add("--target", metavar="TEXT", help="what a decoder beside an encoder reads")
     add("--part", choices=PARTS, help="of an encoder with a decoder (default: cross)")
@@ -86,7 +86,7 @@ def _attention_options(parser: argparse.ArgumentParser) -> None:
     add("--head", metavar="LAYER.HEAD", help="one head, with its tokens (with --qk: its number); default: all heads")
     add("--compare", action="store_true", help="that head with a causal mask beside the same weights without one")
     add("--causal", action="store_true", help="mask the future of --qk")
-    add("--tokens", type=int, default=32, help="tokens that are drawn, at most (default: 32)")
+    add("--tokens", type=int, default=32, help="tokens that it reads and that are drawn, at most (default: 32)")
     add("--out", type=Path, default=Path("attention.png"), metavar="FILE", help="PNG, SVG or PDF")
     parser.set_defaults(draw=_draw_attention)
 
@@ -103,7 +103,7 @@ def _draw_attention(options: argparse.Namespace) -> Any:
     head = None if options.head is None else _layer_and_head(options.head)
     if options.causal:
         raise UsageError("--causal is for --qk; a checkpoint has its own mask, and --compare draws both")
-    text = _text(options)
+    text = _text(options)[: 64 * options.tokens]  # no more is read of a long file: tokens are shorter than that
     model, tokens = read(options.checkpoint)
     name = "/".join(options.checkpoint.parts[-2:])
     if isinstance(model, EncoderDecoder):
@@ -129,9 +129,7 @@ def _draw_attention(options: argparse.Namespace) -> Any:
             maps[0], maps[1], labels, window=config.sliding_window, title=f"{title}, trained {trained}"
         )
     weights = attention_maps(model, batch, [head])[head]
-    return pictures.attention_map(
-        weights, labels, causal=config.causal, window=config.sliding_window, title=title
-    )  # fmt: skip
+    return pictures.attention_map(weights, labels, causal=config.causal, window=config.sliding_window, title=title)
 
 
 def _draw_pair(
@@ -169,7 +167,9 @@ def _draw_given(options: argparse.Namespace) -> Any:
         content = torch.load(options.qk, map_location="cpu", weights_only=True)
         q, k = (torch.as_tensor(content[name]) for name in ("q", "k"))
     except Exception as error:  # a damaged file raises whatever the damaged part leads to
-        raise UsageError(f'--qk must be a file of {{"q": tensor, "k": tensor}}; {options.qk}: {error}') from None
+        raise UsageError(
+            f'--qk must be a file of {{"q": tensor, "k": tensor}}; {options.qk}: {_first_line(error)}'
+        ) from None
     q, k = (x[(None,) * max(0, 4 - x.dim())] for x in (q, k))
     try:
         both = {causal: attention_weights(q, k, causal=causal) for causal in (True, False)}
@@ -191,6 +191,10 @@ def _draw_given(options: argparse.Namespace) -> Any:
     if options.compare:
         return pictures.causal_and_bidirectional(both[True][0, head], both[False][0, head], title=title)
     return pictures.attention_map(weights[0, head], causal=options.causal, title=title)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _text(options: argparse.Namespace) -> str:
