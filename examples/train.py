@@ -30,10 +30,10 @@ try:
     from examples.training.checkpoint import CheckpointError
     from examples.training.log import LogError, read
     from examples.training.loop import Recipe, Run, autocast, train
-    from examples.training.optimizer import learning_rates
     from examples.training.options import UsageError, make_recipe, parse
     from examples.training.parallel import Parallel, ParallelError, Single
-    from examples.training.report import header, kernels, plot, plot_schedule, sample, table
+    from examples.training.report import header, kernels, plot, sample, table
+    from examples.training.schedule import learning_rates, plot_schedule
     from examples.training.text import Text, TextError, read_text
     from examples.training.tokens import open_tokens
 except ModuleNotFoundError as error:

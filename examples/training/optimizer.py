@@ -23,15 +23,3 @@ def make_schedule(optimizer: AdamW, steps: int) -> SequentialLR:
     rise = LinearLR(optimizer, start_factor=1.0 / warm_up, total_iters=warm_up - 1)
     fall = CosineAnnealingLR(optimizer, T_max=max(1, steps - warm_up), eta_min=0.1 * lr)
     return SequentialLR(optimizer, [rise, fall], milestones=[warm_up])
-
-
-def learning_rates(lr: float, steps: int) -> list[float]:
-    """The rate of each step, by the schedule itself."""
-    optimizer = make_optimizer(nn.Linear(1, 1, device="cpu"), lr)
-    schedule = make_schedule(optimizer, steps)
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return rates
