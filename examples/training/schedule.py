@@ -36,7 +36,7 @@ def plot_schedule(rates: list[float], path: Path) -> str | None:
     axis.annotate(f"peak {peak:g}, step {warm_up}", (warm_up, peak), (4, 5), textcoords="offset points")
     axis.annotate(f"end {last:.3g}", (len(rates), last), (0, 14), textcoords="offset points", ha="right")
     axis.set(xlabel="step", ylabel="learning rate", ylim=(0.0, 1.15 * peak))
-    axis.set_title(f"linear warm-up, then a cosine: {len(rates):,} steps", fontsize=11)
+    axis.set_title(f"learning rate of {len(rates):,} steps", fontsize=11)
     axis.grid(alpha=0.25)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,7 @@ def attention_grid(
             if layer == 0:
                 axis.set_title(f"head {head}" if n_heads <= 8 else str(head), fontsize=9)
         axes[layer, 0].set_ylabel(f"layer {layer}" if n_layers <= 12 else str(layer), fontsize=9)
-    bar = figure.colorbar(image, ax=axes, label="weight of attention", aspect=30)
+    bar = figure.colorbar(image, ax=axes, label="weight of attention", aspect=4.0 * height)
     bar.set_ticks([0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0])
     figure.supxlabel(f"key: {keys} tokens from the left", fontsize=9)
     figure.supylabel(f"query: {length} tokens from the top", fontsize=9)

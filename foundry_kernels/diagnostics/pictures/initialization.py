@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,11 +99,12 @@ def initialization(
         1, 3, 11.0, 3.7, f"at initialisation: {depth} layers of width {config.dim}, {norm}-norm, seed {seed}"
     )
     marker = "." if depth <= 24 else None
-    for name, chosen in configs.items():
+    styles = itertools.cycle(("-", "--", ":"))  # equal curves all stay visible
+    for (name, chosen), style in zip(configs.items(), styles, strict=False):
         scales = layer_scales(chosen, tokens, targets, seed=seed)
         for axis, (part, _, first) in zip(axes, _PANELS, strict=True):
             values = getattr(scales, part)
-            axis.plot(range(first, first + len(values)), values, marker=marker, label=_described(chosen, name))
+            axis.plot(range(first, first + len(values)), values, style, marker=marker, label=_described(chosen, name))
     from matplotlib.ticker import MaxNLocator
 
     for axis, (_, heading, first) in zip(axes, _PANELS, strict=True):
