@@ -20,9 +20,8 @@ def hide_unseen(weights: Tensor, causal: bool = False, window: int | None = None
     """Returns the weights ``[..., T, S]`` with NaN where a query does not see the key, as `causal` and `sliding_window`
     of :class:`foundry_kernels.nn.Attention` have it. The last query is beside the last key."""
     length, keys = weights.shape[-2:]
-    distance = torch.arange(keys - length, keys, device=weights.device)[:, None] - torch.arange(
-        keys, device=weights.device
-    )
+    place = torch.arange(keys - length, keys, device=weights.device)
+    distance = place[:, None] - torch.arange(keys, device=weights.device)
     hidden = (distance < 0) & causal
     if window is not None:
         hidden = hidden | (distance.abs() >= window)
@@ -51,8 +50,8 @@ def attention_map(
         TypeError, ValueError: weights of another rank, or labels of another number.
         MissingMatplotlib: there is no matplotlib.
     """
-    side = _side(max(weights.shape)) if weights.dim() == 2 else 0.0
     _check_maps("weights", weights, 2, queries, keys)
+    side = _side(max(weights.shape))
     keys = queries if keys is None and weights.shape[0] == weights.shape[1] else keys
     figure, axes = make_figure(1, 1, side + 1.2, side + 0.3, title)
     image = _labelled(axes[0, 0], hide_unseen(weights, causal, window), queries, keys, None)

@@ -117,18 +117,18 @@ def _draw_attention(options: argparse.Namespace) -> Any:
     shape = config.n_layers, config.n_heads
     _check_head(head, *shape)
     if head is None:
-        found = attention_maps(model, batch, _every(*shape))
+        found = _with_options(attention_maps, model, batch, _every(*shape))
         grid = _stacked(found, *shape)
         title = f"{name}: attention of {shape[0]} layers x {shape[1]} heads"
         return pictures.attention_grid(grid, causal=config.causal, window=config.sliding_window, title=title)
     title = f"{name}: attention of layer {head[0]}, head {head[1]}"
     if options.compare:
-        maps = [attention_maps(_masked(model, causal), batch, [head])[head] for causal in (True, False)]
+        maps = [_with_options(attention_maps, _masked(model, c), batch, [head])[head] for c in (True, False)]
         trained = "causal" if config.causal else "bidirectional"
         return pictures.causal_and_bidirectional(
             maps[0], maps[1], labels, window=config.sliding_window, title=f"{title}, trained {trained}"
         )
-    weights = attention_maps(model, batch, [head])[head]
+    weights = _with_options(attention_maps, model, batch, [head])[head]
     return pictures.attention_map(weights, labels, causal=config.causal, window=config.sliding_window, title=title)
 
 
@@ -146,7 +146,8 @@ def _draw_pair(
     shape = config.n_layers, config.n_heads
     _check_head(head, *shape)
     pair = torch.tensor([source]), torch.tensor([target])
-    found = encoder_decoder_maps(model, *pair, part, _every(*shape) if head is None else [head])
+    wanted = _every(*shape) if head is None else [head]
+    found = _with_options(encoder_decoder_maps, model, *pair, part, wanted)
     what = {"encoder": "encoder", "decoder": "decoder", "cross": "decoder's attention to the encoder"}[part]
     causal = part == "decoder"
     if head is None:
