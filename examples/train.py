@@ -33,6 +33,7 @@ try:
     from examples.training.options import UsageError, make_recipe, parse
     from examples.training.parallel import Parallel, ParallelError, Single
     from examples.training.report import header, kernels, plot, sample, table
+    from examples.training.schedule import learning_rates, plot_schedule
     from examples.training.text import Text, TextError, read_text
     from examples.training.tokens import open_tokens
 except ModuleNotFoundError as error:
@@ -102,6 +103,8 @@ def prepare_folder(options: argparse.Namespace, backends: list[str], suffix: str
 
 
 def run_all(options: argparse.Namespace) -> int:
+    if options.plot_schedule is not None:
+        return draw_schedule(options)
     if options.text is not None and options.tokens is not None:
         raise UsageError("--tokens and --text exclude each other")
     text = open_tokens(options.tokens, options.seq_len) if options.tokens else read_text(options.text, options.seq_len)
@@ -111,6 +114,14 @@ def run_all(options: argparse.Namespace) -> int:
     recipe = make_recipe(options, len(prompt), text.vocabulary.size)
     with processes_of(options, recipe) as processes:
         return run_on(processes, options, recipe, text, prompt)
+
+
+def draw_schedule(options: argparse.Namespace) -> int:
+    recipe = make_recipe(options, 1)
+    if problem := plot_schedule(learning_rates(recipe.lr, recipe.steps), options.plot_schedule):
+        raise UsageError(f"--plot-schedule: {problem}")
+    print(f"Learning rate: {options.plot_schedule}")
+    return 0
 
 
 @contextlib.contextmanager

@@ -62,6 +62,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="continue the runs in --out")
     add("--plot", type=Path, metavar="FILE", help="PNG of the loss curves (default: loss.png in --out)")
+    add("--plot-schedule", type=Path, metavar="FILE", help="draw the learning rate of --steps and --lr, and end")
     add("--prompt", help="prompt of the sample at the end (default: the first held-out tokens)")
     add("--sample-tokens", type=int, default=240, help="tokens to generate at the end; 0 for none")
     add("--temperature", type=float, default=0.7)

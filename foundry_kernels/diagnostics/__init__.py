@@ -8,12 +8,13 @@ still differ, do gradients arrive?
     print("\\n".join(health.concerns()))
 
 Entropy and the largest logit come from the attention kernels themselves, a number a row: no T x S matrix is made.
-`python -m foundry_kernels.diagnostics CHECKPOINT --text FILE` draws a page of it.
+`python -m foundry_kernels.diagnostics CHECKPOINT --text FILE` draws a page of it; `attention`,
+`positions` and `initialization` are commands that draw one picture (:mod:`foundry_kernels.diagnostics.pictures`).
 """
 
 from foundry_kernels.diagnostics.clip import QKClip
 from foundry_kernels.diagnostics.health import Health, LayerHealth
-from foundry_kernels.diagnostics.maps import attention_maps
+from foundry_kernels.diagnostics.maps import attention_maps, attention_weights, encoder_decoder_maps
 from foundry_kernels.diagnostics.ranks import effective_rank, qk_ranks
 from foundry_kernels.diagnostics.recorder import Recorder, record
 
@@ -23,7 +24,9 @@ __all__ = [
     "QKClip",
     "Recorder",
     "attention_maps",
+    "attention_weights",
     "effective_rank",
+    "encoder_decoder_maps",
     "qk_ranks",
     "record",
 ]
