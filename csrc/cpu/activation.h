@@ -63,9 +63,8 @@ template <bool kShort>
 struct Gate<Activation::sigmoid, kShort> : Smooth {
   static FK_INLINE Vec value(Vec g) { return 1.0f / logistic_denominator<kShort>(g); }
   static FK_INLINE Activated both(Vec g) {
-    // Of the side that is below 1/2: the slope is then as exact where it is small.
-    const Vec below = 1.0f / logistic_denominator<kShort>(larger(g, -g) * -1.0f);
-    return {g > 0.0f ? 1.0f - below : below, below * (1.0f - below)};
+    const Vec s = 1.0f / logistic_denominator(g);  // exact beside 1 too, or small slopes are not
+    return {s, s * (1.0f - s)};
   }
 };
 
