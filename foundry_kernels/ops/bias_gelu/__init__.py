@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import dropout
 from foundry_kernels.core.checks import check_device, check_float, check_shape
-from foundry_kernels.core.registry import OpSpec, resolve
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.bias_gelu import reference
 
@@ -93,7 +93,13 @@ def bias_silu(
     Raises:
         As :func:`bias_gelu`.
     """
-    return _plain(BIAS_SILU, x, bias, dropout_p, dropout_seed, backend)
+    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+        y = BIAS_SILU.direct(backend, x, bias)
+        if y is not None:
+            return y
+    _check(x, bias)
+    drop = dropout.arguments(x, dropout_p, dropout_seed)
+    return resolve(BIAS_SILU, backend, x)(x, bias, *drop)
 
 
 def bias_relu(
@@ -115,20 +121,13 @@ def bias_relu(
     Raises:
         As :func:`bias_gelu`.
     """
-    return _plain(BIAS_RELU, x, bias, dropout_p, dropout_seed, backend)
-
-
-def _plain(
-    op: OpSpec, x: Tensor, bias: Tensor | None, dropout_p: float, dropout_seed: Tensor | int | None, backend: str
-) -> Tensor:
-    """An operation without options of its own."""
     if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
-        y: Tensor | None = op.direct(backend, x, bias)
+        y = BIAS_RELU.direct(backend, x, bias)
         if y is not None:
             return y
     _check(x, bias)
     drop = dropout.arguments(x, dropout_p, dropout_seed)
-    return resolve(op, backend, x)(x, bias, *drop)
+    return resolve(BIAS_RELU, backend, x)(x, bias, *drop)
 
 
 def _check(x: Tensor, bias: Tensor | None) -> None:

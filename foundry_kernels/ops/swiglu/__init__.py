@@ -39,7 +39,7 @@ from foundry_kernels.core.checks import (
     check_positive,
     check_shape,
 )
-from foundry_kernels.core.registry import OpSpec, resolve
+from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.swiglu import reference
 
@@ -159,7 +159,13 @@ def glu(
 
     Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2016, arXiv:1612.08083.
     """
-    return _plain(GLU, gate, up, dropout_p, dropout_seed, backend)
+    if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
+        y = GLU.direct(backend, gate, up)
+        if y is not None:
+            return y
+    _check(gate, up)
+    drop = dropout.arguments(gate, dropout_p, dropout_seed, "gate")
+    return resolve(GLU, backend, gate)(gate, up, *drop)
 
 
 def reglu(
@@ -181,20 +187,13 @@ def reglu(
     Raises:
         As :func:`swiglu`.
     """
-    return _plain(REGLU, gate, up, dropout_p, dropout_seed, backend)
-
-
-def _plain(
-    op: OpSpec, gate: Tensor, up: Tensor | None, dropout_p: float, dropout_seed: Tensor | int | None, backend: str
-) -> Tensor:
-    """An operation without options of its own."""
     if dropout_p == 0.0 and dropout_seed is None and not is_dynamo_compiling():
-        y: Tensor | None = op.direct(backend, gate, up)
+        y = REGLU.direct(backend, gate, up)
         if y is not None:
             return y
     _check(gate, up)
     drop = dropout.arguments(gate, dropout_p, dropout_seed, "gate")
-    return resolve(op, backend, gate)(gate, up, *drop)
+    return resolve(REGLU, backend, gate)(gate, up, *drop)
 
 
 def _check(gate: Tensor, up: Tensor | None) -> None:
