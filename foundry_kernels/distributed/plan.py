@@ -104,6 +104,7 @@ _REASONS = {
     "positions=sinusoidal": "the table is not divided along the sequence",
     "qk_norm": "the gradients of its weights would have to be summed over the devices",
     **dict.fromkeys(("embedding_dropout", "residual_dropout"), "random numbers are not divided"),
+    "activation_dropout": "a device knows its columns by their number there, and would drop what the first one drops",
     "attention_dropout": "a device knows its heads by their number there, and would drop what the first one drops",
     "n_experts": "experts are not divided",
     "tie_embeddings": "a shared matrix cannot be divided both ways",

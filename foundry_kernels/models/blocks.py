@@ -98,6 +98,7 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
             weight_inputs=config.weight_expert_inputs,
             shared_width=config.shared_expert_dim,
             shared_gate=config.shared_expert_gate,
+            dropout=config.activation_dropout,
             **factory,
         )
     if config.activation == "swiglu" and not config.mlp_bias and not config.activation_dropout:

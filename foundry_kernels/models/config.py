@@ -94,7 +94,8 @@ class ModelConfig:
         embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added, in the pass of
             the norm that adds it.
         attention_dropout: of attention's weights, inside attention's kernels.
-        activation_dropout: of the activated product inside the feed-forward block.
+        activation_dropout: of the activated product inside the feed-forward block or an expert, in the pass that
+            makes it.
         output_dropout: of what the output projection reads (T5).
         n_experts: None, or how many experts take the place of the feed-forward block, each of its width
             (:class:`foundry_kernels.nn.MoE`).

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from foundry_kernels.core.dropout import draw_seed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._layers import is_linear, is_plain
@@ -52,7 +53,8 @@ class GatedMLP(torch.nn.Module):
             ``D + 2N`` and recomputes the gated product, one pass over memory. "projections" saves ``D``, and repeats
             the products with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks or
             biases are called as they are, and save what they save.
-        dropout: of the gated product, in training; what it is made of is then saved and not recomputed.
+        dropout: of the gated product, in training, in the pass that makes it. No mask is saved: it is a function of a
+            seed, one for each call, from the default generator of x's device.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -76,7 +78,7 @@ class GatedMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, GATES, recompute, RECOMPUTE)
-        self.dropout = _check_dropout(dropout)
+        self.dropout = check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
         self.op, self._gate = GATES[activation]
         self.backends = plan(backend, (self.op,))
@@ -88,26 +90,28 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
         w1, w2, w3, backend = self.w1, self.w2, self.w3, self.backends[self.op]
-        if self.dropout and self.training:
-            y: Tensor = w2(F.dropout(self._gate(w1(x), w3(x), backend=backend), self.dropout))
-            return y
+        seed = draw_seed(x) if self.dropout and self.training else None
         layers = layers_for(x, backend)
         if (both := layers.together(x, w1, w3)) is not None:
-            return layers.linear(self._gate(both, backend=backend), w2)
+            return layers.linear(self._product(both, None, seed), w2)
         again = self.recompute if torch.is_grad_enabled() else "none"
         if again == "projections" and all(map(is_plain, (w1, w2, w3))):
-            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
+            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight, seed)
         gate, up = w1(x), w3(x)
         # A frozen w2 would not keep the product in any case.
         if again == "product" and is_plain(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, gate, up, w2.weight)
-        return w2(self._gate(gate, up, backend=backend))
+            return _recomputed(self._down, gate, up, w2.weight, seed)
+        y: Tensor = w2(self._product(gate, up, seed))
+        return y
 
-    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        return self._down(F.linear(x, w1), F.linear(x, w3), w2)
+    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, seed: Tensor | None) -> Tensor:
+        return self._down(F.linear(x, w1), F.linear(x, w3), w2, seed)
 
-    def _down(self, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
-        return F.linear(self._gate(gate, up, backend=self.backends[self.op]), w2)
+    def _down(self, gate: Tensor, up: Tensor, w2: Tensor, seed: Tensor | None) -> Tensor:
+        return F.linear(self._product(gate, up, seed), w2)
+
+    def _product(self, gate: Tensor, up: Tensor | None, seed: Tensor | None) -> Tensor:
+        return self._gate(gate, up, backend=self.backends[self.op], **_dropped(self.dropout, seed))
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
@@ -127,7 +131,7 @@ class MLP(torch.nn.Module):
         bias: whether the two projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
             elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.
-        dropout: of the activated product, in training, which is then saved and not recomputed.
+        dropout: of the activated product, in training, as in :class:`GatedMLP`.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -149,7 +153,7 @@ class MLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, ACTIVATIONS, recompute, RECOMPUTE[:2])
-        self.dropout = _check_dropout(dropout)
+        self.dropout = check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
         self.op, self._activate = ACTIVATIONS[activation]
         self.backends = plan(backend, (self.op,))
@@ -165,15 +169,16 @@ class MLP(torch.nn.Module):
             up, bias = F.linear(x, w1.weight), w1.bias
         else:
             up, bias = layers.linear(x, w1), None
-        if self.dropout and self.training:
-            y: Tensor = w2(F.dropout(self._activate(up, bias, backend=self.backends[self.op]), self.dropout))
-            return y
+        seed = draw_seed(x) if self.dropout and self.training else None
         if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, up, bias, w2.weight, w2.bias)
-        return layers.linear(self._activate(up, bias, backend=self.backends[self.op]), w2)
+            return _recomputed(self._down, up, bias, w2.weight, w2.bias, seed)
+        return layers.linear(self._activated(up, bias, seed), w2)
 
-    def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None) -> Tensor:
-        return F.linear(self._activate(up, bias, backend=self.backends[self.op]), w2, bias2)
+    def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None, seed: Tensor | None) -> Tensor:
+        return F.linear(self._activated(up, bias, seed), w2, bias2)
+
+    def _activated(self, up: Tensor, bias: Tensor | None, seed: Tensor | None) -> Tensor:
+        return self._activate(up, bias, backend=self.backends[self.op], **_dropped(self.dropout, seed))
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
@@ -192,10 +197,15 @@ def _check(
             raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
 
 
-def _check_dropout(dropout: float) -> float:
+def check_dropout(dropout: float) -> float:
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1); got {dropout}")
     return dropout
+
+
+def _dropped(dropout: float, seed: Tensor | None) -> dict[str, Any]:
+    """Options of an activation."""
+    return {} if seed is None else {"dropout_p": dropout, "dropout_seed": seed}
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
