@@ -50,7 +50,7 @@ def changes(shape: Shape) -> dict[str, Change]:
 @dataclass(frozen=True)
 class Option:
     """What ``+name=value`` in a variant's name sets: how the value is read, the model's fields that follow from it (none:
-    it is the recipe's), and what the variant is then called."""
+    it is of the training), and what the variant is then called."""
 
     read: Callable[[str], Any]
     fields: Callable[[Any], dict[str, Any]]
