@@ -41,8 +41,7 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
         ops.append("qk_norm_rope" if fused else "rms_norm")
     if config.positions == "rope" and not (config.qk_norm and fused):
         ops.append("rope")
-    op = (GATES if config.gated else ACTIVATIONS)[config.activation][0]
-    ops += [] if op is None else [op]
+    ops.append((GATES if config.gated else ACTIVATIONS)[config.activation][0])
     ops += [] if config.n_experts is None else ["grouped_mm", "combine_experts"]
     return tuple(dict.fromkeys((*ops, "flash_attention", "cross_entropy", "linear_cross_entropy")))
 

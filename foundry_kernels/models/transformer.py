@@ -18,23 +18,19 @@ from foundry_kernels.models.context import Context
 from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
 from foundry_kernels.models.generate import generate
+from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
 from foundry_kernels.nn import (
     AlibiSlopes,
     Attention,
-    Experts,
-    LayerNorm,
     RelativeBias,
-    RMSNorm,
     RotaryEmbedding,
-    Router,
     RouterStats,
 )
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
-from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 
@@ -124,19 +120,10 @@ class Transformer(nn.Module):
         if not self.tok_embeddings.weight.is_meta:
             self.init_weights()
 
-    @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Sets embeddings and projections to N(0, init_std), norms to 1, biases to 0, and computes the tables of
-        positions."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, 0.0, self.config.init_std, generator=generator)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, Router | Experts | RelativeBias):
-                module.reset_parameters(self.config.init_std, generator)
-            elif isinstance(module, RMSNorm | LayerNorm | FixedTables):
-                module.reset_parameters()
+        """Sets projections as ``config.init`` says, embeddings to N(0, init_std), norms to 1, biases to 0, and computes
+        the tables of positions."""
+        init_weights(self, self.config, generator)
 
     #: What knows the classes of transformers: `foundry_kernels.integrations.from_hf`, which is on a floor above.
     read_hf: ClassVar[Callable[[nn.Module, dict[str, Any]], tuple[ModelConfig, dict[str, Tensor]]]]

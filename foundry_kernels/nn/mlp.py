@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._layers import is_linear, is_plain
-from foundry_kernels.ops.bias_gelu import bias_gelu
-from foundry_kernels.ops.swiglu import geglu, swiglu
+from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
+from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 RECOMPUTE = ("none", "product", "projections")
 
@@ -24,18 +24,17 @@ GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "swiglu": ("swiglu", swiglu),
     "geglu": ("geglu", geglu),
     "geglu_tanh": ("geglu", partial(geglu, approximate="tanh")),
+    "glu": ("glu", glu),
+    "reglu": ("reglu", reglu),
 }
 
 
-def _relu(x: Tensor, bias: Tensor | None, *, backend: str) -> Tensor:
-    return F.relu(x if bias is None else x + bias)
-
-
-#: By the name of an activation: the operation (None: PyTorch has all there is to it), and its function.
-ACTIVATIONS: dict[str, tuple[str | None, Callable[..., Tensor]]] = {
+#: By the name of an activation: the operation, and its function.
+ACTIVATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "gelu": ("bias_gelu", bias_gelu),
     "gelu_tanh": ("bias_gelu", partial(bias_gelu, approximate="tanh")),
-    "relu": (None, _relu),
+    "silu": ("bias_silu", bias_silu),
+    "relu": ("bias_relu", bias_relu),
 }
 
 
@@ -45,7 +44,8 @@ class GatedMLP(torch.nn.Module):
     Args:
         dim: width D of the input and the output.
         hidden_dim: width N between.
-        activation: "swiglu" (SiLU), "geglu" (GELU) or "geglu_tanh" (its tanh approximation).
+        activation: "swiglu" (SiLU), "geglu" (GELU), "geglu_tanh" (its tanh approximation), "glu" (the logistic
+            function) or "reglu" (ReLU).
         bias: whether the three projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass. In elements per token,
             with all weights trained, "none" saves x, w1 x, w3 x and their gated product: ``D + 3N``. "product" saves
@@ -118,17 +118,17 @@ class GatedMLP(torch.nn.Module):
 class MLP(torch.nn.Module):
     """``w2(activation(w1 x + b1)) + b2``: the feed-forward block of GPT-2, BLOOM and Falcon.
 
-    GELU takes the bias of w1 in its own pass (:func:`foundry_kernels.bias_gelu`).
+    The activation takes the bias of w1 in its own pass (:func:`foundry_kernels.bias_gelu`).
 
     Args:
         dim: width D of the input and the output.
         hidden_dim: width N between.
-        activation: "gelu", "gelu_tanh" (its tanh approximation) or "relu".
+        activation: "gelu", "gelu_tanh" (its tanh approximation), "silu" or "relu".
         bias: whether the two projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
             elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.
         dropout: of the activated product, in training, which is then saved and not recomputed.
-        backend: a backend's name, or a mapping of operations to names. ReLU is PyTorch's on any.
+        backend: a backend's name, or a mapping of operations to names.
 
     Raises:
         ValueError: a width below 1, a dropout outside [0, 1), an unknown `activation`, `recompute` or backend.
@@ -151,9 +151,8 @@ class MLP(torch.nn.Module):
         _check(dim, hidden_dim, activation, ACTIVATIONS, recompute, RECOMPUTE[:2])
         self.dropout = _check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
-        op, self._activate = ACTIVATIONS[activation]
-        self.backends = plan(backend, () if op is None else (op,))
-        self._backend = "auto" if op is None else self.backends[op]
+        self.op, self._activate = ACTIVATIONS[activation]
+        self.backends = plan(backend, (self.op,))
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.w1 = torch.nn.Linear(dim, hidden_dim, **options)  # up
         self.w2 = torch.nn.Linear(hidden_dim, dim, **options)  # down
@@ -161,25 +160,25 @@ class MLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
         w1, w2 = self.w1, self.w2
-        layers = layers_for(x, self._backend)
+        layers = layers_for(x, self.backends[self.op])
         if is_linear(w1) and w1.bias is not None:  # which the activation adds
             up, bias = F.linear(x, w1.weight), w1.bias
         else:
             up, bias = layers.linear(x, w1), None
         if self.dropout and self.training:
-            y: Tensor = w2(F.dropout(self._activate(up, bias, backend=self._backend), self.dropout))
+            y: Tensor = w2(F.dropout(self._activate(up, bias, backend=self.backends[self.op]), self.dropout))
             return y
         if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
             return _recomputed(self._down, up, bias, w2.weight, w2.bias)
-        return layers.linear(self._activate(up, bias, backend=self._backend), w2)
+        return layers.linear(self._activate(up, bias, backend=self.backends[self.op]), w2)
 
     def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None) -> Tensor:
-        return F.linear(self._activate(up, bias, backend=self._backend), w2, bias2)
+        return F.linear(self._activate(up, bias, backend=self.backends[self.op]), w2, bias2)
 
     def extra_repr(self) -> str:
-        backend = f", backend={describe(self.backends)}" if self.backends else ""
         dropout = f", dropout={self.dropout}" if self.dropout else ""
-        return f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}{backend}"
+        options = f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}"
+        return f"{options}, backend={describe(self.backends)}"
 
 
 def _check(

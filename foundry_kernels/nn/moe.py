@@ -154,14 +154,21 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, std: float | None = None, generator: torch.Generator | None = None) -> None:
-        """Weights from N(0, std), or as `nn.Linear` has them; biases 0."""
-        for weight in (self.gate_up_proj, self.down_proj):
+    def reset_parameters(
+        self,
+        std: float | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        down_std: float | None = None,
+    ) -> None:
+        """Weights from N(0, std), `down_proj` from N(0, down_std) where it is given, or as `nn.Linear` has them; biases
+        0."""
+        for weight, deviation in ((self.gate_up_proj, std), (self.down_proj, std if down_std is None else down_std)):
             bound = weight.shape[-1] ** -0.5
-            if std is None:
+            if deviation is None:
                 nn.init.uniform_(weight, -bound, bound, generator=generator)
             else:
-                nn.init.normal_(weight, 0.0, std, generator=generator)
+                nn.init.normal_(weight, 0.0, deviation, generator=generator)
         for bias in (self.gate_up_proj_bias, self.down_proj_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -207,7 +214,7 @@ class MoE(nn.Module):
         dim: width D of the input and the output.
         width: width N of an expert.
         n_experts, top_k: E, and the experts of a token.
-        activation: "swiglu", "geglu" or "geglu_tanh".
+        activation: "swiglu", "geglu", "geglu_tanh", "glu" or "reglu".
         gate_options: of the experts' :func:`foundry_kernels.swiglu`: `alpha`, `limit`, `up_offset`, `interleaved`
             (GPT-OSS has 1.702, 7.0, 1.0 and True).
         scoring, renormalize, scale, selection_bias, n_groups, top_groups: of the :class:`Router`.

@@ -22,10 +22,13 @@ GATES = {
     "swiglu": F.silu,
     "geglu": F.gelu,
     "geglu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "glu": lambda x: 1 / (1 + (-x).exp()),
+    "reglu": F.relu,
 }
 PLAIN = {
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": GATES["geglu_tanh"],
+    "silu": F.silu,
     "relu": F.relu,
 }
 
@@ -185,7 +188,7 @@ def test_generation_with_a_cache_is_the_argmax_of_the_whole_model(name):
         torch.testing.assert_close(torch.cat(parts, 1), model(draw(3, 11)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon", "vaswani", "qk-norm"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon", "vaswani", "qk-norm", "no-bias", "qkv-bias"])
 @pytest.mark.parametrize("backend", ["auto", "native"])
 def test_backends_agree_with_the_reference(name, backend):
     def step(model: Transformer) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import check_device, check_float, check_shape
-from foundry_kernels.core.registry import resolve
+from foundry_kernels.core.registry import Impl, OpSpec, register, resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.bias_gelu import reference
 
@@ -50,6 +50,45 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none
     """
     if not is_dynamo_compiling() and (y := BIAS_GELU.direct(backend, x, bias, approximate)) is not None:
         return y
+    _check(x, bias)
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate must be one of {', '.join(APPROXIMATIONS)}; got {approximate!r}")
+    return resolve(BIAS_GELU, backend, x)(x, bias, approximate)
+
+
+def bias_silu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """``silu(x + bias)``, with ``silu(z) = z / (1 + exp(-z))``.
+
+    Args:
+        x, bias, backend: as for :func:`bias_gelu`.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's dtype.
+
+    Raises:
+        As :func:`bias_gelu`.
+    """
+    _check(x, bias)
+    return resolve(BIAS_SILU, backend, x)(x, bias)
+
+
+def bias_relu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """``relu(x + bias)``; the gradient at 0 is 0.
+
+    Args:
+        x, bias, backend: as for :func:`bias_gelu`.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's dtype.
+
+    Raises:
+        As :func:`bias_gelu`.
+    """
+    _check(x, bias)
+    return resolve(BIAS_RELU, backend, x)(x, bias)
+
+
+def _check(x: Tensor, bias: Tensor | None) -> None:
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension; got a scalar")
@@ -59,9 +98,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none
         check_device("bias", bias, "x", x)
         if bias.dtype == torch.float64 != x.dtype:
             raise TypeError(f"bias may be float64 only where x is; got x of {x.dtype}")
-    if approximate not in APPROXIMATIONS:
-        raise ValueError(f"approximate must be one of {', '.join(APPROXIMATIONS)}; got {approximate!r}")
-    return resolve(BIAS_GELU, backend, x)(x, bias, approximate)
 
 
 BIAS_GELU = register_op(bias_gelu, reference.bias_gelu)
+BIAS_SILU = register(OpSpec("bias_silu", bias_silu, (Impl("reference", reference.bias_silu),), __name__))
+BIAS_RELU = register(OpSpec("bias_relu", bias_relu, (Impl("reference", reference.bias_relu),), __name__))

@@ -34,7 +34,7 @@ from foundry_kernels.core.checks import (
     check_positive,
     check_shape,
 )
-from foundry_kernels.core.registry import resolve
+from foundry_kernels.core.registry import Impl, OpSpec, register, resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.swiglu import reference
 
@@ -111,6 +111,43 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", 
     return resolve(GEGLU, backend, gate)(gate, up, approximate)
 
 
+def glu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """``sigmoid(gate) * up``.
+
+    Of a packed argument the gate is the first half, as for :func:`swiglu`; in ``torch.nn.functional.glu`` it is the
+    second.
+
+    Args:
+        gate, up, backend: as for :func:`swiglu`.
+
+    Returns:
+        ``[..., N]``, contiguous, of gate's dtype.
+
+    Raises:
+        As :func:`swiglu`.
+
+    Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2016, arXiv:1612.08083.
+    """
+    _check(gate, up)
+    return resolve(GLU, backend, gate)(gate, up)
+
+
+def reglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """``relu(gate) * up``; the gradient of relu at 0 is 0.
+
+    Args:
+        gate, up, backend: as for :func:`swiglu`.
+
+    Returns:
+        ``[..., N]``, contiguous, of gate's dtype.
+
+    Raises:
+        As :func:`swiglu`.
+    """
+    _check(gate, up)
+    return resolve(REGLU, backend, gate)(gate, up)
+
+
 def _check(gate: Tensor, up: Tensor | None) -> None:
     check_float("gate", gate)
     if gate.dim() == 0:
@@ -138,3 +175,5 @@ def _check_options(up: Tensor | None, alpha: float, limit: float | None, up_offs
 
 SWIGLU = register_op(swiglu, reference.swiglu)
 GEGLU = register_op(geglu, reference.geglu)
+GLU = register(OpSpec("glu", glu, (Impl("reference", reference.glu),), __name__))
+REGLU = register(OpSpec("reglu", reglu, (Impl("reference", reference.reglu),), __name__))

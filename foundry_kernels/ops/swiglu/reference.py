@@ -1,4 +1,4 @@
-"""Plain PyTorch, differentiated by autograd: what every kernel of the two operations must equal."""
+"""Plain PyTorch, differentiated by autograd: what every kernel of the operations must equal."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def swiglu(
 def geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Tensor:
     gate32, up32 = _halves(gate, up)
     return (gelu(gate32, approximate=approximate) * up32).to(gate.dtype).contiguous()
+
+
+def glu(gate: Tensor, up: Tensor | None) -> Tensor:
+    gate32, up32 = _halves(gate, up)
+    return (torch.sigmoid(gate32) * up32).to(gate.dtype).contiguous()
+
+
+def reglu(gate: Tensor, up: Tensor | None) -> Tensor:
+    gate32, up32 = _halves(gate, up)
+    return (torch.relu(gate32) * up32).to(gate.dtype).contiguous()
 
 
 def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple[Tensor, Tensor]:
