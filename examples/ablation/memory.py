@@ -15,8 +15,8 @@ Prepare = Callable[[], Callable[[], object]]
 
 
 def peak_bytes(prepare: Prepare, *, whole: bool = False, device: str = "cpu") -> int:
-    """Peak bytes (on a CPU, resident ones) of ``prepare()()`` above what was held before: what the call adds to what was
-    prepared, or with `whole` both. `prepare` must be picklable."""
+    """Peak bytes (on a CPU, resident ones) of ``prepare()()`` above what was held before: what the call adds to what
+    was prepared, or with `whole` both. `prepare` must be picklable."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(partial(_measure, prepare, whole, device, torch.get_num_threads())).result()

@@ -52,7 +52,7 @@ class Settings:
     def of(self, name: str) -> Settings:
         """With the options of a variant that are not the model's."""
         options = split(name)[1]
-        return dataclasses.replace(self, **{key: value for key, value in options.items() if key == "warm_up"})
+        return dataclasses.replace(self, **{key: value for key, value in options.items() if key in ("lr", "warm_up")})
 
     @property
     def warm_up_steps(self) -> int:

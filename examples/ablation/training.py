@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from examples.ablation.machine import machine
 from examples.ablation.settings import DTYPES, Settings, UsageError, load, save
 from examples.ablation.variants import config_of
 from examples.training.text import Text, read_text
@@ -136,6 +137,7 @@ def train(
         "curve": [(stop, _finite(statistics.fmean(losses[stop - every : stop]))) for stop in stops],
         "held_out_curve": [(each.step, _finite(each.loss)) for each in done.evaluations],
         "threads": torch.get_num_threads(),
+        "machine": machine(settings.device),
         "seconds": round(sum(done.seconds), 1),
         "text": {"name": Path(text.name).name, "sha256": text.digest, "train": len(text.train)},
     }

@@ -49,8 +49,8 @@ def changes(shape: Shape) -> dict[str, Change]:
 
 @dataclass(frozen=True)
 class Option:
-    """What ``+name=value`` in a variant's name sets: how the value is read, the model's fields that follow from it (none:
-    it is of the training), and what the variant is then called."""
+    """What ``+name=value`` in a variant's name sets: how the value is read, the model's fields that follow from it
+    (none: it is of the training), and what the variant is then called."""
 
     read: Callable[[str], Any]
     fields: Callable[[Any], dict[str, Any]]
@@ -72,6 +72,7 @@ OPTIONS = {
         lambda value: dict.fromkeys(("embedding_dropout", "residual_dropout", "attention_dropout"), value),
         lambda value: f"dropout {value:g}",
     ),
+    "lr": Option(float, lambda value: {}, lambda value: f"learning rate {value:g}"),
     "warm_up": Option(float, lambda value: {}, lambda value: f"warm-up {value:.0%}" if value else "no warm-up"),
 }
 

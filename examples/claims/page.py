@@ -1,0 +1,119 @@
+"""The page: a row and a section for each claim, from the results and the explanations in `why.md`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from examples.ablation.page import table
+from examples.ablation.settings import UsageError
+from examples.claims.claims import CLAIMS
+from examples.claims.results import Results
+from examples.claims.studies import STUDIES
+from examples.claims.tables import MISSING
+
+WHY = Path(__file__).with_name("why.md")
+#: Sections of `why.md` that belong to no claim: what the page begins and ends with.
+FRAME = ("begin", "end")
+#: Studies whose losses on the way are drawn.
+DRAWN = ("placement_deep", "dropout_often")
+
+
+def write(results: Results, path: Path) -> None:
+    """Write the page at `path`, its pictures in the folder of its name.
+
+    Raises:
+        UsageError: it cannot be written, or an explanation is missing or names a number that its claim does not have.
+    """
+    pictures = _pictures(results, path.with_suffix(""))
+    text = render(results, explanations(WHY.read_text(encoding="utf-8")), pictures)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--page {path}: {error.strerror or error}") from None
+    print(f"{path}: written")
+
+
+def render(results: Results, why: Mapping[str, str], pictures: Mapping[str, str] | None = None) -> str:
+    """The page as Markdown; pictures: the lines that show them, by the claim."""
+    values = {key: claim.values(results) for key, claim in CLAIMS.items()}
+    rows = [
+        [f"[{claim.title}](#{anchor(claim.title)})", claim.says, fill(claim.measured, values[key], key)]
+        for key, claim in CLAIMS.items()
+    ]
+    parts = [why["begin"], table(["claim", "tutorials", "measured"], rows).replace("---:", "---")]
+    for key, claim in CLAIMS.items():
+        parts += [
+            f"## {claim.title}",
+            f"**Claimed:** {claim.says}.",
+            f"**Measured:** {fill(claim.measured, values[key], key)}.",
+            claim.body(results),
+            *([pictures[key]] if pictures and key in pictures else []),
+            f"**Why it differs:**\n\n{fill(why[key], values[key], key)}",
+        ]
+    parts.append(why["end"])
+    return "\n\n".join(parts) + "\n"
+
+
+def explanations(text: str) -> dict[str, str]:
+    """The sections of `why.md` by the comments that they begin with.
+
+    Raises:
+        UsageError: one is missing, empty or of no claim.
+    """
+    parts = re.split(r"^<!-- (\w+) -->$", text, flags=re.MULTILINE)[1:]
+    found = {key: body.strip() for key, body in zip(parts[::2], parts[1::2], strict=True)}
+    wanted = {*CLAIMS, *FRAME}
+    if found.keys() != wanted or not all(found.values()):
+        different = sorted(found.keys() ^ wanted | {key for key, body in found.items() if not body})
+        raise UsageError(f"{WHY} must explain each claim once; look at {', '.join(different)}")
+    return found
+
+
+def fill(text: str, values: Mapping[str, str], key: str) -> str:
+    """The text with its numbers, which it names in braces; a line of which none has been measured only says so.
+
+    Raises:
+        UsageError: there is no such number.
+    """
+
+    named = re.findall(r"\{(\w+)\}", text)
+    if named and all(values.get(name) == MISSING for name in named) and "\n" not in text:
+        return MISSING
+
+    def number(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            raise UsageError(f"{key}: there is no number {found[0]}; there are {', '.join(values)}")
+        return values[found[1]]
+
+    return re.sub(r"\{(\w+)\}", number, text)
+
+
+def anchor(title: str) -> str:
+    """How GitHub names a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _pictures(results: Results, folder: Path) -> dict[str, str]:
+    """Draws the losses on the way; the lines that show them, by the claim. Pictures that are there stay where there is
+    no matplotlib."""
+    try:
+        from examples.ablation import plots
+    except ImportError as error:
+        print(f"no new pictures: matplotlib does not import ({error}); pip install 'foundry-kernels[train]'")
+        draw = None
+    else:
+        draw = plots.curves
+    found = {}
+    for key in DRAWN:
+        study = results.get("studies", {}).get(key)
+        picture = folder / f"{key}.png"
+        if study is not None and draw is not None:
+            runs = {label: study["runs"][label] for label in STUDIES[key].variants if label in study["runs"]}
+            draw({"settings": study["settings"], "runs": runs, "titles": {label: label for label in runs}}, picture)
+        if picture.exists():
+            found[key.partition("_")[0]] = (
+                f"![Losses on the way, {key.replace('_', ' ')}]({folder.name}/{picture.name})"
+            )
+    return found
