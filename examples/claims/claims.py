@@ -110,13 +110,13 @@ def _labels(key: str) -> list[str]:
 
 def _loss_values(results: Results, key: str, names: dict[str, str], prefix: str = "") -> Values:
     """Of each variant, by the name it has here: its mean loss, and how much that is above the first one's."""
-    of, above = tables.losses(results, key), tables.changes(results, key)
-    trained = tables.losses(results, key, "trained_on")
+    of, trained = tables.losses(results, key), tables.losses(results, key, "trained_on")
+    above = tables.changes(of)
     found = {}
     for name, label in names.items():
-        found[f"{prefix}{name}_loss"] = tables.loss(tables.mean(of[label])) if label in of else MISSING
+        found[f"{prefix}{name}_loss"] = tables.mean_loss(of, label)
         found[f"{prefix}{name}_above"] = tables.loss(above[label], sign=True) if label in above else MISSING
-        found[f"{prefix}{name}_trained"] = tables.loss(tables.mean(trained[label])) if label in trained else MISSING
+        found[f"{prefix}{name}_trained"] = tables.mean_loss(trained, label)
     apart = tables.spread(results, key)
     return found | {f"{prefix}spread": MISSING if apart is None else f"{apart:.3f}"}
 
@@ -197,16 +197,17 @@ CLAIMS: dict[str, Claim] = {
         "GQA and MQA are as good as MHA, and faster",
         "nearly MHA's quality at MQA's speed",
         "loss above MHA's at equal parameters: GQA {GQA_above}, MQA {MQA_above} (seeds differ by up to {spread}); a "
-        "step of training takes {GQA_step} and {MQA_step} of MHA's time, a generated token {GQA_decode} and {MQA_decode}",
+        "step of training takes {GQA_step} and {MQA_step} of MHA's time, a generated token {GQA_decode} and "
+        "{MQA_decode}",
         lambda results: f"{tables.study(results, 'heads')}\n\n{tables.steps(results, 'heads')}",
         _head_values,
     ),
     "placement": Claim(
         "Pre-norm trains without warm-up, post-norm does not",
         "post-norm needs warm-up, and fails in deep models",
-        "held-out loss with and without warm-up, few layers: pre-norm {shallow_pre_warm_loss}, {shallow_pre_cold_loss}, "
-        "post-norm {shallow_post_warm_loss}, {shallow_post_cold_loss}; 24 layers: pre-norm {deep_pre_warm_loss}, "
-        "{deep_pre_cold_loss}, post-norm {deep_post_warm_loss}, {deep_post_cold_loss}",
+        "held-out loss with and without warm-up, few layers: pre-norm {shallow_pre_warm_loss}, "
+        "{shallow_pre_cold_loss}, post-norm {shallow_post_warm_loss}, {shallow_post_cold_loss}; 24 layers: pre-norm "
+        "{deep_pre_warm_loss}, {deep_pre_cold_loss}, post-norm {deep_post_warm_loss}, {deep_post_cold_loss}",
         _studies("placement_shallow", "placement_deep"),
         _all_losses(("placement_shallow", "shallow_", PLACED), ("placement_deep", "deep_", PLACED)),
     ),
@@ -230,8 +231,8 @@ CLAIMS: dict[str, Claim] = {
         "Initial weights matter",
         "N(0, 0.02) with GPT-2's scaling by depth; or Xavier",
         "loss above that of N(0, 0.02), few layers: Xavier {shallow_xavier_above}, depth-scaled "
-        "{shallow_depth_scaled_above}; 24 layers: {deep_xavier_above}, {deep_depth_scaled_above} (seeds differ by up to "
-        "{shallow_spread} and {deep_spread})",
+        "{shallow_depth_scaled_above}; 24 layers: {deep_xavier_above}, {deep_depth_scaled_above} (seeds differ by up "
+        "to {shallow_spread} and {deep_spread})",
         _studies("init_shallow", "init_deep"),
         _all_losses(("init_shallow", "shallow_", DRAWN), ("init_deep", "deep_", DRAWN)),
     ),

@@ -26,8 +26,9 @@ def write(results: Results, path: Path) -> None:
     Raises:
         UsageError: it cannot be written, or an explanation is missing or names a number that its claim does not have.
     """
-    pictures = _pictures(results, path.with_suffix(""))
-    text = render(results, explanations(WHY.read_text(encoding="utf-8")), pictures)
+    why = explanations(WHY.read_text(encoding="utf-8"))
+    draw(results, path.with_suffix(""))
+    text = render(results, why, pictures(results, path.with_suffix("")))
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -35,8 +36,8 @@ def write(results: Results, path: Path) -> None:
     print(f"{path}: written")
 
 
-def render(results: Results, why: Mapping[str, str], pictures: Mapping[str, str] | None = None) -> str:
-    """The page as Markdown; pictures: the lines that show them, by the claim."""
+def render(results: Results, why: Mapping[str, str], shown: Mapping[str, str]) -> str:
+    """The page as Markdown; shown: lines of pictures, by the claim."""
     values = {key: claim.values(results) for key, claim in CLAIMS.items()}
     rows = [
         [f"[{claim.title}](#{anchor(claim.title)})", claim.says, fill(claim.measured, values[key], key)]
@@ -49,7 +50,7 @@ def render(results: Results, why: Mapping[str, str], pictures: Mapping[str, str]
             f"**Claimed:** {claim.says}.",
             f"**Measured:** {fill(claim.measured, values[key], key)}.",
             claim.body(results),
-            *([pictures[key]] if pictures and key in pictures else []),
+            *([shown[key]] if key in shown else []),
             f"**Why it differs:**\n\n{fill(why[key], values[key], key)}",
         ]
     parts.append(why["end"])
@@ -95,25 +96,24 @@ def anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def _pictures(results: Results, folder: Path) -> dict[str, str]:
-    """Draws the losses on the way; the lines that show them, by the claim. Pictures that are there stay where there is
-    no matplotlib."""
+def pictures(results: Results, folder: Path) -> dict[str, str]:
+    """The lines that show the losses on the way, by the claim, of studies that were trained and drawn in the folder."""
+    return {
+        key.partition("_")[0]: f"![Losses on the way, {key.replace('_', ' ')}]({folder.name}/{key}.png)"
+        for key in DRAWN
+        if key in results.get("studies", {}) and (folder / f"{key}.png").exists()
+    }
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Draw the losses on the way; what is drawn already stays where there is no matplotlib."""
     try:
         from examples.ablation import plots
     except ImportError as error:
         print(f"no new pictures: matplotlib does not import ({error}); pip install 'foundry-kernels[train]'")
-        draw = None
-    else:
-        draw = plots.curves
-    found = {}
+        return
     for key in DRAWN:
-        study = results.get("studies", {}).get(key)
-        picture = folder / f"{key}.png"
-        if study is not None and draw is not None:
+        if (study := results.get("studies", {}).get(key)) is not None:
             runs = {label: study["runs"][label] for label in STUDIES[key].variants if label in study["runs"]}
-            draw({"settings": study["settings"], "runs": runs, "titles": {label: label for label in runs}}, picture)
-        if picture.exists():
-            found[key.partition("_")[0]] = (
-                f"![Losses on the way, {key.replace('_', ' ')}]({folder.name}/{picture.name})"
-            )
-    return found
+            titles = {label: label for label in runs}
+            plots.curves({"settings": study["settings"], "runs": runs, "titles": titles}, folder / f"{key}.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import torch
 
@@ -15,6 +16,7 @@ COUNTED_WIDTH = 2 * 2 * SMALL.dim // 3
 LLAMA = ModelConfig.llama("llama-2-7b")
 
 
+@cache
 def parts(config: ModelConfig) -> dict[str, int]:
     """Parameters by what they are of, counted in the model itself (on the meta device, which holds no numbers)."""
     with torch.device("meta"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from examples.ablation.machine import sentence
@@ -18,32 +18,43 @@ MISSING = "not measured"
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-def losses(results: Results, key: str, what: str = "held_out") -> dict[str, list[float | None]]:
-    """Of each variant of a study by its label, those of the seeds; None is a run that diverged."""
+#: Of a study's variants by their labels, the losses of the seeds; None is a run that diverged.
+Losses = dict[str, dict[str, float | None]]
+
+
+def losses(results: Results, key: str, what: str = "held_out") -> Losses:
     runs = results.get("studies", {}).get(key, {}).get("runs", {})
-    return {label: [run[what] for run in of.values()] for label, of in runs.items()}
+    return {label: {seed: run[what] for seed, run in of.items()} for label, of in runs.items()}
 
 
-def mean(of: Sequence[float | None]) -> float | None:
-    known = [loss for loss in of if loss is not None]
-    return statistics.fmean(known) if known and len(known) == len(of) else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """None where one diverged, or there is none."""
+    losses = list(values)
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
-def changes(results: Results, key: str, what: str = "held_out") -> dict[str, float | None]:
-    """The mean loss of each variant above that of the first."""
-    means = {label: mean(of) for label, of in losses(results, key, what).items()}
-    base = next(iter(means.values()), None)
-    return {label: None if m is None or base is None else m - base for label, m in means.items()}
+def changes(of: Losses) -> dict[str, float | None]:
+    """How much the loss of each variant is above that of the first, in the mean over the seeds that both have."""
+    base = next(iter(of.values()), {})
+    differences = {}
+    for label, found in of.items():
+        pairs = [(found[seed], base[seed]) for seed in found if seed in base]
+        differences[label] = mean(None if a is None or b is None else a - b for a, b in pairs)
+    return differences
 
 
 def spread(results: Results, key: str) -> float | None:
-    """The most that the seeds of a variant are apart."""
-    found = [
-        max(known) - min(known)
-        for of in losses(results, key).values()
-        if len(known := [loss for loss in of if loss is not None]) > 1
-    ]
+    """The most that the seeds of a variant are apart, None without two seeds."""
+    found = []
+    for of in losses(results, key).values():
+        known = [loss for loss in of.values() if loss is not None]
+        found += [max(known) - min(known)] if len(known) > 1 else []
     return max(found, default=None)
+
+
+def mean_loss(of: Losses, label: str) -> str:
+    return loss(mean(of[label].values())) if label in of else MISSING
 
 
 def loss(value: float | None, sign: bool = False) -> str:
@@ -56,7 +67,7 @@ def study(results: Results, key: str) -> str:
     if found is None:
         return f"{MISSING}: --only train --studies {key}"
     seeds = sorted({seed for of in found["runs"].values() for seed in of}, key=int)
-    above, trained = changes(results, key), losses(results, key, "trained_on")
+    above, trained = changes(losses(results, key)), losses(results, key, "trained_on")
     rows = []
     for label in STUDIES[key].variants:
         of = found["runs"].get(label, {})
@@ -65,7 +76,7 @@ def study(results: Results, key: str) -> str:
             f"{next(iter(of.values()))['parameters']:,}" if of else MISSING,
             ", ".join(loss(of[seed]["held_out"]) if seed in of else MISSING for seed in seeds),
             loss(above[label], sign=True) if label in above else MISSING,
-            loss(mean(trained[label])) if label in trained else MISSING,
+            mean_loss(trained, label),
         ])  # fmt: skip
     name = f"seeds {' and '.join(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}"
     head = ["", "parameters", f"held-out loss ({name})", "above the first", "loss on the text trained on"]
