@@ -218,7 +218,9 @@ def steps(results: Results, key: str) -> str:
     if part is None:
         return f"A step of training: {MISSING}: --only timings"
     rows = [[name, *timing(row)] for name, row in part["cases"].items()]
+    sizes = part["sizes"]
     return (
-        f"A step of training of the models whose losses stand above. {measured_on(part)}\n\n"
+        f"A step of training: {sizes['layers']} layers of width {sizes['dim']}, {sizes['heads']} heads, "
+        f"{sizes['batch']} x {sizes['seq_len']} bytes, {sizes['dtype']}. {measured_on(part)}\n\n"
         f"{table(['', 'ms a step', '× first'], rows)}"
     )

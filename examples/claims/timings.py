@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from benchmarks.measure import release
 from examples.ablation import speed, tables
 from examples.ablation.machine import machine
 from examples.ablation.settings import Settings, load, save
+from examples.ablation.variants import config_of
 from examples.claims.studies import STUDIES
 
 #: What is timed, with the shapes that tutorials name: norms of width 4096, attention of 2048 tokens in 8 and 16 heads
@@ -22,8 +23,12 @@ TABLES: dict[str, tuple[tables.Sizes, Callable[[tables.Sizes], Any]]] = {
     "attention_16": (tables.Sizes(heads=16, seconds=6.0), tables.attention),
     "caches": (tables.Sizes(heads=12, group=3), tables.heads),
 }
-#: Studies whose models' steps of training are timed.
-STEPS = {"steps_heads": "heads", "steps_activations": "activations"}
+#: Studies whose variants' steps of training are timed, and what is then different: where heads are shared the model that
+#: is trained is too small for attention to show.
+STEPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "steps_heads": ("heads", {"dim": 768, "layers": 4, "seq_len": 512, "batch": 2, "dtype": "bfloat16"}),
+    "steps_activations": ("activations", {}),
+}
 STEP_SECONDS = 20.0
 PARTS = (*TABLES, *STEPS)
 
@@ -47,10 +52,11 @@ def _part(part: str, scale: str, device: str) -> tuple[tables.Sizes | Settings, 
         sizes, measured = TABLES[part]
         on = dataclasses.replace(sizes, device=device)
         return on, partial(measured, on)
-    study = STUDIES[STEPS[part]]
-    settings = dataclasses.replace(study.settings[scale], device=device)
-    return settings, partial(_steps, settings, study.configs(scale))
+    key, changes = STEPS[part]
+    settings = dataclasses.replace(STUDIES[key].settings[scale], device=device, **changes)
+    return settings, partial(_steps, settings, STUDIES[key].variants)
 
 
-def _steps(settings: Settings, configs: dict[str, Any]) -> dict[str, Any]:
+def _steps(settings: Settings, variants: Mapping[str, str]) -> dict[str, Any]:
+    configs = {label: config_of(name, settings.shape) for label, name in variants.items()}
     return speed.timed(speed.steps(settings, configs), STEP_SECONDS)

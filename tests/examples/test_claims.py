@@ -121,6 +121,7 @@ def tiny(monkeypatch, tmp_path):
         for part, (of, measured) in timings.TABLES.items()
     }
     monkeypatch.setattr(timings, "TABLES", tiny_tables)
+    monkeypatch.setattr(timings, "STEPS", {part: (key, {}) for part, (key, _) in timings.STEPS.items()})
     monkeypatch.setattr(timings, "STEP_SECONDS", 0.01)
     monkeypatch.setattr(longest, "peak_bytes", _peak_of)
     text = tmp_path / "play.txt"
