@@ -95,6 +95,11 @@ def use_threads(count: int | None) -> None:
     torch.set_num_threads(count)
 
 
+def check_device(name: str) -> None:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch finds no CUDA device")
+
+
 def settle(folder: Path, given: Mapping[str, Any]) -> Settings:
     """What the folder was begun with, else what is `given`, else the defaults; None is not given.
 
@@ -119,6 +124,7 @@ def settle(folder: Path, given: Mapping[str, Any]) -> Settings:
         raise UsageError(f"--lr must be finite and above 0; got {values['lr']}")
     if not 0.0 <= values["warm_up"] < 1.0:
         raise UsageError(f"--warm-up must be at least 0 and below 1; got {values['warm_up']}")
+    check_device(values["device"])
     return Settings(**values)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from examples.ablation.settings import UsageError, use_threads
+from examples.ablation.settings import UsageError, check_device, use_threads
 from examples.claims import longest, page, results, studies, timings
 from examples.training.text import TextError
 
@@ -52,8 +52,7 @@ def run(options: argparse.Namespace) -> int:
     phases = options.only or PHASES
     use_threads(options.threads)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is none")
+    check_device(device)
     folder = options.out or Path("runs") / f"claims-{options.scale}"
     overrides: dict[str, Any] = {"device": device}
     if options.steps is not None:

@@ -23,8 +23,8 @@ TABLES: dict[str, tuple[tables.Sizes, Callable[[tables.Sizes], Any]]] = {
     "attention_16": (tables.Sizes(heads=16, seconds=6.0), tables.attention),
     "caches": (tables.Sizes(heads=12, group=3), tables.heads),
 }
-#: Studies whose variants' steps of training are timed, and what is then different: where heads are shared the model that
-#: is trained is too small for attention to show.
+#: Studies whose variants' steps of training are timed, and what is then different: where heads are shared, the model
+#: that is trained is too small for attention to show.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "steps_heads": ("heads", {"dim": 768, "layers": 4, "seq_len": 512, "batch": 2, "dtype": "bfloat16"}),
     "steps_activations": ("activations", {}),

@@ -181,7 +181,9 @@ def test_a_text_is_not_needed(tiny, monkeypatch):
 
 
 def test_bad_options_are_refused(tmp_path, capsys):
-    for arguments, message in ((["--steps", "0"], "--steps must be"), (["--threads", "0"], "--threads must be")):
+    refused = [(["--steps", "0"], "--steps must be"), (["--threads", "0"], "--threads must be")]
+    refused += [] if torch.cuda.is_available() else [(["--device", "cuda"], "finds no CUDA device")]
+    for arguments, message in refused:
         assert program.main([*arguments, "--out", str(tmp_path / "out"), "--only", "train"]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
