@@ -207,9 +207,15 @@ CLAIMS: dict[str, Claim] = {
         "post-norm needs warm-up, and fails in deep models",
         "held-out loss with and without warm-up, few layers: pre-norm {shallow_pre_warm_loss}, "
         "{shallow_pre_cold_loss}, post-norm {shallow_post_warm_loss}, {shallow_post_cold_loss}; 24 layers: pre-norm "
-        "{deep_pre_warm_loss}, {deep_pre_cold_loss}, post-norm {deep_post_warm_loss}, {deep_post_cold_loss}",
-        _studies("placement_shallow", "placement_deep"),
-        _all_losses(("placement_shallow", "shallow_", PLACED), ("placement_deep", "deep_", PLACED)),
+        "{deep_pre_warm_loss}, {deep_pre_cold_loss}, post-norm {deep_post_warm_loss}, {deep_post_cold_loss}; "
+        "24 layers from Xavier's initial weights: pre-norm {xavier_pre_warm_loss}, {xavier_pre_cold_loss}, post-norm "
+        "{xavier_post_warm_loss}, {xavier_post_cold_loss}",
+        _studies("placement_shallow", "placement_deep", "placement_xavier"),
+        _all_losses(
+            ("placement_shallow", "shallow_", PLACED),
+            ("placement_deep", "deep_", PLACED),
+            ("placement_xavier", "xavier_", PLACED[:4]),
+        ),
     ),
     "activations": Claim(
         "Gated activations are better at equal parameters",

@@ -34,11 +34,13 @@ class Study:
         variants: names of the ablation's variants by their labels.
         settings: by the scale.
         curves: whether the losses on the way are kept.
+        note: what the page says of all variants.
     """
 
     variants: Mapping[str, str]
     settings: Mapping[str, Settings]
     curves: bool = False
+    note: str = ""
 
     def configs(self, scale: str) -> dict[str, ModelConfig]:
         """The models by their labels.
@@ -61,6 +63,7 @@ _PLACED = {
     for placement in ("pre", "post")
     for warm in (True, False)
 }
+_XAVIER = {label: f"{name}+init=xavier" for label, name in _PLACED.items()}
 _PLACED["post-norm, no warm-up, a learning rate of 0.001"] = "llama+norm_placement=post+warm_up=0+lr=0.001"
 _DROPPED = {"dropout 0": "llama", "dropout 0.1": "llama+dropout=0.1"}
 _DRAWN = {"N(0, 0.02)": "llama", "Xavier": "llama+init=xavier", "depth-scaled": "llama+init=depth_scaled"}
@@ -76,6 +79,9 @@ STUDIES: dict[str, Study] = {
     ),
     "placement_shallow": Study(_PLACED, _scales(dataclasses.replace(_DEEP, layers=4), lr=3e-3), curves=True),
     "placement_deep": Study(_PLACED, _scales(_DEEP, layers=24, lr=3e-3), curves=True),
+    "placement_xavier": Study(
+        _XAVIER, _scales(_DEEP, layers=24, lr=3e-3), curves=True, note="The initial weights are Xavier's."
+    ),
     "activations": Study(
         {
             "GELU": "llama+activation=gelu",

@@ -80,7 +80,8 @@ def study(results: Results, key: str) -> str:
         ])  # fmt: skip
     name = f"seeds {' and '.join(seeds)}" if len(seeds) > 1 else f"seed {seeds[0]}"
     head = ["", "parameters", f"held-out loss ({name})", "above the first", "loss on the text trained on"]
-    return f"{about(found)}\n\n{table(head, rows)}"
+    note = f" {STUDIES[key].note}" if STUDIES[key].note else ""
+    return f"{about(found)}{note}\n\n{table(head, rows)}"
 
 
 def about(found: dict[str, Any]) -> str:

@@ -34,6 +34,7 @@ DIFFERENT = {
     "heads": {"n_kv_heads"},
     "placement_shallow": {"norm_placement"},
     "placement_deep": {"norm_placement"},
+    "placement_xavier": {"norm_placement"},
     "activations": {"activation"},
     "dropout_once": {"embedding_dropout", "residual_dropout", "attention_dropout"},
     "dropout_often": {"embedding_dropout", "residual_dropout", "attention_dropout"},
