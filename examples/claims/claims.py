@@ -245,7 +245,7 @@ CLAIMS: dict[str, Claim] = {
     "sums": Claim(
         "How many parameters a model has",
         "2.08 M for a model of width 256; a third of a LLaMA is attention, two thirds feed-forward",
-        "{small}; {attention} and {feed_forward}, and {embeddings} embeddings and head",
+        "{small}; {attention} and {feed_forward}, and {embedding} embedding and head",
         lambda results: table(["claimed", "it comes to", "how it is counted"], sums.rows()),
         _parts_values,
     ),

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
-from foundry_kernels.models import presets
+from foundry_kernels.models import count, presets
 from foundry_kernels.models.contradictions import contradictions
-from foundry_kernels.models.count import count_parameters
+from foundry_kernels.models.count import Parts
 from foundry_kernels.models.init import INITS
+from foundry_kernels.models.memory import TrainingMemory, training_bytes
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 from foundry_kernels.nn.router import SCORINGS
 from foundry_kernels.ops.rope import RopeScaling
@@ -40,7 +43,8 @@ class ModelConfig:
         n_heads: query heads.
         n_kv_heads: key-value heads, a divisor of `n_heads`; None is `n_heads`, 1 is multi-query attention.
         vocab_size: tokens are 0 .. vocab_size - 1.
-        max_seq_len: positions that the model takes: rows of the rotary, learned or sinusoidal table.
+        max_seq_len: positions that the model is made for: rows of the learned table, which ends there, and of the
+            rotary or sinusoidal one at first, which grows.
         multiple_of: two thirds of 4d are rounded up to a multiple of it.
         ffn_dim_multiplier: factor on the feed-forward width before it is rounded up.
         hidden_dim: the feed-forward width itself, which overrides the two above and `ffn_rule`.
@@ -364,7 +368,25 @@ class ModelConfig:
     @property
     def n_parameters(self) -> int:
         """Parameters of the model, those of a tied head once."""
-        return count_parameters(self)
+        return count.parameters_by_part(self).total
+
+    # Functions of `count` and `memory`, which say what each counts.
+
+    def parameters_by_part(self, active: bool = False) -> Parts:
+        """Parameters of embedding, attention, feed-forward part, norms and head, with their `total` and `shares`."""
+        return count.parameters_by_part(self, active)
+
+    def cache_bytes(self, batch: int, length: int, dtype: torch.dtype) -> int:
+        """Bytes of a :class:`KVCache` of `batch` sequences of `length` positions."""
+        return count.cache_bytes(self, batch, length, dtype)
+
+    def flops_per_token(self, length: int, context_length: int | None = None, training: bool = False) -> float:
+        """Floating-point operations of a forward pass for a token of a sequence of `length`; of training 3 times."""
+        return count.flops_per_token(self, length, context_length, training)
+
+    def training_bytes(self, batch: int, length: int, **options: Any) -> TrainingMemory:
+        """Weights, gradients, optimizer state and activations of a training step, by part."""
+        return training_bytes(self, batch, length, **options)
 
 
 def _check_size(name: str, value: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ from foundry_kernels.core.checks import check_int, check_integer
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
+from foundry_kernels.models.extend import extended
 from foundry_kernels.models.generate import generate, read_prompts
 from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._backend import Backend
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.rope import RopeScaling
 
 #: Fields of a decoder that mean nothing to the encoder of the same shape.
 _DECODERS = ("context_dim", "head", "tie_embeddings", "output_bias", "logit_scale")
@@ -103,7 +105,7 @@ class EncoderDecoder(nn.Module):
             model: of transformers.
             backend: as for the class.
             changes: fields of both configurations that differ and leave the shapes as they are, such as a dropout or
-                `max_seq_len` (2048 for T5, whose positions have no end).
+                `max_seq_len` (2048 for T5).
 
         Raises:
             TypeError: a class that is not in the table.
@@ -208,6 +210,11 @@ class EncoderDecoder(nn.Module):
         moved = targets.roll(1, -1)
         moved[..., :1] = self.start_token
         return moved.masked_fill(moved == ignore_index, self.start_token)
+
+    def extended(self, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Self:
+        """Returns the model with an encoder and a decoder for `max_seq_len` positions and this one's parameters; see
+        :func:`foundry_kernels.models.extend.extended`."""
+        return extended(self, max_seq_len, rope_scaling)
 
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache of the decoder; see :meth:`Transformer.make_cache`."""

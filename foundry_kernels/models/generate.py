@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_int, check_not_negative, check_positive
+from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.nn._tables import PositionTables
 
 if TYPE_CHECKING:
     from foundry_kernels.models.cache import KVCache
@@ -66,7 +68,7 @@ def generate(
 
     Raises:
         TypeError: prompts or max_new_tokens are no integers.
-        ValueError: an empty prompt, a prompt and new tokens beyond max_seq_len, tokens outside the vocabulary,
+        ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the vocabulary,
             temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is not
             causal or has no head, a context that does not fit.
     """
@@ -81,10 +83,9 @@ def generate(
         return []
     lengths = torch.tensor([len(row) for row in rows])
     shortest, longest = int(lengths.min()), int(lengths.max())
-    if longest + max_new_tokens > config.max_seq_len:
+    if ends_before(longest + max_new_tokens, config):
         raise ValueError(
-            f"prompts of up to {longest} tokens and max_new_tokens={max_new_tokens} exceed "
-            f"max_seq_len={config.max_seq_len}"
+            f"prompts of up to {longest} tokens and max_new_tokens={max_new_tokens} do not fit; {table_of(config)}"
         )
     if max_new_tokens == 0:
         return [row.to(device) for row in rows]
@@ -102,6 +103,9 @@ def generate(
     model.eval()
     try:
         cache = model.make_cache(len(rows), total)
+        for module in model.modules():
+            if isinstance(module, PositionTables) and not module.follows_length:
+                module.reserve(total)  # once, and not inside of a compiled step
         if compile is not False:
             _fix_heads(cache)
         new = tokens[:, :shortest]

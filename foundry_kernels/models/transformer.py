@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
+from foundry_kernels.models.extend import extended
 from foundry_kernels.models.generate import generate
 from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
@@ -32,6 +33,7 @@ from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.rope import RopeScaling
 
 
 class Transformer(nn.Module):
@@ -198,10 +200,11 @@ class Transformer(nn.Module):
                 no query sees; those in the cache count. With `attn_mask` too: at the cost that
                 :class:`foundry_kernels.nn.Attention` names.
             cu_seqlens: ``[N + 1]`` int32 or int64: tokens are ``[1, total]`` and hold N sequences one after the other,
-                each from ``cu_seqlens[n]`` on, whose positions begin at 0 and which see no other's. `total` may exceed
-                max_seq_len. Not with a mask, lengths or a cache.
+                each from ``cu_seqlens[n]`` on, whose positions begin at 0 and which see no other's. Not with a mask,
+                lengths or a cache.
             max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
-                launches empty programs where there are many sequences.
+                launches empty programs where there are many sequences, and makes rotary or sinusoidal tables of as many
+                rows. Under torch.compile, "dynamic" scaling takes it for the longest.
             token_types: ``[B, T]`` int32 or int64, 0 <= type < ``config.token_types``; None is type 0 for all.
             context: ``[B, S, context_dim]``, what the layers of a model with `context_dim` attend to as well, or what
                 :meth:`read_context` has read of it, for many calls.
@@ -226,8 +229,8 @@ class Transformer(nn.Module):
         Raises:
             TypeError: tokens, targets, token_types, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask or
                 context of another kind.
-            ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
-                not fit, arguments that exclude each other or that the model has no use for, a missing context, and,
+            ValueError: a wrong rank, shape or device, more learned positions than max_seq_len (others have no end), a
+                cache that is full or does not fit, arguments that exclude each other or that the model has no use for, a missing context, and,
                 where they are on the CPU and nothing is being compiled, tokens or targets outside the vocabulary and
                 packed sequences that are too long. (Elsewhere that would need a synchronization; the embedding then
                 raises its own error.)
@@ -249,7 +252,8 @@ class Transformer(nn.Module):
         balances = targets is not None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
-            stream = prepare(self, stream, 0 if cache is None else cache.length, seen[1] if seen else None, token_types)
+            start, positions = 0 if cache is None else cache.length, seen[1] if seen else None
+            stream = prepare(self, stream, start, positions, token_types, max_seqlen)
         read = context
         if isinstance(read, Tensor):
             mask = None if context_lengths is None else AttentionMask.prefix(context_lengths)
@@ -344,6 +348,11 @@ class Transformer(nn.Module):
             raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
         weight = self.tok_embeddings.weight
         return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
+
+    def extended(self, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Self:
+        """Returns the model for `max_seq_len` positions, with this one's parameters; see
+        :func:`foundry_kernels.models.extend.extended`."""
+        return extended(self, max_seq_len, rope_scaling)
 
     @torch.no_grad()
     def generate(

@@ -19,7 +19,7 @@ from examples.claims import __main__ as program
 from examples.claims import claims, longest, page, results, studies, sums, timings
 from examples.claims import tables as shown
 from examples.training.optimizer import make_optimizer, make_schedule
-from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.models import Transformer
 
 WHY = page.explanations(page.WHY.read_text(encoding="utf-8"))
 TINY = Settings(
@@ -262,11 +262,9 @@ def test_sums_of_tutorials():
         "7,096,576",
         "4,999,424",
         "256 x 688",
-        "embeddings and head 3.9%, attention 31.9%, feed-forward 64.2%",
+        "embedding and head 3.9%, attention 31.9%, feed-forward 64.2%",
     ]
     assert sums.COUNTED_WIDTH == 341
-    for config in (sums.SMALL, sums.LLAMA, ModelConfig.gpt2("small")):
-        assert sum(sums.parts(config).values()) == config.n_parameters
     counted = sum(p.numel() for p in Transformer(sums.SMALL).parameters())
     assert counted == sums.SMALL.n_parameters
     # As the table writes it.

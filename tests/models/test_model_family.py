@@ -266,13 +266,3 @@ def test_slopes_are_those_of_the_paper_for_any_number_of_heads():
         torch.testing.assert_close(fk.nn.alibi_slopes(n), torch.tensor(slopes(n)), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="n_heads must be >= 1"):
         fk.nn.alibi_slopes(0)
-
-
-def test_positions_beyond_the_table():
-    with pytest.raises(ValueError, match="max_seq_len is 24, the length of the table of learned positions"):
-        make(config("gpt2"))(draw(1, 25))
-    with pytest.raises(ValueError, match="positions 20 to 24 do not fit max_positions=24"):
-        fk.nn.SinusoidalEmbedding(6, 24)(torch.zeros(1, 5, 6), 20)
-    longer = Transformer(config("bloom", max_seq_len=48), "reference")  # no table has a length here
-    longer.load_state_dict(make(config("bloom")).state_dict())
-    assert longer(draw(1, 40)).shape == (1, 40, 11)
