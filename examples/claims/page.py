@@ -17,7 +17,7 @@ WHY = Path(__file__).with_name("why.md")
 #: Sections of `why.md` that belong to no claim: what the page begins and ends with.
 FRAME = ("begin", "end")
 #: Studies whose losses on the way are drawn.
-DRAWN = ("placement_deep", "dropout_often")
+DRAWN = ("placement_deep", "placement_xavier", "dropout_often")
 
 
 def write(results: Results, path: Path) -> None:
@@ -36,7 +36,7 @@ def write(results: Results, path: Path) -> None:
     print(f"{path}: written")
 
 
-def render(results: Results, why: Mapping[str, str], shown: Mapping[str, str]) -> str:
+def render(results: Results, why: Mapping[str, str], shown: Mapping[str, list[str]]) -> str:
     """The page as Markdown; shown: lines of pictures, by the claim."""
     values = {key: claim.values(results) for key, claim in CLAIMS.items()}
     rows = [
@@ -50,7 +50,7 @@ def render(results: Results, why: Mapping[str, str], shown: Mapping[str, str]) -
             f"**Claimed:** {claim.says}.",
             f"**Measured:** {fill(claim.measured, values[key], key)}.",
             claim.body(results),
-            *([shown[key]] if key in shown else []),
+            *shown.get(key, []),
             f"**Why it differs:**\n\n{fill(why[key], values[key], key)}",
         ]
     parts.append(why["end"])
@@ -96,13 +96,14 @@ def anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def pictures(results: Results, folder: Path) -> dict[str, str]:
+def pictures(results: Results, folder: Path) -> dict[str, list[str]]:
     """The lines that show the losses on the way, by the claim, of studies that were trained and drawn in the folder."""
-    return {
-        key.partition("_")[0]: f"![Losses on the way, {key.replace('_', ' ')}]({folder.name}/{key}.png)"
-        for key in DRAWN
-        if key in results.get("studies", {}) and (folder / f"{key}.png").exists()
-    }
+    found: dict[str, list[str]] = {}
+    for key in DRAWN:
+        if key in results.get("studies", {}) and (folder / f"{key}.png").exists():
+            line = f"![Losses on the way, {key.replace('_', ' ')}]({folder.name}/{key}.png)"
+            found.setdefault(key.partition("_")[0], []).append(line)
+    return found
 
 
 def draw(results: Results, folder: Path) -> None:
