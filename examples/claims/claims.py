@@ -133,6 +133,13 @@ def _all_losses(*keys_and_names: tuple[str, str, tuple[str, ...]]) -> Callable[[
     return values
 
 
+def _dropout_values(results: Results) -> Values:
+    names, best = ("none", "drop"), tables.best(results, "dropout_often")
+    found = _all_losses(("dropout_once", "once_", names), ("dropout_often", "often_", names))(results)
+    labels = zip(names, _labels("dropout_often"), strict=True)
+    return found | {f"often_{name}_best": tables.mean_loss(best, label) for name, label in labels}
+
+
 def _studies(*keys: str) -> Callable[[Results], str]:
     return lambda results: "\n\n".join(tables.study(results, key) for key in keys)
 
@@ -231,7 +238,7 @@ CLAIMS: dict[str, Claim] = {
         "loss above that without dropout: {once_drop_above} in a single pass, {often_drop_above} in many passes over "
         "little text (seeds differ by up to {once_spread} and {often_spread})",
         _studies("dropout_once", "dropout_often"),
-        _all_losses(("dropout_once", "once_", ("none", "drop")), ("dropout_often", "often_", ("none", "drop"))),
+        _dropout_values,
     ),
     "init": Claim(
         "Initial weights matter",

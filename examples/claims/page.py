@@ -16,8 +16,8 @@ from examples.claims.tables import MISSING
 WHY = Path(__file__).with_name("why.md")
 #: Sections of `why.md` that belong to no claim: what the page begins and ends with.
 FRAME = ("begin", "end")
-#: Studies whose losses on the way are drawn.
-DRAWN = ("placement_deep", "placement_xavier", "dropout_often")
+#: Studies whose losses on the way are drawn, and which: of the batches, or of held-out text.
+DRAWN = {"placement_deep": "curve", "placement_xavier": "curve", "dropout_often": "held_out_curve"}
 
 
 def write(results: Results, path: Path) -> None:
@@ -99,9 +99,10 @@ def anchor(title: str) -> str:
 def pictures(results: Results, folder: Path) -> dict[str, list[str]]:
     """The lines that show the losses on the way, by the claim, of studies that were trained and drawn in the folder."""
     found: dict[str, list[str]] = {}
-    for key in DRAWN:
+    for key, curve in DRAWN.items():
         if key in results.get("studies", {}) and (folder / f"{key}.png").exists():
-            line = f"![Losses on the way, {key.replace('_', ' ')}]({folder.name}/{key}.png)"
+            what = "Losses" if curve == "curve" else "Held-out losses"
+            line = f"![{what} on the way, {key.replace('_', ' ')}]({folder.name}/{key}.png)"
             found.setdefault(key.partition("_")[0], []).append(line)
     return found
 
@@ -113,8 +114,12 @@ def draw(results: Results, folder: Path) -> None:
     except ImportError as error:
         print(f"no new pictures: matplotlib does not import ({error}); pip install 'foundry-kernels[train]'")
         return
-    for key in DRAWN:
+    for key, curve in DRAWN.items():
         if (study := results.get("studies", {}).get(key)) is not None:
-            runs = {label: study["runs"][label] for label in STUDIES[key].variants if label in study["runs"]}
+            runs = {
+                label: {seed: {"curve": run[curve]} for seed, run in study["runs"][label].items()}
+                for label in STUDIES[key].variants
+                if label in study["runs"]
+            }
             titles = {label: label for label in runs}
             plots.curves({"settings": study["settings"], "runs": runs, "titles": titles}, folder / f"{key}.png")

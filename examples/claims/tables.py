@@ -34,6 +34,15 @@ def mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
+def best(results: Results, key: str) -> Losses:
+    """The least held-out loss on the way, of a study that keeps it."""
+    runs = results.get("studies", {}).get(key, {}).get("runs", {})
+    return {
+        label: {seed: min(loss for _, loss in run["held_out_curve"] if loss is not None) for seed, run in of.items()}
+        for label, of in runs.items()
+    }
+
+
 def changes(of: Losses) -> dict[str, float | None]:
     """How much the loss of each variant is above that of the first, in the mean over the seeds that both have."""
     base = next(iter(of.values()), {})

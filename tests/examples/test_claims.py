@@ -159,6 +159,10 @@ def test_every_phase_reaches_the_page(tiny, tmp_path, monkeypatch, capsys):
     assert "| forward: explicit matrices | 105 | 419 |" in text
     assert "longest T in 128 MiB, forward: explicit 1,152, SDPA 16,384, fk 16,384" in text
     assert "not measured: --only train --studies init_deep" in text
+    best = [
+        min(loss for _, loss in r["0"]["held_out_curve"]) for r in found["studies"]["dropout_often"]["runs"].values()
+    ]
+    assert f"are {best[0]:.3f} without and {best[1]:.3f} with dropout" in text
     assert (tmp_path / "docs" / "placement_deep.png").read_bytes().startswith(b"\x89PNG")
     assert "![Losses on the way, placement deep](docs/placement_deep.png)" in text
 
