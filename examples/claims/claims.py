@@ -140,6 +140,18 @@ def _dropout_values(results: Results) -> Values:
     return found | {f"often_{name}_best": tables.mean_loss(best, label) for name, label in labels}
 
 
+def _init_values(results: Results) -> Values:
+    """And Xavier's standard deviation of a square matrix, at the width of the study and at that of a large model."""
+    found = _all_losses(("init_shallow", "shallow_", DRAWN), ("init_deep", "deep_", DRAWN))(results)
+    settings = results.get("studies", {}).get("init_deep", {}).get("settings")
+    width = settings["dim"] if settings else None
+    return found | {
+        "width": MISSING if width is None else str(width),
+        "xavier_std": MISSING if width is None else f"{width**-0.5:.3f}",
+        "xavier_std_4096": f"{4096**-0.5:.3f}",
+    }
+
+
 def _studies(*keys: str) -> Callable[[Results], str]:
     return lambda results: "\n\n".join(tables.study(results, key) for key in keys)
 
@@ -247,7 +259,7 @@ CLAIMS: dict[str, Claim] = {
         "{shallow_depth_scaled_above}; 24 layers: {deep_xavier_above}, {deep_depth_scaled_above} (seeds differ by up "
         "to {shallow_spread} and {deep_spread})",
         _studies("init_shallow", "init_deep"),
-        _all_losses(("init_shallow", "shallow_", DRAWN), ("init_deep", "deep_", DRAWN)),
+        _init_values,
     ),
     "sums": Claim(
         "How many parameters a model has",
