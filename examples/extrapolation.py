@@ -46,19 +46,6 @@ ROWS: dict[str, tuple[str, str | None]] = {
 }
 
 
-def scaling_of(kind: str, trained: int, length: int) -> RopeScaling:
-    """Returns the scaling as it is usually set for windows of `length`; "dynamic" follows the table's length by
-    itself."""
-    factor = length / trained
-    if kind == "linear":
-        return RopeScaling("linear", factor)
-    if kind == "dynamic":
-        return RopeScaling("dynamic", 1.0, trained)
-    if kind == "yarn":
-        return RopeScaling("yarn", factor, trained)
-    return RopeScaling("llama3", factor, trained, low_freq_factor=1.0, high_freq_factor=4.0)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.extrapolation",
@@ -117,7 +104,9 @@ def extended(config: ModelConfig, kind: str | None, length: int) -> ModelConfig 
     """The model for windows of `length`, or None where it has no positions for them."""
     if config.positions == "learned":
         return config if length <= config.max_seq_len else None
-    scaling = None if kind is None or length <= config.max_seq_len else scaling_of(kind, config.max_seq_len, length)
+    scaling = None
+    if kind is not None and length > config.max_seq_len:
+        scaling = RopeScaling.to_length(kind, config.max_seq_len, length)
     return dataclasses.replace(config, max_seq_len=max(length, config.max_seq_len), rope_scaling=scaling)
 
 

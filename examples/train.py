@@ -194,16 +194,14 @@ def warm_up(recipe: Recipe) -> None:
 
 
 def show_sample(model: Transformer, prompt: list[int], recipe: Recipe, options: argparse.Namespace, text: Text) -> None:
-    start, unit = time.perf_counter(), text.vocabulary.unit
-    limit = model.config.max_seq_len
+    unit, limit = text.vocabulary.unit, model.config.max_seq_len
     count = min(options.sample_tokens, limit - len(prompt))
     if count < 1:
         print(f"\nNo sample: learned positions end at {limit}; the prompt has {len(prompt)} {unit}s.")
         return
     with autocast(recipe):
-        written = sample(model, prompt, count, options.temperature, options.seed, text.vocabulary)
-    rate = count / (time.perf_counter() - start)
-    print(f"\nSample of {count} {unit}s, temperature {options.temperature}, {rate:,.0f} {unit}s/s:\n")
+        written, stats = sample(model, prompt, count, options.temperature, options.seed, text.vocabulary)
+    print(f"\nSample of {count} {unit}s, temperature {options.temperature}; {stats}:\n")
     print("\n".join(f"  | {shorten(line)}" for line in written.split("\n")))
 
 

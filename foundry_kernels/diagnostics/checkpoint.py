@@ -49,6 +49,29 @@ def load(path: Path) -> tuple[Transformer, Encode]:
     return model, _bytes_of(model)
 
 
+def load_config(path: Path) -> ModelConfig:
+    """Returns the configuration of a checkpoint that :func:`load` takes, without its weights.
+
+    Raises:
+        CheckpointError: as :func:`load`.
+    """
+    try:
+        if path.is_dir():
+            if not (path / "config.json").exists():
+                raise CheckpointError(f"{path} has no config.json: it is no folder that transformers has saved")
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+            return Transformer.read_hf(model, {})[0]
+        return _content(torch.load(path, map_location="cpu", weights_only=True, mmap=True))[0]
+    except CheckpointError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {lines[0][:200]}") from None
+
+
 def _from_folder(path: Path) -> tuple[Transformer, Encode]:
     if not (path / "config.json").exists():
         raise CheckpointError(f"{path} has no config.json: it is no folder that transformers has saved")

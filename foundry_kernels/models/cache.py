@@ -91,6 +91,8 @@ class KVCache:
 
 def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
     """Raises TypeError or ValueError where a model has no cache of that size."""
+    if not config.causal:
+        raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
     check_int("batch_size", batch_size, 1)
     check_int("max_len", max_len, 1)
     if config.positions == "learned" and max_len > config.max_seq_len:

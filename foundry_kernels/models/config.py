@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
-from foundry_kernels.models import count, presets
+from foundry_kernels.models import count, memory, presets
 from foundry_kernels.models.contradictions import contradictions
-from foundry_kernels.models.count import Parts
 from foundry_kernels.models.init import INITS
-from foundry_kernels.models.memory import TrainingMemory, training_bytes
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 from foundry_kernels.nn.router import SCORINGS
 from foundry_kernels.ops.rope import RopeScaling
@@ -370,23 +366,11 @@ class ModelConfig:
         """Parameters of the model, those of a tied head once."""
         return count.parameters_by_part(self).total
 
-    # Functions of `count` and `memory`, which say what each counts.
-
-    def parameters_by_part(self, active: bool = False) -> Parts:
-        """Parameters of embedding, attention, feed-forward part, norms and head, with their `total` and `shares`."""
-        return count.parameters_by_part(self, active)
-
-    def cache_bytes(self, batch: int, length: int, dtype: torch.dtype) -> int:
-        """Bytes of a :class:`KVCache` of `batch` sequences of `length` positions."""
-        return count.cache_bytes(self, batch, length, dtype)
-
-    def flops_per_token(self, length: int, context_length: int | None = None, training: bool = False) -> float:
-        """Floating-point operations of a forward pass for a token of a sequence of `length`; of training 3 times."""
-        return count.flops_per_token(self, length, context_length, training)
-
-    def training_bytes(self, batch: int, length: int, **options: Any) -> TrainingMemory:
-        """Weights, gradients, optimizer state and activations of a training step, by part."""
-        return training_bytes(self, batch, length, **options)
+    # What the model costs. These are functions of a configuration, so methods.
+    parameters_by_part = count.parameters_by_part
+    cache_bytes = count.cache_bytes
+    flops_per_token = count.flops_per_token
+    training_bytes = memory.training_bytes
 
 
 def _check_size(name: str, value: object) -> None:

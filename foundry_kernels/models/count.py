@@ -106,8 +106,8 @@ def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype
         dtype: of keys and values.
 
     Raises:
-        TypeError, ValueError: a size is no int or below 1, `dtype` is no dtype, or the model has no cache of that length
-            (no causal model, or more learned positions than there are).
+        TypeError, ValueError: a size is no int or below 1, `dtype` is no dtype, or the model has no such cache (it is
+            not causal, or has fewer learned positions).
     """
     from foundry_kernels.models.cache import check_cache
 
@@ -125,8 +125,8 @@ def _itemsize(name: str, dtype: object) -> int:
 def flops_by_part(config: ModelConfig, length: int, context_length: int | None = None) -> dict[str, float]:
     """Returns the floating-point operations of a forward pass for each token of a sequence of `length`, by part.
 
-    A multiply-add counts as 2. Counted are matrix products, which is what utilization (MFU) is measured by: the
-    projections, the scores and the weighted sum of values in "attention_scores", the feed-forward part (`top_k` experts,
+    A multiply-add counts as 2. Counted are matrix products, as utilization (MFU) is measured: projections in
+    "attention", scores and the weighted sums of values in "attention_scores", the feed-forward part (`top_k` experts,
     the shared one, the router) and the head. Norms, activations, the rotation and the softmax are not, nor are
     embeddings, which are read. A training step counts as 3 forward passes, for the backward pass has two products for
     each one; what is recomputed is not counted.
@@ -137,8 +137,8 @@ def flops_by_part(config: ModelConfig, length: int, context_length: int | None =
 
     Args:
         length: tokens of a sequence.
-        context_length: of a model with `context_dim`, the tokens of the context; None is `length`. The context's keys and
-            values are computed once, and the tokens of the sequence share that work.
+        context_length: of a model with `context_dim`, the tokens of the context; None is `length`. The context's keys
+            and values are computed once, and the tokens of the sequence share that work.
 
     Raises:
         TypeError, ValueError: no int or below 1, or a `context_length` without a context.

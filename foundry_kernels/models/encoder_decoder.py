@@ -229,7 +229,7 @@ class EncoderDecoder(nn.Module):
         source_lengths: Tensor | None = None,
         prompts: Tensor | Sequence[Tensor | Sequence[int]] | None = None,
         **options: Any,
-    ) -> list[Tensor]:
+    ) -> Any:
         """Generates a sequence for each source; the sources are encoded once, and their keys and values kept.
 
         Args:
@@ -237,10 +237,12 @@ class EncoderDecoder(nn.Module):
             max_new_tokens: for each source; 0 or more.
             source_lengths: as in :meth:`forward`; of a ``[B, S]`` tensor.
             prompts: what each decoder begins with; None is `start_token`.
-            options: of :func:`foundry_kernels.models.generate`: `temperature`, `stop_token` and others.
+            options: of :func:`foundry_kernels.models.generate`: `temperature`, `stop_token` and others. `return_stats`
+                counts the decoder's time, without the encoder's.
 
         Returns:
-            For each source the prompt and its continuation, 1-D int64 on the model's device.
+            For each source the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a
+            pair, as of :func:`foundry_kernels.models.generate`.
 
         Raises:
             TypeError, ValueError: as :func:`foundry_kernels.models.generate` and :meth:`forward`, as many prompts as
@@ -252,7 +254,7 @@ class EncoderDecoder(nn.Module):
                 raise ValueError("source_lengths are for a [B, S] tensor; rows of a sequence have their own")
             rows = read_prompts(source, self.encoder.config.vocab_size, "source")
             if not rows:
-                return []
+                return generate(self.decoder, [], max_new_tokens, **options)
             source_lengths = torch.tensor([len(row) for row in rows], device=device)
             source = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         if prompts is None:

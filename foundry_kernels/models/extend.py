@@ -37,8 +37,8 @@ def extended(model: Model, max_seq_len: int, rope_scaling: RopeScaling | str | N
 
     Raises:
         TypeError: `max_seq_len` is no int, `rope_scaling` of another kind.
-        ValueError: `max_seq_len` is below the configuration's, learned positions, a scaling without rotary positions, or
-            a name where the model has a scaling: its trained length is not known.
+        ValueError: `max_seq_len` is below the configuration's, learned positions, a scaling without rotary positions,
+            or a name where the model has a scaling: its trained length is not known.
     """
     check_int("max_seq_len", max_seq_len, minimum=1)
     configs = [_extended_config(part.config, max_seq_len, rope_scaling) for part in _parts(model)]
@@ -69,8 +69,8 @@ def _extended_config(config: ModelConfig, max_seq_len: int, rope_scaling: RopeSc
         raise ValueError(f"max_seq_len must be at least the model's {config.max_seq_len}; got {max_seq_len}")
     if config.positions == "learned" and max_seq_len > config.max_seq_len:
         raise ValueError(
-            f"max_seq_len must be {config.max_seq_len}, the length of the table of learned positions, which has no rows "
-            f"beyond; got {max_seq_len}"
+            f"max_seq_len must be {config.max_seq_len}, the length of the table of learned positions, which cannot be "
+            f"extended; got {max_seq_len}"
         )
     if rope_scaling is None:
         return dataclasses.replace(config, max_seq_len=max_seq_len)

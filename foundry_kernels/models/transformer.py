@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
@@ -230,10 +230,10 @@ class Transformer(nn.Module):
             TypeError: tokens, targets, token_types, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask or
                 context of another kind.
             ValueError: a wrong rank, shape or device, more learned positions than max_seq_len (others have no end), a
-                cache that is full or does not fit, arguments that exclude each other or that the model has no use for, a missing context, and,
-                where they are on the CPU and nothing is being compiled, tokens or targets outside the vocabulary and
-                packed sequences that are too long. (Elsewhere that would need a synchronization; the embedding then
-                raises its own error.)
+                cache that is full or does not fit, arguments that exclude each other or that the model has no use for,
+                a missing context, and, where they are on the CPU and nothing is being compiled, tokens or targets
+                outside the vocabulary and packed sequences that max_seqlen does not bound. (Elsewhere that would need a
+                synchronization; the embedding then raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight
@@ -344,8 +344,6 @@ class Transformer(nn.Module):
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache on the model's device, of the dtype that its keys have (autocast's, inside
         autocast)."""
-        if not self.config.causal:
-            raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
         weight = self.tok_embeddings.weight
         return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
@@ -354,12 +352,7 @@ class Transformer(nn.Module):
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, **options: Any
-    ) -> list[Tensor]:
-        """Continues the prompts; see :func:`foundry_kernels.models.generate`."""
-        return generate(self, prompts, max_new_tokens, **options)
+    generate = generate
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on

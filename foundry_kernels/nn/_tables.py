@@ -59,9 +59,9 @@ class PositionTables(FixedTables):
     """Base of tables with a row for each position, which have no last one: they are made for `max_positions` and grow
     when a position beyond their rows is asked for. The rows that were there keep their bits.
 
-    Called as usual, a module grows by replacing its buffers, at least doubling them. While torch.compile traces, nothing
-    may be replaced: the rows come from an operator, which computes them as the module does. A CUDA graph that was
-    captured keeps reading the tables that it was captured with, which are kept for it; no table grows in a capture.
+    Called as usual, a module grows by replacing its buffers, at least doubling them. While torch.compile traces,
+    nothing may be replaced: the rows come from an operator, which computes them as the module does. A CUDA graph that
+    was captured keeps reading the tables that it was captured with, which are kept for it; no table grows in a capture.
 
     A table whose rows depend on the length of the sequence (`follows_length`: dynamic scaling) is that of
     `max_positions` for what is no longer. Beyond, rows are computed for the length that is asked for and do not replace
@@ -102,7 +102,7 @@ class PositionTables(FixedTables):
             if self.follows_length:
                 _not_capturing(tables[0].device)
                 return _kept_for(tables, self._text, start, stop, stop)
-            tables = self._grow(stop)
+            tables = list(self._grow(stop))
         return tuple(table[start:stop] for table in tables)
 
     def reserve(self, stop: int) -> tuple[Tensor, ...]:

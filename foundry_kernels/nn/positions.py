@@ -89,9 +89,7 @@ class SinusoidalEmbedding(PositionTables):
     def _recipe(self) -> dict[str, Any]:
         return {"dim": self.dim, "base": self.base}
 
-    def forward(
-        self, x: Tensor, start: int = 0, positions: Tensor | None = None, end: int | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None, end: int | None = None) -> Tensor:
         """x ``[B, T, dim]`` of the positions from `start` on, with the rows of the table added; or of `positions`, a
         tensor ``[T]`` of integers, all below `end`: that is needed on a GPU and under torch.compile if some are beyond
         the table's rows (on a GPU, one beyond it is an assertion there).

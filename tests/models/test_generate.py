@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from table import Allocations
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from foundry_kernels.models import KVCache, ModelConfig, Transformer, generate
+from foundry_kernels.models import GenerationStats, KVCache, ModelConfig, Transformer, generate
 from foundry_kernels.models.generate import _choose
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -94,6 +95,27 @@ def test_stop_token_inside_a_prompt_ends_nothing(model):
 def test_no_new_tokens_and_no_prompts(model):
     assert torch.equal(model.generate([[1, 2]], 0)[0], torch.tensor([1, 2]))
     assert model.generate([], 5) == []
+
+
+def test_stats_of_the_two_phases(model, monkeypatch):
+    """The clock moves by a second with each look: before, between and behind the phases."""
+    clock = iter(range(100))
+    monkeypatch.setattr(sys.modules["foundry_kernels.models.generate"], "_now", lambda device: next(clock))
+    prompts = [prompt(7), prompt(4), prompt(4)]
+    rows, stats = model.generate(prompts, 6, return_stats=True)
+    assert all(map(torch.equal, rows, model.generate(prompts, 6)))
+    assert stats == GenerationStats(15, 18, prefill_tokens=12, decode_tokens=16, prefill_seconds=1, decode_seconds=1)
+    assert (stats.prefill_tokens_per_second, stats.decode_tokens_per_second) == (12.0, 16.0)
+    assert str(stats) == "prefill 12 tokens at 12 tokens/s, decode 16 tokens at 16 tokens/s"
+    _, one = model.generate(prompts[1:], 1, return_stats=True)
+    assert one == GenerationStats(8, 2, prefill_tokens=8, prefill_seconds=1)
+    assert one.decode_tokens_per_second == 0.0
+    stop = rows[1][6].item()  # the third new token, or an earlier one
+    found, stats = model.generate(prompts[1:2], 6, stop_token=stop, return_stats=True)
+    assert (stats.new_tokens, stats.decode_tokens) == (len(found[0]) - 4, len(found[0]) - 5)
+    assert model.generate([], 6, return_stats=True) == ([], GenerationStats())
+    with pytest.raises(TypeError, match="return_stats must be a bool; got int"):
+        model.generate(prompts, 6, return_stats=1)
 
 
 def test_sampling_repeats_with_its_generator(model):

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("check", "inspect", "patch-report", "tune")
+COMMANDS = ("check", "inspect", "patch-report", "size", "tune")
 
 #: Modules that are run, with the command that comes before --help, and a word that only their help has.
 HELP = [
-    ("foundry_kernels", "", "{check,inspect,patch-report,tune}"),
+    ("foundry_kernels", "", "{check,inspect,patch-report,size,tune}"),
     ("foundry_kernels", "check", "--all"),
     ("foundry_kernels", "inspect", "--sass"),
     ("foundry_kernels", "patch-report", "family"),
+    ("foundry_kernels", "size", "llama-2-7b"),
     ("foundry_kernels", "tune", "--untried"),
     ("foundry_kernels.diagnostics", "", "--map-tokens"),
     ("benchmarks", "", "compare"),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +113,7 @@ class RopeScaling:
         check_int("length", length, minimum=1)
         if length < trained:
             raise ValueError(f"length must be at least the trained {trained}; got {length}")
-        bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+        bounds: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
         factor = 1.0 if rope_type == "dynamic" else length / trained
         return cls(rope_type, factor, trained, **bounds)
 
