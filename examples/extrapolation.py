@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.ablation.page import fill, table
-from examples.ablation.settings import UsageError, add_options, keep, load, save, settle, use_threads
-from examples.ablation.training import HELD_OUT, load_model, load_run, losses_by_position, train_all
+from examples.ablation.settings import HELD_OUT, UsageError, add_options, keep, load, save, settle, use_threads
+from examples.ablation.training import load_model, load_run, losses_by_position, train_all
 from examples.ablation.variants import config_of
 from examples.training.text import Text, TextError, read_text
 from foundry_kernels import RopeScaling

@@ -46,6 +46,7 @@ class Recipe:
     checkpoint_every: int
     accumulate: int = 1  # parts that a batch is run in
     evaluate_every: int = 0  # steps; 0 is at the end only
+    warm_up: int | None = None  # steps; None is a tenth of all
 
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, by the names of the options."""
@@ -58,6 +59,7 @@ class Recipe:
             "--seq-len": self.seq_len,
             "--steps": self.steps,
             "--text": f"{text.name} (sha256 {text.digest[:12]})",
+            **({} if self.warm_up is None else {"warm-up": self.warm_up}),
         }
 
 
@@ -143,7 +145,7 @@ def train(
     optimizer = make_optimizer(model, recipe.lr)
     if recipe.model.selection_bias:
         optimizer.register_step_post_hook(lambda *_: update_selection_biases(model))
-    schedule = make_schedule(optimizer, recipe.steps)
+    schedule = make_schedule(optimizer, recipe.steps, recipe.warm_up)
     order = torch.Generator().manual_seed(recipe.seed)  # on the CPU everywhere: the same batches on every device
     run = Run(backend, None)
     if state is not None and checkpoint is not None:

@@ -33,6 +33,7 @@ HELP = [
     ("benchmarks.gpu_check", "", "GPU_CHECK=rest"),
     ("benchmarks.gpu_sanitize", "", "compute-sanitizer"),
     ("examples.ablation", "", "--variants"),
+    ("examples.claims", "", "--scale"),
     ("examples.extrapolation", "", "--factors"),
     *(
         (f"examples.{name}", "", "--steps")
