@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.diagnostics.recorder import attentions_of, check_model, taken, with_statistics
+from foundry_kernels.diagnostics.recorder import attentions_of, check_model
 from foundry_kernels.models import Transformer
 from foundry_kernels.models.contradictions import EXPERT_FIELDS, refuse_choices
 from foundry_kernels.nn import Attention
@@ -112,3 +113,20 @@ def _scale(attention: Attention, factor: Tensor) -> None:
             if parameter is not None:
                 heads = parameter.view(attention.n_heads, attention.head_dim, -1)
                 heads.mul_(each.to(parameter.dtype)[:, None, None])
+
+
+def with_statistics(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Asks attention for its statistics, as a hook before it; one behind it is to give them to `taken`."""
+    return args, kwargs | {"return_stats": True}
+
+
+_latest: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def taken(attention: nn.Module, result: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, entropy, max_logit) of a result of attention, from which another hook may have taken the last two."""
+    if isinstance(result, Tensor):
+        return result, *_latest[attention]
+    y, entropy, max_logit = result
+    _latest[attention] = entropy, max_logit
+    return y, entropy, max_logit
