@@ -85,11 +85,15 @@ class Health:
         Raises:
             ValueError: `since` has other layers or heads.
         """
-        if since is not None and _shape(since) != _shape(self):
-            raise ValueError(
-                f"since must be of the same model, with {_shape(self)} heads in its layers; got {_shape(since)}"
-            )
+        if since is not None:
+            self.check_same_model(since)
         return [*self._concerns(since), *self._of_all(since)]
+
+    def check_same_model(self, since: Health) -> None:
+        """Raises ValueError where `since` has other layers or heads."""
+        ours, theirs = ([len(layer.entropy) for layer in health.layers] for health in (self, since))
+        if ours != theirs:
+            raise ValueError(f"since must be of the same model, with {ours} heads in its layers; got {theirs}")
 
     def _concerns(self, since: Health | None) -> Iterator[str]:
         middles = {name: _median(getattr(layer, name) for layer in self.layers) for name, _ in _GRADIENTS}
@@ -191,10 +195,6 @@ def _of_gradients(layer: LayerHealth, middles: dict[str, float]) -> Iterator[str
             continue
         if name == "gradient_norm":
             return  # the branches' say the same
-
-
-def _shape(health: Health) -> list[int]:
-    return [len(layer.entropy) for layer in health.layers]
 
 
 def _median(norms: Any) -> float:
