@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from foundry_kernels.diagnostics.reparam import SigmaReparam
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.ops.rope import RopeScaling
 
@@ -38,7 +39,10 @@ def load(path: Path) -> tuple[Transformer, Encode]:
             content = torch.load(path, map_location="cpu", weights_only=True)
         config, state, tokenizer = _content(content)
         model = Transformer(config)
+        reparam = SigmaReparam(model) if SigmaReparam.is_in(state) else None
         model.load_state_dict(state)
+        if reparam is not None:
+            reparam.remove()
         if tokenizer is not None:
             return model, _tokens_of(tokenizer)
     except CheckpointError:

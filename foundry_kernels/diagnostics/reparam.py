@@ -100,9 +100,9 @@ class SigmaReparam:
                 raise ValueError(f"model must have plain weights; {name} is reparametrized already")
         self.layers = layers
         for layer in layers.values():
-            scale = SpectralScale(layer.weight.detach(), gamma).eval()  # registering it runs it
-            parametrize.register_parametrization(layer, "weight", scale)
-            scale.train(layer.training)
+            scale = SpectralScale(layer.weight.detach(), gamma)
+            with torch.no_grad():  # it is run, and is not to move u and v
+                parametrize.register_parametrization(layer, "weight", scale)
 
     @torch.no_grad()
     def remove(self) -> None:
