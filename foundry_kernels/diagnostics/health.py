@@ -16,8 +16,9 @@ LEAST_ENTROPY = 0.05
 LEAST_RANK = 0.05
 #: A head whose query-key product has an effective rank below this scores by one direction.
 LEAST_QK_RANK = 1.5
-#: Ranks that have fallen below this fraction of what they were.
-RANK_KEPT = 0.5
+#: Ranks that have fallen below this fraction of what they were. (Those of random weights are near the most; in training
+#: that goes well they fall to a third.)
+RANK_KEPT = 0.25
 #: Logits beyond this leave bfloat16's steps of half a nat, and grow from step to step where they are not clipped.
 MOST_LOGIT = 100.0
 #: Logits that have grown so many times are on their way there from half of it.
@@ -75,19 +76,20 @@ class Health:
     layers: list[LayerHealth]
     head_dim: int
 
-    def concerns(self, since: Health | None = None) -> list[str]:
+    def concerns(self, since: Health | None = None, *, rank_kept: float = RANK_KEPT) -> list[str]:
         """Returns a line for each thing that is wrong or soon will be; empty if nothing is.
 
         Args:
             since: the health of the same model before, at the beginning of its training perhaps: what has changed for
                 the worse since is a reason to worry too.
+            rank_kept: a rank that has fallen below this fraction of what it was has.
 
         Raises:
             ValueError: `since` has other layers or heads.
         """
         if since is not None:
             self.check_same_model(since)
-        return [*self._concerns(since), *self._of_all(since)]
+        return [*self._concerns(since, rank_kept), *self._of_all(since)]
 
     def check_same_model(self, since: Health) -> None:
         """Raises ValueError where `since` has other layers or heads."""
@@ -95,7 +97,7 @@ class Health:
         if ours != theirs:
             raise ValueError(f"since must be of the same model, with {ours} heads in its layers; got {theirs}")
 
-    def _concerns(self, since: Health | None) -> Iterator[str]:
+    def _concerns(self, since: Health | None, kept: float) -> Iterator[str]:
         middles = {name: _median(getattr(layer, name) for layer in self.layers) for name, _ in _GRADIENTS}
         for number, layer in enumerate(self.layers):
             where = f"layer {number} ({layer.name})" if layer.name else f"layer {number}"
@@ -103,10 +105,11 @@ class Health:
                 yield f"{where}: {', '.join(broken)} not finite"
                 continue
             before = None if since is None else since.layers[number]
-            for line in (*self._of_heads(layer, before), *_of_activations(layer, before), *_of_gradients(layer, middles)):
-                yield f"{where}: {line}"
+            yield from (f"{where}: {line}" for line in self._of_heads(layer, before, kept))
+            yield from (f"{where}: {line}" for line in _of_activations(layer, before, kept))
+            yield from (f"{where}: {line}" for line in _of_gradients(layer, middles))
 
-    def _of_heads(self, layer: LayerHealth, before: LayerHealth | None) -> Iterator[str]:
+    def _of_heads(self, layer: LayerHealth, before: LayerHealth | None, kept: float) -> Iterator[str]:
         if low := [h for h, value in enumerate(layer.entropy) if value < LEAST_ENTROPY]:
             yield f"entropy collapse, head {_list(low)} below {LEAST_ENTROPY:.0%} of the largest entropy"
         if high := [h for h, value in enumerate(layer.max_logit) if value > MOST_LOGIT]:
@@ -127,7 +130,7 @@ class Health:
             )
         if before is not None and before.qk_rank_of == layer.qk_rank_of:
             pairs = enumerate(zip(layer.qk_rank, before.qk_rank, strict=True))
-            if fallen := [h for h, (now, was) in pairs if now < RANK_KEPT * was and h not in low]:
+            if fallen := [h for h, (now, was) in pairs if now < kept * was and h not in low]:
                 was, now = (min(ranks[h] for h in fallen) for ranks in (before.qk_rank, layer.qk_rank))
                 yield f"the rank of the {product} of head {_list(fallen)} has fallen, from {was:.1f} to {now:.1f}"
 
@@ -170,12 +173,14 @@ class Health:
         return cls(layers, values["head_dim"])
 
 
-def _of_activations(layer: LayerHealth, before: LayerHealth | None) -> Iterator[str]:
+def _of_activations(layer: LayerHealth, before: LayerHealth | None, kept: float) -> Iterator[str]:
     if layer.activation_rank < LEAST_RANK * layer.most_ranks or (layer.most_ranks > 2 and layer.activation_rank < 1.5):
         yield (
             f"rank collapse, activations have an effective rank of {layer.activation_rank:.1f} of {layer.most_ranks}"
         )
-    elif before is not None and layer.activation_rank < RANK_KEPT * before.activation_rank:
+    elif before is not None and layer.activation_rank < min(
+        kept * before.activation_rank, 2 * LEAST_RANK * layer.most_ranks
+    ):
         yield (
             f"the rank of activations has fallen, from {before.activation_rank:.1f} to {layer.activation_rank:.1f} of "
             f"{layer.most_ranks}"

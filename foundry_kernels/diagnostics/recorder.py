@@ -77,7 +77,7 @@ class Recorder:
         """The layer that attention is part of: the innermost element of a list of modules with weights besides."""
         inside = [frame.module for frame in reversed(frames) if frame.module in self._in_lists]
         for module in inside:
-            if any(p.dim() > 1 for child in _feeding(module) for p in child.parameters()):
+            if _feeding(module, {frames[-1].module}):
                 return module
         if inside:
             return inside[0]
@@ -120,7 +120,7 @@ class Recorder:
             most, of = min(*attended.q.shape[1:], attended.k.shape[1]), "activations"
         activations = attended.activations
         known = activations is not None and 0 not in activations.shape
-        attention, feeding = _branches(attended.block, attended.module)
+        around, feeding = self._branches(attended)
         return LayerHealth(
             entropy=attended.rows.fraction().tolist(),
             max_logit=attended.rows.max_logit.tolist(),
@@ -128,12 +128,19 @@ class Recorder:
             activation_rank=float(effective_rank(activations)) if known else 0.0,
             most_ranks=min(activations.shape) if known else 0,
             gradient_norm=_gradient_norm([attended.block]),
-            attention_gradient_norm=_gradient_norm(attention),
+            attention_gradient_norm=_gradient_norm(around),
             feed_forward_gradient_norm=_gradient_norm(feeding),
             name=self._names.get(attended.module, ""),
             most_qk_ranks=most,
             qk_rank_of=of,
         )
+
+    def _branches(self, attended: _Attended) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The parts of a block around attention, and those of its feed-forward part."""
+        around = [child for child in _children(attended.block) if attended.module in set(child.modules())]
+        if not around:
+            return [attended.module], []
+        return around, _feeding(attended.block, {each.module for each in self._attended})
 
     def _nothing(self) -> str:
         known = [name for module, name in self._names.items() if is_attention(module)]
@@ -160,20 +167,16 @@ def _children(block: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _attends(module: nn.Module) -> bool:
-    return any(is_attention(inner) for inner in module.modules())
-
-
-def _feeding(block: nn.Module) -> list[nn.Module]:
-    """The parts of a block without attention."""
-    return [] if is_attention(block) else [child for child in _children(block) if not _attends(child)]
-
-
-def _branches(block: nn.Module, attention: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The parts of a block around attention, and those of its feed-forward part, which are those with matrices."""
-    around = [child for child in _children(block) if attention in set(child.modules())]
-    feeding = [child for child in _feeding(block) if any(p.dim() > 1 for p in child.parameters())]
-    return around or [attention], feeding if around else []
+def _feeding(block: nn.Module, attentions: set[nn.Module]) -> list[nn.Module]:
+    """The parts of a block that have matrices and no attention."""
+    if block in attentions:
+        return []
+    return [
+        child
+        for child in _children(block)
+        if any(p.dim() > 1 for p in child.parameters())
+        and not any(inner in attentions or is_attention(inner) for inner in child.modules())
+    ]
 
 
 def _some(x: Tensor, dim: int) -> Tensor:

@@ -31,6 +31,7 @@ _SDPA = (
 )
 SDPA = {getattr(aten, name) for name in _SDPA if hasattr(aten, name)}
 SOFTMAX = {aten._softmax, aten._safe_softmax}
+COMPOSED = {aten.scaled_dot_product_attention, aten.softmax, aten.matmul}  # as inference mode has them
 PRODUCTS = {aten.bmm: 0, aten.baddbmm: 1}  # and the place of the first factor
 
 
@@ -141,6 +142,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
+        if packet in COMPOSED:
+            with self:
+                return func.decompose(*args, **kwargs)
         if packet in SDPA:
             frame = self._frame(known=True)
             if frame is not None:
