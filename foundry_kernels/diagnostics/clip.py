@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.diagnostics.recorder import attentions_of, check_model
+from foundry_kernels.diagnostics.reparam import SigmaReparam
 from foundry_kernels.models import Transformer
 from foundry_kernels.models.contradictions import EXPERT_FIELDS, refuse_choices
 from foundry_kernels.nn import Attention
@@ -52,7 +53,8 @@ class QKClip:
 
     Raises:
         TypeError: another model.
-        ValueError: a model with a choice that is not in `CLIPPED`, or a limit that is not above 0.
+        ValueError: a model with a choice that is not in `CLIPPED`, or with :class:`SigmaReparam`, or a limit that is
+            not above 0.
 
     Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv:2507.20534.
     """
@@ -63,6 +65,8 @@ class QKClip:
         if not 0.0 < limit < float("inf"):
             raise ValueError(f"limit must be finite and above 0; got {limit}")
         self.limit = limit
+        if SigmaReparam.is_in(model.state_dict()):
+            raise ValueError("model must have plain weights: SigmaReparam's weights cannot be clipped, they are made anew")
         self._attentions = attentions_of(model)
         self._largest: list[Tensor | None] = [None] * len(self._attentions)
         self._hooks: list[Any] = []
