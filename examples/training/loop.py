@@ -54,16 +54,20 @@ class Recipe:
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, by the names of the options."""
         reparam = {"--sigma-reparam": True} if self.sigma_reparam else {}
-        return {f"model {name}": value for name, value in dataclasses.asdict(self.model).items()} | reparam | {
-            "--backend": backend,
-            "--batch": self.batch,
-            "--dtype": str(self.dtype).removeprefix("torch."),
-            "--lr": self.lr,
-            "--seed": self.seed,
-            "--seq-len": self.seq_len,
-            "--steps": self.steps,
-            "--text": f"{text.name} (sha256 {text.digest[:12]})",
-        }
+        return (
+            {f"model {name}": value for name, value in dataclasses.asdict(self.model).items()}
+            | reparam
+            | {
+                "--backend": backend,
+                "--batch": self.batch,
+                "--dtype": str(self.dtype).removeprefix("torch."),
+                "--lr": self.lr,
+                "--seed": self.seed,
+                "--seq-len": self.seq_len,
+                "--steps": self.steps,
+                "--text": f"{text.name} (sha256 {text.digest[:12]})",
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -170,8 +174,8 @@ def train(
         Log(log if processes.first else None, run.step) as events,
     ):
         if log is not None and processes.first:
-            for step, health in health_in(log):
-                run.health.append(step, health)
+            for event in health_in(log):
+                run.health.append(*event)
         if run.step == 0:
             events.write("start", step=0, backend=backend, token=text.vocabulary.unit, settings=settings)
         while run.step < recipe.steps:

@@ -59,7 +59,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--seed", type=int, default=0)
     add("--evaluate-every", type=int, default=100, metavar="STEPS", help="on held-out text; 0 for the end only")
     add("--diagnose-every", type=int, default=0, metavar="STEPS",
-        help="log entropy, logits, ranks and gradients by layer, at the first step too, and draw them; 0 for never")  # fmt: skip
+        help="log and draw entropy, logits, ranks and gradients by layer, the first step too (default: never)")  # fmt: skip
     add("--sigma-reparam", action="store_true", help="make the spectral norms of query and key weights parameters")
     add("--compile", action="store_true", help="torch.compile the model; diagnosed steps run uncompiled")
     add("--out", type=Path, metavar="DIR", help="checkpoints, logs and plot (default: a new folder in runs/)")

@@ -6,9 +6,9 @@
     health = recorder.health()
     print("\\n".join(health.concerns()))
 
-The model may be any: of this package, of transformers, patched or not, of torch.nn or one's own. Entropy and the largest
-logit come from the attention kernels themselves, a number a row, or are computed in blocks of rows: no T x S matrix is
-made. `python -m foundry_kernels.diagnostics CHECKPOINT --text FILE` draws a page of it.
+The model may be any: of this package, of transformers, patched or not, of torch.nn or one's own. Entropy and the
+largest logit come from the attention kernels themselves, a number a row, or are computed in blocks of rows: no T x S
+matrix is made. `python -m foundry_kernels.diagnostics CHECKPOINT --text FILE` draws a page of it.
 """
 
 from foundry_kernels.diagnostics.clip import QKClip

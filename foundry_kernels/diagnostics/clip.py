@@ -66,7 +66,9 @@ class QKClip:
             raise ValueError(f"limit must be finite and above 0; got {limit}")
         self.limit = limit
         if SigmaReparam.is_in(model.state_dict()):
-            raise ValueError("model must have plain weights: SigmaReparam's weights cannot be clipped, they are made anew")
+            raise ValueError(
+                "model must have plain weights: SigmaReparam's weights cannot be clipped, they are made anew"
+            )
         self._attentions = attentions_of(model)
         self._largest: list[Tensor | None] = [None] * len(self._attentions)
         self._hooks: list[Any] = []

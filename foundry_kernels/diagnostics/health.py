@@ -113,7 +113,8 @@ class Health:
         if low := [h for h, value in enumerate(layer.entropy) if value < LEAST_ENTROPY]:
             yield f"entropy collapse, head {_list(low)} below {LEAST_ENTROPY:.0%} of the largest entropy"
         if high := [h for h, value in enumerate(layer.max_logit) if value > MOST_LOGIT]:
-            yield f"logits of head {_list(high)} up to {max(layer.max_logit):.0f}: QKClip or SigmaReparam holds them down"
+            largest = max(layer.max_logit)
+            yield f"logits of head {_list(high)} up to {largest:.0f}: QKClip or SigmaReparam holds them down"
         elif before is not None:
             pairs = enumerate(zip(layer.max_logit, before.max_logit, strict=True))
             if grown := [h for h, (now, was) in pairs if now > max(MOST_LOGIT / 2, LOGIT_GROWTH * was)]:

@@ -53,7 +53,9 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._names = {module: name for name, module in model.named_modules()}
-        self._in_lists = {child for module in model.modules() if isinstance(module, _LISTS) for child in module.children()}
+        self._in_lists = {
+            child for module in model.modules() if isinstance(module, _LISTS) for child in module.children()
+        }
         self._attended: list[_Attended] = []
         self._is_new = True
 
@@ -119,14 +121,17 @@ class Recorder:
             ranks = product_ranks(attended.q.mT, attended.k.mT, heads).tolist()
             most, of = min(*attended.q.shape[1:], attended.k.shape[1]), "activations"
         activations = attended.activations
-        known = activations is not None and 0 not in activations.shape
+        if activations is None or 0 in activations.shape:
+            activation_rank, most_ranks = 0.0, 0
+        else:
+            activation_rank, most_ranks = float(effective_rank(activations)), min(activations.shape)
         around, feeding = self._branches(attended)
         return LayerHealth(
             entropy=attended.rows.fraction().tolist(),
             max_logit=attended.rows.max_logit.tolist(),
             qk_rank=ranks,
-            activation_rank=float(effective_rank(activations)) if known else 0.0,
-            most_ranks=min(activations.shape) if known else 0,
+            activation_rank=activation_rank,
+            most_ranks=most_ranks,
             gradient_norm=_gradient_norm([attended.block]),
             attention_gradient_norm=_gradient_norm(around),
             feed_forward_gradient_norm=_gradient_norm(feeding),
@@ -153,9 +158,9 @@ class Recorder:
             )
         return (
             f"nothing was recorded: no attention was recognised in {type(self.model).__name__}. Looked for: calls of "
-            "flash_attention or F.scaled_dot_product_attention; and a softmax over scores [B, H, T, S] in a module that "
-            "is torch.nn.MultiheadAttention, has 'Attention' or 'Attn' in the name of its class, or has projections "
-            f"named {', '.join('/'.join(names) for names in PAIRS)} or {', '.join(FUSED)}"
+            "flash_attention or F.scaled_dot_product_attention; and a softmax over scores [B, H, T, S] in a module "
+            "that is torch.nn.MultiheadAttention, has 'Attention' or 'Attn' in the name of its class, or has "
+            f"projections named {', '.join('/'.join(names) for names in PAIRS)} or {', '.join(FUSED)}"
         )
 
 

@@ -71,12 +71,12 @@ class SigmaReparam:
 
     Logits are at most gamma_q gamma_k |x|^2 / sqrt(head_dim), and gamma learns slowly, one number for a matrix: so
     attention does not come to look at single tokens within some steps, as it does where these weights grow. sigma
-    follows the weights by one step of the power iteration in each forward pass in training. The state dict has the parts
-    of each weight: it is loaded into a model that is reparametrized too.
+    follows the weights by one step of the power iteration in each forward pass in training. The state dict has the
+    parts of each weight: it is loaded into a model that is reparametrized too.
 
     Args:
-        model: any model with linear layers of queries and of keys that `diagnostics` recognises: `wq` and `wk`, `q_proj`
-            and `k_proj`, `query` and `key`, and the like. Layers in which both are one, as in GPT-2, are none.
+        model: any model with linear layers of queries and of keys that `diagnostics` recognises: `wq` and `wk`,
+            `q_proj` and `k_proj`, `query` and `key`, and the like. Layers in which both are one, as in GPT-2, are none.
         gamma: where the spectral norms begin; None keeps that of each weight, and so what the model computes.
 
     Raises:

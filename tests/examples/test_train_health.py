@@ -105,7 +105,7 @@ def test_the_command_draws_it_and_says_what_collapsed(
 
 
 def test_sigma_reparam_from_training_to_the_checkpoint(text_file: Path, tmp_path: Path) -> None:
-    """A run goes on bit for bit; afterwards its weights are plain, and `diagnostics` reads the same of the checkpoint."""
+    """A run goes on bit for bit; afterwards its weights are plain, and `diagnostics` reads these of the checkpoint."""
     text, checkpoint = train_text.read_text(text_file, 16), tmp_path / "checkpoint"
     recipe = make_recipe("--sigma-reparam", "--checkpoint-every", "3", "--diagnose-every", "3")
     whole = train_loop.train(recipe, "auto", text, None, progress=False)

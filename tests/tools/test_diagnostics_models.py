@@ -16,6 +16,7 @@ import foundry_kernels as fk
 from foundry_kernels.diagnostics import Health, effective_rank, record
 from foundry_kernels.diagnostics.ranks import product_ranks
 from foundry_kernels.diagnostics.statistics import of_queries, of_scores
+from foundry_kernels.diagnostics.watch import SDPA
 from foundry_kernels.models import EncoderDecoder, ModelConfig, Transformer
 
 #: Families that differ in what attention sees: shared heads, windows, a cap, sinks, ALiBi, fused projections, encoders.
@@ -23,7 +24,7 @@ FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "phi3", "gpt2", "bloom", "f
 
 
 def recorded(model: nn.Module, call: Callable[[], Tensor], *, exact: bool = True) -> Health:
-    """The health of a call and of a backward pass; the model computes what it computes without, and is left as it was."""
+    """The health of a call and of a backward pass; the model computes what it does without, and is left as it was."""
     expected = call()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     with record(model) as recorder:
@@ -81,7 +82,9 @@ def test_a_model_of_transformers_patched_or_not(family: str) -> None:
                 assert a.max_logit == pytest.approx(b.max_logit, rel=1e-3, abs=1e-4)
             assert a.qk_rank == pytest.approx(b.qk_rank, rel=1e-3)
             assert None not in (a.gradient_norm, a.attention_gradient_norm, a.feed_forward_gradient_norm)
-    assert all(layer.qk_rank_of == ("activations" if family == "falcon" else "weights") for layer in found["eager"].layers)
+    assert all(
+        layer.qk_rank_of == ("activations" if family == "falcon" else "weights") for layer in found["eager"].layers
+    )
 
 
 def test_encoders_and_cross_attention_of_transformers() -> None:
@@ -205,9 +208,9 @@ def test_models_without_attention_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
     with record(model) as recorder:
         model(torch.ones(2, 3, 4))
-    with pytest.raises(RuntimeError, match="no attention was recognised in Sequential.*q_proj/k_proj"):
+    with pytest.raises(RuntimeError, match=r"no attention was recognised in Sequential.*q_proj/k_proj"):
         recorder.health()
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module; got list"), record([]):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got list"), record([]):  # type: ignore[arg-type]
         pass
 
 
@@ -250,6 +253,17 @@ def test_an_encoder_and_a_decoder() -> None:
     names = [layer.name for layer in health.layers]
     assert len(names) == 6
     assert [name for name in names if "cross_attention" in name] == names[3::2]
+
+
+def test_what_sdpa_comes_down_to_is_read_by_name() -> None:
+    """The operators of every device, of which the CPU has one."""
+    assert len(SDPA) == 5
+    for packet in SDPA:
+        schema = packet.default._schema
+        names = [argument.name for argument in schema.arguments]
+        assert names[:3] == ["query", "key", "value"]
+        assert {"is_causal", "scale"} <= set(names)
+        assert len({"attn_mask", "attn_bias"} & set(names)) == (0 if packet.__name__.endswith("flash_attention") else 1)
 
 
 def test_statistics_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,9 @@ def test_a_query_key_product_of_rank_one() -> None:
     with record(model) as recorder:
         model(x, x)[1].backward()
     after = recorder.health()
-    line = "layer 1 (layers.1.attention): rank collapse, the query-key product of head 1 has an effective rank of 1.0 of 8"
+    line = (
+        "layer 1 (layers.1.attention): rank collapse, the query-key product of head 1 has an effective rank of 1.0 of 8"
+    )
     assert line in after.concerns()
     assert line in after.concerns(since=before)
     assert before.concerns() == []
@@ -163,7 +165,9 @@ def test_gradients_since_the_beginning() -> None:
     assert "gradients vanish, most layers have none" in health(0.0).concerns()[0]
     broken = health(math.nan).concerns(since=first)
     assert all("gradient_norm" in line and "not finite" in line for line in broken)
-    with pytest.raises(ValueError, match=r"since must be of the same model, with \[4, 4\] heads in its layers; got \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"since must be of the same model, with \[4, 4\] heads in its layers; got \[4\]"
+    ):
         first.concerns(since=Health(first.layers[:1], 8))
 
 
@@ -193,7 +197,9 @@ def test_a_history_is_kept_drawn_and_read_back(tmp_path: Path) -> None:
     curves = {"loss": {0: 3.0, 6: 2.0}, "learning rate": {0: 0.1, 6: 0.1}}
     write_history_png(tmp_path / "health.png", history, curves, "a run")
     assert (tmp_path / "health.png").read_bytes()[:4] == b"\x89PNG"
-    nothing = dataclasses.replace(history.healths[0].layers[0], gradient_norm=None, qk_rank=[], attention_gradient_norm=None)
+    nothing = dataclasses.replace(
+        history.healths[0].layers[0], gradient_norm=None, qk_rank=[], attention_gradient_norm=None
+    )
     only = HealthHistory()
     only.append(1, Health([nothing], 8))
     write_history_png(tmp_path / "one.png", only, {})
