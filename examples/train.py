@@ -170,7 +170,9 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
     assert model is not None
     if options.sample_tokens:
         show_sample(model, prompt, recipe, options, text)
-    for run in runs if recipe.diagnose_every else ():
+    for run in runs:
+        if not len(run.health):  # of a finished run perhaps, which nobody diagnosed
+            continue
         path = folder / f"health-{run.backend}.png"
         print(f"\n{health(run)}\n{plot_health(run, logs[run.backend], path) or f'Over the steps: {path}'}")
     problem = plot(logs, picture)

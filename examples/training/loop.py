@@ -208,9 +208,9 @@ def train(
         run.peak_meaning = memory.meaning
         if run.step == recipe.steps:
             events.write("summary", **summary(run, recipe))
-    if reparam is not None:
-        reparam.remove()
     run.model = processes.whole(model)
+    if reparam is not None and run.model is whole:
+        reparam.remove()
     return run
 
 

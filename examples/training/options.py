@@ -59,7 +59,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--seed", type=int, default=0)
     add("--evaluate-every", type=int, default=100, metavar="STEPS", help="on held-out text; 0 for the end only")
     add("--diagnose-every", type=int, default=0, metavar="STEPS",
-        help="log and draw entropy, logits, ranks and gradients by layer, the first step too (default: never)")  # fmt: skip
+        help="log and draw entropy, logits, ranks and gradients by layer, the first step too")  # fmt: skip
     add("--sigma-reparam", action="store_true", help="make the spectral norms of query and key weights parameters")
     add("--compile", action="store_true", help="torch.compile the model; diagnosed steps run uncompiled")
     add("--out", type=Path, metavar="DIR", help="checkpoints, logs and plot (default: a new folder in runs/)")
@@ -85,10 +85,9 @@ def make_recipe(options: argparse.Namespace, prompt: int, vocab_size: int = Byte
     for name in ("lr", "temperature"):
         if not 0.0 < getattr(options, name) < float("inf"):
             raise UsageError(f"--{name} must be above 0; got {getattr(options, name)}")
-    if options.sigma_reparam and options.parallel:
-        raise UsageError(f"--sigma-reparam trains in one process; got --parallel {options.parallel}")
-    if options.diagnose_every and options.parallel == "tp":
-        raise UsageError("--diagnose-every needs whole heads in each process; got --parallel tp")
+    for name, needs in (("diagnose_every", "all heads"), ("sigma_reparam", "whole weights")):
+        if getattr(options, name) and options.parallel == "tp":
+            raise UsageError(f"--{name.replace('_', '-')} needs {needs} in each process; got --parallel tp")
     return Recipe(
         make_model_config(options, prompt, vocab_size),
         options.steps,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.nn import Attention
@@ -57,8 +58,11 @@ def query_key_layers(module: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
     return None
 
 
-def _is_float(layer: nn.Linear) -> bool:  # not of a quantised one
-    return layer.weight.is_floating_point()
+def _is_float(layer: nn.Linear) -> bool:
+    """Whether its weight is not quantised. A parametrized one is not made for this: its parts may count that."""
+    parametrized: Any = layer
+    found = parametrized.parametrizations.weight.original if is_parametrized(layer, "weight") else layer.weight
+    return isinstance(found, Tensor) and found.is_floating_point()
 
 
 def query_key_weights(module: nn.Module, heads: int, head_dim: int | None) -> tuple[Tensor, Tensor] | None:

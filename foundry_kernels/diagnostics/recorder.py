@@ -100,7 +100,8 @@ class Recorder:
     def health(self) -> Health:
         """Returns the health of the last forward pass and, where a backward pass followed, of its gradients.
 
-        Of a model that is sharded all processes are to call it.
+        Of a model under DDP or `fully_shard` all processes are to call it: attention and activations are those of each
+        one's own tokens. (With tensor parallelism none of them has all heads.)
 
         Raises:
             RuntimeError: there was no forward pass, or no attention was recognised in it.

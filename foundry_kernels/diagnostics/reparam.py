@@ -3,13 +3,15 @@ their growth."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.diagnostics.projections import PAIRS, pairs_of
+from foundry_kernels.core.registry import is_dtensor, wide_dtype
+from foundry_kernels.diagnostics.projections import PAIRS, pairs_of, whole
 
 #: Steps of the power iteration at the beginning; in training there is one more a forward pass.
 _FIRST_STEPS = 20
@@ -37,7 +39,8 @@ class SpectralScale(nn.Module):
         with torch.no_grad():
             for _ in range(_FIRST_STEPS):
                 u, v = self._step(weight, v)
-            self.gamma = nn.Parameter(u @ (weight @ v) if gamma is None else weight.new_tensor(gamma))
+            norm = u @ (weight @ v) if gamma is None else weight.new_tensor(gamma)
+            self.gamma = nn.Parameter(norm[None])  # fully_shard takes no scalar
         self.register_buffer("u", u)
         self.register_buffer("v", v)
         self.u: Tensor
@@ -48,6 +51,7 @@ class SpectralScale(nn.Module):
         return u, F.normalize(weight.mT @ u, dim=0, eps=self.eps)
 
     def forward(self, weight: Tensor) -> Tensor:
+        weight, gamma = whole(weight), whole(self.gamma)  # fully_shard keeps parts outside of its forward pass
         wide = weight.to(wide_dtype(weight.dtype))
         with torch.autocast(weight.device.type, enabled=False):
             u, v = self.u.to(wide.dtype), self.v.to(wide.dtype)
@@ -57,7 +61,7 @@ class SpectralScale(nn.Module):
                     self.u.copy_(u)
                     self.v.copy_(v)
             sigma = u @ (wide @ v)
-            scaled = wide * (self.gamma / sigma.clamp_min(self.eps))
+            scaled = wide * (gamma / sigma.clamp_min(self.eps))
         return scaled.to(weight.dtype)
 
 
@@ -81,7 +85,8 @@ class SigmaReparam:
 
     Raises:
         TypeError: model is no module.
-        ValueError: gamma is not positive; no such layers were found, or one is reparametrized already.
+        ValueError: gamma is not positive; no such layers were found, or one is reparametrized already, on the meta
+            device or sharded (`fully_shard` and DDP come after this).
 
     Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023, arXiv:2303.06296.
     """
@@ -96,6 +101,11 @@ class SigmaReparam:
             names = ", ".join("/".join(pair) for pair in PAIRS)
             raise ValueError(f"model must have linear layers of queries and keys, named {names}; got none")
         for name, layer in layers.items():
+            if layer.weight.is_meta or is_dtensor(layer.weight):
+                kind = "no values yet" if layer.weight.is_meta else "its parts on several devices"
+                raise ValueError(
+                    f"model must have whole weights: {name} has {kind}; reparametrize it before or after that"
+                )
             if parametrize.is_parametrized(layer, "weight"):
                 raise ValueError(f"model must have plain weights; {name} is reparametrized already")
         self.layers = layers
@@ -111,6 +121,6 @@ class SigmaReparam:
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
 
     @staticmethod
-    def is_in(state_dict: dict[str, Tensor]) -> bool:
+    def is_in(state_dict: Iterable[str]) -> bool:
         """Whether a state dict is that of a model that is reparametrized."""
         return any(name.endswith(".parametrizations.weight.0.gamma") for name in state_dict)

@@ -37,6 +37,15 @@ def health_in(log: Path) -> list[dict[str, Any]]:
     return [event for event in train_log.read(log) if event["event"] == "health"]
 
 
+def test_diagnosing_is_no_step_of_a_power_iteration(text_file: Path) -> None:
+    text = train_text.read_text(text_file, 16)
+    runs = [
+        train_loop.train(make_recipe("--sigma-reparam", *more), "auto", text, None, progress=False)
+        for more in ((), ("--diagnose-every", "1"))
+    ]
+    assert runs[0].losses == runs[1].losses
+
+
 def test_a_run_that_is_diagnosed_is_the_same_run(text_file: Path, tmp_path: Path) -> None:
     """Bit for bit the losses of one that is not, and in the log the norms of the gradients before they are clipped."""
     text, log = train_text.read_text(text_file, 16), tmp_path / "log"
@@ -91,14 +100,18 @@ def test_the_command_draws_it_and_says_what_collapsed(
     printed = capsys.readouterr().out
     assert "Health of auto at step 12, and since step 1:\n  layer 0 (layers.0.attention): entropy collapse" in printed
     assert (out / "health-auto.png").read_bytes()[:4] == b"\x89PNG"
+    assert train.main([*OPTIONS, "--text", str(text_file), "--out", str(tmp_path / "plain")]) == 0
+    undiagnosed = ["--out", str(tmp_path / "plain"), "--diagnose-every", "3", "--resume"]
+    assert train.main([*OPTIONS, "--text", str(text_file), *undiagnosed]) == 0  # it has ended, and has no history
+    assert "Health of" not in capsys.readouterr().out
     damaged = out / "log-auto.jsonl"
     damaged.write_text(damaged.read_text().replace('"max_logit"', '"logit"'))
     assert train.main([*arguments, "--lr", "3", "--steps", "12", "--resume"]) == 2
     assert "log-auto.jsonl is damaged: the health at step 1: KeyError" in capsys.readouterr().err
     for more, message in (
         (["--diagnose-every", "-1"], "--diagnose-every must be at least 0"),
-        (["--diagnose-every", "1", "--parallel", "tp"], "--diagnose-every needs whole heads"),
-        (["--sigma-reparam", "--parallel", "ddp"], "--sigma-reparam trains in one process"),
+        (["--diagnose-every", "1", "--parallel", "tp"], "--diagnose-every needs all heads"),
+        (["--sigma-reparam", "--parallel", "tp"], "--sigma-reparam needs whole weights"),
     ):
         assert train.main([*OPTIONS, "--text", str(text_file), *more]) == 2
         assert message in capsys.readouterr().err

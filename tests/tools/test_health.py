@@ -325,6 +325,11 @@ def test_what_cannot_be_reparametrized() -> None:
         SigmaReparam(make_model(), 0.0)
     with pytest.raises(ValueError, match="model must have linear layers of queries and keys, named wq/wk"):
         SigmaReparam(nn.Linear(2, 2))
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=r"whole weights: layers\.0\.attention\.wq has no values yet"),
+    ):
+        SigmaReparam(make_model())
     model = make_model()
     reparam = SigmaReparam(model)
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.wq is reparametrized already"):
