@@ -43,7 +43,8 @@ class LayerHealth:
     Attributes:
         entropy: of each head, the mean over all rows of attention's entropy, as a fraction of the mean of the largest
             that there is (the logarithm of the number of keys seen): 0 is one key, 1 is all alike.
-        max_logit: of each head, the largest score of any row, after scale, cap and ALiBi.
+        max_logit: of each head, the largest score of any row, after scale, cap and ALiBi (whose bias grows with the
+            key's position in transformers' BLOOM, and falls with its distance in the kernels here).
         qk_rank: of each head, :func:`qk_ranks`; empty where neither weights nor queries and keys were recognised.
         activation_rank: the effective rank of the tokens' activations behind the layer; `most_ranks` is the most, 0
             where the layer returns none.

@@ -221,7 +221,8 @@ def record(model: nn.Module) -> Iterator[Recorder]:
     logit are the kernels' own. In any other model they are computed, in blocks of rows, beside a call of
     ``F.scaled_dot_product_attention`` or from the scores of a softmax in a module of attention: masks, windows, soft
     caps, sinks and shared heads are as that attention has them. What was compiled runs uncompiled, and torch.nn's
-    fused inference of whole layers is off; a model's results may differ by the rounding of these two.
+    fused inference of whole layers is off: results may differ by the rounding of these two, and torch.nn's encoder has
+    values at padded positions where it has 0 in inference else.
 
     Args:
         model: any model: of transformers, of torch.nn, of this package, patched or not, or one's own. With a cache the

@@ -36,8 +36,9 @@ class Rows:
         return Rows(self.entropy + other.entropy, self.most + other.most, largest)
 
     def fraction(self) -> Tensor:
-        """[H]: the entropy as a fraction of the largest."""
-        return self.entropy / self.most.clamp_min(math.ulp(1.0))
+        """[H]: the entropy as a fraction of the largest; 1 where no row sees more than one key."""
+        found = self.entropy / self.most.clamp_min(math.ulp(1.0))
+        return found.clamp_min(0.0).masked_fill(self.most == 0, 1.0)
 
 
 def of_scores(scores: Tensor, sinks: Tensor | None = None) -> Rows:

@@ -198,10 +198,37 @@ def test_a_model_of_ones_own(by_hand: bool, how: str) -> None:
         rows = [t.transpose(0, 1).flatten(1, 2) for t in (q, k)]
         products = [a @ b.T for a, b in zip(*rows, strict=True)]
         assert first.qk_rank == pytest.approx([effective_rank(p).item() for p in products], rel=1e-3)
+    with torch.inference_mode():  # in which SDPA and softmax come as they are called
+        again = recorded(model, call).layers[0]
+    assert again.entropy == pytest.approx(first.entropy)
+    assert again.qk_rank == pytest.approx(first.qk_rank, rel=1e-4)
     grads = [p.grad for p in model[0].mix.parameters()]
     assert first.attention_gradient_norm == pytest.approx(nn.utils.get_total_norm(grads).item())
     grads = [p.grad for p in model[0].feed.parameters()]
     assert first.feed_forward_gradient_norm == pytest.approx(nn.utils.get_total_norm(grads).item())
+
+
+def test_an_error_in_the_model_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(False), Block(False))
+    x = torch.randn(2, 10, 32)
+    with record(model) as recorder:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(x[..., :9])
+        model(x)
+    assert [layer.name for layer in recorder.health().layers] == ["0.mix", "1.mix"]
+    with pytest.raises(KeyError), record(model):
+        raise KeyError
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_one_key_is_no_collapse() -> None:
+    model = Transformer(ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=80))
+    with record(model) as recorder:
+        model(torch.tensor([[1]]))
+    [layer] = recorder.health().layers
+    assert layer.entropy == [1.0, 1.0]
 
 
 def test_models_without_attention_are_refused() -> None:
