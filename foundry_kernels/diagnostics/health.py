@@ -16,8 +16,8 @@ LEAST_ENTROPY = 0.05
 LEAST_RANK = 0.05
 #: A head whose query-key product has an effective rank below this scores by one direction.
 LEAST_QK_RANK = 1.5
-#: Ranks that have fallen below this fraction of what they were. (Those of random weights are near the most; in training
-#: that goes well they fall to a third.)
+#: Ranks that have fallen below this fraction of what they were. (Those of random weights are near the most: in 400
+#: steps of the example, in which nothing was wrong, those of query-key products fell from 15 to 5 of 16.)
 RANK_KEPT = 0.25
 #: Logits beyond this leave bfloat16's steps of half a nat, and grow from step to step where they are not clipped.
 MOST_LOGIT = 100.0

@@ -28,7 +28,8 @@ class HealthHistory:
         self.healths: list[Health] = []
 
     def append(self, step: int, health: Health) -> None:
-        """
+        """Adds the health at a step.
+
         Raises:
             ValueError: the step is not behind the last one, or the health is that of another model.
         """

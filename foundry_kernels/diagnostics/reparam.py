@@ -32,7 +32,7 @@ class SpectralScale(nn.Module):
     def __init__(self, weight: Tensor, gamma: float | None = 1.0, eps: float = 1e-12) -> None:
         super().__init__()
         self.eps = eps
-        weight = weight.to(wide_dtype(weight.dtype))
+        dtype, weight = weight.dtype, weight.to(wide_dtype(weight.dtype))
         generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
         u, v = (torch.randn(n, generator=generator).to(weight) for n in weight.shape)
         u, v = F.normalize(u, dim=0, eps=eps), F.normalize(v, dim=0, eps=eps)
@@ -40,7 +40,7 @@ class SpectralScale(nn.Module):
             for _ in range(_FIRST_STEPS):
                 u, v = self._step(weight, v)
             norm = u @ (weight @ v) if gamma is None else weight.new_tensor(gamma)
-            self.gamma = nn.Parameter(norm[None])  # fully_shard takes no scalar
+            self.gamma = nn.Parameter(norm[None].to(dtype))  # fully_shard takes no scalar, and one dtype
         self.register_buffer("u", u)
         self.register_buffer("v", v)
         self.u: Tensor
