@@ -225,7 +225,17 @@ PyObject* call_bias_gelu(PyObject* const* arguments, Py_ssize_t given) {
   const bool exact = in.word("none", "tanh");
   in.need(in.ok() && x.dim() > 0 && is_weight(bias, x));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return bias_gelu(x, bias, exact ? "none" : "tanh"); });
+  return result_of([&] { return bias_gelu(x, bias, exact ? "none" : "tanh", {}); });
+}
+
+template <auto activated>
+PyObject* call_bias_act(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 3);
+  const Tensor& x = in.tensor();
+  const OptionalTensor bias = in.optional_tensor();
+  in.need(in.ok() && x.dim() > 0 && is_weight(bias, x));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return activated(x, bias, {}); });
 }
 
 bool is_gate(const Tensor& gate, const OptionalTensor& up) {
@@ -251,7 +261,17 @@ PyObject* call_geglu(PyObject* const* arguments, Py_ssize_t given) {
   const bool exact = in.word("none", "tanh");
   in.need(in.ok() && is_gate(gate, up));
   if (!in.ok()) Py_RETURN_NONE;
-  return result_of([&] { return geglu(gate, up, exact ? "none" : "tanh"); });
+  return result_of([&] { return geglu(gate, up, exact ? "none" : "tanh", {}); });
+}
+
+template <auto gated>
+PyObject* call_gated(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 3);
+  const Tensor& gate = in.tensor();
+  const OptionalTensor up = in.optional_tensor();
+  in.need(in.ok() && is_gate(gate, up));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return gated(gate, up, {}); });
 }
 
 // Tables and positions that need no preparation: those with a leading dimension of 1 for many sequences do.
@@ -340,8 +360,12 @@ PyMethodDef* direct_calls() {
       method<call_layer_norm>("layer_norm"),
       method<call_add_layer_norm>("add_layer_norm"),
       method<call_bias_gelu>("bias_gelu"),
+      method<call_bias_act<&bias_silu>>("bias_silu"),
+      method<call_bias_act<&bias_relu>>("bias_relu"),
       method<call_swiglu>("swiglu"),
       method<call_geglu>("geglu"),
+      method<call_gated<&glu>>("glu"),
+      method<call_gated<&reglu>>("reglu"),
       method<call_rope>("rope"),
       method<call_qk_norm_rope>("qk_norm_rope"),
       method<call_flash_attention>("flash_attention"),

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.ablation.page import fill, table
-from examples.ablation.settings import UsageError, add_options, keep, load, save, settle, use_threads
-from examples.ablation.training import HELD_OUT, load_model, load_run, losses_by_position, train_all
+from examples.ablation.settings import HELD_OUT, UsageError, add_options, keep, load, save, settle, use_threads
+from examples.ablation.training import load_model, load_run, losses_by_position, train_all
 from examples.ablation.variants import config_of
 from examples.training.text import Text, TextError, read_text
 from foundry_kernels import RopeScaling
@@ -44,19 +44,6 @@ ROWS: dict[str, tuple[str, str | None]] = {
     "RoPE, YaRN": ("gpt2+rope", "yarn"),
     "RoPE, Llama 3": ("gpt2+rope", "llama3"),
 }
-
-
-def scaling_of(kind: str, trained: int, length: int) -> RopeScaling:
-    """Returns the scaling as it is usually set for windows of `length`; "dynamic" follows the table's length by
-    itself."""
-    factor = length / trained
-    if kind == "linear":
-        return RopeScaling("linear", factor)
-    if kind == "dynamic":
-        return RopeScaling("dynamic", 1.0, trained)
-    if kind == "yarn":
-        return RopeScaling("yarn", factor, trained)
-    return RopeScaling("llama3", factor, trained, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -117,7 +104,9 @@ def extended(config: ModelConfig, kind: str | None, length: int) -> ModelConfig 
     """The model for windows of `length`, or None where it has no positions for them."""
     if config.positions == "learned":
         return config if length <= config.max_seq_len else None
-    scaling = None if kind is None or length <= config.max_seq_len else scaling_of(kind, config.max_seq_len, length)
+    scaling = None
+    if kind is not None and length > config.max_seq_len:
+        scaling = RopeScaling.to_length(kind, config.max_seq_len, length)
     return dataclasses.replace(config, max_seq_len=max(length, config.max_seq_len), rope_scaling=scaling)
 
 

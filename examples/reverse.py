@@ -2,15 +2,19 @@
 
 python examples/reverse.py
 python examples/reverse.py --copy --positions relative --norm-placement pre
+python examples/reverse.py --plot alignment.png
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from foundry_kernels.diagnostics import encoder_decoder_maps, pictures
 from foundry_kernels.models import EncoderDecoder, ModelConfig
 
 PAD, START, STOP = 26, 27, 28  # behind the letters
@@ -41,6 +45,23 @@ def share_correct(model: EncoderDecoder, copy: bool, generator: torch.Generator)
     return sum(row[1:].tolist() == w[w >= 0].tolist() for row, w in zip(found, wanted, strict=True)) / len(found)
 
 
+def names(tokens: list[int]) -> list[str]:
+    return [{START: "START", STOP: "STOP"}.get(token) or chr(ord("a") + token) for token in tokens]
+
+
+def alignment(model: EncoderDecoder, source: list[int], said: list[int]) -> Any:
+    """Where the last layer looks in the source when it says each token: the mean of its heads."""
+    layer = model.decoder.config.n_layers - 1
+    heads = [(layer, head) for head in range(model.decoder.config.n_heads)]
+    read, written = torch.tensor([source]), torch.tensor([[START, *said[:-1]]])
+    maps = encoder_decoder_maps(model, read, written, "cross", heads)
+    mean = torch.stack(list(maps.values())).mean(0)
+    title = f"cross-attention of layer {layer}, mean of {len(heads)} heads"
+    figure = pictures.attention_map(mean, names(said), names(source), title=title)
+    figure.axes[0].set(xlabel="the encoder reads", ylabel="the decoder says")
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
@@ -48,7 +69,10 @@ def main() -> None:
     parser.add_argument("--positions", default="sinusoidal", choices=["relative", "learned", "sinusoidal", "rope"])
     parser.add_argument("--norm-placement", default="post", choices=["pre", "post"])
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the decoder looks, as a picture")
     options = parser.parse_args()
+    if options.plot:
+        import matplotlib  # noqa: F401  (before the training, if it is missing)
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
@@ -75,8 +99,13 @@ def main() -> None:
 
     task = "copied" if options.copy else "reversed"
     print(f"{share_correct(model, options.copy, generator):.0%} of new words are {task} without a mistake")
-    (spelled,) = model.generate([[ord(letter) - ord("a") for letter in "foundry"]], LONGEST, stop_token=STOP)
-    print("foundry ->", "".join(chr(ord("a") + token) for token in spelled[1:].tolist() if token < 26))
+    word = [ord(letter) - ord("a") for letter in "foundry"]
+    (spelled,) = model.generate([word], LONGEST, stop_token=STOP)
+    said = spelled[1:].tolist()
+    print("foundry ->", "".join(names([token for token in said if token < 26])))
+    if options.plot:
+        alignment(model, word, said).savefig(options.plot, dpi=110)
+        print(f"where the decoder looks: {options.plot}")
 
 
 if __name__ == "__main__":

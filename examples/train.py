@@ -33,6 +33,7 @@ try:
     from examples.training.options import UsageError, make_recipe, parse
     from examples.training.parallel import Parallel, ParallelError, Single
     from examples.training.report import header, health, kernels, plot, plot_health, sample, table
+    from examples.training.schedule import learning_rates, plot_schedule
     from examples.training.text import Text, TextError, read_text
     from examples.training.tokens import open_tokens
 except ModuleNotFoundError as error:
@@ -102,6 +103,8 @@ def prepare_folder(options: argparse.Namespace, backends: list[str], suffix: str
 
 
 def run_all(options: argparse.Namespace) -> int:
+    if options.plot_schedule is not None:
+        return draw_schedule(options)
     if options.text is not None and options.tokens is not None:
         raise UsageError("--tokens and --text exclude each other")
     text = open_tokens(options.tokens, options.seq_len) if options.tokens else read_text(options.text, options.seq_len)
@@ -111,6 +114,14 @@ def run_all(options: argparse.Namespace) -> int:
     recipe = make_recipe(options, len(prompt), text.vocabulary.size)
     with processes_of(options, recipe) as processes:
         return run_on(processes, options, recipe, text, prompt)
+
+
+def draw_schedule(options: argparse.Namespace) -> int:
+    recipe = make_recipe(options, 1)
+    if problem := plot_schedule(learning_rates(recipe.lr, recipe.steps), options.plot_schedule):
+        raise UsageError(f"--plot-schedule: {problem}")
+    print(f"Learning rate: {options.plot_schedule}")
+    return 0
 
 
 @contextlib.contextmanager
@@ -199,16 +210,14 @@ def warm_up(recipe: Recipe) -> None:
 
 
 def show_sample(model: Transformer, prompt: list[int], recipe: Recipe, options: argparse.Namespace, text: Text) -> None:
-    start, unit = time.perf_counter(), text.vocabulary.unit
-    limit = model.config.max_seq_len
+    unit, limit = text.vocabulary.unit, model.config.max_seq_len
     count = min(options.sample_tokens, limit - len(prompt))
     if count < 1:
         print(f"\nNo sample: learned positions end at {limit}; the prompt has {len(prompt)} {unit}s.")
         return
     with autocast(recipe):
-        written = sample(model, prompt, count, options.temperature, options.seed, text.vocabulary)
-    rate = count / (time.perf_counter() - start)
-    print(f"\nSample of {count} {unit}s, temperature {options.temperature}, {rate:,.0f} {unit}s/s:\n")
+        written, stats = sample(model, prompt, count, options.temperature, options.seed, text.vocabulary)
+    print(f"\nSample of {count} {unit}s, temperature {options.temperature}; {stats}:\n")
     print("\n".join(f"  | {shorten(line)}" for line in written.split("\n")))
 
 

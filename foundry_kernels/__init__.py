@@ -6,7 +6,7 @@ from foundry_kernels import compat, models, nn
 from foundry_kernels._triton import tuning
 from foundry_kernels.core.registry import OPS, BackendUnavailable, when_dtensor_is_used
 from foundry_kernels.integrations import patch
-from foundry_kernels.ops.bias_gelu import bias_gelu
+from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
@@ -15,7 +15,7 @@ from foundry_kernels.ops.grouped_mm import grouped_mm
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from foundry_kernels.ops.rope import RopeScaling, qk_norm_rope, rope, rope_table
-from foundry_kernels.ops.swiglu import geglu, swiglu
+from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 __version__ = "0.1.0"
 
@@ -27,12 +27,15 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "bias_gelu",
+    "bias_relu",
+    "bias_silu",
     "combine_experts",
     "compat",
     "cross_entropy",
     "flash_attention",
     "flash_attention_varlen",
     "geglu",
+    "glu",
     "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
@@ -40,6 +43,7 @@ __all__ = [
     "nn",
     "patch",
     "qk_norm_rope",
+    "reglu",
     "rms_norm",
     "rope",
     "rope_table",

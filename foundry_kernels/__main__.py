@@ -3,6 +3,7 @@
 python -m foundry_kernels check                   # whether every operation is right on the device at hand, in a minute
 python -m foundry_kernels tune                    # the fastest launches and backends on this GPU, measured and kept
 python -m foundry_kernels inspect OP --arch 90    # what Triton kernels cost on a GPU that is not present
+python -m foundry_kernels size llama-2-7b         # a model's parameters, cache, FLOPs and training memory, by part
 python -m foundry_kernels patch-report            # what fk.patch replaces in each family of transformers
 """
 
@@ -23,7 +24,7 @@ from foundry_kernels.core.registry import BACKENDS, OpSpec
 
 
 def main(argv: list[str]) -> int:
-    commands = {"check": check, "inspect": inspect, "patch-report": patch_report, "tune": tune}
+    commands = {"check": check, "inspect": inspect, "patch-report": patch_report, "size": size, "tune": tune}
     if argv and argv[0] in commands:  # which parse what follows
         return commands[argv[0]](argv[1:])
     parser = argparse.ArgumentParser(
@@ -116,6 +117,12 @@ def tune(argv: list[str]) -> int:
     from foundry_kernels.tools.tune import main
 
     return main(argv, ["foundry_kernels " + __version__, "", *versions()])
+
+
+def size(argv: list[str]) -> int:
+    from foundry_kernels.diagnostics.size import main
+
+    return main(argv)
 
 
 def patch_report(argv: list[str]) -> int:

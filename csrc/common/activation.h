@@ -3,6 +3,6 @@
 
 namespace foundry {
 
-enum class Activation { silu, gelu, gelu_tanh };
+enum class Activation { silu, gelu, gelu_tanh, sigmoid, relu };
 
 }  // namespace foundry

@@ -1,13 +1,14 @@
-// GELU of x + bias over raw pointers: what the CPU and GPU kernels are both given. Each backend adds the bias, in the
-// form that its kernels read.
+// An activation of x + bias, dropped out, over raw pointers: what the CPU and GPU kernels are both given. Each backend
+// adds the bias, in the form that its kernels read.
 #pragma once
 
 #include "activation.h"
+#include "dropout.h"
 #include "rows.h"
 
 namespace foundry {
 
-struct BiasGeluForwardCall {
+struct BiasActForwardCall {
   const void* x;
   void* y;  // [rows, n_cols]
   Rows rows;
@@ -15,9 +16,10 @@ struct BiasGeluForwardCall {
   int64_t n_cols;
   Activation activation;
   Dtype type;
+  Dropout dropout;
 };
 
-struct BiasGeluBackwardCall {
+struct BiasActBackwardCall {
   const void* dy;
   const void* x;
   void* dx;  // [rows, n_cols] or null
@@ -26,6 +28,7 @@ struct BiasGeluBackwardCall {
   int64_t n_cols;
   Activation activation;
   Dtype type;
+  Dropout dropout;
 };
 
 }  // namespace foundry

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "activation.h"
+#include "dropout.h"
 #include "rows.h"
 
 namespace foundry {
@@ -15,7 +16,7 @@ struct GluOptions {
   float alpha = 1.f, limit = 0.f, up_offset = 0.f;
 };
 
-// y = activation(gate) * up
+// y = activation(gate) * up, dropped out. With dropout rows are those of the output: none are joined.
 struct GluForward {
   const void* gate;
   const void* up;
@@ -25,6 +26,7 @@ struct GluForward {
   int64_t n_cols;
   Activation activation;
   Dtype type;
+  Dropout dropout;
 };
 
 struct GluBackward {
@@ -39,6 +41,7 @@ struct GluBackward {
   int64_t n_cols;
   Activation activation;
   Dtype type;
+  Dropout dropout;
 };
 
 }  // namespace foundry

@@ -18,12 +18,17 @@ struct Activated {
   Vec value, slope;
 };
 
+// What reaches the input of a gradient d.
+struct Smooth {
+  static FK_INLINE Vec times_slope(Vec d, Vec slope) { return d * slope; }
+};
+
 // kShort: for results of 16 bits.
 template <Activation kActivation, bool kShort>
 struct Gate;
 
 template <bool kShort>
-struct Gate<Activation::silu, kShort> {
+struct Gate<Activation::silu, kShort> : Smooth {
   static FK_INLINE Vec value(Vec g) { return g / logistic_denominator<kShort>(g); }
   static FK_INLINE Activated both(Vec g) {
     const Vec s = 1.0f / logistic_denominator<kShort>(g);
@@ -32,7 +37,7 @@ struct Gate<Activation::silu, kShort> {
 };
 
 template <bool kShort>
-struct Gate<Activation::gelu, kShort> {
+struct Gate<Activation::gelu, kShort> : Smooth {
   static FK_INLINE Vec value(Vec g) { return g * normal<kShort>(g).below; }
   static FK_INLINE Activated both(Vec g) {
     constexpr float kPeak = 0.398942280f;  // 1 / sqrt(2 pi)
@@ -43,7 +48,7 @@ struct Gate<Activation::gelu, kShort> {
 
 // (1 + tanh(u)) / 2 is the logistic function of 2u.
 template <bool kShort>
-struct Gate<Activation::gelu_tanh, kShort> {
+struct Gate<Activation::gelu_tanh, kShort> : Smooth {
   static constexpr float kScale = 1.59576912f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
   static FK_INLINE Vec twice_u(Vec g) { return g * ((g * g) * (kScale * kCubic) + kScale); }
   static FK_INLINE Vec value(Vec g) { return g / logistic_denominator<kShort>(twice_u(g)); }
@@ -52,6 +57,23 @@ struct Gate<Activation::gelu_tanh, kShort> {
     const Vec inner = (g * g) * (3.0f * kScale * kCubic) + kScale;
     return {g * s, s + g * (s * (1.0f - s)) * inner};
   }
+};
+
+template <bool kShort>
+struct Gate<Activation::sigmoid, kShort> : Smooth {
+  static FK_INLINE Vec value(Vec g) { return 1.0f / logistic_denominator<kShort>(g); }
+  static FK_INLINE Activated both(Vec g) {
+    const Vec s = 1.0f / logistic_denominator(g);  // exact beside 1 too, or small slopes are not
+    return {s, s * (1.0f - s)};
+  }
+};
+
+// As in PyTorch, NaN stays, and what has no slope gets no gradient even where d is infinite or NaN.
+template <bool kShort>
+struct Gate<Activation::relu, kShort> {
+  static FK_INLINE Vec value(Vec g) { return larger(Vec{}, g); }
+  static FK_INLINE Activated both(Vec g) { return {value(g), g <= 0.0f ? Vec{} : splat(1.0f)}; }
+  static FK_INLINE Vec times_slope(Vec d, Vec slope) { return slope > 0.0f ? d : Vec{}; }
 };
 
 // Whether elements are read split (see vec2.h).
@@ -77,6 +99,8 @@ void with_kinds(Dtype type, Activation activation, F&& f) {
       case Activation::silu: return f(x, Gate<Activation::silu, kShort>{});
       case Activation::gelu: return f(x, Gate<Activation::gelu, kShort>{});
       case Activation::gelu_tanh: return f(x, Gate<Activation::gelu_tanh, kShort>{});
+      case Activation::sigmoid: return f(x, Gate<Activation::sigmoid, kShort>{});
+      case Activation::relu: return f(x, Gate<Activation::relu, kShort>{});
     }
   });
 }

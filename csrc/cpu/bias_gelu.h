@@ -1,4 +1,5 @@
-// GELU of x + bias on the CPU. The caller starts the threads: each call does a range of tiles, or of chunks of rows.
+// An activation of x + bias on the CPU. The caller starts the threads: each call does a range of tiles, or of chunks of
+// rows.
 #pragma once
 
 #include "../common/bias_gelu.h"
@@ -7,11 +8,11 @@
 
 namespace foundry {
 
-struct BiasGeluForward : BiasGeluForwardCall {
+struct BiasActForward : BiasActForwardCall {
   const float* bias;  // [n_cols], split for bfloat16 (see vec2.h), or null
 };
 
-struct BiasGeluBackward : BiasGeluBackwardCall {
+struct BiasActBackward : BiasActBackwardCall {
   const float* bias;    // as in forward
   float* dbias_chunks;  // [chunks, n_cols] or null; a chunk's sum over its rows
   int64_t chunk_rows;
@@ -19,5 +20,5 @@ struct BiasGeluBackward : BiasGeluBackwardCall {
 
 }  // namespace foundry
 
-FK_DECLARE_PER_ISA(void, bias_gelu_forward, const BiasGeluForward& args, int64_t tile_begin, int64_t tile_end)
-FK_DECLARE_PER_ISA(void, bias_gelu_backward, const BiasGeluBackward& args, int64_t chunk_begin, int64_t chunk_end)
+FK_DECLARE_PER_ISA(void, bias_act_forward, const BiasActForward& args, int64_t tile_begin, int64_t tile_end)
+FK_DECLARE_PER_ISA(void, bias_act_backward, const BiasActBackward& args, int64_t chunk_begin, int64_t chunk_end)

@@ -70,16 +70,18 @@ constexpr int kDropoutStep = kBatches * 2 * kLanes;
 // Room for the factors of a row, which are written in whole steps.
 inline int64_t room_for_factors(int64_t n_cols) { return (n_cols + kDropoutStep - 1) / kDropoutStep * kDropoutStep; }
 
-// factors[c] = 0 where column c of the row is dropped, else the scale; in the order of a split row with kSplit.
+// factors[c] = 0 where column first + c of the row is dropped, else the scale, for c < n_cols; in the order of a split
+// row with kSplit. `first` is a multiple of 4.
 template <bool kSplit>
-__attribute__((noinline)) void dropout_factors(const Dropout& dropout, int64_t row, int64_t n_cols, float* factors) {
+__attribute__((noinline)) void dropout_factors(const Dropout& dropout, int64_t row, int64_t first, int64_t n_cols,
+                                               float* factors) {
   const VecU least = VecU{} + dropout.threshold, scale = VecU{} + bit_cast<uint32_t>(dropout.scale);
   VecL lane{};
   for (int i = 0; i < kCounters; ++i) lane[i] = i;
   for (int64_t col = 0; col < n_cols; col += kDropoutStep) {
     Counters counters[kBatches];
     for (int b = 0; b < kBatches; ++b) {
-      counters[b][0] = lane + static_cast<uint64_t>(col / 4 + b * kCounters);
+      counters[b][0] = lane + static_cast<uint64_t>((first + col) / 4 + b * kCounters);
       counters[b][1] = VecL{} + static_cast<uint32_t>(row);
       counters[b][2] = VecL{} + (static_cast<uint64_t>(row) >> 32);
       counters[b][3] = VecL{};
@@ -95,6 +97,51 @@ __attribute__((noinline)) void dropout_factors(const Dropout& dropout, int64_t r
       Whole2<false>::store(factors + at, both);
     }
   }
+}
+
+// What elementwise kernels multiply by: nothing.
+struct NoDropout {
+  explicit NoDropout(const Dropout&) {}
+  // Calls f(i, columns) for parts of the columns from `col` on, of which `times` then knows the factors.
+  template <bool, class F> FK_INLINE void each_part(int64_t, int64_t, int64_t columns, F&& f) {
+    f(int64_t{0}, columns);
+  }
+  template <class V, class Access> FK_INLINE V times(V v, Access, int64_t) const { return v; }
+};
+
+// The same with dropout. A part is short enough for its factors to stay in the fastest cache.
+struct DropoutParts {
+  explicit DropoutParts(const Dropout& dropout) : dropout(dropout) {}
+
+  template <bool kSplit, class F> FK_INLINE void each_part(int64_t row, int64_t col,
+                                                                               int64_t columns, F&& f) {
+    for (int64_t i = 0; i < columns; i += kPart) {
+      const int64_t n = columns - i < kPart ? columns - i : kPart;
+      dropout_factors<kSplit>(dropout, row, col + i, n, factors);
+      f(i, n);
+    }
+  }
+  // v of the columns that Access reads from the i-th of the part on.
+  template <class V, class Access> FK_INLINE V times(V v, Access at, int64_t i) const {
+    return v * at.load(factors + i);
+  }
+
+  static constexpr int64_t kPart = 1024;
+  static_assert(kPart % kDropoutStep == 0, "factors are written in whole steps");
+  const Dropout dropout;
+  float factors[kPart];
+};
+
+// Calls f(what is multiplied by, whether results are worth streaming): with dropout the generator takes longer.
+template <class F>
+inline void with_dropout(const Dropout& dropout, bool streamed, F&& f) {
+  if (dropout.seed) {
+    DropoutParts parts(dropout);
+    return f(parts, std::false_type{});
+  }
+  NoDropout none(dropout);
+  streamed ? f(none, std::true_type{}) : f(none, std::false_type{});
+  if (streamed) stream_fence();
 }
 
 }  // namespace FK_ISA

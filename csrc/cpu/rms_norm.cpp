@@ -92,7 +92,7 @@ void forward_rows(const RmsNormForward& a, int64_t begin, int64_t end) {
   Vec sums[4] = {};
   std::vector<float> factors(kSum == Sum::dropout ? room_for_factors(n) : 0);  // of the row that is read first
   const auto drop = [&](int64_t row) {
-    if constexpr (kSum == Sum::dropout) dropout_factors<kSplit<X, Y>>(a.dropout, row, n, factors.data());
+    if constexpr (kSum == Sum::dropout) dropout_factors<kSplit<X, Y>>(a.dropout, row, 0, n, factors.data());
   };
   const auto read = [&](const Input<X, kSum>& in, int64_t i, auto at, int k) FK_INLINE {
     const Vec2 v = in.first_read(i, at, factors.data());
@@ -165,7 +165,7 @@ void backward_chunks(const RmsNormBackward& a, int64_t chunk_begin, int64_t chun
 
       X* dx = static_cast<X*>(a.dx) + row * n;
       X* dresidual = kDropout ? static_cast<X*>(a.dresidual) + row * n : nullptr;
-      if constexpr (kDropout) dropout_factors<kSplit<X, Y>>(a.dropout, row, n, factors.data());
+      if constexpr (kDropout) dropout_factors<kSplit<X, Y>>(a.dropout, row, 0, n, factors.data());
       const Vec mean = splat(sum(products) / static_cast<float>(n));
       const Vec grad_mean = kCentered ? splat(sum(grads) / static_cast<float>(n)) : Vec{};
       for_each_vec2<kSplit<X, Y>>(n, [&](int64_t i, auto at, int) FK_INLINE {

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "activation.h"
+#include "dropout.h"
 #include "vec2.h"
 
 namespace foundry {
@@ -17,7 +18,9 @@ struct Product {
   static constexpr bool kClamps = false;
   FK_INLINE Vec value(Vec g, Vec u) const { return Gate::value(g) * u; }
   FK_INLINE Activated both(Vec g) const { return Gate::both(g); }
-  FK_INLINE Vec into_gate(Vec d, Vec, Vec u, Vec slope) const { return d * u * slope; }
+  FK_INLINE Vec into_gate(Vec d, Vec, Vec u, Vec slope) const {
+    return Gate::times_slope(d * u, slope);
+  }
   FK_INLINE Vec into_up(Vec d, Vec, Vec value) const { return d * value; }
 };
 
@@ -54,40 +57,45 @@ struct ClampedProduct {
   }
 };
 
-template <class X, bool kStream, class Unit>
-void forward_tiles(const GluForward& a, const Unit& unit, int64_t begin, int64_t end) {
+template <class X, bool kStream, class Unit, class Drop>
+void forward_tiles(const GluForward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
-    const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + col;
-    const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, row) + col;
-    X* y = static_cast<X*>(a.y) + row * a.n_cols + col;
-    for_each_vec2<kSplit<X>>(columns, [&](int64_t i, auto at, int) FK_INLINE {
-      const Vec2 g = at.load(gate + i), u = at.load(up + i);
-      at.template store<kStream>(y + i, Vec2{unit.value(g.a, u.a), unit.value(g.b, u.b)});
+    drop.template each_part<kSplit<X>>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
+      const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + col + first;
+      const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, row) + col + first;
+      X* y = static_cast<X*>(a.y) + row * a.n_cols + col + first;
+      for_each_vec2<kSplit<X>>(n, [&](int64_t i, auto at, int) FK_INLINE {
+        const Vec2 g = at.load(gate + i), u = at.load(up + i);
+        at.template store<kStream>(y + i, drop.times(Vec2{unit.value(g.a, u.a), unit.value(g.b, u.b)}, at, i));
+      });
     });
   });
 }
 
-template <class X, bool kStream, class Unit>
-void backward_tiles(const GluBackward& a, const Unit& unit, int64_t begin, int64_t end) {
+template <class X, bool kStream, class Unit, class Drop>
+void backward_tiles(const GluBackward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
-    const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, row) + col;
-    const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + col;
-    const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, row) + col;
-    X* dgate = a.dgate ? static_cast<X*>(a.dgate) + row * a.out_stride + col : nullptr;
-    X* dup = a.dup ? static_cast<X*>(a.dup) + row * a.out_stride + col : nullptr;
-    for_each_vec2<kSplit<X>>(columns, [&](int64_t i, auto at, int) FK_INLINE {
-      const Vec2 d = at.load(dy + i), g = at.load(gate + i);
-      const Activated one = unit.both(g.a), two = unit.both(g.b);
-      if (dgate) {
-        const Vec2 u = at.load(up + i);
-        at.template store<kStream>(
-            dgate + i, Vec2{unit.into_gate(d.a, g.a, u.a, one.slope), unit.into_gate(d.b, g.b, u.b, two.slope)});
-      }
-      if (dup) {
-        Vec2 u{};
-        if constexpr (Unit::kClamps) u = at.load(up + i);
-        at.template store<kStream>(dup + i, Vec2{unit.into_up(d.a, u.a, one.value), unit.into_up(d.b, u.b, two.value)});
-      }
+    drop.template each_part<kSplit<X>>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
+      const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, row) + col + first;
+      const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + col + first;
+      const X* up = static_cast<const X*>(a.up) + a.up_strides.offset(a.rows, row) + col + first;
+      X* dgate = a.dgate ? static_cast<X*>(a.dgate) + row * a.out_stride + col + first : nullptr;
+      X* dup = a.dup ? static_cast<X*>(a.dup) + row * a.out_stride + col + first : nullptr;
+      for_each_vec2<kSplit<X>>(n, [&](int64_t i, auto at, int) FK_INLINE {
+        const Vec2 d = drop.times(at.load(dy + i), at, i), g = at.load(gate + i);
+        const Activated one = unit.both(g.a), two = unit.both(g.b);
+        if (dgate) {
+          const Vec2 u = at.load(up + i);
+          at.template store<kStream>(
+              dgate + i, Vec2{unit.into_gate(d.a, g.a, u.a, one.slope), unit.into_gate(d.b, g.b, u.b, two.slope)});
+        }
+        if (dup) {
+          Vec2 u{};
+          if constexpr (Unit::kClamps) u = at.load(up + i);
+          const Vec2 into{unit.into_up(d.a, u.a, one.value), unit.into_up(d.b, u.b, two.value)};
+          at.template store<kStream>(dup + i, into);
+        }
+      });
     });
   });
 }
@@ -123,30 +131,34 @@ inline FK_INLINE void for_each_pairs(int64_t n, F&& f) {
   if (i < n) f(i, PartPairs{{static_cast<int>(n - i)}});
 }
 
-template <class X, bool kStream, class Unit>
-void forward_pairs(const GluForward& a, const Unit& unit, int64_t begin, int64_t end) {
+template <class X, bool kStream, class Unit, class Drop>
+void forward_pairs(const GluForward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
-    const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + 2 * col;
-    X* y = static_cast<X*>(a.y) + row * a.n_cols + col;
-    for_each_pairs(columns, [&](int64_t i, auto at) FK_INLINE {
-      const Vec2 v = at.load_pairs(packed + 2 * i);
-      at.template store_to<kStream>(y + i, unit.value(v.a, v.b));
+    drop.template each_part<false>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
+      const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + 2 * (col + first);
+      X* y = static_cast<X*>(a.y) + row * a.n_cols + col + first;
+      for_each_pairs(n, [&](int64_t i, auto at) FK_INLINE {
+        const Vec2 v = at.load_pairs(packed + 2 * i);
+        at.template store_to<kStream>(y + i, drop.times(unit.value(v.a, v.b), at, i));
+      });
     });
   });
 }
 
-template <class X, bool kStream, class Unit>
-void backward_pairs(const GluBackward& a, const Unit& unit, int64_t begin, int64_t end) {
+template <class X, bool kStream, class Unit, class Drop>
+void backward_pairs(const GluBackward& a, const Unit& unit, Drop& drop, int64_t begin, int64_t end) {
   for_each_tile(a.n_cols, begin, end, [&](int64_t row, int64_t col, int64_t columns) FK_INLINE {
-    const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, row) + col;
-    const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + 2 * col;
-    X* dpacked = static_cast<X*>(a.dgate) + row * a.out_stride + 2 * col;
-    for_each_pairs(columns, [&](int64_t i, auto at) FK_INLINE {
-      const Vec d = at.load(dy + i);
-      const Vec2 v = at.load_pairs(packed + 2 * i);
-      const Activated gated = unit.both(v.a);
-      const Vec2 grads{unit.into_gate(d, v.a, v.b, gated.slope), unit.into_up(d, v.b, gated.value)};
-      at.template store_pairs<kStream>(dpacked + 2 * i, grads);
+    drop.template each_part<false>(row, col, columns, [&](int64_t first, int64_t n) FK_INLINE {
+      const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, row) + col + first;
+      const X* packed = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, row) + 2 * (col + first);
+      X* dpacked = static_cast<X*>(a.dgate) + row * a.out_stride + 2 * (col + first);
+      for_each_pairs(n, [&](int64_t i, auto at) FK_INLINE {
+        const Vec d = drop.times(at.load(dy + i), at, i);
+        const Vec2 v = at.load_pairs(packed + 2 * i);
+        const Activated gated = unit.both(v.a);
+        const Vec2 grads{unit.into_gate(d, v.a, v.b, gated.slope), unit.into_up(d, v.b, gated.value)};
+        at.template store_pairs<kStream>(dpacked + 2 * i, grads);
+      });
     });
   });
 }
@@ -171,10 +183,10 @@ void glu_forward(const GluForward& a, const GluOptions& options, int64_t begin, 
   with_units(a.type, a.activation, options, [&](auto* x, const auto& unit, auto pairs) {
     using X = std::remove_pointer_t<decltype(x)>;
     const bool streamed = worth_streaming(static_cast<const X*>(a.y), a.rows, a.n_cols);
-    if constexpr (decltype(pairs)::value)
-      streamed ? forward_pairs<X, true>(a, unit, begin, end) : forward_pairs<X, false>(a, unit, begin, end);
-    else streamed ? forward_tiles<X, true>(a, unit, begin, end) : forward_tiles<X, false>(a, unit, begin, end);
-    if (streamed) stream_fence();
+    with_dropout(a.dropout, streamed, [&](auto& drop, auto stream) {
+      if constexpr (pairs.value) forward_pairs<X, stream.value>(a, unit, drop, begin, end);
+      else forward_tiles<X, stream.value>(a, unit, drop, begin, end);
+    });
   });
 }
 
@@ -182,10 +194,10 @@ void glu_backward(const GluBackward& a, const GluOptions& options, int64_t begin
   with_units(a.type, a.activation, options, [&](auto* x, const auto& unit, auto pairs) {
     using X = std::remove_pointer_t<decltype(x)>;
     const bool streamed = worth_streaming(static_cast<const X*>(a.dgate ? a.dgate : a.dup), a.rows, a.n_cols);
-    if constexpr (decltype(pairs)::value)
-      streamed ? backward_pairs<X, true>(a, unit, begin, end) : backward_pairs<X, false>(a, unit, begin, end);
-    else streamed ? backward_tiles<X, true>(a, unit, begin, end) : backward_tiles<X, false>(a, unit, begin, end);
-    if (streamed) stream_fence();
+    with_dropout(a.dropout, streamed, [&](auto& drop, auto stream) {
+      if constexpr (pairs.value) backward_pairs<X, stream.value>(a, unit, drop, begin, end);
+      else backward_tiles<X, stream.value>(a, unit, drop, begin, end);
+    });
   });
 }
 

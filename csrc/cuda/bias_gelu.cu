@@ -1,4 +1,4 @@
-// GELU of x + bias, forward and backward.
+// An activation of x + bias, forward and backward.
 //
 // A thread takes kVec neighbouring columns (16 bytes where rows are aligned to that, else one), whose bias it keeps,
 // and goes down the rows, kRows at a time: it issues their reads before it uses any. Forward, a block takes kRows rows.
@@ -8,6 +8,7 @@
 #include "bias_gelu.h"
 
 #include "activation.cuh"
+#include "dropout.cuh"
 
 namespace foundry {
 namespace cuda {
@@ -38,8 +39,8 @@ __device__ __forceinline__ Pack<float, kVec> load_bias(const void* bias, int64_t
   return out;
 }
 
-template <class X, class B, Activation kActivation, int kVec>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const BiasGeluForward a, unsigned col_blocks) {
+template <class X, class B, Activation kActivation, int kVec, bool kDropout>
+__global__ void __launch_bounds__(kThreads) forward_kernel(const BiasActForward a, unsigned col_blocks) {
   const Place<kVec> place(col_blocks);
   if (place.col >= a.n_cols) return;
   const int64_t n_rows = a.rows.count(), first = place.row_block * kRows;
@@ -52,15 +53,18 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const BiasGeluForward
 #pragma unroll
   for (int j = 0; j < kRows; ++j)
     if (first + j < n_rows) {
+      const DropoutFactors<kDropout, kVec> factors(a.dropout, first + j, place.col);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        x[j].values[i] = from_float<X>(activate<kActivation>(to_float(x[j].values[i]) + bias.values[i]).value);
+      for (int i = 0; i < kVec; ++i) {
+        const float y = activate<kActivation>(to_float(x[j].values[i]) + bias.values[i]).value;
+        x[j].values[i] = from_float<X>(factors.times(y, i));
+      }
       store(static_cast<X*>(a.y) + (first + j) * a.n_cols + place.col, x[j]);
     }
 }
 
-template <class X, class B, Activation kActivation, int kVec>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const BiasGeluBackward a, unsigned col_blocks) {
+template <class X, class B, Activation kActivation, int kVec, bool kDropout>
+__global__ void __launch_bounds__(kThreads) backward_kernel(const BiasActBackward a, unsigned col_blocks) {
   const Place<kVec> place(col_blocks);
   if (place.col >= a.n_cols) return;
   const int64_t n_rows = a.rows.count(), stride = static_cast<int64_t>(a.n_row_blocks) * kRows;
@@ -78,10 +82,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const BiasGeluBackwa
     for (int j = 0; j < kRows; ++j)
       if (first + j < n_rows) {
         Pack<X, kVec> dx;
+        const DropoutFactors<kDropout, kVec> factors(a.dropout, first + j, place.col);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           const float slope = activate<kActivation>(to_float(x[j].values[i]) + bias.values[i]).derivative;
-          const float dz = to_float(dy[j].values[i]) * slope;
+          const float dz = times_slope<kActivation>(factors.times(to_float(dy[j].values[i]), i), slope);
           dbias[i] += dz;
           dx.values[i] = from_float<X>(dz);
         }
@@ -93,43 +98,47 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const BiasGeluBackwa
   for (int i = 0; i < kVec; ++i) a.dbias_partial[place.row_block * a.n_cols + place.col + i] = dbias[i];
 }
 
-// Calls f(Tag<X>, Tag<B>, activation, values per read).
-template <class F>
-cudaError_t with_all(Dtype type, Dtype bias_type, Activation activation, bool vectors, F&& f) {
-  return with_kinds<false>(type, activation, vectors, [&](auto x, auto kind, auto vec) {
-    return bias_type == Dtype::f32 ? f(x, Tag<float>{}, kind, vec) : f(x, x, kind, vec);
-  });
+// Calls f(Tag<X>, Tag<B>, activation, values per read, whether there is dropout).
+template <class Args, class F>
+cudaError_t with_all(const Args& a, bool vectors, F&& f) {
+  return with_kinds<Activation::gelu, Activation::gelu_tanh, Activation::silu, Activation::relu>(
+      a.type, a.activation, vectors, [&](auto x, auto kind, auto vec) {
+        return with_dropout(a.dropout, [&](auto drops) {
+          return a.bias_type == Dtype::f32 ? f(x, Tag<float>{}, kind, vec, drops) : f(x, x, kind, vec, drops);
+        });
+      });
 }
 
 int64_t column_blocks(int64_t n_cols, int vec) { return (n_cols + kThreads * vec - 1) / (kThreads * vec); }
 
 }  // namespace
 
-cudaError_t bias_gelu_forward(const BiasGeluForward& a, cudaStream_t stream) {
+cudaError_t bias_act_forward(const BiasActForward& a, cudaStream_t stream) {
   const bool vectors =
       aligned(a.x, a.type, {a.n_cols}) && aligned(a.x, a.type, a.rows, a.x_strides) && aligned(a.bias) && aligned(a.y);
-  return with_all(a.type, a.bias_type, a.activation, vectors, [&](auto x, auto b, auto kind, auto vec) {
+  return with_all(a, vectors, [&](auto x, auto b, auto kind, auto vec, auto drops) {
     constexpr int kVec = decltype(vec)::value;
     const int64_t col_blocks = column_blocks(a.n_cols, kVec);
     const int64_t blocks = (a.rows.count() + kRows - 1) / kRows * col_blocks;
     if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-    return launch(forward_kernel<FK_TYPE(x), FK_TYPE(b), decltype(kind)::value, kVec>,
+    return launch(forward_kernel<FK_TYPE(x), FK_TYPE(b), decltype(kind)::value, kVec, decltype(drops)::value>,
                   dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, a, static_cast<unsigned>(col_blocks));
   });
 }
 
 // Calls f(Tag<B>, columns' blocks, kernel) for a backward pass.
 template <class F>
-cudaError_t with_backward_kernel(const BiasGeluBackward& a, F&& f) {
+cudaError_t with_backward_kernel(const BiasActBackward& a, F&& f) {
   const bool vectors = aligned(a.x, a.type, {a.n_cols}) && aligned(a.x, a.type, a.rows, a.x_strides) &&
                        aligned(a.dy, a.type, a.rows, a.dy_strides) && aligned(a.bias) && aligned(a.dx);
-  return with_all(a.type, a.bias_type, a.activation, vectors, [&](auto x, auto b, auto kind, auto vec) {
+  return with_all(a, vectors, [&](auto x, auto b, auto kind, auto vec, auto drops) {
     constexpr int kVec = decltype(vec)::value;
-    return f(b, column_blocks(a.n_cols, kVec), backward_kernel<FK_TYPE(x), FK_TYPE(b), decltype(kind)::value, kVec>);
+    return f(b, column_blocks(a.n_cols, kVec),
+             backward_kernel<FK_TYPE(x), FK_TYPE(b), decltype(kind)::value, kVec, decltype(drops)::value>);
   });
 }
 
-int bias_gelu_row_blocks(const BiasGeluBackward& a, int multiprocessors) {
+int bias_act_row_blocks(const BiasActBackward& a, int multiprocessors) {
   int64_t useful = 1, resident = 1;
   with_backward_kernel(a, [&](auto, int64_t col_blocks, auto kernel) {
     useful = (a.rows.count() + kRows - 1) / kRows;
@@ -140,7 +149,7 @@ int bias_gelu_row_blocks(const BiasGeluBackward& a, int multiprocessors) {
   return static_cast<int>(blocks > 1 ? blocks : 1);
 }
 
-cudaError_t bias_gelu_backward(const BiasGeluBackward& a, cudaStream_t stream) {
+cudaError_t bias_act_backward(const BiasActBackward& a, cudaStream_t stream) {
   return with_backward_kernel(a, [&](auto b, int64_t col_blocks, auto kernel) {
     const int64_t blocks = a.n_row_blocks * col_blocks;
     if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;

@@ -1,4 +1,4 @@
-// GELU of x + bias on a GPU over raw pointers and a stream. Each launcher returns the error of its launches.
+// An activation of x + bias on a GPU over raw pointers and a stream. Each launcher returns the error of its launches.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,25 +8,25 @@
 namespace foundry {
 namespace cuda {
 
-struct BiasGeluForward : BiasGeluForwardCall {
+struct BiasActForward : BiasActForwardCall {
   const void* bias;  // [n_cols] or null
   Dtype bias_type;   // that of x, or f32
 };
 
-struct BiasGeluBackward : BiasGeluBackwardCall {
+struct BiasActBackward : BiasActBackwardCall {
   const void* bias;
   Dtype bias_type;
   void* dbias;           // [n_cols] of bias_type, or null
   float* dbias_partial;  // [n_row_blocks, n_cols], or null where dbias is
-  int n_row_blocks;      // of bias_gelu_row_blocks
+  int n_row_blocks;      // of bias_act_row_blocks
 };
 
-cudaError_t bias_gelu_forward(const BiasGeluForward& args, cudaStream_t stream);
-cudaError_t bias_gelu_backward(const BiasGeluBackward& args, cudaStream_t stream);
+cudaError_t bias_act_forward(const BiasActForward& args, cudaStream_t stream);
+cudaError_t bias_act_backward(const BiasActBackward& args, cudaStream_t stream);
 
 // Into how many parts the backward pass divides the rows. `args` is complete but for what depends on it: dbias, its
 // partial sums and n_row_blocks.
-int bias_gelu_row_blocks(const BiasGeluBackward& args, int multiprocessors);
+int bias_act_row_blocks(const BiasActBackward& args, int multiprocessors);
 
 }  // namespace cuda
 }  // namespace foundry

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/dropout.h"
+#include "dispatch.cuh"
 #include "launch.cuh"
 
 namespace foundry {
@@ -22,11 +23,12 @@ __device__ __forceinline__ void philox(uint32_t (&c)[4], uint64_t seed) {
   }
 }
 
-// The factors of kVec neighbouring columns of a row, from `col` (a multiple of kVec) on.
+// The factors of kVec neighbouring columns of a row, from `col` (a multiple of kVec) on: of whole counters, or of one
+// or two words of one.
 template <int kVec>
 __device__ __forceinline__ void dropout_factors(float (&factors)[kVec], const Dropout& dropout, uint64_t seed,
                                                 int64_t row, int64_t col) {
-  static_assert(kVec == 1 || kVec % 4 == 0, "whole counters, or one word of one");
+  static_assert(kVec == 1 || kVec == 2 || kVec % 4 == 0, "whole counters, or words of one");
 #pragma unroll
   for (int first = 0; first < kVec; first += 4) {
     uint32_t words[4] = {static_cast<uint32_t>((col + first) / 4), static_cast<uint32_t>(row),
@@ -35,11 +37,37 @@ __device__ __forceinline__ void dropout_factors(float (&factors)[kVec], const Dr
     if constexpr (kVec == 1) {
       const int word = static_cast<int>(col % 4);
       words[0] = word == 0 ? words[0] : word == 1 ? words[1] : word == 2 ? words[2] : words[3];
+    } else if constexpr (kVec == 2) {
+      const bool first_half = col % 4 == 0;
+      words[0] = first_half ? words[0] : words[2];
+      words[1] = first_half ? words[1] : words[3];
     }
 #pragma unroll
     for (int i = 0; i < 4 && i < kVec; ++i) factors[first + i] = words[i] >= dropout.threshold ? dropout.scale : 0.f;
   }
 }
+
+// Calls f(Constant<whether there is dropout>).
+template <class F>
+cudaError_t with_dropout(const Dropout& dropout, F&& f) {
+  return dropout.seed ? f(Constant<true>{}) : f(Constant<false>{});
+}
+
+// What elementwise kernels multiply kVec neighbouring columns by; without kDropout nothing.
+template <bool kDropout, int kVec>
+struct DropoutFactors {
+  float values[kVec];
+
+  __device__ __forceinline__ DropoutFactors(const Dropout& dropout, int64_t row, int64_t col) {
+    dropout_factors<kVec>(values, dropout, static_cast<uint64_t>(*dropout.seed), row, col);
+  }
+  __device__ __forceinline__ float times(float v, int i) const { return v * values[i]; }
+};
+template <int kVec>
+struct DropoutFactors<false, kVec> {
+  __device__ __forceinline__ DropoutFactors(const Dropout&, int64_t, int64_t) {}
+  __device__ __forceinline__ float times(float v, int) const { return v; }
+};
 
 }  // namespace cuda
 }  // namespace foundry

@@ -3,12 +3,13 @@
 // A block takes a tile of one row; contiguous tensors come as one long row. A thread does kReads reads of kVec
 // neighbouring values (16 bytes where rows are aligned to that, else one value) of each tensor, at a stride of the
 // block, and issues them all before it uses any. The remainder of a row, fewer than kVec values, is done one by one.
-// Of interleaved gates and ups kVec is the number of pairs, half as many.
+// Of interleaved gates and ups kVec is the number of pairs, half as many. With dropout no rows are joined.
 #include "swiglu.h"
 
 #include <type_traits>
 
 #include "activation.cuh"
+#include "dropout.cuh"
 
 namespace foundry {
 namespace cuda {
@@ -46,10 +47,9 @@ struct Product {
     return activate<kActivation>(to_float(g)).value * to_float(u);
   }
   template <class X>
-  __device__ __forceinline__ void backward(X d, X g, X u, X& into_gate, X& into_up) const {
-    const float grad = to_float(d);
+  __device__ __forceinline__ void backward(float grad, X g, X u, X& into_gate, X& into_up) const {
     const Activated gated = activate<kActivation>(to_float(g));
-    into_gate = from_float<X>(grad * to_float(u) * gated.derivative);
+    into_gate = from_float<X>(times_slope<kActivation>(grad * to_float(u), gated.derivative));
     into_up = from_float<X>(grad * gated.value);
   }
 };
@@ -76,8 +76,8 @@ struct ClampedProduct {
     return g * logistic(alpha * g) * shifted_up(to_float(up));
   }
   template <class X>
-  __device__ __forceinline__ void backward(X d, X gate, X up, X& into_gate, X& into_up) const {
-    const float grad = to_float(d), x = to_float(gate), u = to_float(up);
+  __device__ __forceinline__ void backward(float grad, X gate, X up, X& into_gate, X& into_up) const {
+    const float x = to_float(gate), u = to_float(up);
     const float g = clamped_gate(x), s = logistic(alpha * g);
     const float slope = s + g * (s * (1.f - s)) * alpha;  // in an order in which alpha makes nothing infinite
     into_gate = from_float<X>(!limited || x <= limit ? grad * shifted_up(u) * slope : 0.f);
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_pairs(X* p, const Pack<X, kVec>& g, const 
   }
 }
 
-template <class X, class Unit, int kVec>
+template <class X, class Unit, int kVec, bool kDropout>
 __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
   const X* gate = static_cast<const X*>(a.gate) + a.gate_strides.offset(a.rows, tile.row);
@@ -121,9 +121,11 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a
 
   const auto write = [&](int64_t col, const auto& g, const auto& u) {
     auto out = g;
+    constexpr int kCount = sizeof(out) / sizeof(X);
+    const DropoutFactors<kDropout, kCount> factors(a.dropout, tile.row, col);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(out) / sizeof(X)); ++i)
-      out.values[i] = from_float<X>(unit.forward(g.values[i], u.values[i]));
+    for (int i = 0; i < kCount; ++i)
+      out.values[i] = from_float<X>(factors.times(unit.forward(g.values[i], u.values[i]), i));
     store(y + col, out);
   };
   Pack<X, kVec> g[kReads], u[kReads];
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const GluForward a
   if (const int64_t col = tile.remainder(); col < a.n_cols) write(col, load<X, 1>(gate + col), load<X, 1>(up + col));
 }
 
-template <class X, class Unit, int kVec>
+template <class X, class Unit, int kVec, bool kDropout>
 __global__ void __launch_bounds__(kMaxThreads)
     forward_pairs_kernel(const GluForward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
@@ -148,9 +150,11 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   const auto write = [&](int64_t col, const auto& g, const auto& u) {
     auto out = g;
+    constexpr int kCount = sizeof(out) / sizeof(X);
+    const DropoutFactors<kDropout, kCount> factors(a.dropout, tile.row, col);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(out) / sizeof(X)); ++i)
-      out.values[i] = from_float<X>(unit.forward(g.values[i], u.values[i]));
+    for (int i = 0; i < kCount; ++i)
+      out.values[i] = from_float<X>(factors.times(unit.forward(g.values[i], u.values[i]), i));
     store(y + col, out);
   };
   Pack<X, kVec> g[kReads], u[kReads];
@@ -167,7 +171,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-template <class X, class Unit, int kVec>
+template <class X, class Unit, int kVec, bool kDropout>
 __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
   const X* dy = static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, tile.row);
@@ -178,9 +182,13 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
 
   const auto write = [&](int64_t col, const auto& d, const auto& g, const auto& u) {
     auto into_gate = d, into_up = d;
+    constexpr int kCount = sizeof(into_gate) / sizeof(X);
+    const DropoutFactors<kDropout, kCount> factors(a.dropout, tile.row, col);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(X)); ++i)
-      unit.backward(d.values[i], g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
+    for (int i = 0; i < kCount; ++i) {
+      const float grad = factors.times(to_float(d.values[i]), i);
+      unit.backward(grad, g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
+    }
     if (dgate) store(dgate + col, into_gate);
     if (dup) store(dup + col, into_up);
   };
@@ -199,7 +207,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const GluBackward
     write(col, load<X, 1>(dy + col), load<X, 1>(gate + col), load<X, 1>(up + col));
 }
 
-template <class X, class Unit, int kVec>
+template <class X, class Unit, int kVec, bool kDropout>
 __global__ void __launch_bounds__(kMaxThreads)
     backward_pairs_kernel(const GluBackward a, unsigned tiles, const Unit unit) {
   const Tile<kVec> tile(a.n_cols, tiles);
@@ -209,9 +217,13 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   const auto write = [&](int64_t col, const auto& d, const auto& g, const auto& u) {
     auto into_gate = d, into_up = d;
+    constexpr int kCount = sizeof(into_gate) / sizeof(X);
+    const DropoutFactors<kDropout, kCount> factors(a.dropout, tile.row, col);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(X)); ++i)
-      unit.backward(d.values[i], g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
+    for (int i = 0; i < kCount; ++i) {
+      const float grad = factors.times(to_float(d.values[i]), i);
+      unit.backward(grad, g.values[i], u.values[i], into_gate.values[i], into_up.values[i]);
+    }
     store_pairs(dpacked + 2 * col, into_gate, into_up);
   };
   Pack<X, kVec> d[kReads], g[kReads], u[kReads];
@@ -247,9 +259,9 @@ cudaError_t launch_tiles(void (*kernel)(Args, unsigned, Unit), const Args& a, co
 template <class F>
 cudaError_t with_units(Dtype type, Activation activation, const GluOptions& o, bool vectors, F&& f) {
   if (!o.changed && !o.interleaved)
-    return with_kinds<true>(type, activation, vectors, [&](auto x, auto kind, auto vec) {
-      return f(x, Product<decltype(kind)::value>{}, vec, Constant<false>{});
-    });
+    return with_kinds<Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::sigmoid, Activation::relu>(
+        type, activation, vectors,
+        [&](auto x, auto kind, auto vec) { return f(x, Product<decltype(kind)::value>{}, vec, Constant<false>{}); });
   return with_type(type, [&](auto x) {
     const auto sized = [&](const auto& unit, auto pairs) {
       constexpr int kVec = 16 / sizeof(FK_TYPE(x)) / (decltype(pairs)::value ? 2 : 1);
@@ -270,9 +282,12 @@ cudaError_t glu_forward(const GluForward& a, const GluOptions& options, cudaStre
     using X = FK_TYPE(x);
     using Unit = std::decay_t<decltype(unit)>;
     constexpr int kVec = decltype(vec)::value;
-    if constexpr (decltype(pairs)::value)
-      return launch_tiles<kVec>(forward_pairs_kernel<X, Unit, kVec>, a, unit, stream);
-    else return launch_tiles<kVec>(forward_kernel<X, Unit, kVec>, a, unit, stream);
+    return with_dropout(a.dropout, [&](auto drops) {
+      constexpr bool kDropout = decltype(drops)::value;
+      if constexpr (decltype(pairs)::value)
+        return launch_tiles<kVec>(forward_pairs_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
+      else return launch_tiles<kVec>(forward_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
+    });
   });
 }
 
@@ -285,9 +300,12 @@ cudaError_t glu_backward(const GluBackward& a, const GluOptions& options, cudaSt
     using X = FK_TYPE(x);
     using Unit = std::decay_t<decltype(unit)>;
     constexpr int kVec = decltype(vec)::value;
-    if constexpr (decltype(pairs)::value)
-      return launch_tiles<kVec>(backward_pairs_kernel<X, Unit, kVec>, a, unit, stream);
-    else return launch_tiles<kVec>(backward_kernel<X, Unit, kVec>, a, unit, stream);
+    return with_dropout(a.dropout, [&](auto drops) {
+      constexpr bool kDropout = decltype(drops)::value;
+      if constexpr (decltype(pairs)::value)
+        return launch_tiles<kVec>(backward_pairs_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
+      else return launch_tiles<kVec>(backward_kernel<X, Unit, kVec, kDropout>, a, unit, stream);
+    });
   });
 }
 

@@ -8,37 +8,42 @@
 
 #include "../common/bias_gelu.h"
 #include "common.h"
+#include "dropout_options.h"
 
 namespace foundry {
 
-inline Activation gelu_of(c10::string_view approximate) {
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh", "approximate must be one of none, tanh; got ",
-                    approximate);
-  return approximate == "none" ? Activation::gelu : Activation::gelu_tanh;
+inline Activation plain_activation_of(c10::string_view name) {
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "silu") return Activation::silu;
+  TORCH_CHECK_VALUE(name == "relu", "activation must be one of gelu, gelu_tanh, silu, relu; got ", name);
+  return Activation::relu;
 }
 
-inline void check_bias_gelu(const Tensor& x, const OptionalTensor& bias) {
+inline void check_bias_act(const Tensor& x, const OptionalTensor& bias, const DropoutOptions& dropout) {
+  check_dropout(x, dropout);
   TORCH_CHECK_VALUE(x.dim() >= 1, "x must have at least one dimension; got a scalar");
   TORCH_CHECK_VALUE(!bias.has_value() || (bias->dim() == 1 && bias->sym_size(0) == x.sym_size(-1)),
                     "bias must have shape [", x.sym_size(-1), "], the width of x; got ", bias->sym_sizes());
 }
 
 // Outputs, on x's device, contiguous; they are also the fakes of the meta device.
-inline Tensor empty_bias_gelu_fwd(const Tensor& x, const OptionalTensor& bias) {
-  check_bias_gelu(x, bias);
+inline Tensor empty_bias_act_fwd(const Tensor& x, const OptionalTensor& bias, const DropoutOptions& dropout) {
+  check_bias_act(x, bias, dropout);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-inline std::tuple<Tensor, Tensor> empty_bias_gelu_bwd(const Tensor& x, const OptionalTensor& bias, bool need_dx,
-                                                      bool need_dbias) {
-  check_bias_gelu(x, bias);
+inline std::tuple<Tensor, Tensor> empty_bias_act_bwd(const Tensor& x, const OptionalTensor& bias, bool need_dx,
+                                                     bool need_dbias, const DropoutOptions& dropout) {
+  check_bias_act(x, bias, dropout);
   TORCH_CHECK_VALUE(!need_dbias || bias.has_value(), "there is no bias to give a gradient for");
   return {need_dx ? at::empty_symint(x.sym_sizes(), x.options()) : absent(x, x.scalar_type()),
           need_dbias ? at::empty_symint(bias->sym_sizes(), bias->options()) : absent(x, x.scalar_type())};
 }
 
 // `x` and `dy` are replaced by copies where strides do not reach their rows.
-inline void set_forward(BiasGeluForwardCall& args, Tensor& x, const Tensor& y, Activation activation) {
+inline void set_forward(BiasActForwardCall& args, Tensor& x, const Tensor& y, Activation activation,
+                        const DropoutOptions& dropout) {
   std::array<RowStrides, 1> strides{};
   make_row_layout<1>({&x}, args.rows, strides);
   args.x = x.const_data_ptr();
@@ -47,9 +52,11 @@ inline void set_forward(BiasGeluForwardCall& args, Tensor& x, const Tensor& y, A
   args.n_cols = x.size(-1);
   args.activation = activation;
   args.type = dtype_of(x);
+  args.dropout = make_dropout(dropout);
 }
 
-inline void set_backward(BiasGeluBackwardCall& args, Tensor& dy, Tensor& x, const Tensor& dx, Activation activation) {
+inline void set_backward(BiasActBackwardCall& args, Tensor& dy, Tensor& x, const Tensor& dx, Activation activation,
+                         const DropoutOptions& dropout) {
   std::array<RowStrides, 2> strides{};
   make_row_layout<2>({&dy, &x}, args.rows, strides);
   args.dy = dy.const_data_ptr();
@@ -60,6 +67,7 @@ inline void set_backward(BiasGeluBackwardCall& args, Tensor& dy, Tensor& x, cons
   args.n_cols = x.size(-1);
   args.activation = activation;
   args.type = dtype_of(x);
+  args.dropout = make_dropout(dropout);
 }
 
 }  // namespace foundry

@@ -1,4 +1,4 @@
-// The CPU launches of foundry_kernels::bias_gelu_fwd and bias_gelu_bwd; see bias_gelu.cpp for the operator.
+// The CPU launches of foundry_kernels::bias_act_fwd and bias_act_bwd; see bias_gelu.cpp for the operators.
 #include "../cpu/bias_gelu.h"
 
 #include <torch/library.h>
@@ -11,17 +11,18 @@
 namespace foundry {
 namespace bias_gelu_cpu {
 
-Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& bias, c10::string_view approximate) {
-  const Activation kind = gelu_of(approximate);
-  const Tensor y = empty_bias_gelu_fwd(x_, bias);
+Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& bias, c10::string_view activation,
+               const DropoutOptions& dropout) {
+  const Activation kind = plain_activation_of(activation);
+  const Tensor y = empty_bias_act_fwd(x_, bias, dropout);
   if (y.numel() == 0) return y;
   advise_huge_pages(y);
   Tensor x = x_;
-  BiasGeluForward args{};
-  set_forward(args, x, y, kind);
+  BiasActForward args{};
+  set_forward(args, x, y, kind, dropout);
   const Tensor wide = float_weight(unwrap(bias), 0.0, args.type == Dtype::bf16);
   args.bias = wide.defined() ? wide.const_data_ptr<float>() : nullptr;
-  const auto kernel = FK_CHOOSE_ISA(bias_gelu_forward);
+  const auto kernel = FK_CHOOSE_ISA(bias_act_forward);
   at::parallel_for(0, args.rows.count() * tiles_a_row(args.n_cols),
                    std::max<int64_t>(1, kExpGrain / std::min(args.n_cols, kTile)),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
@@ -29,15 +30,16 @@ Tensor fwd_cpu(const Tensor& x_, const OptionalTensor& bias, c10::string_view ap
 }
 
 std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const OptionalTensor& bias,
-                                   c10::string_view approximate, bool need_dx, bool need_dbias) {
-  const Activation kind = gelu_of(approximate);
-  auto [dx, dbias] = empty_bias_gelu_bwd(x_, bias, need_dx, need_dbias);
+                                   c10::string_view activation, bool need_dx, bool need_dbias,
+                                   const DropoutOptions& dropout) {
+  const Activation kind = plain_activation_of(activation);
+  auto [dx, dbias] = empty_bias_act_bwd(x_, bias, need_dx, need_dbias, dropout);
   if (x_.numel() == 0) return {dx, dbias.zero_()};
   if (!need_dx && !need_dbias) return {dx, dbias};
   advise_huge_pages(dx);
   Tensor dy = dy_, x = x_;
-  BiasGeluBackward args{};
-  set_backward(args, dy, x, dx, kind);
+  BiasActBackward args{};
+  set_backward(args, dy, x, dx, kind, dropout);
   const Tensor wide = float_weight(unwrap(bias), 0.0, args.type == Dtype::bf16);
   args.bias = wide.defined() ? wide.const_data_ptr<float>() : nullptr;
   const int64_t n_rows = args.rows.count();
@@ -48,7 +50,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const Op
     chunks = at::empty({n_chunks, args.n_cols}, x.options().dtype(at::kFloat));
     args.dbias_chunks = chunks.mutable_data_ptr<float>();
   }
-  const auto kernel = FK_CHOOSE_ISA(bias_gelu_backward);
+  const auto kernel = FK_CHOOSE_ISA(bias_act_backward);
   at::parallel_for(0, n_chunks, std::max<int64_t>(1, kExpGrain / (args.chunk_rows * args.n_cols)),
                    [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   if (need_dbias) sum_chunks_into(dbias, chunks);
@@ -58,8 +60,8 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& x_, const Op
 }  // namespace bias_gelu_cpu
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("bias_gelu_fwd", &bias_gelu_cpu::fwd_cpu);
-  m.impl("bias_gelu_bwd", &bias_gelu_cpu::bwd_cpu);
+  m.impl("bias_act_fwd", flat_kernel<&bias_gelu_cpu::fwd_cpu>);
+  m.impl("bias_act_bwd", flat_kernel<&bias_gelu_cpu::bwd_cpu>);
 }
 
 }  // namespace foundry

@@ -1,4 +1,4 @@
-// The GPU launches of foundry_kernels::bias_gelu_fwd and bias_gelu_bwd; see bias_gelu.cpp for the operator.
+// The GPU launches of foundry_kernels::bias_act_fwd and bias_act_bwd; see bias_gelu.cpp for the operators.
 #include "../cuda/bias_gelu.h"
 
 #include <ATen/ops/empty_like.h>
@@ -21,31 +21,33 @@ Tensor set_bias(Args& args, const OptionalTensor& given, const Tensor& x) {
   return bias;
 }
 
-Tensor fwd_cuda(const Tensor& x_, const OptionalTensor& bias_, c10::string_view approximate) {
-  const Activation kind = gelu_of(approximate);
-  const Tensor y = empty_bias_gelu_fwd(x_, bias_);
+Tensor fwd_cuda(const Tensor& x_, const OptionalTensor& bias_, c10::string_view activation,
+                const DropoutOptions& dropout) {
+  const Activation kind = plain_activation_of(activation);
+  const Tensor y = empty_bias_act_fwd(x_, bias_, dropout);
   if (y.numel() == 0) return y;
   const OnDevice device(x_);
   Tensor x = x_;
-  cuda::BiasGeluForward args{};
-  set_forward(args, x, y, kind);
+  cuda::BiasActForward args{};
+  set_forward(args, x, y, kind, dropout);
   const Tensor bias = set_bias(args, bias_, x);
-  check_cuda(cuda::bias_gelu_forward(args, device.stream()), "bias_gelu forward");
+  check_cuda(cuda::bias_act_forward(args, device.stream()), "bias and activation forward");
   return y;
 }
 
 std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const Tensor& x_, const OptionalTensor& bias_,
-                                    c10::string_view approximate, bool need_dx, bool need_dbias) {
-  const Activation kind = gelu_of(approximate);
-  auto [dx, dbias] = empty_bias_gelu_bwd(x_, bias_, need_dx, need_dbias);
+                                    c10::string_view activation, bool need_dx, bool need_dbias,
+                                    const DropoutOptions& dropout) {
+  const Activation kind = plain_activation_of(activation);
+  auto [dx, dbias] = empty_bias_act_bwd(x_, bias_, need_dx, need_dbias, dropout);
   if (x_.numel() == 0) return {dx, dbias.zero_()};
   if (!need_dx && !need_dbias) return {dx, dbias};
   const OnDevice device(x_);
   Tensor dy = dy_, x = x_;
-  cuda::BiasGeluBackward args{};
-  set_backward(args, dy, x, dx, kind);
+  cuda::BiasActBackward args{};
+  set_backward(args, dy, x, dx, kind, dropout);
   const Tensor bias = set_bias(args, bias_, x);
-  args.n_row_blocks = cuda::bias_gelu_row_blocks(args, device.multiprocessors());
+  args.n_row_blocks = cuda::bias_act_row_blocks(args, device.multiprocessors());
   Tensor partial, dbias_out;
   if (need_dbias) {
     partial = at::empty({args.n_row_blocks, args.n_cols}, x.options().dtype(at::kFloat));
@@ -53,7 +55,7 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const Tensor& x_, const O
     args.dbias_partial = partial.mutable_data_ptr<float>();
     args.dbias = dbias_out.mutable_data_ptr();
   }
-  check_cuda(cuda::bias_gelu_backward(args, device.stream()), "bias_gelu backward");
+  check_cuda(cuda::bias_act_backward(args, device.stream()), "bias and activation backward");
   if (need_dbias && !dbias_out.is_same(dbias)) dbias.copy_(dbias_out);
   return {dx, dbias};
 }
@@ -61,8 +63,8 @@ std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy_, const Tensor& x_, const O
 }  // namespace bias_gelu_cuda
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
-  m.impl("bias_gelu_fwd", &bias_gelu_cuda::fwd_cuda);
-  m.impl("bias_gelu_bwd", &bias_gelu_cuda::bwd_cuda);
+  m.impl("bias_act_fwd", flat_kernel<&bias_gelu_cuda::fwd_cuda>);
+  m.impl("bias_act_bwd", flat_kernel<&bias_gelu_cuda::bwd_cuda>);
 }
 
 }  // namespace foundry

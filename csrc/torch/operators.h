@@ -18,9 +18,14 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps);
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                           const OptionalTensor& bias, double eps, const DropoutOptions& dropout);
-Tensor bias_gelu(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate);
+Tensor bias_gelu(const Tensor& x, const OptionalTensor& bias, c10::string_view approximate,
+                 const DropoutOptions& dropout);
+Tensor bias_silu(const Tensor& x, const OptionalTensor& bias, const DropoutOptions& dropout);
+Tensor bias_relu(const Tensor& x, const OptionalTensor& bias, const DropoutOptions& dropout);
 Tensor swiglu(const Tensor& gate, const OptionalTensor& up, const GatedOptions& options);
-Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate);
+Tensor geglu(const Tensor& gate, const OptionalTensor& up, c10::string_view approximate, const DropoutOptions& dropout);
+Tensor glu(const Tensor& gate, const OptionalTensor& up, const DropoutOptions& dropout);
+Tensor reglu(const Tensor& gate, const OptionalTensor& up, const DropoutOptions& dropout);
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 const RopeOptions& options);
 std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const OptionalTensor& q_weight,

@@ -16,8 +16,10 @@ namespace foundry {
 inline Activation activation_of(c10::string_view name) {
   if (name == "silu") return Activation::silu;
   if (name == "gelu") return Activation::gelu;
-  TORCH_CHECK_VALUE(name == "gelu_tanh", "activation must be one of silu, gelu, gelu_tanh; got ", name);
-  return Activation::gelu_tanh;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "sigmoid") return Activation::sigmoid;
+  TORCH_CHECK_VALUE(name == "relu", "activation must be one of silu, gelu, gelu_tanh, sigmoid, relu; got ", name);
+  return Activation::relu;
 }
 
 // The options in the kernels' form.
@@ -50,16 +52,18 @@ inline void check_glu(const Tensor& gate, const OptionalTensor& up) {
 }
 
 // Outputs, on gate's device, contiguous; they are also the fakes of the meta device.
-inline Tensor empty_glu_fwd(const Tensor& gate, const OptionalTensor& up) {
+inline Tensor empty_glu_fwd(const Tensor& gate, const OptionalTensor& up, const GatedOptions& options) {
   check_glu(gate, up);
+  check_dropout(gate, options.dropout());
   auto shape = gate.sym_sizes().vec();
   if (!up.has_value()) shape.back() = shape.back() / 2;
   return at::empty_symint(shape, gate.options());
 }
 
 inline std::tuple<Tensor, Tensor> empty_glu_bwd(const Tensor& gate, const OptionalTensor& up, bool need_dgate,
-                                                bool need_dup) {
+                                                bool need_dup, const GatedOptions& options) {
   check_glu(gate, up);
+  check_dropout(gate, options.dropout());
   TORCH_CHECK_VALUE(!need_dup || up.has_value(), "there is no up to give a gradient for");
   const auto like_gate = [&](bool needed) {
     return needed ? at::empty_symint(gate.sym_sizes(), gate.options()) : absent(gate, gate.scalar_type());
@@ -87,12 +91,15 @@ void merge_contiguous(Rows& rows, const std::array<RowStrides, N>& strides, cons
 }
 
 // `gate` and `up` (of glu_halves) are replaced by copies where strides do not reach their rows.
-inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Activation activation) {
+inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Activation activation,
+                                   const GatedOptions& options) {
   GluForward args{};
+  args.dropout = make_dropout(options.dropout());
   std::array<RowStrides, 2> strides{};
   make_row_layout<2>({&gate, &up}, args.rows, strides);
   args.n_cols = y.size(-1);
-  merge_contiguous<2>(args.rows, strides, {gate.size(-1), up.defined() ? args.n_cols : 0}, true, args.n_cols);
+  merge_contiguous<2>(args.rows, strides, {gate.size(-1), up.defined() ? args.n_cols : 0}, !args.dropout.seed,
+                      args.n_cols);
   args.gate = gate.const_data_ptr();
   args.up = up.defined() ? up.const_data_ptr() : nullptr;
   args.y = y.mutable_data_ptr();
@@ -106,14 +113,15 @@ inline GluForward glu_forward_args(Tensor& gate, Tensor& up, const Tensor& y, Ac
 // `dgate` and `dup` are of glu_halves too where they are one packed tensor, and empty where they are not wanted (`dup`
 // undefined where they are interleaved).
 inline GluBackward glu_backward_args(Tensor& dy, Tensor& gate, Tensor& up, const Tensor& dgate, const Tensor& dup,
-                                     Activation activation, bool packed) {
+                                     Activation activation, bool packed, const GatedOptions& options) {
   GluBackward args{};
+  args.dropout = make_dropout(options.dropout());
   std::array<RowStrides, 3> strides{};
   make_row_layout<3>({&dy, &gate, &up}, args.rows, strides);
   args.n_cols = dy.size(-1);
   args.out_stride = packed ? 2 * args.n_cols : args.n_cols;
   merge_contiguous<3>(args.rows, strides, {args.n_cols, gate.size(-1), up.defined() ? args.n_cols : 0},
-                      !packed || !up.defined(), args.n_cols);
+                      (!packed || !up.defined()) && !args.dropout.seed, args.n_cols);
   args.dy = dy.const_data_ptr();
   args.gate = gate.const_data_ptr();
   args.up = up.defined() ? up.const_data_ptr() : nullptr;

@@ -22,11 +22,11 @@ void run(void (*kernel)(const Args&, const GluOptions&, int64_t, int64_t), const
 Tensor fwd_cpu(const Tensor& gate_, const OptionalTensor& up_, c10::string_view activation, const GatedOptions& given) {
   const Activation kind = activation_of(activation);
   const GluOptions options = glu_options(given, up_, kind);
-  const Tensor y = empty_glu_fwd(gate_, up_);
+  const Tensor y = empty_glu_fwd(gate_, up_, given);
   if (y.numel() == 0) return y;
   advise_huge_pages(y);
   auto [gate, up] = glu_halves(gate_, up_, given.interleaved);
-  run(FK_CHOOSE_ISA(glu_forward), glu_forward_args(gate, up, y, kind), options);
+  run(FK_CHOOSE_ISA(glu_forward), glu_forward_args(gate, up, y, kind, given), options);
   return y;
 }
 
@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& gate_, const
                                    const GatedOptions& given) {
   const Activation kind = activation_of(activation);
   const GluOptions options = glu_options(given, up_, kind);
-  const auto [dgate, dup] = empty_glu_bwd(gate_, up_, need_dgate, need_dup);
+  const auto [dgate, dup] = empty_glu_bwd(gate_, up_, need_dgate, need_dup, given);
   if (dgate.numel() == 0 && dup.numel() == 0) return {dgate, dup};
   advise_huge_pages(dgate);
   advise_huge_pages(dup);
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy_, const Tensor& gate_, const
   auto [gate, up] = glu_halves(gate_, up_, given.interleaved);
   const auto [into_gate, into_up] =
       glu_halves(dgate, up_.has_value() ? OptionalTensor(dup) : std::nullopt, given.interleaved);
-  run(FK_CHOOSE_ISA(glu_backward), glu_backward_args(dy, gate, up, into_gate, into_up, kind, !up_.has_value()),
+  run(FK_CHOOSE_ISA(glu_backward), glu_backward_args(dy, gate, up, into_gate, into_up, kind, !up_.has_value(), given),
       options);
   return {dgate, dup};
 }

@@ -1,6 +1,7 @@
-// The options of swiglu as an object; with the defaults it is the plain one, and geglu has no others.
+// The options of gated linear units as an object: those of swiglu, and dropout, which all have.
 #pragma once
 
+#include "dropout_options.h"
 #include "options.h"
 
 namespace foundry {
@@ -9,12 +10,15 @@ namespace foundry {
   OPTION(double, alpha, number, 1.0)                                    \
   OPTION(std::optional<double>, limit, optional_positive, std::nullopt) \
   OPTION(double, up_offset, number, 0.0)                                \
-  OPTION(bool, interleaved, boolean, false)
+  OPTION(bool, interleaved, boolean, false)                             \
+  FK_DROPOUT_OPTIONS(OPTION)
 
 struct GatedOptions {
   FK_OPTIONS(FK_GATED_OPTIONS)
 
+  // With the defaults of its own options it is the plain one.
   bool changed() const { return alpha != 1.0 || limit.has_value() || up_offset != 0.0; }
+  DropoutOptions dropout() const { return {dropout_p, dropout_seed}; }
 };
 
 }  // namespace foundry

@@ -13,11 +13,14 @@ import torch
 from benchmarks import isa
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """device: the one that computed."""
     used = isa.found()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device != "cpu" else {}
     return {
         "date": datetime.date.today().isoformat(),
+        **gpu,
         "cpu": _processor(),
         "cores": cores,
         "threads": torch.get_num_threads(),
@@ -28,6 +31,8 @@ def machine() -> dict[str, Any]:
 
 
 def sentence(found: dict[str, Any]) -> str:
+    if "gpu" in found:
+        return f"{found['date']}, {found['gpu']}, torch {found['torch']}"
     return (
         f"{found['date']}, {found['cpu']}, {found['cores']} cores, {found['threads']} "
         f"{'thread' if found['threads'] == 1 else 'threads'}, instruction set {found['isa']} (PyTorch's own: "

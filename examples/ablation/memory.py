@@ -14,20 +14,20 @@ from examples.training.memory import PeakMemory
 Prepare = Callable[[], Callable[[], object]]
 
 
-def peak_bytes(prepare: Prepare, *, whole: bool = False) -> int:
-    """Peak resident bytes of ``prepare()()`` above what was held before: what the call adds to what was prepared, or
-    with `whole` both. `prepare` must be picklable."""
+def peak_bytes(prepare: Prepare, *, whole: bool = False, device: str = "cpu") -> int:
+    """Peak bytes (on a CPU, resident ones) of ``prepare()()`` above what was held before: what the call adds to what
+    was prepared, or with `whole` both. `prepare` must be picklable."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(partial(_measure, prepare, whole, torch.get_num_threads())).result()
+        return pool.submit(partial(_measure, prepare, whole, device, torch.get_num_threads())).result()
 
 
-def _measure(prepare: Prepare, whole: bool, threads: int) -> int:
+def _measure(prepare: Prepare, whole: bool, device: str, threads: int) -> int:
     torch.set_num_threads(threads)
     prepare()()  # libraries load, and compile for these shapes, at first use
-    memory = PeakMemory(torch.device("cpu"))
+    memory = PeakMemory(torch.device(device))
     run = prepare()
     if not whole:
-        memory = PeakMemory(torch.device("cpu"))
+        memory = PeakMemory(torch.device(device))
     run()
     return memory.bytes()

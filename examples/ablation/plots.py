@@ -53,7 +53,7 @@ def curves(results: dict[str, Any], path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     for name, runs in results["runs"].items():
         curve = next(iter(runs.values()))["curve"]
-        style = "-" if name in ("gpt2", "llama") else "--" if name.startswith("gpt2") else ":"
+        style = "--" if name.startswith("gpt2+") else ":" if name.startswith("llama-") else "-"
         axis.plot([tokens * c[0] for c in curve], [c[1] for c in curve], style, label=results["titles"][name])
     axis.set(xlabel="million bytes read", ylabel="loss, nats a byte")
     axis.grid(alpha=0.25)

@@ -154,7 +154,7 @@ def attention(tables: dict[str, Any]) -> str:
             ])  # fmt: skip
     return (
         f"B=1 H={sizes['heads']} Hk={sizes['heads']} T={sizes['tokens']} D={sizes['head_dim']}, causal. Memory is "
-        f"what a run adds to its inputs. {sentence(tables['machine'])}. {TUTORIALS}\n\n"
+        f"what a run adds to what is there before it. {sentence(tables['machine'])}. {TUTORIALS}\n\n"
         + table(["", "ms", "times as fast", "peak MB", "times less"], rows)
     )
 

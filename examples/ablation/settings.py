@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from examples.ablation.variants import Shape
+from examples.ablation.variants import Shape, split
 
+#: Predicted bytes of the held-out text, at most.
+HELD_OUT = 98304
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -25,7 +27,9 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that all variants share. `dtype` bfloat16 is autocast, with parameters in float32."""
+    """The settings that all variants share, but for the options in a variant's name. `dtype` bfloat16 is autocast, with
+    parameters in float32. `warm_up` is a part of the steps, `train_bytes` how many of the text are trained on, from its
+    start (0: all that are not held out), `held_out` over how many of the others losses are."""
 
     dim: int = Shape.dim
     layers: int = Shape.layers
@@ -36,10 +40,23 @@ class Settings:
     steps: int = 600
     lr: float = 1e-3
     dtype: str = "bfloat16"
+    warm_up: float = 0.1
+    train_bytes: int = 0
+    held_out: int = HELD_OUT
+    device: str = "cpu"
 
     @property
     def shape(self) -> Shape:
         return Shape(self.dim, self.layers, self.heads, self.kv_heads, self.seq_len)
+
+    def of(self, name: str) -> Settings:
+        """With the options of a variant that are not the model's."""
+        options = split(name)[1]
+        return dataclasses.replace(self, **{key: value for key, value in options.items() if key in ("lr", "warm_up")})
+
+    @property
+    def warm_up_steps(self) -> int:
+        return round(self.warm_up * self.steps)
 
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Settings)}
@@ -59,10 +76,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "kv_heads": "of grouped-query attention",
         "lr": "peak learning rate of AdamW",
         "dtype": "of training; bfloat16 is autocast",
+        "warm_up": "part of the steps in which the learning rate rises",
+        "train_bytes": "of the text, to train on; 0 is all but the tail",
+        "held_out": "bytes of the tail that losses are over, at most",
+        "device": "cpu or cuda",
     }
     for name, default in FIELDS.items():
         text = f"{about.get(name, '')} (default: {default})".strip()
-        add(f"--{_option(name)}", type=type(default), choices=DTYPES if name == "dtype" else None, help=text)
+        choices = {"dtype": tuple(DTYPES), "device": ("cpu", "cuda")}.get(name)
+        add(f"--{_option(name)}", type=type(default), choices=choices, help=text)
 
 
 def use_threads(count: int | None) -> None:
@@ -71,6 +93,11 @@ def use_threads(count: int | None) -> None:
     if count < 1:
         raise UsageError(f"--threads must be at least 1; got {count}")
     torch.set_num_threads(count)
+
+
+def check_device(name: str) -> None:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch finds no CUDA device")
 
 
 def settle(folder: Path, given: Mapping[str, Any]) -> Settings:
@@ -89,11 +116,15 @@ def settle(folder: Path, given: Mapping[str, Any]) -> Settings:
             raise UsageError(
                 f"{folder} was begun with --{_option(name)} {stored[name]}; got {value}: choose another --out"
             )
-        if isinstance(default, int) and value < 1:
-            raise UsageError(f"--{_option(name)} must be at least 1; got {value}")
+        least = 0 if name == "train_bytes" else 1
+        if isinstance(default, int) and value < least:
+            raise UsageError(f"--{_option(name)} must be at least {least}; got {value}")
         values[name] = value
     if not (values["lr"] > 0.0 and math.isfinite(values["lr"])):
         raise UsageError(f"--lr must be finite and above 0; got {values['lr']}")
+    if not 0.0 <= values["warm_up"] < 1.0:
+        raise UsageError(f"--warm-up must be at least 0 and below 1; got {values['warm_up']}")
+    check_device(values["device"])
     return Settings(**values)
 
 

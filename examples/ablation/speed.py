@@ -15,7 +15,7 @@ from examples.ablation.machine import machine
 from examples.ablation.memory import peak_bytes
 from examples.ablation.settings import DTYPES, Settings, load, save
 from examples.training.optimizer import make_optimizer
-from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.models import KVCache, ModelConfig, Transformer
 
 #: By name, what prepares a run, and how many units the run makes.
 Contenders = Mapping[str, tuple[Prepare, int]]
@@ -28,7 +28,7 @@ def measure(folder: Path, settings: Settings, configs: dict[str, ModelConfig]) -
     """Fill `speed.json`: of each part (a step, generated tokens, memory) what is not there yet."""
     path = folder / "speed.json"
     kept: dict[str, Any] = load(path) or {}
-    kept = begin(kept, {"settings": asdict(settings), "machine": machine()})
+    kept = begin(kept, {"settings": asdict(settings), "machine": machine(settings.device)})
     parts = {"step": (steps, SECONDS), "token": (tokens, SECONDS / 3.0)}
     for part, (prepare_all, limit) in parts.items():
         if not kept.get(part, {}).keys() >= configs.keys():  # by turns: a new variant needs the others beside it
@@ -40,11 +40,15 @@ def measure(folder: Path, settings: Settings, configs: dict[str, ModelConfig]) -
     for name, config in configs.items():
         if name not in memory:
             cache = Transformer(config).make_cache(1)
-            stored = sum(t.numel() * t.element_size() for t in (*cache.k, *cache.v))
-            peak = peak_bytes(OneStep(config, settings), whole=True)
-            memory[name] = {"peak_bytes": peak, "cache_bytes_a_token": stored // cache.max_len}
+            peak = peak_bytes(OneStep(config, settings), whole=True, device=settings.device)
+            memory[name] = {"peak_bytes": peak, "cache_bytes_a_token": allocated(cache) // cache.max_len}
             save(path, kept)
     print("memory: " + ", ".join(f"{n} {r['peak_bytes'] / 2**20:.0f} MiB" for n, r in memory.items()), flush=True)
+
+
+def allocated(cache: KVCache) -> int:
+    """Bytes of the tensors of keys and values."""
+    return sum(t.numel() * t.element_size() for t in (*cache.k, *cache.v))
 
 
 def begin(kept: dict[str, Any], context: dict[str, Any]) -> dict[str, Any]:
@@ -82,9 +86,11 @@ def ready(run: Callable[[], object]) -> Prepare:
 
 def tokens(settings: Settings, configs: dict[str, ModelConfig]) -> Contenders:
     """One token at a time behind half a context, in float32."""
-    prompt = _tokens(1, settings.seq_len // 2)
+    prompt = _tokens(1, settings.seq_len // 2, settings.device)
     new = max(1, min(NEW_TOKENS, settings.seq_len // 2))
-    return {name: (Decoding(Transformer(config), prompt, new), new) for name, config in configs.items()}
+    return {
+        name: (Decoding(Transformer(config).to(settings.device), prompt, new), new) for name, config in configs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,13 @@ class OneStep:
     settings: Settings
 
     def __call__(self) -> Callable[[], object]:
-        model, dtype = Transformer(self.config), DTYPES[self.settings.dtype]
+        device = self.settings.device
+        model, dtype = Transformer(self.config).to(device), DTYPES[self.settings.dtype]
         optimizer = make_optimizer(model, self.settings.lr)
-        batch = _tokens(self.settings.batch, self.settings.seq_len)
+        batch = _tokens(self.settings.batch, self.settings.seq_len, device)
 
         def step() -> None:
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
                 loss = model(batch, batch)[1]
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,5 +137,5 @@ class Decoding:
             self.model(self.token, cache=self.cache, last_only=True)
 
 
-def _tokens(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(0))
+def _tokens(rows: int, length: int, device: str) -> torch.Tensor:
+    return torch.randint(256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)

@@ -4,7 +4,7 @@ LayerNorm."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,32 @@ from benchmarks.measure import Prepare, release, reused_memory
 from examples.ablation.machine import machine
 from examples.ablation.memory import peak_bytes
 from examples.ablation.settings import DTYPES, load, save
-from examples.ablation.speed import Contenders, Decoding, begin, ready, timed
+from examples.ablation.speed import Contenders, Decoding, allocated, begin, ready, timed
 from foundry_kernels.models import ModelConfig, Transformer
 
-DIRECTIONS = ("forward", "forward+backward")
+#: A backward pass alone is timed behind a forward pass that is not.
+DIRECTIONS = ("forward", "backward", "forward+backward")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: attention of `tokens` in `heads` of `head_dim`, norms of `rows` of `width`."""
+    """What is measured: attention of `tokens` in `heads` of `head_dim`, norms of `rows` of `width`. `group` query heads
+    share keys and values in grouped-query attention."""
 
     tokens: int = 2048
     heads: int = 8
+    group: int = 4
     head_dim: int = 64
     layers: int = 4
     new_tokens: int = 16
     rows: int = 2048
     width: int = 4096
     seconds: float = 8.0  # for a comparison
+    device: str = "cpu"
 
     @property
     def shared_heads(self) -> dict[str, int]:
-        return {"MHA": self.heads, "GQA": max(1, self.heads // 4), "MQA": 1}
+        return {"MHA": self.heads, "GQA": max(1, self.heads // self.group), "MQA": 1}
 
 
 SIZES = Sizes()
@@ -48,8 +52,8 @@ SIZES = Sizes()
 def measure(folder: Path) -> None:
     """Fill `tables.json`: what is not there yet."""
     path, sizes = folder / "tables.json", SIZES
-    kept = begin(load(path) or {}, {"machine": machine(), "sizes": vars(sizes)})
-    parts: dict[str, Callable[[Sizes], Any]] = {"heads": heads, "attention": attention, "norms": norms}
+    kept = begin(load(path) or {}, {"machine": machine(sizes.device), "sizes": vars(sizes)})
+    parts: dict[str, Callable[[Sizes], Any]] = {"heads": heads, "attention": attention_with_memory, "norms": norms}
     for part, measured in parts.items():
         if part not in kept:
             kept[part] = measured(sizes)
@@ -68,8 +72,10 @@ def heads(sizes: Sizes) -> dict[str, Any]:
     config = ModelConfig(
         dim, sizes.layers, sizes.heads, vocab_size=256, max_seq_len=tokens + sizes.new_tokens, rope_interleaved=False
     )
-    prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0))
-    models = {n: Transformer(replace(config, n_kv_heads=k)).eval() for n, k in sizes.shared_heads.items()}
+    prompt = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0)).to(sizes.device)
+    models = {
+        n: Transformer(replace(config, n_kv_heads=k)).to(sizes.device).eval() for n, k in sizes.shared_heads.items()
+    }
     decode = {n: (Decoding(model, prompt, sizes.new_tokens), sizes.new_tokens) for n, model in models.items()}
     prefill = {n: (_prefill(model, prompt), 1) for n, model in models.items()}
     alone, whole = {}, {}
@@ -88,7 +94,7 @@ def heads(sizes: Sizes) -> dict[str, Any]:
         n: {
             "kv_heads": count,
             "parameters": models[n].config.n_parameters,
-            "cache_bytes": 2 * 4 * sizes.layers * count * sizes.head_dim * tokens,
+            "cache_bytes": allocated(models[n].make_cache(1, tokens)),
             **{name: times[n] for name, times in found.items()},
         }
         for n, count in sizes.shared_heads.items()
@@ -122,7 +128,7 @@ def _repeated(times: int, q: Tensor, k: Tensor, v: Tensor) -> Prepare:
 
 def materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Computes attention as it is written down: T x T scores, masked, their softmax, its product with the values."""
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
@@ -142,33 +148,51 @@ class Attend:
     name: str
     sizes: Sizes
     dtype: torch.dtype
-    backward: bool
+    direction: str
 
     def __call__(self) -> Callable[[], object]:
-        inputs = [t.requires_grad_(self.backward) for t in _qkv(self.sizes, self.dtype)]
-        dout = torch.ones_like(inputs[0])
-        attend = ATTENTION[self.name]
-        return lambda: attend(*inputs).backward(dout) if self.backward else attend(*inputs)
+        inputs = [t.requires_grad_(self.direction != "forward") for t in _qkv(self.sizes, self.dtype)]
+        return directed(ATTENTION[self.name], inputs, torch.ones_like(inputs[0]), self.direction)
+
+
+def directed(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, direction: str
+) -> Callable[[], object]:
+    """The part of a call that a direction is about; before "backward" alone the call is made here."""
+    if direction == "forward":
+        return lambda: function(*inputs)
+    if direction == "backward":
+        out = function(*inputs)
+        return lambda: out.backward(dout)
+    return lambda: function(*inputs).backward(dout)
 
 
 def attention(sizes: Sizes) -> dict[str, Any]:
-    """Time, and peak memory beside the inputs, in each dtype and direction."""
+    """Time in each dtype and direction."""
     found: dict[str, Any] = {}
     for dtype_name, dtype in DTYPES.items():
         for direction in DIRECTIONS:
-            runs = {n: Attend(n, sizes, dtype, direction != "forward") for n in ATTENTION}
+            runs = {n: (Attend(n, sizes, dtype, direction), 1) for n in ATTENTION}
             with reused_memory():
-                rows = timed({n: (run, 1) for n, run in runs.items()}, sizes.seconds)
-            for name, run in runs.items():
-                rows[name]["peak_bytes"] = peak_bytes(run)
-            found[f"{direction} {dtype_name}"] = rows
+                found[f"{direction} {dtype_name}"] = timed(runs, sizes.seconds)
+    return found
+
+
+def attention_with_memory(sizes: Sizes) -> dict[str, Any]:
+    """And peak memory beside what is there before the run."""
+    found = attention(sizes)
+    for case, rows in found.items():
+        direction, dtype = case.split()
+        for name, row in rows.items():
+            row["peak_bytes"] = peak_bytes(Attend(name, sizes, DTYPES[dtype], direction), device=sizes.device)
     return found
 
 
 def _qkv(sizes: Sizes, dtype: torch.dtype, kv_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     counts = (sizes.heads, kv_heads or sizes.heads, kv_heads or sizes.heads)
-    q, k, v = (torch.randn(1, count, sizes.tokens, sizes.head_dim, generator=generator).to(dtype) for count in counts)
+    shapes = [(1, count, sizes.tokens, sizes.head_dim) for count in counts]
+    q, k, v = (torch.randn(shape, generator=generator).to(sizes.device, dtype) for shape in shapes)
     return q, k, v
 
 
@@ -192,24 +216,24 @@ def norms(sizes: Sizes) -> dict[str, Any]:
     found: dict[str, Any] = {}
     flat = {f"{whose} {what}": norm for whose, both in NORMS.items() for what, norm in both.items()}
     for dtype_name, dtype in DTYPES.items():
-        x = torch.randn(sizes.rows, sizes.width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        x = torch.randn(sizes.rows, sizes.width, generator=torch.Generator().manual_seed(0)).to(sizes.device, dtype)
         for direction in DIRECTIONS:
-            backward = direction != "forward"
-            inputs = [x.clone().requires_grad_(backward)]
-            inputs += [t.to(dtype).requires_grad_(backward) for t in (torch.ones(x.shape[1]), torch.zeros(x.shape[1]))]
+            inputs = [x.clone(), torch.ones_like(x[0]), torch.zeros_like(x[0])]
+            for t in inputs:
+                t.requires_grad_(direction != "forward")
             dy = torch.ones_like(x)
-            contenders = {name: (_normalize(norm, inputs, dy, backward), 1) for name, norm in flat.items()}
+            contenders = {name: (_normalize(norm, inputs, dy, direction), 1) for name, norm in flat.items()}
             with reused_memory():
                 found[f"{direction} {dtype_name}"] = timed(contenders, sizes.seconds, rounds=25)
     return found
 
 
 def _normalize(
-    norm: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], dy: Tensor, backward: bool
+    norm: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], dy: Tensor, direction: str
 ) -> Prepare:
     def prepare() -> Callable[[], object]:
         for t in inputs:
             t.grad = None
-        return lambda: norm(*inputs).backward(dy) if backward else norm(*inputs)
+        return directed(norm, inputs, dy, direction)
 
     return prepare

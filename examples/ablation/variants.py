@@ -1,8 +1,10 @@
-"""The models that are compared: GPT-2, each single change toward LLaMA, LLaMA, and each of its changes taken back."""
+"""The models that are compared: GPT-2, each single change toward LLaMA, LLaMA, and each of its changes taken back; and
+any of them with options, such as ``llama+norm_placement=post+layers=24+warm_up=0``."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,35 @@ def changes(shape: Shape) -> dict[str, Change]:
     }
 
 
+@dataclass(frozen=True)
+class Option:
+    """What ``+name=value`` in a variant's name sets: how the value is read, the model's fields that follow from it
+    (none: it is of the training), and what the variant is then called."""
+
+    read: Callable[[str], Any]
+    fields: Callable[[Any], dict[str, Any]]
+    title: Callable[[Any], str]
+
+
+def _field(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: value}
+
+
+OPTIONS = {
+    "layers": Option(int, _field("n_layers"), lambda value: f"{value} layers"),
+    "kv_heads": Option(int, _field("n_kv_heads"), lambda value: f"{value} key-value heads"),
+    "norm_placement": Option(str, _field("norm_placement"), lambda value: f"{value}-norm"),
+    "activation": Option(str, _field("activation"), str),
+    "init": Option(str, _field("init"), lambda value: f"init {value}"),
+    "dropout": Option(
+        float,
+        lambda value: dict.fromkeys(("embedding_dropout", "residual_dropout", "attention_dropout"), value),
+        lambda value: f"dropout {value:g}",
+    ),
+    "lr": Option(float, lambda value: {}, lambda value: f"learning rate {value:g}"),
+    "warm_up": Option(float, lambda value: {}, lambda value: f"warm-up {value:.0%}" if value else "no warm-up"),
+}
+
 #: Other positions in a GPT-2, for `examples.extrapolation`.
 POSITIONS = ("sinusoidal", "alibi", "none")
 
@@ -63,25 +94,47 @@ def config_of(name: str, shape: Shape) -> ModelConfig:
     """
     fields: dict[str, Any] = {}
     known = changes(shape)
-    base, sign, change = name.partition("+") if "+" in name else name.partition("-")
-    if name in POSITIONS:
-        fields = {"positions": name}
+    plain, options = split(name)
+    base, sign, change = plain.partition("+") if "+" in plain else plain.partition("-")
+    if plain in POSITIONS:
+        fields = {"positions": plain}
     elif base == "llama" and (not sign or (sign == "-" and change in known)):
         fields = {k: v for n, c in known.items() if n != change for k, v in c.fields.items()}
         # The norm's bias belongs to LayerNorm: a LLaMA with LayerNorm has none, one with biases has RMSNorm's none.
     elif base == "gpt2" and sign == "+" and change in known:
         fields = known[change].fields
-    elif name != "gpt2":
+    elif plain != "gpt2":
         raise ValueError(f"variant must be one of {', '.join((*names(shape, back=True), *POSITIONS))}; got {name!r}")
-    config = ModelConfig.gpt2(
-        dim=shape.dim,
-        n_layers=shape.layers,
-        n_heads=shape.heads,
-        vocab_size=VOCABULARY,
-        max_seq_len=shape.seq_len,
-        **fields,
-    )
-    return _with_parameters_of_mha(config)
+    sizes = {
+        "dim": shape.dim,
+        "n_layers": shape.layers,
+        "n_heads": shape.heads,
+        "vocab_size": VOCABULARY,
+        "max_seq_len": shape.seq_len,
+    }
+    fields = sizes | fields
+    for option, value in options.items():
+        fields |= OPTIONS[option].fields(value)
+    return _with_parameters_of_mha(ModelConfig.gpt2(**fields))
+
+
+def split(name: str) -> tuple[str, dict[str, Any]]:
+    """A variant's name without its options, and their values.
+
+    Raises:
+        ValueError: there is no such option, or its value cannot be read.
+    """
+    parts = name.split("+")
+    options = {}
+    for option, _, value in (part.partition("=") for part in parts if "=" in part):
+        if option not in OPTIONS:
+            raise ValueError(f"variant {name!r}: an option must be one of {', '.join(OPTIONS)}; got {option!r}")
+        try:
+            options[option] = OPTIONS[option].read(value)
+        except ValueError:
+            kind = OPTIONS[option].read.__name__
+            raise ValueError(f"variant {name!r}: {option} must be of type {kind}; got {value!r}") from None
+    return "+".join(part for part in parts if "=" not in part), options
 
 
 def _with_parameters_of_mha(config: ModelConfig) -> ModelConfig:
@@ -113,6 +166,9 @@ def check_parameters(configs: dict[str, ModelConfig]) -> None:
 def title(name: str, shape: Shape) -> str:
     """Returns the name that the tables use."""
     known = changes(shape)
+    name, options = split(name)
+    if options:
+        return ", ".join((title(name, shape), *(OPTIONS[option].title(value) for option, value in options.items())))
     if name == "gpt2":
         return "GPT-2 style"
     if name == "llama":

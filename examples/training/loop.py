@@ -47,27 +47,25 @@ class Recipe:
     checkpoint_every: int
     accumulate: int = 1  # parts that a batch is run in
     evaluate_every: int = 0  # steps; 0 is at the end only
+    warm_up: int | None = None  # steps; None is a tenth of all
     diagnose_every: int = 0  # steps, and at the first; 0 is never
     sigma_reparam: bool = False
     compile: bool = False
 
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, by the names of the options."""
-        reparam = {"--sigma-reparam": True} if self.sigma_reparam else {}
-        return (
-            {f"model {name}": value for name, value in dataclasses.asdict(self.model).items()}
-            | reparam
-            | {
-                "--backend": backend,
-                "--batch": self.batch,
-                "--dtype": str(self.dtype).removeprefix("torch."),
-                "--lr": self.lr,
-                "--seed": self.seed,
-                "--seq-len": self.seq_len,
-                "--steps": self.steps,
-                "--text": f"{text.name} (sha256 {text.digest[:12]})",
-            }
-        )
+        return {f"model {name}": value for name, value in dataclasses.asdict(self.model).items()} | {
+            "--backend": backend,
+            "--batch": self.batch,
+            "--dtype": str(self.dtype).removeprefix("torch."),
+            "--lr": self.lr,
+            "--seed": self.seed,
+            "--seq-len": self.seq_len,
+            "--steps": self.steps,
+            "--text": f"{text.name} (sha256 {text.digest[:12]})",
+            **({} if self.warm_up is None else {"warm-up": self.warm_up}),
+            **({"--sigma-reparam": True} if self.sigma_reparam else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def train(
     optimizer = make_optimizer(model, recipe.lr)
     if recipe.model.selection_bias:
         optimizer.register_step_post_hook(lambda *_: update_selection_biases(model))
-    schedule = make_schedule(optimizer, recipe.steps)
+    schedule = make_schedule(optimizer, recipe.steps, recipe.warm_up)
     order = torch.Generator().manual_seed(recipe.seed)  # on the CPU everywhere: the same batches on every device
     run = Run(backend, None)
     if state is not None and checkpoint is not None:

@@ -17,9 +17,10 @@ def make_optimizer(model: nn.Module, lr: float) -> AdamW:
     return AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
-def make_schedule(optimizer: AdamW, steps: int) -> SequentialLR:
-    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the optimizer's rate."""
-    warm_up, lr = max(1, steps // 10), optimizer.defaults["lr"]
+def make_schedule(optimizer: AdamW, steps: int, warm_up: int | None = None) -> SequentialLR:
+    """Linear warm-up over so many of the steps (None: a tenth), then a cosine down to a tenth of the optimizer's rate,
+    which the first step has where there is no warm-up."""
+    warm_up, lr = max(1, steps // 10 if warm_up is None else warm_up), optimizer.defaults["lr"]
     rise = LinearLR(optimizer, start_factor=1.0 / warm_up, total_iters=warm_up - 1)
     fall = CosineAnnealingLR(optimizer, T_max=max(1, steps - warm_up), eta_min=0.1 * lr)
     return SequentialLR(optimizer, [rise, fall], milestones=[warm_up])

@@ -66,6 +66,7 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="continue the runs in --out")
     add("--plot", type=Path, metavar="FILE", help="PNG of the loss curves (default: loss.png in --out)")
+    add("--plot-schedule", type=Path, metavar="FILE", help="draw the learning rate of --steps and --lr, and end")
     add("--prompt", help="prompt of the sample at the end (default: the first held-out tokens)")
     add("--sample-tokens", type=int, default=240, help="tokens to generate at the end; 0 for none")
     add("--temperature", type=float, default=0.7)
@@ -100,9 +101,9 @@ def make_recipe(options: argparse.Namespace, prompt: int, vocab_size: int = Byte
         options.checkpoint_every,
         options.accumulate,
         options.evaluate_every,
-        options.diagnose_every,
-        options.sigma_reparam,
-        options.compile,
+        diagnose_every=options.diagnose_every,
+        sigma_reparam=options.sigma_reparam,
+        compile=options.compile,
     )
 
 

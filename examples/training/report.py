@@ -15,7 +15,7 @@ from examples.training.loop import END_STEPS, Recipe, Run
 from examples.training.options import OWN_OPTIONS
 from examples.training.text import BYTES, Bytes, Text
 from foundry_kernels.diagnostics import write_history_png
-from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.models import GenerationStats, ModelConfig, Transformer
 
 #: Concerns about a run that are printed; its log has all of them.
 MOST_CONCERNS = 12
@@ -168,14 +168,16 @@ def sample(
     temperature: float,
     seed: int,
     vocabulary: Bytes = BYTES,
-) -> str:
-    """The prompt continued by `count` tokens, drawn with the key-value cache."""
+) -> tuple[str, GenerationStats]:
+    """The prompt continued by `count` tokens, drawn with the key-value cache, and how fast."""
     device = model.tok_embeddings.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = model.generate([list(prompt)], count, temperature=temperature, top_p=0.95, generator=generator)[0]
-    decoded = vocabulary.decode(tokens.tolist())
+    (tokens,), stats = model.generate(
+        [list(prompt)], count, temperature=temperature, top_p=0.95, generator=generator, return_stats=True
+    )
+    decoded = vocabulary.decode(tokens.tolist()).expandtabs(4)
     # Tokens of a half-trained model may hold anything, which must not reach the terminal as a control sequence.
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded.expandtabs(4))
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded), stats
 
 
 def _choices(config: ModelConfig) -> str:

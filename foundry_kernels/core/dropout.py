@@ -20,10 +20,28 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_device, check_int
+from foundry_kernels.core.options import Options
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 
 _LOW = 0xFFFFFFFF
 _SEEDS = 2**63 - 1  # what torch.randint can draw from; one more is what an int64 tensor holds
+
+
+class DropoutOptions(Options):
+    """What operators are told; without a seed nothing is dropped."""
+
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+
+
+NO_DROPOUT = DropoutOptions()
+
+
+def draw_seed(x: Tensor, name: str = "x") -> Tensor:
+    """A seed in a tensor on x's device, drawn from its default generator. `name` is that of x, for errors."""
+    if is_dtensor(x):
+        raise ValueError(f"dropout_seed must be given where {name} is a DTensor: each device would draw its own")
+    return torch.randint(_SEEDS, (), device=x.device)
 
 
 def arguments(
@@ -49,9 +67,7 @@ def arguments(
     if not dropout_p:
         return ()
     if dropout_seed is None:
-        if is_dtensor(x):
-            raise ValueError(f"dropout_seed must be given where {name} is a DTensor: each device would draw its own")
-        dropout_seed = torch.randint(_SEEDS, (), device=x.device)
+        dropout_seed = draw_seed(x, name)
     elif not isinstance(dropout_seed, Tensor):
         dropout_seed = torch.full((), dropout_seed, dtype=torch.int64, device=x.device)
     return float(dropout_p), dropout_seed
@@ -60,6 +76,15 @@ def arguments(
 def threshold(dropout_p: float) -> int:
     """The least word that keeps its element."""
     return int(dropout_p * 2**32)
+
+
+def kernel_numbers(dropout_p: float | None) -> tuple[int | None, float | None]:
+    """The threshold, as a signed number of 32 bits, and the scale of what is kept, for a Triton kernel; (None, None)
+    for None."""
+    if dropout_p is None:
+        return None, None
+    least = threshold(dropout_p)
+    return least - (least >> 31 << 32), 1.0 / (1.0 - dropout_p)
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

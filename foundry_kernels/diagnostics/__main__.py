@@ -1,4 +1,7 @@
-"""python -m foundry_kernels.diagnostics CHECKPOINT --text FILE: one page of heat maps and curves, and their numbers."""
+"""python -m foundry_kernels.diagnostics CHECKPOINT --text FILE: one page of heat maps and curves, and their numbers.
+
+`attention`, `positions` and `initialization` in place of CHECKPOINT are commands that draw one picture each.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ import torch
 from foundry_kernels.diagnostics import attention_maps, record
 from foundry_kernels.diagnostics.checkpoint import CheckpointError, load
 from foundry_kernels.diagnostics.page import write_json, write_png
+from foundry_kernels.diagnostics.pictures import commands
+
+PICTURES = ("attention", "positions", "initialization")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -19,6 +25,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m foundry_kernels.diagnostics",
         description="Draw the health of a checkpoint on a text: entropy and largest logits of attention, effective "
         "ranks, gradients, and where chosen heads look.",
+        epilog=f"Other pictures are drawn by: python -m foundry_kernels.diagnostics {{{','.join(PICTURES)}}} --help",
     )
     add = parser.add_argument
     add("checkpoint", type=Path, help="a folder saved by transformers, a checkpoint of examples/train.py, or a file "
@@ -56,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read the text {options.text}: {error}") from None
     model, encode = load(options.checkpoint)
+    if not model.config.head:
+        raise CheckpointError(f"{options.checkpoint} is an encoder without a head, which has no loss; try attention")
     tokens = encode(text)
     length = min(options.seq_len, model.config.max_seq_len)
     batch = windows(tokens, options.batch, length)
@@ -84,6 +93,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] and argv[0] in PICTURES:
+        return commands.main(argv)
     try:
         return run(parse(argv))
     except CheckpointError as error:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foundry_kernels.diagnostics.reparam import SigmaReparam
-from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.diagnostics.tokens import Tokens, spell_byte, spell_bytes_of
+from foundry_kernels.models import EncoderDecoder, ModelConfig, Transformer
 from foundry_kernels.ops.rope import RopeScaling
 
 
@@ -18,20 +21,30 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be read; the message is for the user."""
 
 
-Encode = Callable[[str], list[int]]
+def load(path: Path) -> tuple[Transformer, Tokens]:
+    """Returns a model of one part with its tokens; see :func:`read`.
+
+    Raises:
+        CheckpointError: as :func:`read`, or an encoder with a decoder.
+    """
+    model, tokens = read(path)
+    if isinstance(model, EncoderDecoder):
+        raise CheckpointError(f"{path} is an encoder with a decoder; it must be a single Transformer")
+    return model, tokens
 
 
-def load(path: Path) -> tuple[Transformer, Encode]:
+def read(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
     """Returns a model, and what makes tokens of a text: the tokenizer that lies with the model, or its bytes.
 
     Args:
-        path: a folder that transformers has saved; or a file of ``torch.save({"config": dataclasses.asdict(config),
-            "model": model.state_dict()}, path)``; or a checkpoint of `examples/train.py`.
+        path: a folder that transformers has saved (a language model, an encoder, an encoder with a decoder); or a file
+            of ``torch.save({"config": dataclasses.asdict(config), "model": model.state_dict()}, path)``; or a
+            checkpoint of `examples/train.py`.
 
     Raises:
-        CheckpointError: there is none, it is none of these, or `Transformer` has no such model.
+        CheckpointError: there is none, it is none of these, or `from_hf` does not know such a model.
     """
-    try:
+    with _refusing(path):
         if path.is_dir():
             return _from_folder(path)
         with warnings.catch_warnings():
@@ -43,26 +56,63 @@ def load(path: Path) -> tuple[Transformer, Encode]:
         model.load_state_dict(state)
         if reparam is not None:
             reparam.remove()
-        if tokenizer is not None:
-            return model, _tokens_of(tokenizer)
+        return model, _bytes_of(model) if tokenizer is None else _tokens_of(tokenizer)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Makes any error one that names the checkpoint."""
+    try:
+        yield
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file raises whatever the damaged part leads to
         lines = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {lines[0][:200]}") from None
-    return model, _bytes_of(model)
 
 
-def _from_folder(path: Path) -> tuple[Transformer, Encode]:
+def load_config(path: Path) -> ModelConfig:
+    """Returns the configuration of a checkpoint that :func:`load` takes, without its weights.
+
+    Raises:
+        CheckpointError: as :func:`load`.
+    """
+    with _refusing(path):
+        if path.is_dir():
+            config, kind, family = _kind_of(path)
+            if family is EncoderDecoder:
+                raise CheckpointError(f"{path} is an encoder with a decoder; it must be a single Transformer")
+            with torch.device("meta"):
+                model = kind.from_config(config)
+            return Transformer.read_hf(model, {})[0]
+        return _content(torch.load(path, map_location="cpu", weights_only=True, mmap=True))[0]
+
+
+def _kind_of(path: Path) -> tuple[Any, Any, type[Transformer] | type[EncoderDecoder]]:
+    """The configuration of a folder, the class of transformers that loads it, and the one of ours that takes it."""
     if not (path / "config.json").exists():
         raise CheckpointError(f"{path} has no config.json: it is no folder that transformers has saved")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
-    model = Transformer.from_hf(AutoModelForCausalLM.from_pretrained(path, local_files_only=True))
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if config.is_encoder_decoder:
+        return config, transformers.AutoModelForSeq2SeqLM, EncoderDecoder
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        return config, transformers.AutoModel, Transformer  # an encoder: its head predicts no next token
+    return config, transformers.AutoModelForCausalLM, Transformer
+
+
+def _from_folder(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
+    _, kind, family = _kind_of(path)
+    model = family.from_hf(kind.from_pretrained(path, local_files_only=True))
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return model, _bytes_of(model)
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return model, lambda text: tokenizer(text)["input_ids"]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    spell = _spelling(lambda token: str(tokenizer.convert_ids_to_tokens(token)), backend)
+    return model, Tokens(lambda text: tokenizer(text)["input_ids"], spell)
 
 
 def _content(content: Any) -> tuple[ModelConfig, dict[str, Any], str | None]:
@@ -79,16 +129,27 @@ def _config(fields: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if isinstance(scaling, dict) else scaling})
 
 
-def _tokens_of(tokenizer: str) -> Encode:
+def _tokens_of(tokenizer: str) -> Tokens:
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise CheckpointError("tokenizers is missing; pip install 'foundry-kernels[tokenizers]'") from None
-    encode = Tokenizer.from_str(tokenizer).encode
-    return lambda text: encode(text).ids
+    found = Tokenizer.from_str(tokenizer)
+    return Tokens(lambda text: found.encode(text).ids, _spelling(found.id_to_token, found))
 
 
-def _bytes_of(model: Transformer) -> Encode:
+def _spelling(token_of: Callable[[int], str | None], tokenizer: Any) -> Callable[[int], str]:
+    """How tokens are spelled whose strings `token_of` returns; `tokenizer` is of tokenizers, or None."""
+    bytewise = tokenizer is not None and '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+
+    def spell(token: int) -> str:
+        string = token_of(token) or f"<{token}>"
+        return spell_bytes_of(string) if bytewise else string
+
+    return spell
+
+
+def _bytes_of(model: Transformer | EncoderDecoder) -> Tokens:
     if model.config.vocab_size < 256:
         raise CheckpointError(f"a vocabulary of {model.config.vocab_size} has no place for bytes, and no tokenizer")
-    return lambda text: list(text.encode())
+    return Tokens(lambda text: list(text.encode()), spell_byte)

@@ -17,7 +17,8 @@ from foundry_kernels.nn import Attention
 #: The fields of a model's configuration that may have other values than their default, any or these: with them a logit
 #: is a product of rows of `wq` and `wk`, before what is never positive.
 CLIPPED: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "init_std")),
+    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len")),
+    **dict.fromkeys(("init", "init_std")),
     **dict.fromkeys(("hidden_dim", "multiple_of", "ffn_dim_multiplier", "ffn_rule", "activation", "mlp_bias")),
     **dict.fromkeys(("norm", "norm_eps", "norm_round_before_weight", "norm_bias", "norm_placement", "embedding_norm")),
     **dict.fromkeys(("rope_base", "rope_scaling", "rope_interleaved", "rope_dim", "sliding_window")),

@@ -1,25 +1,44 @@
-"""Attention maps of chosen heads: the one thing here that makes T x T matrices, of one text."""
+"""Attention maps: the one thing here that makes T x T matrices, of one text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_integer, check_rank
 from foundry_kernels.core.registry import OPS, override
-from foundry_kernels.diagnostics.recorder import check_model
-from foundry_kernels.models import Transformer
-from foundry_kernels.ops.flash_attention import reference
+from foundry_kernels.diagnostics.recorder import attentions_of, check_model
+from foundry_kernels.models import EncoderDecoder, Transformer
+from foundry_kernels.nn import Attention
+from foundry_kernels.ops.flash_attention import flash_attention, reference
+
+#: What of an encoder with a decoder attends.
+PARTS = ("encoder", "decoder", "cross")
+Maps = dict[tuple[int, int], Tensor]
+
+
+def attention_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """Returns the weights of attention ``[B, H, T, S]`` of queries ``[B, H, T, D]`` and keys ``[B, Hk, S, D]``:
+    ``softmax(q k^T / sqrt(D))`` over the keys that a query sees, by the reference, in q's dtype.
+
+    Args:
+        options: `causal`, `scale`, `window`, `softcap`, `alibi_slopes`, `attn_mask`, `sinks` and `align` of
+            :func:`foundry_kernels.flash_attention`.
+
+    Raises:
+        TypeError, ValueError: as that function.
+    """
+    check_rank("k", k, 4, "[B, Hk, S, D]")
+    weights: Tensor = flash_attention(q, k, _unit_values(k, k.dtype), backend="reference", **options)
+    return weights
 
 
 @torch.no_grad()
-def attention_maps(
-    model: Transformer, tokens: Tensor, heads: Sequence[tuple[int, int]]
-) -> dict[tuple[int, int], Tensor]:
+def attention_maps(model: Transformer, tokens: Tensor, heads: Sequence[tuple[int, int]]) -> Maps:
     """Returns the weights of attention of one text, by the reference.
 
     Args:
@@ -34,33 +53,88 @@ def attention_maps(
         TypeError: another model, or tokens that are no integers.
         ValueError: a layer or head that there is not, or tokens of another shape.
     """
-    config = check_model(model).config
-    check_integer("tokens", tokens)
-    check_rank("tokens", tokens, 2, "[1, T]")
+    attentions = attentions_of(check_model(model))
+    _check("tokens", tokens, heads, attentions)
+    return _maps(model, attentions, heads, lambda: model(tokens))
+
+
+@torch.no_grad()
+def encoder_decoder_maps(
+    model: EncoderDecoder, source: Tensor, tokens: Tensor, part: str, heads: Sequence[tuple[int, int]]
+) -> Maps:
+    """Returns the weights of attention of a text and another that is made of it, by the reference.
+
+    Args:
+        model: a :class:`foundry_kernels.models.EncoderDecoder`; it is run in evaluation mode, and left as it was.
+        source: ``[1, S]`` int32 or int64, tokens of the encoder.
+        tokens: ``[1, T]`` int32 or int64, what the decoder reads.
+        part: "encoder" or "decoder", each of its own tokens, or "cross", the decoder's of the encoder's.
+        heads: pairs of a layer and a query head of that part.
+
+    Returns:
+        for each pair ``[S, S]``, ``[T, T]`` or ``[T, S]``, in the dtype of the model's values.
+
+    Raises:
+        TypeError: another model, or tokens that are no integers.
+        ValueError: an unknown part, a layer or head that there is not, or tokens of another shape.
+    """
+    if not isinstance(model, EncoderDecoder):
+        raise TypeError(f"model must be a foundry_kernels.models.EncoderDecoder; got {type(model).__name__}")
+    if part not in PARTS:
+        raise ValueError(f"part must be one of {', '.join(PARTS)}; got {part!r}")
+    if part == "cross":
+        attentions = [cast(Attention, block.cross_attention) for block in model.decoder.layers]
+    else:
+        attentions = attentions_of(model.encoder if part == "encoder" else model.decoder)
+    _check("source", source, heads, attentions)
+    _check("tokens", tokens, heads, attentions)
+    return _maps(model, attentions, heads, lambda: model(source, tokens))
+
+
+def _unit_values(k: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values whose outputs are the weights: the rows of a unit matrix, in each head."""
+    return torch.eye(k.shape[2], dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+
+
+def _check(name: str, tokens: Tensor, heads: Sequence[tuple[int, int]], attentions: list[Attention]) -> None:
+    check_integer(name, tokens)
+    check_rank(name, tokens, 2, "[1, T]")
     if tokens.shape[0] != 1:
-        raise ValueError(f"tokens must be [1, T], one text; got shape {tuple(tokens.shape)}")
+        raise ValueError(f"{name} must be [1, T], one text; got shape {tuple(tokens.shape)}")
+    n_layers, n_heads = len(attentions), attentions[0].n_heads
     for layer, head in heads:
-        if not (0 <= layer < config.n_layers and 0 <= head < config.n_heads):
-            raise ValueError(
-                f"heads must be (layer, head) below ({config.n_layers}, {config.n_heads}); got ({layer}, {head})"
-            )
-    maps: dict[tuple[int, int], Tensor] = {}
-    calls = 0
+        if not (0 <= layer < n_layers and 0 <= head < n_heads):
+            raise ValueError(f"heads must be (layer, head) below ({n_layers}, {n_heads}); got ({layer}, {head})")
+
+
+def _maps(
+    model: torch.nn.Module, attentions: list[Attention], heads: Sequence[tuple[int, int]], run: Callable[[], Any]
+) -> Maps:
+    """The weights of these heads of `attentions` while `run` calls the model."""
+    found: Maps = {}
+    running: int | None = None
+
+    def begin(index: int) -> None:
+        nonlocal running
+        running = index
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: Any) -> Any:
-        nonlocal calls
-        if wanted := [head for layer, head in heads if layer == calls]:
-            # With the rows of a unit matrix for values, the outputs are the weights.
-            unit = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)
-            found = reference.flash_attention(q, k, unit, options._replace(return_lse=True, return_stats=False))
-            maps.update({(calls, head): found[0][0, head].clone() for head in wanted})
-        calls += 1
+        nonlocal running
+        if wanted := [head for layer, head in heads if layer == running]:
+            asked = options._replace(return_lse=True, return_stats=False)
+            weights = reference.flash_attention(q, k, _unit_values(k, v.dtype), asked)
+            found.update({(cast(int, running), head): weights[0][0, head].clone() for head in wanted})
+        running = None
         return reference.flash_attention(q, k, v, options)
 
     spec, training = OPS["flash_attention"], model.training
     with ExitStack() as undo:
         for impl in spec.impls:
             undo.enter_context(override(spec, impl.backend, fn=attend))
+        for index, attention in enumerate(attentions):
+            hook = attention.register_forward_pre_hook(lambda *_, index=index: begin(index))
+            undo.callback(hook.remove)
         undo.callback(model.train, training)
-        model.eval()(tokens)
-    return maps
+        model.eval()
+        run()
+    return {pair: found[pair] for pair in heads}

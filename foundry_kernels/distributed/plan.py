@@ -86,7 +86,8 @@ class VocabularyParallel(ColwiseParallel):
 
 #: The fields of a model's configuration that may have other values than their default: any, or these.
 DIVIDED: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len", "init_std")),
+    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len")),
+    **dict.fromkeys(("init", "init_std")),
     **dict.fromkeys(("hidden_dim", "multiple_of", "ffn_dim_multiplier", "ffn_rule")),
     **dict.fromkeys(("norm_eps", "norm_round_before_weight", "norm_bias", "embedding_norm")),
     **dict.fromkeys(("rope_base", "rope_scaling", "rope_interleaved", "rope_dim", "sliding_window")),
@@ -95,7 +96,7 @@ DIVIDED: dict[str, tuple[Any, ...] | None] = {
     "positions": ("rope", "learned", "none"),
     "norm": ("rms_norm", "layer_norm"),
     "norm_placement": ("pre", "post"),
-    "activation": ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"),
+    "activation": ("swiglu", "geglu", "geglu_tanh", "glu", "reglu", "gelu", "gelu_tanh", "silu", "relu"),
 }
 #: Why others are not sharded.
 _REASONS = {
@@ -103,6 +104,7 @@ _REASONS = {
     "positions=sinusoidal": "the table is not divided along the sequence",
     "qk_norm": "the gradients of its weights would have to be summed over the devices",
     **dict.fromkeys(("embedding_dropout", "residual_dropout"), "random numbers are not divided"),
+    "activation_dropout": "a device knows its columns by their number there, and would drop what the first one drops",
     "attention_dropout": "a device knows its heads by their number there, and would drop what the first one drops",
     "n_experts": "experts are not divided",
     "tie_embeddings": "a shared matrix cannot be divided both ways",

@@ -12,10 +12,12 @@ from foundry_kernels.ops.rope import RopeScaling
 
 #: Activations by their names in transformers: those of a plain feed-forward block, and those of a gate.
 PLAIN = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu"
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "relu": "relu",
 }  # fmt: skip
 GATES = {
-    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh"
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
+    "sigmoid": "glu", "relu": "reglu",
 }  # fmt: skip
 
 

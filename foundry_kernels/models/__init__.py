@@ -5,7 +5,7 @@ from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.encoder_decoder import EncoderDecoder
-from foundry_kernels.models.generate import generate
+from foundry_kernels.models.generate import GenerationStats, generate
 from foundry_kernels.models.transformer import Transformer
 
-__all__ = ["Context", "EncoderDecoder", "KVCache", "ModelConfig", "Transformer", "generate"]
+__all__ = ["Context", "EncoderDecoder", "GenerationStats", "KVCache", "ModelConfig", "Transformer", "generate"]

@@ -41,8 +41,7 @@ def operations(config: ModelConfig) -> tuple[str, ...]:
         ops.append("qk_norm_rope" if fused else "rms_norm")
     if config.positions == "rope" and not (config.qk_norm and fused):
         ops.append("rope")
-    op = (GATES if config.gated else ACTIVATIONS)[config.activation][0]
-    ops += [] if op is None else [op]
+    ops.append((GATES if config.gated else ACTIVATIONS)[config.activation][0])
     ops += [] if config.n_experts is None else ["grouped_mm", "combine_experts"]
     return tuple(dict.fromkeys((*ops, "flash_attention", "cross_entropy", "linear_cross_entropy")))
 
@@ -99,6 +98,7 @@ def make_feed_forward(config: ModelConfig, factory: dict[str, Any], layer: int) 
             weight_inputs=config.weight_expert_inputs,
             shared_width=config.shared_expert_dim,
             shared_gate=config.shared_expert_gate,
+            dropout=config.activation_dropout,
             **factory,
         )
     if config.activation == "swiglu" and not config.mlp_bias and not config.activation_dropout:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core.checks import check_int
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.nn._decode import KeyValueMemory
 
@@ -19,7 +20,7 @@ class KVCache:
     Args:
         config: of the model.
         batch_size: sequences, which all have the same length at any time.
-        max_len: positions it can hold; None is ``config.max_seq_len``.
+        max_len: positions it can hold; None is ``config.max_seq_len``, which only learned positions cannot exceed.
         device, dtype: of the keys and values the model computes (under autocast, autocast's dtype).
 
     Attributes:
@@ -27,7 +28,7 @@ class KVCache:
         k, v: for each layer ``[B, Hk, max_len, D]``.
 
     Raises:
-        ValueError: a size below 1, or `max_len` beyond ``config.max_seq_len``.
+        ValueError: a size below 1, or `max_len` beyond the table of learned positions.
     """
 
     def __init__(
@@ -40,10 +41,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
     ) -> None:
         max_len = config.max_seq_len if max_len is None else max_len
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
-        if not 1 <= max_len <= config.max_seq_len:
-            raise ValueError(f"max_len must be in 1 .. max_seq_len={config.max_seq_len}; got {max_len}")
+        check_cache(config, batch_size, max_len)
         shape = (batch_size, config.kv_heads, max_len, config.head_width)
         self.batch_size, self.max_len, self.length = batch_size, max_len, 0
         self.k = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
@@ -89,6 +87,17 @@ class KVCache:
             f"KVCache(layers={len(self.k)}, batch_size={b}, n_kv_heads={h}, head_dim={d}, "
             f"length={self.length}/{s}, {self.dtype}, {self.device})"
         )
+
+
+def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
+    """Raises TypeError or ValueError where a model has no cache of that size."""
+    if not config.causal:
+        raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
+    check_int("batch_size", batch_size, 1)
+    check_int("max_len", max_len, 1)
+    if config.positions == "learned" and max_len > config.max_seq_len:
+        learned = f"max_seq_len={config.max_seq_len}, the length of the table of learned positions"
+        raise ValueError(f"max_len must be at most {learned}; got {max_len}")
 
 
 class LayerCache(KeyValueMemory):

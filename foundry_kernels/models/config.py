@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
-from foundry_kernels.models import presets
+from foundry_kernels.models import count, memory, presets
 from foundry_kernels.models.contradictions import contradictions
-from foundry_kernels.models.count import count_parameters
-from foundry_kernels.nn.mlp import GATES
+from foundry_kernels.models.init import INITS
+from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 from foundry_kernels.nn.router import SCORINGS
 from foundry_kernels.ops.rope import RopeScaling
 
@@ -21,10 +21,11 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "positions": ("rope", "alibi", "learned", "sinusoidal", "relative", "none"),
     "norm": ("rms_norm", "layer_norm"),
     "norm_placement": ("pre", "post"),
-    "activation": (*GATES, "gelu", "gelu_tanh", "relu"),
+    "activation": (*GATES, *ACTIVATIONS),
     "ffn_rule": (None, "4d", "two_thirds_of_4d"),
     "router_scoring": SCORINGS,
     "qk_norm_over": ("head", "projection"),
+    "init": INITS,
 }
 
 
@@ -38,7 +39,8 @@ class ModelConfig:
         n_heads: query heads.
         n_kv_heads: key-value heads, a divisor of `n_heads`; None is `n_heads`, 1 is multi-query attention.
         vocab_size: tokens are 0 .. vocab_size - 1.
-        max_seq_len: positions that the model takes: rows of the rotary, learned or sinusoidal table.
+        max_seq_len: positions that the model is made for: rows of the learned table, which ends there, and of the
+            rotary or sinusoidal one at first, which grows.
         multiple_of: two thirds of 4d are rounded up to a multiple of it.
         ffn_dim_multiplier: factor on the feed-forward width before it is rounded up.
         hidden_dim: the feed-forward width itself, which overrides the two above and `ffn_rule`.
@@ -50,7 +52,10 @@ class ModelConfig:
         rope_scaling: None, or a :class:`foundry_kernels.RopeScaling`.
         rope_interleaved: True pairs the dimensions (2i, 2i+1), as Meta's checkpoints need; False (i, i + D/2).
         tie_embeddings: the output projection is the embedding's matrix.
-        init_std: standard deviation of the initial weights.
+        init: how projections begin, from normal distributions: "normal", with `init_std`; "xavier", with
+            ``sqrt(2 / (fan_in + fan_out))``; "depth_scaled", with `init_std`, by ``sqrt(2 n_layers)`` less where they
+            write to the residual stream (GPT-2); see :func:`foundry_kernels.models.init.init_weights`.
+        init_std: standard deviation of the initial weights, in all three that of embeddings.
         positions: "rope" rotates queries and keys; "alibi" lowers a score by the distance, by a slope a head
             (:func:`foundry_kernels.nn.alibi_slopes`); "learned" and "sinusoidal" add a vector to the embedding;
             "relative" adds a learned number a head to a score, by the distance (T5,
@@ -67,7 +72,8 @@ class ModelConfig:
         embedding_norm: a norm of the embeddings, with the positions added (BLOOM).
         embedding_scale: factor on the embeddings, rounded to their dtype, before positions are added.
         token_types: rows of a table of embeddings that are added by the type of a token (BERT's segments); 0 is none.
-        activation: gated "swiglu", "geglu" or "geglu_tanh", or "gelu", "gelu_tanh" (GPT-2) or "relu" of one product.
+        activation: gated "swiglu", "geglu", "geglu_tanh", "glu" (the logistic function) or "reglu", or "gelu",
+            "gelu_tanh" (GPT-2), "silu" or "relu" of one product.
         ffn_rule: the feed-forward width: "4d", or "two_thirds_of_4d" rounded up to `multiple_of`, with which a gated
             block has as many parameters; None is two thirds where there is a gate, else 4d.
         attention_bias: biases of the projections to queries, keys and values.
@@ -88,7 +94,8 @@ class ModelConfig:
         embedding_dropout, residual_dropout: of the embeddings, and of each branch before it is added, in the pass of
             the norm that adds it.
         attention_dropout: of attention's weights, inside attention's kernels.
-        activation_dropout: of the activated product inside the feed-forward block.
+        activation_dropout: of the activated product inside the feed-forward block or an expert, in the pass that
+            makes it.
         output_dropout: of what the output projection reads (T5).
         n_experts: None, or how many experts take the place of the feed-forward block, each of its width
             (:class:`foundry_kernels.nn.MoE`).
@@ -183,6 +190,7 @@ class ModelConfig:
     shared_expert_gate: bool = False
     load_balancing_coef: float = 0.0
     router_z_coef: float = 0.0
+    init: str = "normal"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -357,7 +365,13 @@ class ModelConfig:
     @property
     def n_parameters(self) -> int:
         """Parameters of the model, those of a tied head once."""
-        return count_parameters(self)
+        return count.parameters_by_part(self).total
+
+    # What the model costs. These are functions of a configuration, so methods.
+    parameters_by_part = count.parameters_by_part
+    cache_bytes = count.cache_bytes
+    flops_per_token = count.flops_per_token
+    training_bytes = memory.training_bytes
 
 
 def _check_size(name: str, value: object) -> None:

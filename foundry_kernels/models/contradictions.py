@@ -94,8 +94,6 @@ def _contradictions_of_experts(config: ModelConfig) -> Iterator[str]:
         )
     if config.shared_expert_gate and config.shared_expert_dim is None:
         yield "shared_expert_gate needs shared_expert_dim: there is no shared expert; got True"
-    if config.activation_dropout:
-        yield "activation_dropout needs n_experts=None: experts do not drop out what they activate"
     if config.dense_hidden_dim is not None and not config.dense_layers:
         yield f"dense_hidden_dim needs dense_layers: every layer has experts; got {config.dense_hidden_dim}"
     if len(config.dense_layers) == config.n_layers:

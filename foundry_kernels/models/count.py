@@ -1,49 +1,183 @@
-"""How many parameters a model has, by its configuration alone."""
+"""What a model costs, by its configuration alone: parameters, bytes of a cache, floating-point operations."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from foundry_kernels.core.checks import check_int
+
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Parameters of the model, those of a tied head once."""
-    dim, norm = config.dim, config.dim * (2 if config.norms_have_bias else 1)
-    norms = 1 if config.shared_attention_norm else 2
-    layers = config.n_layers * (_attention(config, dim) + norm * norms)
+class Parts(dict[str, int]):
+    """A number for each part of a model, in the order of the data; a dict with a `total`."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each part's share of the total, 0 .. 1."""
+        total = max(self.total, 1)
+        return {name: number / total for name, number in self.items()}
+
+    def times(self, factor: int) -> Parts:
+        """Returns every number multiplied, such as parameters by the bytes of one."""
+        return Parts({name: factor * number for name, number in self.items()})
+
+
+def parameters_by_part(config: ModelConfig, active: bool = False) -> Parts:
+    """Returns the parameters of the model by part; their total is `config.n_parameters`.
+
+    Args:
+        active: count of the experts `top_k` alone, those that a token goes through.
+
+    Returns:
+        "embedding": tokens, token types, learned positions. "attention": the projections with their biases, those to a
+        context, and the table of relative positions. "feed_forward": blocks or experts with their biases, shared
+        experts, routers. "norms": of blocks, of queries and keys, of embeddings and the last one. "head": the output
+        projection; 0 where it is tied, for its matrix is the embedding's.
+    """
+    dim, norm, n_layers = config.dim, config.dim * (2 if config.norms_have_bias else 1), config.n_layers
+    blocks = n_layers * (1 if config.shared_attention_norm else 2)
+    attention, norms = _attention(config, dim), _qk_norms(config)
     if config.context_dim is not None:
-        layers += config.n_layers * (_attention(config, config.context_dim) + norm)
-    sparse = config.n_layers - len(config.dense_layers)
-    layers += sparse * _feed_forward(config)
-    layers += len(config.dense_layers) * _block(config, config.dense_hidden_dim or config.ffn_width)
-    matrices = 1 + (config.head and not config.tie_embeddings)
-    embeddings = config.vocab_size * (dim * matrices + config.output_bias) + dim * config.token_types
-    embeddings += config.max_seq_len * dim * (config.positions == "learned") + norm * config.embedding_norm
-    embeddings += config.relative_buckets * config.n_heads * config.relative
-    return embeddings + layers + norm * config.ends_with_norm
+        attention, norms = attention + _attention(config, config.context_dim), 2 * norms
+        blocks += n_layers
+    learned = config.max_seq_len if config.positions == "learned" else 0
+    dense = len(config.dense_layers)
+    feed_forward = (n_layers - dense) * _feed_forward(config, active)
+    feed_forward += dense * _block(config, config.dense_hidden_dim or config.ffn_width)
+    own_head = config.head and not config.tie_embeddings
+    return Parts(
+        embedding=dim * (config.vocab_size + config.token_types + learned),
+        attention=n_layers * attention + config.relative_buckets * config.n_heads * config.relative,
+        feed_forward=feed_forward,
+        norms=n_layers * norms + norm * (blocks + config.embedding_norm + config.ends_with_norm),
+        head=config.vocab_size * (dim * own_head + config.output_bias),
+    )
 
 
 def _attention(config: ModelConfig, source: int) -> int:
-    """source: the width of what keys and values are made of."""
+    """Projections; source: the width of what keys and values are made of."""
     q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
-    weights = 2 * config.dim * q + 2 * source * kv
     biases = (q + 2 * kv) * config.attention_bias + config.dim * config.attention_out_has_bias
-    over = 2 * config.head_width if config.qk_norm_over == "head" else q + kv
-    return weights + biases + over * config.qk_norm
+    return 2 * config.dim * q + 2 * source * kv + biases
+
+
+def _qk_norms(config: ModelConfig) -> int:
+    heads = 2 if config.qk_norm_over == "head" else config.n_heads + config.kv_heads
+    return heads * config.head_width * config.qk_norm
+
+
+def _matrices(config: ModelConfig, width: int) -> int:
+    return (3 if config.gated else 2) * config.dim * width
 
 
 def _block(config: ModelConfig, width: int) -> int:
     """A feed-forward block."""
-    matrices = 3 if config.gated else 2
-    return matrices * config.dim * width + ((matrices - 1) * width + config.dim) * config.mlp_bias
+    biases = (2 if config.gated else 1) * width + config.dim
+    return _matrices(config, width) + biases * config.mlp_bias
 
 
-def _feed_forward(config: ModelConfig) -> int:
+def _feed_forward(config: ModelConfig, active: bool) -> int:
+    """The feed-forward part of a layer, of one with experts where there are any."""
     if config.n_experts is None:
         return _block(config, config.ffn_width)
-    shared = config.shared_expert_dim
-    count = config.n_experts * (_block(config, config.ffn_width) + config.dim + config.router_bias)
-    count += 0 if shared is None else _block(config, shared)
+    experts = config.top_k if active else config.n_experts
+    count = experts * _block(config, config.ffn_width) + config.n_experts * (config.dim + config.router_bias)
+    count += 0 if config.shared_expert_dim is None else _block(config, config.shared_expert_dim)
     return count + config.dim * config.shared_expert_gate
+
+
+def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a :class:`KVCache`: ``2 n_layers batch n_kv_heads length head_dim`` elements.
+
+    It is what the cache allocates: all `length` positions, with a sliding window too. Keys and values of a context are
+    not in it.
+
+    Args:
+        batch: sequences.
+        length: positions that the cache can hold, `max_len`.
+        dtype: of keys and values.
+
+    Raises:
+        TypeError, ValueError: a size is no int or below 1, `dtype` is no dtype, or the model has no such cache (it is
+            not causal, or has fewer learned positions).
+    """
+    from foundry_kernels.models.cache import check_cache
+
+    itemsize = _itemsize("dtype", dtype)
+    check_cache(config, batch, length)
+    return 2 * config.n_layers * batch * config.kv_heads * length * config.head_width * itemsize
+
+
+def _itemsize(name: str, dtype: object) -> int:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype; got {dtype!r:.60}")
+    return dtype.itemsize
+
+
+def flops_by_part(config: ModelConfig, length: int, context_length: int | None = None) -> dict[str, float]:
+    """Returns the floating-point operations of a forward pass for each token of a sequence of `length`, by part.
+
+    A multiply-add counts as 2. Counted are matrix products, as utilization (MFU) is measured: projections in
+    "attention", scores and the weighted sums of values in "attention_scores", the feed-forward part (`top_k` experts,
+    the shared one, the router) and the head. Norms, activations, the rotation and the softmax are not, nor are
+    embeddings, which are read. A training step counts as 3 forward passes, for the backward pass has two products for
+    each one; what is recomputed is not counted.
+
+    Scores are those that a query sees, as an average over the positions: ``(length + 1) / 2`` keys in a causal model,
+    fewer with a window, all in an encoder. A backend that computes the hidden ones too, as the reference does, executes
+    more: without a window ``2 length / (length + 1)`` times as many.
+
+    Args:
+        length: tokens of a sequence.
+        context_length: of a model with `context_dim`, the tokens of the context; None is `length`. The context's keys
+            and values are computed once, and the tokens of the sequence share that work.
+
+    Raises:
+        TypeError, ValueError: no int or below 1, or a `context_length` without a context.
+    """
+    check_int("length", length, 1)
+    q, kv = config.n_heads * config.head_width, config.kv_heads * config.head_width
+    projections, scores = 2.0 * config.dim * (2 * q + 2 * kv), 4.0 * q * _keys_seen(config, length)
+    if config.context_dim is not None:
+        context_length = length if context_length is None else context_length
+        check_int("context_length", context_length, 1)
+        projections += 4.0 * config.dim * q + 4.0 * config.context_dim * kv * context_length / length
+        scores += 4.0 * q * context_length
+    elif context_length is not None:
+        raise ValueError(f"context_length needs a model with context_dim; got {context_length}")
+    dense = len(config.dense_layers)
+    experts = 2.0 * _matrices(config, config.ffn_width)
+    if config.n_experts is not None:
+        experts = config.top_k * experts + 2.0 * config.dim * (config.n_experts + config.shared_expert_gate)
+        experts += 2.0 * _matrices(config, config.shared_expert_dim or 0)
+    feed_forward = (config.n_layers - dense) * experts
+    feed_forward += dense * 2.0 * _matrices(config, config.dense_hidden_dim or config.ffn_width)
+    return {
+        "attention": config.n_layers * projections,
+        "attention_scores": config.n_layers * scores,
+        "feed_forward": feed_forward,
+        "head": 2.0 * config.dim * config.vocab_size * config.head,
+    }
+
+
+def flops_per_token(
+    config: ModelConfig, length: int, context_length: int | None = None, training: bool = False
+) -> float:
+    """Returns the sum of :func:`flops_by_part`, which says what is counted; with `training` 3 times that."""
+    return (3.0 if training else 1.0) * sum(flops_by_part(config, length, context_length).values())
+
+
+def _keys_seen(config: ModelConfig, length: int) -> float:
+    """Keys that a query sees, as an average over the positions."""
+    window = length if config.sliding_window is None else min(config.sliding_window, length)
+    # Position i sees min(i, window - 1) before itself, and without `causal` as many behind.
+    before = (window * (window - 1) / 2 + (length - window) * (window - 1)) / length
+    return 1.0 + (before if config.causal else 2.0 * before)

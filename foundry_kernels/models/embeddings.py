@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.models.inputs import check_range
+from foundry_kernels.models.inputs import check_range, values_known
 from foundry_kernels.nn import SinusoidalEmbedding
 from foundry_kernels.nn._layers import is_observed
 
@@ -35,7 +35,7 @@ def needs_preparing(config: ModelConfig) -> bool:
 
 def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
     """The rows of the tokens; on the CPU, a token that has none is named."""
-    if not tokens.is_cpu or torch.compiler.is_compiling():
+    if not values_known(tokens):
         return table(tokens)
     # The embedding looks at each token anyway. It is left to that, and ours is only to say which one it was.
     looks = type(table) is nn.Embedding and table.num_embeddings == vocab_size
@@ -49,10 +49,15 @@ def embed(table: nn.Embedding, tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def prepare(
-    model: Transformer, stream: Tensor, start: int, positions: Tensor | None, token_types: Tensor | None
+    model: Transformer,
+    stream: Tensor,
+    start: int,
+    positions: Tensor | None,
+    token_types: Tensor | None,
+    max_seqlen: int | None,
 ) -> Tensor:
-    """Embeddings of the positions from `start` on, or of those that are given, to the stream that the first block
-    reads."""
+    """Embeddings of the positions from `start` on, or of those that are given, of sequences of at most `max_seqlen`, to
+    the stream that the first block reads."""
     config, table, norm, dropout = (
         model.config, model.pos_embeddings, model.embedding_norm, model.config.embedding_dropout
     )  # fmt: skip
@@ -63,7 +68,7 @@ def prepare(
         types = model.type_embeddings
         stream = stream + (types.weight[0] if token_types is None else types(token_types))
     if isinstance(table, SinusoidalEmbedding):
-        stream = table(stream, start, positions)
+        stream = table(stream, start, positions, stream.shape[1] if max_seqlen is None else max_seqlen)
     elif table is not None:
         if positions is None:
             positions = torch.arange(start, start + stream.shape[1], device=stream.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ from foundry_kernels.core.checks import check_int, check_integer
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
+from foundry_kernels.models.extend import extended
 from foundry_kernels.models.generate import generate, read_prompts
 from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._backend import Backend
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.rope import RopeScaling
 
 #: Fields of a decoder that mean nothing to the encoder of the same shape.
 _DECODERS = ("context_dim", "head", "tie_embeddings", "output_bias", "logit_scale")
@@ -103,7 +105,7 @@ class EncoderDecoder(nn.Module):
             model: of transformers.
             backend: as for the class.
             changes: fields of both configurations that differ and leave the shapes as they are, such as a dropout or
-                `max_seq_len` (2048 for T5, whose positions have no end).
+                `max_seq_len` (2048 for T5).
 
         Raises:
             TypeError: a class that is not in the table.
@@ -209,6 +211,11 @@ class EncoderDecoder(nn.Module):
         moved[..., :1] = self.start_token
         return moved.masked_fill(moved == ignore_index, self.start_token)
 
+    def extended(self, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Self:
+        """Returns the model with an encoder and a decoder for `max_seq_len` positions and this one's parameters; see
+        :func:`foundry_kernels.models.extend.extended`."""
+        return extended(self, max_seq_len, rope_scaling)
+
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache of the decoder; see :meth:`Transformer.make_cache`."""
         return self.decoder.make_cache(batch_size, max_len)
@@ -222,7 +229,7 @@ class EncoderDecoder(nn.Module):
         source_lengths: Tensor | None = None,
         prompts: Tensor | Sequence[Tensor | Sequence[int]] | None = None,
         **options: Any,
-    ) -> list[Tensor]:
+    ) -> Any:
         """Generates a sequence for each source; the sources are encoded once, and their keys and values kept.
 
         Args:
@@ -230,10 +237,12 @@ class EncoderDecoder(nn.Module):
             max_new_tokens: for each source; 0 or more.
             source_lengths: as in :meth:`forward`; of a ``[B, S]`` tensor.
             prompts: what each decoder begins with; None is `start_token`.
-            options: of :func:`foundry_kernels.models.generate`: `temperature`, `stop_token` and others.
+            options: of :func:`foundry_kernels.models.generate`: `temperature`, `stop_token` and others. `return_stats`
+                counts the decoder's time, without the encoder's.
 
         Returns:
-            For each source the prompt and its continuation, 1-D int64 on the model's device.
+            For each source the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a
+            pair, as of :func:`foundry_kernels.models.generate`.
 
         Raises:
             TypeError, ValueError: as :func:`foundry_kernels.models.generate` and :meth:`forward`, as many prompts as
@@ -245,7 +254,7 @@ class EncoderDecoder(nn.Module):
                 raise ValueError("source_lengths are for a [B, S] tensor; rows of a sequence have their own")
             rows = read_prompts(source, self.encoder.config.vocab_size, "source")
             if not rows:
-                return []
+                return generate(self.decoder, [], max_new_tokens, **options)
             source_lengths = torch.tensor([len(row) for row in rows], device=device)
             source = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         if prompts is None:

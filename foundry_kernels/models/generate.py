@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_int, check_not_negative, check_positive
+from foundry_kernels.core.checks import check_bool, check_int, check_not_negative, check_positive
+from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.nn._tables import PositionTables
 
 if TYPE_CHECKING:
     from foundry_kernels.models.cache import KVCache
@@ -24,6 +28,76 @@ _LOOK_EVERY = 16
 _TOP_P_FIRST = 64
 
 
+@dataclass(frozen=True)
+class GenerationStats:
+    """How fast :func:`generate` was, in its two phases: *prefill* reads the prompts in one pass, which is bound by
+    arithmetic, and *decode* makes a token a step, which is bound by reading weights and cache.
+
+    Attributes:
+        prompt_tokens: of all prompts.
+        new_tokens: of all rows, a stop token included.
+        prefill_tokens: read in the first pass: as many of each prompt as the shortest has.
+        decode_tokens: new tokens that steps of one token made: all but the first one of the rows whose prompt the first
+            pass has read to its end. (Such a step may read the rest of a longer prompt beside, which counts as no
+            token.)
+        prefill_seconds: until the first tokens are drawn.
+        decode_seconds: from then on, with what `compile` compiles in the first call.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """0 where no prompt was read."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of all rows together; 0 where there was no step after the first pass."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"prefill {self.prefill_tokens:,} tokens at {self.prefill_tokens_per_second:,.0f} tokens/s, "
+            f"decode {self.decode_tokens:,} tokens at {self.decode_tokens_per_second:,.0f} tokens/s"
+        )
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of :func:`generate` without the one that decides what is returned."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop_token: int | None
+    generator: torch.Generator | None
+    compile: bool | Mapping[str, Any]
+    context: Context | None
+
+
+@overload
+def generate(
+    model: Transformer,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    return_stats: Literal[False] = False,
+    **options: Unpack[Options],
+) -> list[Tensor]: ...
+@overload
+def generate(
+    model: Transformer,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    return_stats: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[list[Tensor], GenerationStats]: ...
 @torch.no_grad()
 def generate(
     model: Transformer,
@@ -37,7 +111,8 @@ def generate(
     generator: torch.Generator | None = None,
     compile: bool | Mapping[str, Any] = False,
     context: Context | None = None,
-) -> list[Tensor]:
+    return_stats: bool = False,
+) -> list[Tensor] | tuple[list[Tensor], GenerationStats]:
     """Continues each prompt by at most `max_new_tokens` tokens.
 
     Prompts may differ in length, and a greedy continuation is that of the prompt alone: all rows read as many tokens as
@@ -60,15 +135,17 @@ def generate(
             One graph runs all lengths, and later calls with the same model; the prompts' common part is read without
             it. A model that is compiled already is called as it is.
         context: of a model with `context_dim`, what its `read_context` has read, a row for each prompt.
+        return_stats: return the times of the two phases too. A GPU is waited for before, between and behind them.
 
     Returns:
-        For each prompt the prompt and its continuation, 1-D int64 on the model's device.
+        For each prompt the prompt and its continuation, 1-D int64 on the model's device; with `return_stats` a pair of
+        these and a :class:`GenerationStats`.
 
     Raises:
         TypeError: prompts or max_new_tokens are no integers.
-        ValueError: an empty prompt, a prompt and new tokens beyond max_seq_len, tokens outside the vocabulary,
-            temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is not
-            causal or has no head, a context that does not fit.
+        ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
+            vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is
+            not causal or has no head, a context that does not fit.
     """
     config, device = model.config, model.tok_embeddings.weight.device
     if not (config.causal and config.head):
@@ -77,17 +154,18 @@ def generate(
     _check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
+    check_bool("return_stats", return_stats)
     if not rows:
-        return []
+        return ([], GenerationStats()) if return_stats else []
     lengths = torch.tensor([len(row) for row in rows])
     shortest, longest = int(lengths.min()), int(lengths.max())
-    if longest + max_new_tokens > config.max_seq_len:
+    if ends_before(longest + max_new_tokens, config):
         raise ValueError(
-            f"prompts of up to {longest} tokens and max_new_tokens={max_new_tokens} exceed "
-            f"max_seq_len={config.max_seq_len}"
+            f"prompts of up to {longest} tokens and max_new_tokens={max_new_tokens} do not fit; {table_of(config)}"
         )
     if max_new_tokens == 0:
-        return [row.to(device) for row in rows]
+        same = [row.to(device) for row in rows]
+        return (same, GenerationStats(prompt_tokens=int(lengths.sum()))) if return_stats else same
 
     total = longest + max_new_tokens
     tokens = torch.zeros(len(rows), total, dtype=torch.int64)
@@ -102,13 +180,19 @@ def generate(
     model.eval()
     try:
         cache = model.make_cache(len(rows), total)
+        for module in model.modules():
+            if isinstance(module, PositionTables) and not module.follows_length:
+                module.reserve(total)  # once, and not inside of a compiled step
         if compile is not False:
             _fix_heads(cache)
+        times = [_now(device)] if return_stats else []
         new = tokens[:, :shortest]
         for position in range(shortest, total):
             logits = (_step if cache.length == 0 else step)(model, new, cache, context)
             drawn = _choose(logits, temperature, top_k, top_p, generator)
             new = tokens[:, position : position + 1]
+            if return_stats and position == shortest:
+                times.append(_now(device))
             if alike:
                 new.copy_(drawn.unsqueeze(1))
                 continue
@@ -118,10 +202,33 @@ def generate(
                 end = torch.where(open_rows & (drawn == stop_token), position + 1, end)
                 if (position - shortest) % look_every == 0 and bool((end <= position + 1).all()):
                     break
+        if return_stats:
+            times.append(_now(device))
     finally:
         for module, mode in training:
             module.training = mode
-    return [row[:stop].clone() for row, stop in zip(tokens, end.tolist(), strict=True)]
+    found = [row[:stop].clone() for row, stop in zip(tokens, end.tolist(), strict=True)]
+    if not return_stats:
+        return found
+    before, between, after = times
+    read = int(lengths.sum())
+    made = sum(map(len, found)) - read
+    stats = GenerationStats(
+        prompt_tokens=read,
+        new_tokens=made,
+        prefill_tokens=shortest * len(rows),
+        decode_tokens=made - int((lengths == shortest).sum()),
+        prefill_seconds=between - before,
+        decode_seconds=after - between if total > shortest + 1 else 0.0,
+    )
+    return found, stats
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once the GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _step(model: Transformer, tokens: Tensor, cache: KVCache, context: Context | None) -> Tensor:

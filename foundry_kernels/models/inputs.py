@@ -28,23 +28,29 @@ def check_tokens(
     if tokens.device != weight.device:
         raise ValueError(f"tokens must be on the model's device {weight.device}; got {tokens.device}")
     if cu_seqlens is not None:
-        _check_packed(tokens, cache, cu_seqlens, max_seqlen, config.max_seq_len)
+        _check_packed(tokens, cache, cu_seqlens, max_seqlen, config)
         return
     if cache is not None and not config.causal:
         raise ValueError("cache needs causal=True: what an encoder's positions see is not known before the last")
     if max_seqlen is not None:
         raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
     start = 0 if cache is None else cache.length
-    if start + tokens.shape[1] > config.max_seq_len:
+    if ends_before(start + tokens.shape[1], config):
         cached = f" behind {start} cached ones" if start else ""
-        learned = ", the length of the table of learned positions" if config.positions == "learned" else ""
-        raise ValueError(
-            f"tokens hold {tokens.shape[1]} positions{cached}; max_seq_len is {config.max_seq_len}{learned}"
-        )
+        raise ValueError(f"tokens hold {tokens.shape[1]} positions{cached}; {table_of(config)}")
+
+
+def ends_before(length: int, config: ModelConfig) -> bool:
+    """Whether a model has fewer positions than that: learned ones have an end, others have none."""
+    return config.positions == "learned" and length > config.max_seq_len
+
+
+def table_of(config: ModelConfig) -> str:
+    return f"max_seq_len is {config.max_seq_len}, the length of the table of learned positions"
 
 
 def _check_packed(
-    tokens: Tensor, cache: KVCache | None, cu_seqlens: Tensor, max_seqlen: int | None, max_seq_len: int
+    tokens: Tensor, cache: KVCache | None, cu_seqlens: Tensor, max_seqlen: int | None, config: ModelConfig
 ) -> None:
     check_integer("cu_seqlens", cu_seqlens)
     check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
@@ -57,13 +63,13 @@ def _check_packed(
     if max_seqlen is not None:
         check_int("max_seqlen", max_seqlen, 1)
     longest = min(total, total if max_seqlen is None else max_seqlen)
-    if tokens.is_cpu and not torch.compiler.is_compiling():
+    if values_known(tokens):
         check_lengths("cu_seqlens", cu_seqlens, "max_seqlen", longest, total)
-        longest = int(cu_seqlens.diff().max())
+        longest = int(cu_seqlens.diff().max()) if type(cu_seqlens) is Tensor else longest
     elif max_seqlen is None:
         return  # the lengths are on a GPU, and whoever waits for them is the caller
-    if longest > max_seq_len:
-        raise ValueError(f"cu_seqlens hold a sequence of {longest} positions; max_seq_len is {max_seq_len}")
+    if ends_before(longest, config):
+        raise ValueError(f"cu_seqlens hold a sequence of {longest} positions; {table_of(config)}")
 
 
 def check_targets(targets: Tensor, tokens: Tensor, last_only: bool, ignore_index: int, config: ModelConfig) -> None:
@@ -76,7 +82,7 @@ def check_targets(targets: Tensor, tokens: Tensor, last_only: bool, ignore_index
         raise ValueError(f"targets must have tokens' shape {tuple(tokens.shape)}; got {tuple(targets.shape)}")
     if targets.device != tokens.device:
         raise ValueError(f"targets must be on the model's device {tokens.device}; got {targets.device}")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if values_known(targets):
         check_range("targets", targets[targets != ignore_index], config.vocab_size)
 
 
@@ -88,7 +94,7 @@ def check_types(token_types: Tensor | None, tokens: Tensor, config: ModelConfig)
         raise ValueError("token_types need a model whose configuration has token_types; its has 0")
     check_shape("token_types", token_types, tuple(tokens.shape), "one for each token")
     check_device("token_types", token_types, "tokens", tokens)
-    if token_types.is_cpu and not torch.compiler.is_compiling():
+    if values_known(token_types):
         check_range("token_types", token_types, config.token_types)
 
 
@@ -122,6 +128,11 @@ def check_context(
             check_device("context_lengths", lengths, "context", context)
     if tokens is not None and batch != tokens.shape[0]:
         raise ValueError(f"context must have the tokens' batch of {tokens.shape[0]}; got {batch}")
+
+
+def values_known(x: Tensor) -> bool:
+    """Whether numbers can be looked at without waiting: on the CPU, not while a graph is traced, of no fake tensor."""
+    return x.is_cpu and not torch.compiler.is_compiling() and type(x) is Tensor
 
 
 def check_range(name: str, tokens: Tensor, vocab_size: int) -> None:

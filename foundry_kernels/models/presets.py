@@ -96,6 +96,15 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+def names() -> dict[str, tuple[str, str]]:
+    """Family and size of each preset by a name that says both, such as "gpt2-small" and "llama-2-7b"."""
+    return {
+        size if size.startswith(family) else f"{family}-{size}": (family, size)
+        for family, sizes in SIZES.items()
+        for size in sizes
+    }
+
+
 def fields(family: str, size: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a size, changed.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,25 +17,23 @@ from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
+from foundry_kernels.models.extend import extended
 from foundry_kernels.models.generate import generate
+from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
 from foundry_kernels.nn import (
     AlibiSlopes,
     Attention,
-    Experts,
-    LayerNorm,
     RelativeBias,
-    RMSNorm,
     RotaryEmbedding,
-    Router,
     RouterStats,
 )
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
-from foundry_kernels.nn._tables import FixedTables
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
+from foundry_kernels.ops.rope import RopeScaling
 
 
 class Transformer(nn.Module):
@@ -124,19 +122,10 @@ class Transformer(nn.Module):
         if not self.tok_embeddings.weight.is_meta:
             self.init_weights()
 
-    @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Sets embeddings and projections to N(0, init_std), norms to 1, biases to 0, and computes the tables of
-        positions."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, 0.0, self.config.init_std, generator=generator)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, Router | Experts | RelativeBias):
-                module.reset_parameters(self.config.init_std, generator)
-            elif isinstance(module, RMSNorm | LayerNorm | FixedTables):
-                module.reset_parameters()
+        """Sets projections as ``config.init`` says, embeddings to N(0, init_std), norms to 1, biases to 0, and computes
+        the tables of positions."""
+        init_weights(self, self.config, generator)
 
     #: What knows the classes of transformers: `foundry_kernels.integrations.from_hf`, which is on a floor above.
     read_hf: ClassVar[Callable[[nn.Module, dict[str, Any]], tuple[ModelConfig, dict[str, Tensor]]]]
@@ -211,10 +200,11 @@ class Transformer(nn.Module):
                 no query sees; those in the cache count. With `attn_mask` too: at the cost that
                 :class:`foundry_kernels.nn.Attention` names.
             cu_seqlens: ``[N + 1]`` int32 or int64: tokens are ``[1, total]`` and hold N sequences one after the other,
-                each from ``cu_seqlens[n]`` on, whose positions begin at 0 and which see no other's. `total` may exceed
-                max_seq_len. Not with a mask, lengths or a cache.
+                each from ``cu_seqlens[n]`` on, whose positions begin at 0 and which see no other's. Not with a mask,
+                lengths or a cache.
             max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
-                launches empty programs where there are many sequences.
+                launches empty programs where there are many sequences, and makes rotary or sinusoidal tables of as many
+                rows. Under torch.compile, "dynamic" scaling takes it for the longest.
             token_types: ``[B, T]`` int32 or int64, 0 <= type < ``config.token_types``; None is type 0 for all.
             context: ``[B, S, context_dim]``, what the layers of a model with `context_dim` attend to as well, or what
                 :meth:`read_context` has read of it, for many calls.
@@ -239,11 +229,11 @@ class Transformer(nn.Module):
         Raises:
             TypeError: tokens, targets, token_types, lengths or cu_seqlens are no int32 or int64 tensors, attn_mask or
                 context of another kind.
-            ValueError: a wrong rank, shape or device, more positions than max_seq_len, a cache that is full or does
-                not fit, arguments that exclude each other or that the model has no use for, a missing context, and,
-                where they are on the CPU and nothing is being compiled, tokens or targets outside the vocabulary and
-                packed sequences that are too long. (Elsewhere that would need a synchronization; the embedding then
-                raises its own error.)
+            ValueError: a wrong rank, shape or device, more learned positions than max_seq_len (others have no end), a
+                cache that is full or does not fit, arguments that exclude each other or that the model has no use for,
+                a missing context, and, where they are on the CPU and nothing is being compiled, tokens or targets
+                outside the vocabulary and packed sequences that max_seqlen does not bound. (Elsewhere that would need a
+                synchronization; the embedding then raises its own error.)
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight
@@ -262,7 +252,8 @@ class Transformer(nn.Module):
         balances = targets is not None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
-            stream = prepare(self, stream, 0 if cache is None else cache.length, seen[1] if seen else None, token_types)
+            start, positions = 0 if cache is None else cache.length, seen[1] if seen else None
+            stream = prepare(self, stream, start, positions, token_types, max_seqlen)
         read = context
         if isinstance(read, Tensor):
             mask = None if context_lengths is None else AttentionMask.prefix(context_lengths)
@@ -353,17 +344,15 @@ class Transformer(nn.Module):
     def make_cache(self, batch_size: int, max_len: int | None = None) -> KVCache:
         """Returns an empty cache on the model's device, of the dtype that its keys have (autocast's, inside
         autocast)."""
-        if not self.config.causal:
-            raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
         weight = self.tok_embeddings.weight
         return KVCache(self.config, batch_size, max_len, device=weight.device, dtype=self._key_dtype())
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: Tensor | Sequence[Tensor | Sequence[int]], max_new_tokens: int, **options: Any
-    ) -> list[Tensor]:
-        """Continues the prompts; see :func:`foundry_kernels.models.generate`."""
-        return generate(self, prompts, max_new_tokens, **options)
+    def extended(self, max_seq_len: int, rope_scaling: RopeScaling | str | None = None) -> Self:
+        """Returns the model for `max_seq_len` positions, with this one's parameters; see
+        :func:`foundry_kernels.models.extend.extended`."""
+        return extended(self, max_seq_len, rope_scaling)
+
+    generate = generate
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on

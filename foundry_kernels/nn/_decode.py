@@ -99,9 +99,11 @@ class Decoding(Layers):
         if rope.backends["rope"] not in ("auto", "native"):
             return None
         start, end = cache.length, cache.length + packed.shape[1]
-        rope.check_positions(start, end)
+        if end > rope.cos.shape[0] and (rope.follows_length or torch.compiler.is_compiling()):
+            return None  # a few rows are computed for this call alone
+        cos, sin = rope.reserve(end)
         k, v = cache.memory(packed, n_kv_heads, head_dim)
-        q = rope_append(packed, rope.cos, rope.sin, rope.interleaved, k, v, n_heads, start)
+        q = rope_append(packed, cos, sin, rope.interleaved, k, v, n_heads, start)
         return q, k.narrow(2, 0, end), v.narrow(2, 0, end)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from foundry_kernels.core.registry import is_subclass
 
 
 class FixedTables(torch.nn.Module):
@@ -47,3 +53,143 @@ class FixedTables(torch.nn.Module):
             for name, table in zip(self.names, before, strict=True):
                 setattr(self, name, table.to(device))
         return self
+
+
+class PositionTables(FixedTables):
+    """Base of tables with a row for each position, which have no last one: they are made for `max_positions` and grow
+    when a position beyond their rows is asked for. The rows that were there keep their bits.
+
+    Called as usual, a module grows by replacing its buffers, at least doubling them. While torch.compile traces,
+    nothing may be replaced: the rows come from an operator, which computes them as the module does. A CUDA graph that
+    was captured keeps reading the tables that it was captured with, which are kept for it; no table grows in a capture.
+
+    A table whose rows depend on the length of the sequence (`follows_length`: dynamic scaling) is that of
+    `max_positions` for what is no longer. Beyond, rows are computed for the length that is asked for and do not replace
+    the buffers.
+    """
+
+    max_positions: int
+    #: What `builders` know the tables by.
+    kind: ClassVar[str]
+    #: What computes rows, by kind: (first, behind the last, length of the sequence, **recipe).
+    builders: ClassVar[dict[str, Callable[..., tuple[Tensor, ...]]]] = {}
+
+    def _recipe(self) -> dict[str, Any]:
+        """What the builder takes besides the rows: numbers, strings and None."""
+        raise NotImplementedError
+
+    @property
+    def follows_length(self) -> bool:
+        return False
+
+    def _tables(self, device: Any) -> tuple[Tensor, ...]:
+        # As text, because that is what an operator takes.
+        self._text = json.dumps([self.kind, self._recipe()])
+        return _compute(self._text, 0, self.max_positions, self.max_positions, device)
+
+    def rows(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """The tables' rows of the positions from `start` to before `stop`, for a sequence that ends there.
+
+        Raises:
+            ValueError: `start` is below 0; tables on a GPU would have to grow while a CUDA graph is captured.
+        """
+        if start < 0:
+            raise ValueError(f"positions must not be below 0; got {start}")
+        tables = self._current()
+        if any(stop > table.shape[0] for table in tables):
+            if torch.compiler.is_compiling():
+                return tuple(_position_rows(tables, self._text, start, stop, stop))
+            if self.follows_length:
+                _not_capturing(tables[0].device)
+                return _kept_for(tables, self._text, start, stop, stop)
+            tables = list(self._grow(stop))
+        return tuple(table[start:stop] for table in tables)
+
+    def reserve(self, stop: int) -> tuple[Tensor, ...]:
+        """Returns whole tables for positions below `stop`: with at least so many rows, those of a sequence of that
+        length. Tables that do not depend on it grow to them now, which later calls, CUDA graphs and compiled ones need
+        not."""
+        tables = self._current()
+        if all(stop <= table.shape[0] for table in tables):
+            return tuple(tables)
+        return self.rows(0, stop) if self.follows_length or torch.compiler.is_compiling() else self._grow(stop)
+
+    def tables_for(self, positions: Tensor, end: int | None) -> tuple[Tensor, ...]:
+        """Returns whole tables for a tensor of positions. Where looking at them costs nothing (on the CPU) or the rows
+        depend on the last, that is found; elsewhere `end`, a number that they are below, says how many rows there must
+        be. None: as many as there are."""
+        looks = (positions.is_cpu or self.follows_length) and not (positions.is_meta or is_subclass(positions))
+        if looks and not torch.compiler.is_compiling():
+            end = int(positions.max()) + 1 if positions.numel() else None
+        return tuple(self._current()) if end is None else self.reserve(end)
+
+    def _grow(self, stop: int) -> tuple[Tensor, ...]:
+        with _LOCK:
+            tables = self._current()
+            rows = min(table.shape[0] for table in tables)
+            if rows >= stop:  # by another thread
+                return tuple(tables)
+            device = _not_capturing(tables[0].device)
+            stop = max(stop, 2 * rows)
+            # Outside of inference mode, or a later step of training could not save the tables.
+            with torch.inference_mode(False), torch.no_grad():
+                more = _compute(self._text, rows, stop, stop, device)
+                grown = tuple(torch.cat([old[:rows], new]) for old, new in zip(tables, more, strict=True))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # other threads have other streams
+                _OUTGROWN.setdefault(self, []).append(tables)
+            for name, table in zip(self.names, grown, strict=True):
+                setattr(self, name, table)
+            return grown
+
+
+_LOCK = threading.Lock()
+#: Tables on a GPU that a captured CUDA graph may still read; together smaller than those that took their place.
+_OUTGROWN: WeakKeyDictionary[PositionTables, list[list[Tensor]]] = WeakKeyDictionary()
+
+
+def _not_capturing(device: torch.device) -> torch.device:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "positions are beyond the rows of a table, which cannot grow while a CUDA graph is captured: run the model "
+            "once at that length before, or make it with Transformer.extended"
+        )
+    return device
+
+
+def _compute(recipe: str, start: int, stop: int, length: int, device: Any) -> tuple[Tensor, ...]:
+    kind, options = json.loads(recipe)
+    return tuple(table.to(device) for table in PositionTables.builders[kind](start, stop, length, **options))
+
+
+@functools.lru_cache(maxsize=2)  # the layers of a model ask for the same rows one after the other
+def _kept(recipe: str, start: int, stop: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    with torch.inference_mode(False):
+        return _compute(recipe, start, stop, length, device)
+
+
+def _kept_for(tables: list[Tensor], *rows: Any) -> tuple[Tensor, ...]:
+    device = tables[0].device
+    return (_kept.__wrapped__ if is_subclass(tables[0]) else _kept)(*rows, device)  # no fake tensor is for others
+
+
+_LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
+_LIBRARY.define(
+    "position_rows(Tensor[] tables, str recipe, SymInt start, SymInt stop, SymInt length) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),  # it computes on the CPU
+)
+
+
+def _rows_impl(tables: list[Tensor], recipe: str, start: int, stop: int, length: int) -> list[Tensor]:
+    """Rows computed for tables that are to stay as they are; `tables` say the device."""
+    return [table.clone() for table in _kept_for(tables, recipe, start, stop, length)]
+
+
+def _empty_rows(tables: list[Tensor], recipe: str, start: int, stop: int, length: int) -> list[Tensor]:
+    return [table.new_empty((stop - start, *table.shape[1:])) for table in tables]
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("position_rows", _rows_impl, _key)
+torch.library.register_fake("foundry_kernels::position_rows", _empty_rows, lib=_LIBRARY)
+_position_rows = torch.ops.foundry_kernels.position_rows.default

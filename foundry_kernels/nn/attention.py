@@ -212,7 +212,7 @@ class Attention(torch.nn.Module):
             if lengths is not None:
                 attn_mask = hide_padding(attn_mask, lengths, n_keys)
         layers = layers_for(x, self.backends["flash_attention"])
-        q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens)
+        q, k, v = self._queries_keys_values(layers, x, positions, cache, cu_seqlens, max_seqlen)
         options = self._options(self.causal, return_lse, return_stats)
         found = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, options)
         return self._merge_heads(layers, *found)
@@ -300,6 +300,7 @@ class Attention(torch.nn.Module):
         positions: Tensor | int | None,
         cache: KeyValueStore | None,
         cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, rotated, and the keys and values that they see: x's own behind those in the cache."""
         projections = (self.wq, self.wk, self.wv)
@@ -325,11 +326,18 @@ class Attention(torch.nn.Module):
                 positions = cache.length
             elif positions is None and cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, x.shape[1])
+            end = None if cu_seqlens is None else self._end(x.shape[1], max_seqlen)
+            place = (positions,) if end is None else (positions, end)
             plain = self.q_norm is None or not over_heads
-            q, k = self.rope(q, k, positions) if plain else self._norm_and_rotate(q, k, positions)
+            q, k = self.rope(q, k, *place) if plain else self._norm_and_rotate(q, k, *place)
         if cache is not None:
             k, v = cache.append(k, v)
         return q, k, v
+
+    def _end(self, total: int, max_seqlen: int | None) -> int | None:
+        """A number above the positions of packed sequences; None where the total would say too much of them."""
+        assert self.rope is not None
+        return total if max_seqlen is None and not self.rope.follows_length else max_seqlen
 
     def _options(self, causal: bool, return_lse: bool, return_stats: bool) -> dict[str, Any]:
         """What the operation is called with besides tensors."""
@@ -361,12 +369,14 @@ class Attention(torch.nn.Module):
         out, *rows = result if isinstance(result, tuple) else (result,)
         return out.transpose(0, 1).unsqueeze(0), *(t.unsqueeze(0) for t in rows)
 
-    def _norm_and_rotate(self, q: Tensor, k: Tensor, positions: Tensor | int | None) -> tuple[Tensor, Tensor]:
+    def _norm_and_rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor | int | None, end: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         rope, q_norm, k_norm = self.rope, self.q_norm, self.k_norm
         assert rope is not None
         assert q_norm is not None
         assert k_norm is not None
-        cos, sin, positions = rope.rows(q.shape[2], positions)
+        cos, sin, positions = rope.tables(q.shape[2], positions, end)
         return qk_norm_rope(
             q, k, q_norm.weight, k_norm.weight, cos, sin, eps=self.norm_eps, positions=positions,
             round_before_weight=q_norm.round_before_weight, interleaved=rope.interleaved,

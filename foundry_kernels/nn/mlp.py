@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from foundry_kernels.core.dropout import draw_seed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._layers import is_linear, is_plain
-from foundry_kernels.ops.bias_gelu import bias_gelu
-from foundry_kernels.ops.swiglu import geglu, swiglu
+from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
+from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
 RECOMPUTE = ("none", "product", "projections")
 
@@ -24,18 +25,17 @@ GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "swiglu": ("swiglu", swiglu),
     "geglu": ("geglu", geglu),
     "geglu_tanh": ("geglu", partial(geglu, approximate="tanh")),
+    "glu": ("glu", glu),
+    "reglu": ("reglu", reglu),
 }
 
 
-def _relu(x: Tensor, bias: Tensor | None, *, backend: str) -> Tensor:
-    return F.relu(x if bias is None else x + bias)
-
-
-#: By the name of an activation: the operation (None: PyTorch has all there is to it), and its function.
-ACTIVATIONS: dict[str, tuple[str | None, Callable[..., Tensor]]] = {
+#: By the name of an activation: the operation, and its function.
+ACTIVATIONS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "gelu": ("bias_gelu", bias_gelu),
     "gelu_tanh": ("bias_gelu", partial(bias_gelu, approximate="tanh")),
-    "relu": (None, _relu),
+    "silu": ("bias_silu", bias_silu),
+    "relu": ("bias_relu", bias_relu),
 }
 
 
@@ -45,14 +45,16 @@ class GatedMLP(torch.nn.Module):
     Args:
         dim: width D of the input and the output.
         hidden_dim: width N between.
-        activation: "swiglu" (SiLU), "geglu" (GELU) or "geglu_tanh" (its tanh approximation).
+        activation: "swiglu" (SiLU), "geglu" (GELU), "geglu_tanh" (its tanh approximation), "glu" (the logistic
+            function) or "reglu" (ReLU).
         bias: whether the three projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass. In elements per token,
             with all weights trained, "none" saves x, w1 x, w3 x and their gated product: ``D + 3N``. "product" saves
             ``D + 2N`` and recomputes the gated product, one pass over memory. "projections" saves ``D``, and repeats
             the products with w1 and w3. The results are bitwise the same. Layers that were replaced or have hooks or
             biases are called as they are, and save what they save.
-        dropout: of the gated product, in training; what it is made of is then saved and not recomputed.
+        dropout: of the gated product, in training, in the pass that makes it. No mask is saved: it is a function of a
+            seed, one for each call, from the default generator of x's device.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
@@ -76,7 +78,7 @@ class GatedMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, GATES, recompute, RECOMPUTE)
-        self.dropout = _check_dropout(dropout)
+        self.dropout = check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
         self.op, self._gate = GATES[activation]
         self.backends = plan(backend, (self.op,))
@@ -88,26 +90,28 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
         w1, w2, w3, backend = self.w1, self.w2, self.w3, self.backends[self.op]
-        if self.dropout and self.training:
-            y: Tensor = w2(F.dropout(self._gate(w1(x), w3(x), backend=backend), self.dropout))
-            return y
+        seed = draw_seed(x) if self.dropout and self.training else None
         layers = layers_for(x, backend)
         if (both := layers.together(x, w1, w3)) is not None:
-            return layers.linear(self._gate(both, backend=backend), w2)
+            return layers.linear(self._product(both, None, seed), w2)
         again = self.recompute if torch.is_grad_enabled() else "none"
         if again == "projections" and all(map(is_plain, (w1, w2, w3))):
-            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
+            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight, seed)
         gate, up = w1(x), w3(x)
         # A frozen w2 would not keep the product in any case.
         if again == "product" and is_plain(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, gate, up, w2.weight)
-        return w2(self._gate(gate, up, backend=backend))
+            return _recomputed(self._down, gate, up, w2.weight, seed)
+        y: Tensor = w2(self._product(gate, up, seed))
+        return y
 
-    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        return self._down(F.linear(x, w1), F.linear(x, w3), w2)
+    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, seed: Tensor | None) -> Tensor:
+        return self._down(F.linear(x, w1), F.linear(x, w3), w2, seed)
 
-    def _down(self, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
-        return F.linear(self._gate(gate, up, backend=self.backends[self.op]), w2)
+    def _down(self, gate: Tensor, up: Tensor, w2: Tensor, seed: Tensor | None) -> Tensor:
+        return F.linear(self._product(gate, up, seed), w2)
+
+    def _product(self, gate: Tensor, up: Tensor | None, seed: Tensor | None) -> Tensor:
+        return self._gate(gate, up, backend=self.backends[self.op], **_dropped(self.dropout, seed))
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
@@ -118,17 +122,17 @@ class GatedMLP(torch.nn.Module):
 class MLP(torch.nn.Module):
     """``w2(activation(w1 x + b1)) + b2``: the feed-forward block of GPT-2, BLOOM and Falcon.
 
-    GELU takes the bias of w1 in its own pass (:func:`foundry_kernels.bias_gelu`).
+    The activation takes the bias of w1 in its own pass (:func:`foundry_kernels.bias_gelu`).
 
     Args:
         dim: width D of the input and the output.
         hidden_dim: width N between.
-        activation: "gelu", "gelu_tanh" (its tanh approximation) or "relu".
+        activation: "gelu", "gelu_tanh" (its tanh approximation), "silu" or "relu".
         bias: whether the two projections have one.
         recompute: what the backward pass recomputes instead of saving it in the forward pass: "none" saves ``D + 2N``
             elements per token, "product" ``D + N``, and recomputes the activation, one pass over memory.
-        dropout: of the activated product, in training, which is then saved and not recomputed.
-        backend: a backend's name, or a mapping of operations to names. ReLU is PyTorch's on any.
+        dropout: of the activated product, in training, as in :class:`GatedMLP`.
+        backend: a backend's name, or a mapping of operations to names.
 
     Raises:
         ValueError: a width below 1, a dropout outside [0, 1), an unknown `activation`, `recompute` or backend.
@@ -149,11 +153,10 @@ class MLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         _check(dim, hidden_dim, activation, ACTIVATIONS, recompute, RECOMPUTE[:2])
-        self.dropout = _check_dropout(dropout)
+        self.dropout = check_dropout(dropout)
         self.activation, self.recompute = activation, recompute
-        op, self._activate = ACTIVATIONS[activation]
-        self.backends = plan(backend, () if op is None else (op,))
-        self._backend = "auto" if op is None else self.backends[op]
+        self.op, self._activate = ACTIVATIONS[activation]
+        self.backends = plan(backend, (self.op,))
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.w1 = torch.nn.Linear(dim, hidden_dim, **options)  # up
         self.w2 = torch.nn.Linear(hidden_dim, dim, **options)  # down
@@ -161,25 +164,26 @@ class MLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., dim]`` to ``[..., dim]``."""
         w1, w2 = self.w1, self.w2
-        layers = layers_for(x, self._backend)
+        layers = layers_for(x, self.backends[self.op])
         if is_linear(w1) and w1.bias is not None:  # which the activation adds
             up, bias = F.linear(x, w1.weight), w1.bias
         else:
             up, bias = layers.linear(x, w1), None
-        if self.dropout and self.training:
-            y: Tensor = w2(F.dropout(self._activate(up, bias, backend=self._backend), self.dropout))
-            return y
+        seed = draw_seed(x) if self.dropout and self.training else None
         if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, up, bias, w2.weight, w2.bias)
-        return layers.linear(self._activate(up, bias, backend=self._backend), w2)
+            return _recomputed(self._down, up, bias, w2.weight, w2.bias, seed)
+        return layers.linear(self._activated(up, bias, seed), w2)
 
-    def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None) -> Tensor:
-        return F.linear(self._activate(up, bias, backend=self._backend), w2, bias2)
+    def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None, seed: Tensor | None) -> Tensor:
+        return F.linear(self._activated(up, bias, seed), w2, bias2)
+
+    def _activated(self, up: Tensor, bias: Tensor | None, seed: Tensor | None) -> Tensor:
+        return self._activate(up, bias, backend=self.backends[self.op], **_dropped(self.dropout, seed))
 
     def extra_repr(self) -> str:
-        backend = f", backend={describe(self.backends)}" if self.backends else ""
         dropout = f", dropout={self.dropout}" if self.dropout else ""
-        return f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}{backend}"
+        options = f"activation={self.activation!r}, recompute={self.recompute!r}{dropout}"
+        return f"{options}, backend={describe(self.backends)}"
 
 
 def _check(
@@ -193,10 +197,15 @@ def _check(
             raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
 
 
-def _check_dropout(dropout: float) -> float:
+def check_dropout(dropout: float) -> float:
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1); got {dropout}")
     return dropout
+
+
+def _dropped(dropout: float, seed: Tensor | None) -> dict[str, Any]:
+    """Options of an activation."""
+    return {} if seed is None else {"dropout_p": dropout, "dropout_seed": seed}
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn.mlp import GATES, GatedMLP
+from foundry_kernels.nn.mlp import GATES, GatedMLP, check_dropout
 from foundry_kernels.nn.router import Router, RouterStats, Routing
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.grouped_mm import grouped_mm
@@ -125,6 +125,7 @@ class Experts(nn.Module):
         gate_options: Mapping[str, Any] | None = None,
         bias: bool = False,
         weight_inputs: bool = False,
+        dropout: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
@@ -141,7 +142,7 @@ class Experts(nn.Module):
             )
         self.dim, self.width, self.n_experts = dim, width, n_experts
         self.activation, self.weight_inputs = activation, weight_inputs
-        self.gate_options = dict(gate_options or {})
+        self.gate_options, self.dropout = dict(gate_options or {}), check_dropout(dropout)
         self.op, self._gate = GATES[activation]
         self.backends = plan(backend, (self.op, "grouped_mm", "combine_experts"))
 
@@ -154,14 +155,21 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     @torch.no_grad()
-    def reset_parameters(self, std: float | None = None, generator: torch.Generator | None = None) -> None:
-        """Weights from N(0, std), or as `nn.Linear` has them; biases 0."""
-        for weight in (self.gate_up_proj, self.down_proj):
+    def reset_parameters(
+        self,
+        std: float | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        down_std: float | None = None,
+    ) -> None:
+        """Weights from N(0, std), `down_proj` from N(0, down_std) where it is given, or as `nn.Linear` has them; biases
+        0."""
+        for weight, deviation in ((self.gate_up_proj, std), (self.down_proj, std if down_std is None else down_std)):
             bound = weight.shape[-1] ** -0.5
-            if std is None:
+            if deviation is None:
                 nn.init.uniform_(weight, -bound, bound, generator=generator)
             else:
-                nn.init.normal_(weight, 0.0, std, generator=generator)
+                nn.init.normal_(weight, 0.0, deviation, generator=generator)
         for bias in (self.gate_up_proj_bias, self.down_proj_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -182,13 +190,17 @@ class Experts(nn.Module):
         )
 
     def _activate(self, gate_up: Tensor) -> Tensor:
-        return self._gate(gate_up, backend=self.backends[self.op], **self.gate_options)
+        options = self.gate_options
+        if self.dropout and self.training:
+            options = {**options, "dropout_p": self.dropout}
+        return self._gate(gate_up, backend=self.backends[self.op], **options)
 
     def extra_repr(self) -> str:
         text = f"dim={self.dim}, width={self.width}, n_experts={self.n_experts}, activation={self.activation!r}"
         text += f", gate_options={self.gate_options}" if self.gate_options else ""
         text += "" if self.down_proj_bias is None else ", bias=True"
         text += ", weight_inputs=True" if self.weight_inputs else ""
+        text += f", dropout={self.dropout}" if self.dropout else ""
         return f"{text}, backend={describe(self.backends)}"
 
 
@@ -207,7 +219,7 @@ class MoE(nn.Module):
         dim: width D of the input and the output.
         width: width N of an expert.
         n_experts, top_k: E, and the experts of a token.
-        activation: "swiglu", "geglu" or "geglu_tanh".
+        activation: "swiglu", "geglu", "geglu_tanh", "glu" or "reglu".
         gate_options: of the experts' :func:`foundry_kernels.swiglu`: `alpha`, `limit`, `up_offset`, `interleaved`
             (GPT-OSS has 1.702, 7.0, 1.0 and True).
         scoring, renormalize, scale, selection_bias, n_groups, top_groups: of the :class:`Router`.
@@ -217,11 +229,13 @@ class MoE(nn.Module):
         shared_width: width of one more block that every token goes through; None is none. Several shared experts are
             one of their total width.
         shared_gate: multiply its output by ``sigmoid(v x)``, a scalar a token (Qwen2-MoE).
+        dropout: of the gated products of the experts and of the shared block, in training, as in
+            :class:`foundry_kernels.nn.GatedMLP`; of each expert of a token by itself.
         backend: a backend's name, or a mapping of operations to names.
 
     Raises:
         ValueError: a size below 1, top_k > n_experts, `shared_gate` without `shared_width`, `gate_options` of another
-            activation than "swiglu", an unknown `activation`, `scoring` or backend.
+            activation than "swiglu", a dropout outside [0, 1), an unknown `activation`, `scoring` or backend.
 
     Shazeer et al., 2017, arXiv:1701.06538; Gale et al., "MegaBlocks", 2022, arXiv:2211.15841; Dai et al.,
     "DeepSeekMoE" (shared experts), 2024, arXiv:2401.06066.
@@ -247,6 +261,7 @@ class MoE(nn.Module):
         weight_inputs: bool = False,
         shared_width: int | None = None,
         shared_gate: bool = False,
+        dropout: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
         backend: Backend = "auto",
@@ -268,7 +283,13 @@ class MoE(nn.Module):
             top_groups=top_groups,
             **factory,
         )
-        block: dict[str, Any] = {"activation": activation, "bias": bias, "backend": backend, **factory}
+        block: dict[str, Any] = {
+            "activation": activation,
+            "bias": bias,
+            "dropout": dropout,
+            "backend": backend,
+            **factory,
+        }
         own: dict[str, Any] = {"gate_options": gate_options, "weight_inputs": weight_inputs}
         self.experts = Experts(dim, width, n_experts, **own, **block)
         self.shared = None if shared_width is None else GatedMLP(dim, shared_width, **block)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_int, check_positive
-from foundry_kernels.nn._tables import FixedTables
+from foundry_kernels.nn._tables import FixedTables, PositionTables
 
 
 def alibi_slopes(n_heads: int, *, device: Any = None) -> Tensor:
@@ -57,14 +57,15 @@ class AlibiSlopes(FixedTables):
         return f"{self.n_heads}" if self.scale is None else f"{self.n_heads}, scale={self.scale}"
 
 
-class SinusoidalEmbedding(FixedTables):
+class SinusoidalEmbedding(PositionTables):
     """Adds to position p the row ``sin(p f_0), cos(p f_0), sin(p f_1), ...``, ``f_i = base^(-2i / dim)``.
 
-    The table `weight` ``[max_positions, dim]`` is a float32 buffer outside the state dict.
+    The table `weight` ``[P, dim]`` is a float32 buffer outside the state dict. It has `max_positions` rows at first and
+    grows with the positions that are asked for; `reserve(n)` makes it grow at once.
 
     Args:
         dim: width of the embeddings.
-        max_positions: rows of the table.
+        max_positions: rows of the table at first.
         base: of the geometric series of wavelengths.
 
     Raises:
@@ -75,6 +76,7 @@ class SinusoidalEmbedding(FixedTables):
 
     weight: Tensor
     names = ("weight",)
+    kind = "sinusoidal"
 
     def __init__(self, dim: int, max_positions: int, *, base: float = 10000.0, device: Any = None) -> None:
         super().__init__()
@@ -84,26 +86,30 @@ class SinusoidalEmbedding(FixedTables):
         self.dim, self.max_positions, self.base = dim, max_positions, base
         self._register(device)
 
-    def _tables(self, device: Any) -> tuple[Tensor, ...]:
-        even = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu")
-        position = torch.arange(self.max_positions, dtype=torch.float64, device="cpu")
-        angles = position[:, None] * self.base ** (-even / self.dim)
-        table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, : self.dim]
-        return (table.float().to(device),)
+    def _recipe(self) -> dict[str, Any]:
+        return {"dim": self.dim, "base": self.base}
 
-    def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, start: int = 0, positions: Tensor | None = None, end: int | None = None) -> Tensor:
         """x ``[B, T, dim]`` of the positions from `start` on, with the rows of the table added; or of `positions`, a
-        tensor ``[T]`` of integers (one beyond the table raises IndexError, on a GPU an assertion there).
+        tensor ``[T]`` of integers, all below `end`: that is needed on a GPU and under torch.compile if some are beyond
+        the table's rows (on a GPU, one beyond it is an assertion there).
 
         Raises:
-            ValueError: positions beyond the table.
+            ValueError: positions below 0.
         """
         if positions is not None:
-            return x + self.weight[positions].to(x.dtype)
-        stop = start + x.shape[1]
-        if stop > self.max_positions:
-            raise ValueError(f"positions {start} to {stop - 1} do not fit max_positions={self.max_positions}")
-        return x + self.weight[start:stop].to(x.dtype)
+            return x + self.tables_for(positions, end)[0][positions].to(x.dtype)
+        return x + self.rows(start, start + x.shape[1])[0].to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, max_positions={self.max_positions}, base={self.base}"
+
+
+def _sinusoids(start: int, stop: int, length: int, dim: int, base: float) -> tuple[Tensor]:
+    even = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu")
+    position = torch.arange(start, stop, dtype=torch.float64, device="cpu")
+    angles = position[:, None] * base ** (-even / dim)
+    return (torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :dim].float(),)
+
+
+PositionTables.builders[SinusoidalEmbedding.kind] = _sinusoids

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
 
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._tables import FixedTables
-from foundry_kernels.ops.rope import RopeScaling, rope, rope_table
+from foundry_kernels.nn._tables import PositionTables
+from foundry_kernels.ops.rope import RopeScaling, rope
+from foundry_kernels.ops.rope.table import check_table, rope_rows
 
 
-class RotaryEmbedding(FixedTables):
+class RotaryEmbedding(PositionTables):
     """Rotates queries and keys by their positions; see :func:`foundry_kernels.rope`.
 
-    The tables `cos` and `sin`, ``[max_positions, dim / 2]``, are buffers outside the state dict. They follow the module
-    to another device, but stay float32 under ``.to(torch.bfloat16)`` and the like: bfloat16 has 8 bits of precision,
-    too few to tell the angles of neighbouring positions apart. Built on the meta device, they get their values with
+    The tables `cos` and `sin`, ``[P, dim / 2]``, are buffers outside the state dict. They follow the module to another
+    device, but stay float32 under ``.to(torch.bfloat16)`` and the like: bfloat16 has 8 bits of precision, too few to
+    tell the angles of neighbouring positions apart. Built on the meta device, they get their values with
     ``to_empty(device=...)``.
+
+    They have `max_positions` rows at first and grow with the positions that are asked for; `reserve(n)` makes them grow
+    at once. With "dynamic" scaling the frequencies are those of `max_positions` for sequences up to that, and those of
+    the sequence's length beyond: of the last position of a call, so that keys in a cache keep what they were rotated
+    by (as in transformers).
 
     Args:
         dim: the rotary dimensions of a head, even; a head's other dimensions are copied.
-        max_positions: rows of the tables.
+        max_positions: rows of the tables at first.
         base: of the geometric series of wavelengths.
         scaling: None, or a :class:`foundry_kernels.RopeScaling`.
         interleaved: False pairs ``(i, i + dim/2)`` (Hugging Face's Llama), True ``(2i, 2i+1)`` (Meta's Llama).
@@ -34,6 +41,7 @@ class RotaryEmbedding(FixedTables):
     cos: Tensor
     sin: Tensor
     names = ("cos", "sin")
+    kind = "rotary"
 
     def __init__(
         self,
@@ -56,39 +64,45 @@ class RotaryEmbedding(FixedTables):
         self.interleaved = interleaved
         self._register(device)
 
-    def _tables(self, device: Any) -> tuple[Tensor, Tensor]:
-        return rope_table(self.dim, self.max_positions, base=self.base, scaling=self.scaling, device=device)
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return self.scaling is not None and self.scaling.rope_type == "dynamic"
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor | int | None = None) -> tuple[Tensor, Tensor]:
+    def _recipe(self) -> dict[str, Any]:
+        check_table(self.dim, self.base, self.scaling)
+        scaling = None if self.scaling is None else dataclasses.asdict(self.scaling)
+        return {"rotary_dim": self.dim, "base": self.base, "scaling": scaling}
+
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor | int | None = None, end: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rotate q ``[B, H, T, D]`` and k ``[B, Hk, T, D]``, ``D >= dim``.
 
         Args:
             positions: None for 0 .. T-1; an int for the position of the first token; or an integer tensor ``[B, T]``
                 or ``[T]``.
+            end: a number above all positions of a tensor. It is needed on a GPU and under torch.compile, where looking
+                would wait, if some are beyond the tables' rows, and ignored elsewhere.
 
         Raises:
-            ValueError: positions beyond `max_positions`, or the operation's own conditions.
+            ValueError: positions below 0, or the operation's own conditions.
         """
-        cos, sin, positions = self.rows(q.shape[-2], positions)
+        cos, sin, positions = self.tables(q.shape[-2], positions, end)
         interleaved, backend = self.interleaved, self.backends["rope"]
         return rope(q, k, cos, sin, interleaved=interleaved, positions=positions, backend=backend)
 
-    def rows(self, length: int, positions: Tensor | int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """cos, sin and positions of `length` tokens, as :func:`foundry_kernels.rope` takes them.
-
-        Raises:
-            ValueError: positions beyond `max_positions`.
-        """
+    def tables(
+        self, length: int, positions: Tensor | int | None, end: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """cos, sin and positions of `length` tokens, as :func:`foundry_kernels.rope` takes them; the arguments are
+        those of :meth:`forward`."""
         if isinstance(positions, Tensor):
-            return self.cos, self.sin, positions
+            cos, sin = self.tables_for(positions, end)
+            return cos, sin, positions
         start = 0 if positions is None else positions
-        self.check_positions(start, start + length)
-        return self.cos[start : start + length], self.sin[start : start + length], None
-
-    def check_positions(self, start: int, end: int) -> None:
-        """Raise ValueError unless the tables have a row for each position from `start` to before `end`."""
-        if start < 0 or end > self.max_positions:
-            raise ValueError(f"positions {start} to {end - 1} do not fit max_positions={self.max_positions}")
+        cos, sin = self.rows(start, start + length)
+        return cos, sin, None
 
     def extra_repr(self) -> str:
         scaling = "" if self.scaling is None else f", scaling={self.scaling}"
@@ -96,3 +110,10 @@ class RotaryEmbedding(FixedTables):
             f"{self.dim}, max_positions={self.max_positions}, base={self.base}{scaling}, "
             f"interleaved={self.interleaved}, backend={describe(self.backends)}"
         )
+
+
+def _rows(start: int, stop: int, length: int, rotary_dim: int, base: float, scaling: Any) -> tuple[Tensor, Tensor]:
+    return rope_rows(rotary_dim, start, stop, length, base, None if scaling is None else RopeScaling(**scaling))
+
+
+PositionTables.builders[RotaryEmbedding.kind] = _rows

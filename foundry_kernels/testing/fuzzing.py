@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -60,3 +61,11 @@ def tensors(
         draw(st.sampled_from(dtypes)),
         grad=draw(st.integers(0, 5)) != 5,
     )
+
+
+@st.composite
+def dropouts(draw: st.DrawFn) -> dict[str, Any]:
+    """Options of dropout; every second time none."""
+    if draw(st.booleans()):
+        return {}
+    return {"dropout_p": draw(st.sampled_from([0.1, 0.5, 0.99])), "dropout_seed": draw(st.integers(0, 2**63 - 1))}

@@ -384,7 +384,7 @@ def test_shortest_text_that_is_accepted(tmp_path):
 
 def test_sample_lets_no_control_sequence_through():
     model = Transformer(ModelConfig(dim=8, n_layers=1, n_heads=1, vocab_size=256, max_seq_len=64), "reference")
-    written = train_report.sample(model, b"a\x1b[2J\tb\n", 40, 1.0, seed=0)
+    written, _ = train_report.sample(model, b"a\x1b[2J\tb\n", 40, 1.0, seed=0)
     assert written.startswith("a\N{REPLACEMENT CHARACTER}[2J")
     assert all(c.isprintable() or c == "\n" for c in written)
 

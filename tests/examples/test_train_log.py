@@ -76,6 +76,32 @@ def test_log_of_a_run(text_file: Path, tmp_path: Path) -> None:
     assert steps[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+def test_the_picture_of_the_schedule_is_what_a_run_does(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    recipe, text, log = (
+        make_recipe("--steps", "23", "--lr", "3e-3"),
+        train_text.read_text(text_file, 16),
+        tmp_path / "log",
+    )
+    train_loop.train(recipe, "reference", text, None, progress=False, log=log)
+    logged = {e["step"]: e["lr"] for e in train_log.read(log) if e["event"] == "step"}
+    kept: list[Any] = []
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **named: (kept.append(self), save(self, *args, **named)))
+    path = tmp_path / "new" / "schedule.png"
+    assert train.main([*OPTIONS, "--steps", "23", "--lr", "3e-3", "--plot-schedule", str(path)]) == 0
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    line = kept[0].axes[0].lines[0]
+    assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == logged
+    assert train.main(["--plot-schedule", str(path), "--steps", "0"]) == 2
+    assert train.main(["--plot-schedule", str(tmp_path / "schedule.none"), "--steps", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--steps must be at least 1" in said
+    assert "--plot-schedule: no plot: cannot write" in said
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_killed_run_goes_on_as_if_it_had_not_been(dropout: float, text_file: Path, tmp_path: Path) -> None:
     """Losses, rates and norms of each step once and bit for bit, although the log was ahead of the checkpoint."""

@@ -135,10 +135,10 @@ def test_what_is_read():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Transformer.from_hf(encoder("bert", hidden_act="silu")), "hidden_act must be one of gelu, .*'silu'"),
+        (lambda: Transformer.from_hf(encoder("bert", hidden_act="tanh")), "hidden_act must be one of gelu, .*'tanh'"),
         (lambda: Transformer.from_hf(encoder("bert", is_decoder=True)), "is_decoder must be False: .* got True"),
         (lambda: EncoderDecoder.from_hf(pair("bart", encoder_layerdrop=0.1)), "encoder_layerdrop must be 0.0: .* 0.1"),
-        (lambda: EncoderDecoder.from_hf(pair("t5 1.1", feed_forward_proj="gated-relu")), "dense_act_fn must be one of"),
+        (lambda: EncoderDecoder.from_hf(pair("t5 1.1", feed_forward_proj="gated-tanh")), "dense_act_fn must be one of"),
         (lambda: EncoderDecoder.from_hf(with_bias()), "final_logits_bias must be 0"),
         (lambda: EncoderDecoder.from_hf(pair("bart"), max_seq_len=33), "max_seq_len is beyond the 32 rows"),
     ],

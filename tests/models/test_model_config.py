@@ -80,7 +80,8 @@ def test_presets_have_their_parameters(family):
     ("changes", "message"),
     [
         ({"positions": "rotary"}, "positions must be one of 'rope', 'alibi', .* got 'rotary'"),
-        ({"activation": "silu"}, "activation must be one of 'swiglu', .*'relu'; got 'silu'"),
+        ({"activation": "selu"}, "activation must be one of 'swiglu', .*'relu'; got 'selu'"),
+        ({"init": "he"}, "init must be one of 'normal', 'xavier', 'depth_scaled'; got 'he'"),
         ({"positions": "alibi", "rope_scaling": fk.RopeScaling("linear", 2.0)}, "rope_scaling needs positions='rope'"),
         ({"positions": "learned", "rope_base": 5e5}, "rope_base needs positions='rope'; got 500000.0 .*'learned'"),
         ({"positions": "none", "rope_dim": 2}, "rope_dim needs positions='rope'; got 2"),
@@ -115,7 +116,7 @@ def test_types_and_modules_are_refused():
         fk.nn.Attention(8, 2, sliding_window=0)
     with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\); got 1.5"):
         fk.nn.Attention(8, 2, dropout=1.5)
-    with pytest.raises(ValueError, match="activation must be one of gelu, gelu_tanh, relu; got 'swiglu'"):
+    with pytest.raises(ValueError, match="activation must be one of gelu, gelu_tanh, silu, relu; got 'swiglu'"):
         fk.nn.MLP(8, 16, activation="swiglu")
     with pytest.raises(ValueError, match="recompute must be one of none, product; got 'projections'"):
         fk.nn.MLP(8, 16, recompute="projections")

@@ -1,7 +1,9 @@
-"""Dropout in a model: of embeddings, of branches and of attention's weights."""
+"""Dropout in a model: of embeddings, of branches, of attention's weights and inside the feed-forward part."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from functools import partial
 
 import pytest
@@ -11,10 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import foundry_kernels as fk
+from foundry_kernels.models import ModelConfig
 from foundry_kernels.nn import attention
+from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 
 BACKENDS = ("reference", *(("native",) if "native" in fk.OPS["flash_attention"].backends("cpu") else ()))
-KINDS = ("embedding_dropout", "residual_dropout", "attention_dropout")
+KINDS = ("embedding_dropout", "residual_dropout", "attention_dropout", "activation_dropout")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,3 +119,37 @@ def test_attention_dropout_compiles_whole_and_draws_at_each_call():
         torch.manual_seed(4)
         found.append(call(draw()))
     torch.testing.assert_close(*found)
+
+
+def _step(config: ModelConfig, backend: object) -> list[Tensor]:
+    """Logits, loss and gradients of a step of training."""
+    model = make(config, backend).train()
+    torch.manual_seed(5)
+    logits, loss = model(draw(), draw(seed=1), return_logits=True)
+    loss.backward()
+    return [logits, loss, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("activation", [*GATES, *ACTIVATIONS])
+def test_a_training_step_is_the_same_on_every_backend(activation):
+    """With dropout of what is activated, whose mask the seed decides; of a configuration that was saved."""
+    op = (GATES if activation in GATES else ACTIVATIONS)[activation][0]
+    saved = json.dumps(dataclasses.asdict(config("qkv-bias", activation=activation, activation_dropout=0.3)))
+    chosen = ModelConfig(**json.loads(saved))
+    assert chosen == dataclasses.replace(config("qkv-bias"), activation=activation, activation_dropout=0.3)
+    expected, plain = (
+        _step(chosen, "reference"),
+        _step(dataclasses.replace(chosen, activation_dropout=0.0), "reference"),
+    )
+    assert not torch.allclose(expected[0], plain[0])
+    for backend in fk.OPS[op].backends("cpu"):
+        for found, other in zip(_step(chosen, {op: backend}), expected, strict=True):
+            torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5 * max(1.0, float(other.detach().abs().max())))
+
+
+def test_the_experts_of_a_model_drop_out_in_training():
+    chosen = config("groups", activation_dropout=0.3)
+    first, again = (_step(chosen, "reference") for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    assert not torch.allclose(first[0], _step(config("groups"), "reference")[0])
+    torch.testing.assert_close(make(chosen).eval()(draw()), make(config("groups")).eval()(draw()))

@@ -22,10 +22,13 @@ GATES = {
     "swiglu": F.silu,
     "geglu": F.gelu,
     "geglu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "glu": lambda x: 1 / (1 + (-x).exp()),
+    "reglu": F.relu,
 }
 PLAIN = {
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": GATES["geglu_tanh"],
+    "silu": F.silu,
     "relu": F.relu,
 }
 
@@ -185,7 +188,7 @@ def test_generation_with_a_cache_is_the_argmax_of_the_whole_model(name):
         torch.testing.assert_close(torch.cat(parts, 1), model(draw(3, 11)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon", "vaswani", "qk-norm"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon", "vaswani", "qk-norm", "no-bias", "qkv-bias"])
 @pytest.mark.parametrize("backend", ["auto", "native"])
 def test_backends_agree_with_the_reference(name, backend):
     def step(model: Transformer) -> dict[str, Tensor]:
@@ -263,13 +266,3 @@ def test_slopes_are_those_of_the_paper_for_any_number_of_heads():
         torch.testing.assert_close(fk.nn.alibi_slopes(n), torch.tensor(slopes(n)), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="n_heads must be >= 1"):
         fk.nn.alibi_slopes(0)
-
-
-def test_positions_beyond_the_table():
-    with pytest.raises(ValueError, match="max_seq_len is 24, the length of the table of learned positions"):
-        make(config("gpt2"))(draw(1, 25))
-    with pytest.raises(ValueError, match="positions 20 to 24 do not fit max_positions=24"):
-        fk.nn.SinusoidalEmbedding(6, 24)(torch.zeros(1, 5, 6), 20)
-    longer = Transformer(config("bloom", max_seq_len=48), "reference")  # no table has a length here
-    longer.load_state_dict(make(config("bloom")).state_dict())
-    assert longer(draw(1, 40)).shape == (1, 40, 11)

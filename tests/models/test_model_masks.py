@@ -171,11 +171,6 @@ REFUSED = {
         "max_seqlen must be at least the longest sequence, 6; got 5",
     ),
     "alone": ({"max_seqlen": 6}, ValueError, "max_seqlen needs cu_seqlens; got max_seqlen=6 alone"),
-    "too long": (
-        {"cu_seqlens": torch.tensor([0, 5, 30]), "tokens": draw(1, 30)},
-        ValueError,
-        "cu_seqlens hold a sequence of 25 positions; max_seq_len is 24",
-    ),
 }
 
 

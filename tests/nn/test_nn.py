@@ -118,11 +118,12 @@ def test_rotary_positions_as_int_tensor_and_table(interleaved):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("start", [-1, 28])
-def test_rotary_refuses_positions_beyond_its_tables(start):
+def test_positions_below_0_are_refused():
     q = torch.randn(1, 1, 5, 8)
-    with pytest.raises(ValueError, match="do not fit max_positions=32"):
-        nn.RotaryEmbedding(8, 32)(q, q, start)
+    with pytest.raises(ValueError, match="positions must not be below 0; got -1"):
+        nn.RotaryEmbedding(8, 32)(q, q, -1)
+    with pytest.raises(ValueError, match="positions must not be below 0; got -2"):
+        nn.SinusoidalEmbedding(8, 32)(q[0], -2)
 
 
 def test_rotary_refuses_an_odd_width():

@@ -294,8 +294,8 @@ def test_the_bare_operators_check_too() -> None:
         ops.swiglu(a.double(), a.double())
     with pytest.raises(ValueError, match="approximate must be one of none, tanh; got sigmoid"):
         ops.geglu(a, a, "sigmoid")
-    with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh; got relu"):
-        ops.glu_fwd(a, a, "relu")
+    with pytest.raises(ValueError, match=r"activation must be one of silu, .*; got tanh"):
+        ops.glu_fwd(a, a, "tanh")
     assert ops.swiglu(torch.empty(2, 8, device="meta"), None).shape == (2, 4)
 
 

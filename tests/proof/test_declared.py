@@ -301,11 +301,20 @@ OTHER: dict[str, dict[str, Any]] = {
     "shared_expert_gate": {**EXPERTS, "shared_expert_dim": 8, "shared_expert_gate": True},
     "load_balancing_coef": {**EXPERTS, "load_balancing_coef": 0.1},
     "router_z_coef": {**EXPERTS, "router_z_coef": 0.1},
+    "init": {"init": "xavier"},
 }
 FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 #: Fields that matter in training alone, or whose effect float32 does not show.
 UNSEEN = {"multiple_of", "norm_round_before_weight", "embedding_dropout", "residual_dropout", "attention_dropout"}
-UNSEEN |= {"init_std", "max_seq_len", "load_balancing_coef", "router_z_coef", "activation_dropout", "output_dropout"}
+UNSEEN |= {
+    "init",
+    "init_std",
+    "max_seq_len",
+    "load_balancing_coef",
+    "router_z_coef",
+    "activation_dropout",
+    "output_dropout",
+}
 UNSEEN |= {"norm_weight_offset"}  # weights begin as much lower
 #: What is not decoded token by token, and what is said then.
 NOT_DECODED = {"causal": "a cache needs causal=True", "context_dim": "context must be given"}

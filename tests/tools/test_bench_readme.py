@@ -215,13 +215,19 @@ def test_digests_are_of_the_code_that_makes_an_operation(tree: Path) -> None:
         file.write_text(code)
         return {op for op in before if before[op] != after[op]}
 
+    GATED = {"swiglu", "geglu", "glu", "reglu"}
     before = sources.digests("cpu", tree)
     assert before == sources.digests("cpu")
-    assert edited("csrc/cpu/swiglu.cpp", "int more;") == {"swiglu", "geglu"}
+    assert edited("csrc/cpu/swiglu.cpp", "int more;") == GATED
     assert edited("csrc/cpu/swiglu.cpp", "\n// more\n\n/* and\nmore */\n") == set()
     assert edited("foundry_kernels/ops/swiglu/__init__.py", "\n# more\n") == set()
-    assert edited("foundry_kernels/ops/swiglu/__init__.py", "\nmore = 1\n") == {"swiglu", "geglu"}
-    for path in ("ops/swiglu/bench.py", "ops/swiglu/triton.py", "ops/rope/triton/__init__.py", "nn/__init__.py"):
+    assert edited("foundry_kernels/ops/swiglu/__init__.py", "\nmore = 1\n") == GATED
+    for path in (
+        "ops/swiglu/bench.py",
+        "ops/swiglu/triton/kernels.py",
+        "ops/rope/triton/__init__.py",
+        "nn/__init__.py",
+    ):
         assert edited(f"foundry_kernels/{path}", "\nmore = 1\n") == set()
     assert edited("csrc/torch/swiglu_cuda.cpp", "int more;") == set()
     assert edited("csrc/torch/accumulate_product_cpu.cpp", "int more;") == {"linear_cross_entropy"}

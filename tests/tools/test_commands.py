@@ -10,16 +10,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("check", "inspect", "patch-report", "tune")
+COMMANDS = ("check", "inspect", "patch-report", "size", "tune")
 
 #: Modules that are run, with the command that comes before --help, and a word that only their help has.
 HELP = [
-    ("foundry_kernels", "", "{check,inspect,patch-report,tune}"),
+    ("foundry_kernels", "", "{check,inspect,patch-report,size,tune}"),
     ("foundry_kernels", "check", "--all"),
     ("foundry_kernels", "inspect", "--sass"),
     ("foundry_kernels", "patch-report", "family"),
+    ("foundry_kernels", "size", "llama-2-7b"),
     ("foundry_kernels", "tune", "--untried"),
     ("foundry_kernels.diagnostics", "", "--map-tokens"),
+    ("foundry_kernels.diagnostics", "attention", "--compare"),
+    ("foundry_kernels.diagnostics", "positions", "sinusoidal"),
+    ("foundry_kernels.diagnostics", "positions rope", "--scaling"),
+    ("foundry_kernels.diagnostics", "initialization", "--schemes"),
     ("benchmarks", "", "compare"),
     ("benchmarks", "report", "RUN.json"),
     ("benchmarks", "readme", "NAME"),
@@ -28,6 +33,7 @@ HELP = [
     ("benchmarks.gpu_check", "", "GPU_CHECK=rest"),
     ("benchmarks.gpu_sanitize", "", "compute-sanitizer"),
     ("examples.ablation", "", "--variants"),
+    ("examples.claims", "", "--scale"),
     ("examples.extrapolation", "", "--factors"),
     *(
         (f"examples.{name}", "", "--steps")

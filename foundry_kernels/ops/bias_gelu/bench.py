@@ -20,18 +20,20 @@ _BENCH_SHAPES = {
 BENCH_QUICK = ("cached", "large", "16384x6400-gpt2-xl", "decode")
 
 
-def _bench(rows: int, width: int, name: str) -> Case:
-    return Case(f"{rows}x{width}-{name}", {"x": Arg((rows, width)), "bias": Arg((width,))}, {"approximate": "tanh"})
+def _bench(op: str, rows: int, width: int, name: str) -> Case:
+    options = {"approximate": "tanh"} if op == "bias_gelu" else {}
+    return Case(f"{rows}x{width}-{name}", {"x": Arg((rows, width)), "bias": Arg((width,))}, options)
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    return tuple(_bench(*shape) for shape in _BENCH_SHAPES[device])
+    shapes = _BENCH_SHAPES[device]
+    return tuple(_bench(op, *shape) for shape in (shapes if op == "bias_gelu" else shapes[:2]))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
     """Growing shapes: N is the width."""
     rows, top = (512, 13) if device == "cpu" else (16384, 15)
-    return {"N": tuple((2**i, _bench(rows, 2**i, "width")) for i in range(7, top + 1, 2))}
+    return {"N": tuple((2**i, _bench(op, rows, 2**i, "width")) for i in range(7, top + 1, 2))}
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
@@ -42,11 +44,24 @@ def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
     return {"forward": 2, "backward": 3, "both": 5}[direction] * x.numel() * x.element_size()
 
 
+# What a linear layer and its activation do after the product:
+
+
 def _eager(x: Tensor, bias: Tensor) -> Tensor:
-    """Computes what a linear layer and its activation do after the product."""
     return torch.nn.functional.gelu(x + bias, approximate="tanh")
+
+
+def _eager_silu(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x + bias)
+
+
+def _eager_relu(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.relu(x + bias)
+
+
+_EAGER = {"bias_gelu": _eager, "bias_silu": _eager_silu, "bias_relu": _eager_relu}
 
 
 def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return {"eager": _eager}
+    return {"eager": _EAGER[op]}

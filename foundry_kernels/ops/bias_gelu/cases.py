@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foundry_kernels.testing import Arg, Case, normal
 
-#: Neither form's derivative passes this.
+#: No activation's derivative passes this.
 _STEEPEST = 1.13
 
 
@@ -44,13 +44,38 @@ _NONE = (
     _case((8, 256), "saturated", Arg((8, 256), values=_saturated)),
     _case((8, 256), "cancels", Arg((8, 256), values=normal(1e-3, 300.0)), Arg((256,), values=normal(1e-3, -300.0))),
 )
+
+
+def _dropped(case: Case, p: float) -> Case:
+    options = {**case.options, "dropout_p": p, "dropout_seed": 0x123456789ABCDEF}
+    return replace(case, id=f"{case.id}-dropout", options=options)
+
+
+#: A width below four, of more than a block and of more than a tile; rows that are found by strides.
+_DROPOUT = (
+    _dropped(_case((3, 2)), 0.5),
+    _dropped(_case((9, 1041)), 0.1),
+    _dropped(_case((3, 9001), "no-bias", bias=None), 0.9),
+    _dropped(_case((2, 3, 5, 40), "swapped", Arg((2, 3, 5, 40), "swapped"), cotangent="swapped"), 0.25),
+    _dropped(_case((0, 64), "empty"), 0.5),
+    replace(_dropped(_case((1031, 256), "many-rows"), 0.1), interpreted=False),
+)
+#: Of the cases above those of the activations that came later: they share all but the activation.
+_SOME = (
+    "1x1", "5x17", "7x129", "2x4099", "1031x256-many-rows", "0x64-empty", "2x3x5x40-swapped", "6x100-strided",
+    "8x256-no-bias", "8x256-frozen-bias", "8x256-frozen-input", "8x256-bias-fp32", "8x256-saturated", "8x256-cancels",
+)  # fmt: skip
+_FEW = tuple(case for case in _NONE if case.id in _SOME)
 _IN_BOTH = ("5x17", "3x1000", "2x3x5x40-swapped", "8x256-no-bias", "8x256-bias-fp32", "8x256-saturated")
 
 CASES: dict[str, tuple[Case, ...]] = {
     "bias_gelu": (
         *_NONE,
         *(replace(c, id=c.id + "-tanh", options={"approximate": "tanh"}) for c in _NONE if c.id in _IN_BOTH),
-    )
+        *_DROPOUT,
+    ),
+    "bias_silu": (*_FEW, *_DROPOUT[1:3]),
+    "bias_relu": (*_FEW, *_DROPOUT[1:3]),
 }
 
 
@@ -59,9 +84,9 @@ def scales(
 ) -> dict[str, float]:
     """Size of the terms that a gradient sums (float64 inputs), by argument; what is left out has its own size.
 
-    The derivative of GELU is a sum that passes through 0, so a gradient may be far smaller than its terms.
+    The derivative of GELU and SiLU is a sum that passes through 0, so a gradient may be far smaller than its terms.
     """
-    dy = cotangents[0]
+    dy = cotangents[0] / (1.0 - options.get("dropout_p", 0.0))
     if dy.numel() == 0:
         return {}
     over_rows = dy.reshape(-1, dy.shape[-1]).square().sum(0).sqrt().max()

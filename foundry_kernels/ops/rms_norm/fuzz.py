@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from foundry_kernels.testing import Arg, Case, normal
-from foundry_kernels.testing.fuzzing import ELEMENTS, LOW_OR_FP32, layouts, leading, sizes, spreads, tensors
+from foundry_kernels.testing.fuzzing import ELEMENTS, LOW_OR_FP32, dropouts, layouts, leading, sizes, spreads, tensors
 
 
 @st.composite
@@ -19,9 +19,8 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     if op.startswith("add_"):
         args["residual"] = draw(tensors(shape, values, LOW_OR_FP32))
     options: dict[str, Any] = {"eps": draw(st.sampled_from([1e-6, 1e-5, 0.1]))}
-    if op.startswith("add_") and draw(st.booleans()):
-        options["dropout_p"] = draw(st.sampled_from([0.1, 0.5, 0.99]))
-        options["dropout_seed"] = draw(st.integers(0, 2**63 - 1))
+    if op.startswith("add_"):
+        options |= draw(dropouts())
     args["weight"] = draw(st.none() | tensors((width,), st.just(normal(0.3, 1.0)), LOW_OR_FP32))
     if op.endswith("layer_norm"):
         args["bias"] = draw(st.none() | tensors((width,), st.just(normal(0.5)), LOW_OR_FP32))

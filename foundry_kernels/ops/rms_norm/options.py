@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from foundry_kernels.core.options import Options
 
 
@@ -14,13 +12,5 @@ class WeightOptions(Options):
     round_before_weight: bool
 
 
-class DropoutOptions(Options):
-    """Dropout of what is added to the residual; without a seed there is none."""
-
-    dropout_p: float = 0.0
-    dropout_seed: Tensor | None = None
-
-
 #: LayerNorm has no options of its weight.
 PLAIN_WEIGHT = WeightOptions(0.0, False)
-NO_DROPOUT = DropoutOptions()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OPERATORS = ("rope_apply", "qk_norm_rope_fwd", "qk_norm_rope_bwd")
-UNSHARDED = ("rope_append",)
+UNSHARDED = ("rope_append", "position_rows")
 
 _DIMS = (
     dict.fromkeys(("q", "k", "q_out", "k_out"), "bhtd")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +100,23 @@ class RopeScaling:
         if self.rope_type == "yarn":
             _check_order("beta_slow", self._beta_slow, "beta_fast", self._beta_fast)
 
+    @classmethod
+    def to_length(cls, rope_type: str, trained: int, length: int) -> RopeScaling:
+        """Returns the scaling by which a model of `trained` positions is usually run on `length`: the factor is their
+        ratio, in "llama3" the bounds are those of Llama 3.1 (1 and 4). In "dynamic" the factor is 1, for the
+        frequencies follow the length by themselves.
+
+        Raises:
+            ValueError: an unknown type, or `length` below `trained`.
+        """
+        check_int("trained", trained, minimum=1)
+        check_int("length", length, minimum=1)
+        if length < trained:
+            raise ValueError(f"length must be at least the trained {trained}; got {length}")
+        bounds: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+        factor = 1.0 if rope_type == "dynamic" else length / trained
+        return cls(rope_type, factor, trained, **bounds)
+
     @property
     def _beta_fast(self) -> float:
         return 32.0 if self.beta_fast is None else self.beta_fast
@@ -137,21 +155,33 @@ def rope_table(
 
     Su et al., "RoFormer", 2021, arXiv:2104.09864.
     """
+    check_table(rotary_dim, base, scaling)
+    check_int("max_positions", max_positions, minimum=0)
+    device = torch.get_default_device() if device is None else device
+    cos, sin = rope_rows(rotary_dim, 0, max_positions, max_positions, base, scaling)
+    return cos.to(device), sin.to(device)
+
+
+def check_table(rotary_dim: int, base: float, scaling: RopeScaling | None) -> None:
+    """Raises TypeError or ValueError where there is no such table."""
     check_int("rotary_dim", rotary_dim)
-    check_int("max_positions", max_positions)
     check_positive("base", base)
     if rotary_dim < 2 or rotary_dim % 2 != 0:
         raise ValueError(f"rotary_dim must be even and >= 2; got {rotary_dim}")
-    if max_positions < 0:
-        raise ValueError(f"max_positions must be >= 0; got {max_positions}")
     if base <= 1.0:
         raise ValueError(f"base must be > 1; got {base}")
     if scaling is not None and not isinstance(scaling, RopeScaling):
         raise TypeError(f"scaling must be a RopeScaling or None; got {type(scaling).__name__}")
-    frequencies, factor = _frequencies(rotary_dim, max_positions, base, scaling)
-    angles = torch.arange(max_positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
-    device = torch.get_default_device() if device is None else device
-    return (angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device)
+
+
+def rope_rows(
+    rotary_dim: int, start: int, stop: int, length: int, base: float, scaling: RopeScaling | None
+) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin of the positions from `start` to before `stop`, ``[stop - start, R/2]`` float32 on the CPU:
+    rows of the table of `length` positions, which matters to "dynamic" scaling alone."""
+    frequencies, factor = _frequencies(rotary_dim, length, base, scaling)
+    angles = torch.arange(start, stop, dtype=torch.float64, device="cpu")[:, None] * frequencies
+    return (angles.cos() * factor).float(), (angles.sin() * factor).float()
 
 
 def _frequencies(rotary_dim: int, length: int, base: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:

@@ -14,6 +14,8 @@ from foundry_kernels.testing import Arg, Case
 _BENCH_SHAPES = {
     ("swiglu", "cpu"): ((512, 2048, "cached"), (4096, 4096, "large"), (256, 14336, "llama-8b"), (1, 14336, "decode")),
     ("geglu", "cpu"): ((512, 2048, "cached"), (4096, 4096, "large"), (256, 16384, "gemma-2b")),
+    ("glu", "cpu"): ((512, 2048, "cached"), (4096, 4096, "large")),
+    ("reglu", "cpu"): ((512, 2048, "cached"), (4096, 4096, "large")),
     ("swiglu", "cuda"): (
         (16384, 3072, "qwen3-0.6b"),
         (16384, 12288, "qwen3-8b"),
@@ -22,6 +24,8 @@ _BENCH_SHAPES = {
         (1, 14336, "decode"),
     ),
     ("geglu", "cuda"): ((16384, 6912, "gemma3-1b"), (16384, 16384, "gemma-2b"), (1, 16384, "decode")),
+    ("glu", "cuda"): ((16384, 4096, "large"), (1, 14336, "decode")),
+    ("reglu", "cuda"): ((16384, 4096, "large"), (1, 14336, "decode")),
 }
 #: Of these, the ones that are timed packed too.
 _BENCH_PACKED = ("cached", "llama-8b")
@@ -75,7 +79,20 @@ def _eager_gelu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
-_PEERS: dict[str, dict[str, Callable[..., Any]]] = {"swiglu": {"eager": _eager}, "geglu": {"eager": _eager_gelu}}
+def _eager_sigmoid(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.sigmoid(gate) * up
+
+
+def _eager_relu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.relu(gate) * up
+
+
+_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "swiglu": {"eager": _eager},
+    "geglu": {"eager": _eager_gelu},
+    "glu": {"eager": _eager_sigmoid},
+    "reglu": {"eager": _eager_relu},
+}
 
 
 def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foundry_kernels.testing import Arg, Case, normal
 
-#: Neither activation's derivative passes this.
+#: No activation's derivative passes this.
 _STEEPEST = 1.13
 
 
@@ -78,7 +78,7 @@ _BOTH = (
 
 
 def _tanh(case: Case) -> Case:
-    return replace(case, id=case.id + "-tanh", options={"approximate": "tanh"})
+    return replace(case, id=case.id + "-tanh", options={**case.options, "approximate": "tanh"})
 
 
 def _with(case: Case, **options: Any) -> Case:
@@ -116,7 +116,41 @@ _OPTIONS = (
 )
 
 
-CASES: dict[str, tuple[Case, ...]] = {"swiglu": (*_BOTH, *_OPTIONS), "geglu": (*_BOTH, *map(_tanh, _BOTH))}
+#: Of the cases above those of the activations that came later: they share all but the activation.
+_SOME = (
+    "1x1", "5x17", "7x129", "2x4099", "5x34-packed", "2x8198-packed", "300x4096-packed-threads", "0x64-empty",
+    "3x0-no-width", "2x3x5x40-swapped", "2x3x5x40-packed-sliced", "6x100-frozen-gate", "6x100-frozen-up",
+    "8x256-saturated", "8x256-grid", "8x256-large", "8x256-zero-gate",
+)  # fmt: skip
+_FEW = tuple(case for case in _BOTH if case.id in _SOME)
+
+
+def _dropped(case: Case, p: float) -> Case:
+    options = {**case.options, "dropout_p": p, "dropout_seed": 0x123456789ABCDEF}
+    return replace(case, id=f"{case.id}-dropout", options=options)
+
+
+#: A width below four, of more than a block and of more than a tile; rows that are found by strides, packed or not.
+_DROPOUT = (
+    _dropped(_case((3, 2)), 0.5),
+    _dropped(_case((5, 1041)), 0.1),
+    _dropped(_packed((3, 2 * 9001)), 0.9),
+    _dropped(_packed((2, 3, 5, 40), "swapped", Arg((2, 3, 5, 40), "swapped"), "swapped"), 0.25),
+    replace(_dropped(_case((300, 2048), "threads"), 0.1), interpreted=False),
+)
+_OPTIONS_DROPOUT = (
+    _dropped(_oss(_packed((5, 2 * 1041)), interleaved=True), 0.5),
+    _dropped(_with(_packed((9, 6)), interleaved=True), 0.25),
+    _dropped(_oss(_case((6, 100), "frozen-gate", Arg((6, 100), values=_bounds, grad=False))), 0.5),
+    _dropped(_case((0, 64), "empty"), 0.5),
+)
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "swiglu": (*_BOTH, *_OPTIONS, *_DROPOUT, *_OPTIONS_DROPOUT),
+    "geglu": (*_BOTH, *map(_tanh, _BOTH), _tanh(_DROPOUT[1]), _DROPOUT[3]),
+    "glu": (*_FEW, *_DROPOUT[1:3]),
+    "reglu": (*_FEW, *_DROPOUT[1:3]),
+}
 
 
 def scales(
@@ -138,5 +172,6 @@ def scales(
     up = up.detach()
     if (limit := options.get("limit")) is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    into_gate = _STEEPEST * float((cotangents[0] * (up + options.get("up_offset", 0.0))).abs().max())
-    return {"gate": max(into_gate, float((cotangents[0] * gate).abs().max())) if packed else into_gate}
+    dy = cotangents[0] / (1.0 - options.get("dropout_p", 0.0))
+    into_gate = _STEEPEST * float((dy * (up + options.get("up_offset", 0.0))).abs().max())
+    return {"gate": max(into_gate, float((dy * gate).abs().max())) if packed else into_gate}

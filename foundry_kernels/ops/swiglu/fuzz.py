@@ -1,4 +1,4 @@
-"""Random cases of swiglu and geglu."""
+"""Random cases of gated linear units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from foundry_kernels.testing import Arg, Case
-from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, leading, sizes, spreads, tensors
+from foundry_kernels.testing.fuzzing import ELEMENTS, dropouts, layouts, leading, sizes, spreads, tensors
 
 
 @st.composite
@@ -31,5 +31,8 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     packed = draw(st.booleans())
     args: dict[str, Arg | None] = {"gate": draw(tensors((*rows, 2 * width if packed else width), values))}
     args["up"] = None if packed else draw(tensors((*rows, width), values))
-    options = {"approximate": draw(st.sampled_from(["none", "tanh"]))} if op == "geglu" else draw(_options(packed))
+    options: dict[str, Any] = {"geglu": {"approximate": draw(st.sampled_from(["none", "tanh"]))}}.get(op, {})
+    if op == "swiglu":
+        options = draw(_options(packed))
+    options |= draw(dropouts())
     return Case("random", args, options, draw(layouts(len(rows) + 1)))

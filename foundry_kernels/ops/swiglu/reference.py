@@ -1,10 +1,12 @@
-"""Plain PyTorch, differentiated by autograd: what every kernel of the two operations must equal."""
+"""Plain PyTorch, differentiated by autograd: what every kernel of the operations must equal."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
+
+from foundry_kernels.core.dropout import dropout
 
 
 def swiglu(
@@ -14,6 +16,8 @@ def swiglu(
     limit: float | None = None,
     up_offset: float = 0.0,
     interleaved: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     gate32, up32 = _halves(gate, up, interleaved)
     if limit is not None:
@@ -21,12 +25,30 @@ def swiglu(
     activated = silu(gate32) if alpha == 1.0 else gate32 * torch.sigmoid(alpha * gate32)
     if up_offset != 0.0:
         up32 = up32 + up_offset
-    return (activated * up32).to(gate.dtype).contiguous()
+    return _result(activated * up32, gate, dropout_p, dropout_seed)
 
 
-def geglu(gate: Tensor, up: Tensor | None, approximate: str) -> Tensor:
+def geglu(
+    gate: Tensor, up: Tensor | None, approximate: str, dropout_p: float = 0.0, dropout_seed: Tensor | None = None
+) -> Tensor:
     gate32, up32 = _halves(gate, up)
-    return (gelu(gate32, approximate=approximate) * up32).to(gate.dtype).contiguous()
+    return _result(gelu(gate32, approximate=approximate) * up32, gate, dropout_p, dropout_seed)
+
+
+def glu(gate: Tensor, up: Tensor | None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None) -> Tensor:
+    gate32, up32 = _halves(gate, up)
+    return _result(torch.sigmoid(gate32) * up32, gate, dropout_p, dropout_seed)
+
+
+def reglu(gate: Tensor, up: Tensor | None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None) -> Tensor:
+    gate32, up32 = _halves(gate, up)
+    return _result(torch.relu(gate32) * up32, gate, dropout_p, dropout_seed)
+
+
+def _result(product: Tensor, gate: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
+    if dropout_seed is not None:
+        product = dropout(product, dropout_p, dropout_seed)
+    return product.to(gate.dtype).contiguous()
 
 
 def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """The dimensions of the tensors of the kernels' operators, from which `foundry_kernels.distributed` makes rules.
 
-Elements are independent; but the last dimension of a packed gate is not that of the output.
+Elements are independent; but the last dimension of a packed gate is not that of the output. With dropout nothing is
+sharded: which elements are dropped depends on the number of a row and a column, and a device does not know how many
+come before its own.
 """
 
 from collections.abc import Mapping
@@ -10,6 +12,6 @@ OPERATORS = ("glu_fwd", "glu_bwd")
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    if args.get("up") is None:
-        return {"gate": "...p", "y": "...n"}, "..."
-    return dict.fromkeys(("gate", "up", "y"), "...n"), "...n"
+    packed, drops = args.get("up") is None, args.get("dropout_seed") is not None
+    dims = {"gate": "...p", "y": "...n"} if packed else dict.fromkeys(("gate", "up", "y"), "...n")
+    return dims | {"dropout_seed": "..."}, "" if drops else "..." if packed else "...n"

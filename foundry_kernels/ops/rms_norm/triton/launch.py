@@ -13,9 +13,9 @@ from foundry_kernels._triton.devices import capability, device_of, programs
 from foundry_kernels._triton.launch import Plan, launch, planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, strides_of, sum_partials
 from foundry_kernels._triton.tuning import choose
-from foundry_kernels.core import dropout
+from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions, kernel_numbers
 from foundry_kernels.core.registry import wide_dtype
-from foundry_kernels.ops.rms_norm.options import NO_DROPOUT, DropoutOptions, WeightOptions
+from foundry_kernels.ops.rms_norm.options import WeightOptions
 from foundry_kernels.ops.rms_norm.triton.kernels import (
     rms_norm_bwd_kernel,
     rms_norm_bwd_wide_kernel,
@@ -123,14 +123,6 @@ def rows(
     return found
 
 
-def _dropout_numbers(p: float | None) -> tuple[int | None, float | None]:
-    """The threshold, as 32 bits, and the scale of what is kept."""
-    if p is None:
-        return None, None
-    least = dropout.threshold(p)
-    return least - (least >> 31 << 32), 1.0 / (1.0 - p)
-
-
 def _choose(
     kernel: str,
     dtype: torch.dtype,
@@ -200,7 +192,7 @@ def _plan_forward(
         COMPUTE=compute_dtype(dtype), **row,
     )  # fmt: skip
     grid = (triton.cdiv(n_rows, row["BLOCK_ROWS"]),)
-    numbers = n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, options.weight_offset, *_dropout_numbers(dropout_p)
+    numbers = n_rows, n_cols, n1, n2, *x_rows, *residual_rows, eps, options.weight_offset, *kernel_numbers(dropout_p)
     return wide, Plan(grid, numbers, constants)
 
 
@@ -274,7 +266,7 @@ def _plan_backward(
         DROPOUT=dropout_p is not None, COMPUTE=compute_dtype(dtype), **row,
     )  # fmt: skip
     grid = (min(triton.cdiv(n_rows, row["BLOCK_ROWS"]), programs(device)),)
-    numbers = n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, options.weight_offset, *_dropout_numbers(dropout_p)
+    numbers = n_rows, n_cols, n1, n2, *dy_rows, *dh_rows, *x_rows, options.weight_offset, *kernel_numbers(dropout_p)
     return wide, Plan(grid, numbers, constants)
 
 

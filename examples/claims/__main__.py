@@ -1,0 +1,86 @@
+"""What tutorials on transformers claim in numbers, beside what is measured here: docs/claims.md and its results.
+
+    python -m examples.claims --text tinyshakespeare.txt    # everything
+    python -m examples.claims --only train memory           # what a busy machine does not change
+    python -m examples.claims --only timings page           # later, on a quiet one
+    python -m examples.claims --only page                   # the page again, from the results that are kept beside it
+
+Without --text it is trained on the standard library's source, as `make demo` is; nothing is downloaded. A phase goes on
+where it was; parts of the page that this folder has nothing for keep their last results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.ablation.settings import UsageError, check_device, use_threads
+from examples.claims import longest, page, results, studies, timings
+from examples.training.text import TextError
+
+PHASES = ("train", "memory", "timings", "page")
+PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PHASES, metavar="PHASE", help=f"{', '.join(PHASES)} (default: all)")
+    add("--scale", choices=studies.SCALES, default="small", help="small: 20 minutes on 2 cores in all; tutorial: 10 "
+        "million parameters and 5,000 steps a run, for a GPU (default: small)")  # fmt: skip
+    add("--studies", nargs="+", choices=tuple(studies.STUDIES), metavar="NAME",
+        help=f"what to train: {', '.join(studies.STUDIES)} (default: all)")  # fmt: skip
+    add("--text", type=Path, metavar="FILE", help="any file, read as bytes; its last tenth is held out")
+    add("--out", type=Path, metavar="DIR", help="default: runs/claims-SCALE")
+    add("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="default: 0 1")
+    add("--threads", type=int, metavar="N", help="default: PyTorch's")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--steps", type=int, metavar="N", help="of each training run, in place of the scale's")
+    add("--page", type=Path, default=PAGE, metavar="FILE",
+        help="default: docs/claims.md; its results are kept in the folder of its name")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> int:
+    phases = options.only or PHASES
+    use_threads(options.threads)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    folder = options.out or Path("runs") / f"claims-{options.scale}"
+    overrides: dict[str, Any] = {"device": device}
+    if options.steps is not None:
+        if options.steps < 1:
+            raise UsageError(f"--steps must be at least 1; got {options.steps}")
+        overrides["steps"] = options.steps
+    if "train" in phases:
+        keys = options.studies or list(studies.STUDIES)
+        studies.train(folder, options.text, options.scale, options.seeds, keys, overrides)
+    if "memory" in phases:
+        longest.measure(folder, options.scale, device)
+    if "timings" in phases:
+        timings.measure(folder, options.scale, device)
+    if "page" in phases:
+        found = results.collect(folder, options.scale, options.page)
+        page.write(found, options.page)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(parse(None if argv is None else list(argv)))
+    except (UsageError, TextError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""How long a sequence attention can take in a given memory: by the peak of a fresh process for each length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import last_exponent
+from examples.ablation.machine import machine
+from examples.ablation.memory import peak_bytes
+from examples.ablation.settings import load, save
+from examples.ablation.speed import begin
+from examples.ablation.tables import ATTENTION, Attend, Sizes
+
+#: Bytes for inputs, results and what lies between, by the scale.
+BUDGETS = {"small": 128 * 2**20, "tutorial": 4 * 2**30}
+SHORTEST = 1024
+DIRECTIONS = ("forward", "forward+backward")
+PARTS = 16  # the answer is exact to so many parts of the power of two below it
+
+
+def measure(folder: Path, scale: str, device: str) -> None:
+    """Fill `memory.json`: what is not there yet, or was measured elsewhere."""
+    path, sizes = folder / "memory.json", Sizes(device=device)
+    context = {
+        "machine": machine(device),
+        "sizes": {"heads": sizes.heads, "head_dim": sizes.head_dim, "dtype": "float32", "budget": BUDGETS[scale]},
+    }
+    kept: dict[str, Any] = begin(load(path) or {}, context) | {"scale": scale}
+    cases = kept.setdefault("cases", {})
+    for direction in DIRECTIONS:
+        for name in ATTENTION:
+            rows = cases.setdefault(direction, {})
+            if name not in rows:
+                rows[name] = search(_peak(name, sizes, direction), BUDGETS[scale])
+                save(path, kept)
+            print(f"{direction}, {name}: {rows[name]['longest']} tokens", flush=True)
+
+
+def search(peak: Callable[[int], int], budget: int) -> dict[str, Any]:
+    """Doubles the length until `peak` is over `budget`, then halves the last interval; longest None: not even the first
+    length fits. `exponent` is that of the peak's growth over the last lengths that were doubled."""
+    peaks: dict[int, int] = {}
+    length = SHORTEST
+    while (found := peak(length)) <= budget:
+        peaks[length] = found
+        length *= 2
+    peaks[length] = found
+    doubled = sorted(peaks)
+    if length == SHORTEST:
+        return {"longest": None, "peaks": peaks, "exponent": None}
+    low, high = length // 2, length
+    least = low // PARTS
+    while high - low > least:
+        middle = (low + high) // 2
+        peaks[middle] = peak(middle)
+        low, high = (middle, high) if peaks[middle] <= budget else (low, middle)
+    exponent = last_exponent(doubled, [peaks[length] for length in doubled])
+    return {"longest": low, "peaks": dict(sorted(peaks.items())), "exponent": exponent}
+
+
+def _peak(name: str, sizes: Sizes, direction: str) -> Callable[[int], int]:
+    def peak(tokens: int) -> int:
+        run = Attend(name, dataclasses.replace(sizes, tokens=tokens), torch.float32, direction)
+        return peak_bytes(run, whole=True, device=sizes.device)
+
+    return peak

@@ -1,0 +1,67 @@
+"""What the pictures share. Nothing of matplotlib's global state is used: no pyplot, and no backend is chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+#: From dark to light evenly, so that a picture printed in grey says the same.
+COLORS = "viridis"
+#: Of what does not exist, such as keys that a query does not see: no colour of the scale.
+BLANK = "white"
+#: The family of fonts of tokens.
+LABELS = "monospace"
+FORMATS = (".png", ".svg", ".pdf")
+
+
+class MissingMatplotlib(ImportError):
+    """Pictures are drawn by matplotlib."""
+
+
+def make_figure(rows: int, columns: int, width: float, height: float, title: str | None, **options: Any) -> Any:
+    """Returns (figure, axes ``[rows, columns]``), `width` x `height` inches.
+
+    Raises:
+        MissingMatplotlib: it does not import.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=11, parse_math=False, wrap=True)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def require_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingMatplotlib(
+            f"pictures need matplotlib, which does not import ({error}); pip install 'foundry-kernels[train]'"
+        ) from None
+
+
+def heat_map(axis: Any, values: Tensor, low: float | None, high: float | None, **options: Any) -> Any:
+    """Draws ``[rows, columns]``; NaN stays blank."""
+    import matplotlib
+
+    colors = matplotlib.colormaps[COLORS].with_extremes(bad=BLANK)
+    shown = values.detach().float().cpu().numpy()
+    return axis.imshow(shown, cmap=colors, vmin=low, vmax=high, interpolation="nearest", **options)
+
+
+def drawable(text: str) -> str:
+    """`text` with escapes for the characters that the font of labels does not have."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties(family=LABELS)))
+    return "".join(c if font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes PNG, SVG or PDF, by the name's end; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

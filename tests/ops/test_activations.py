@@ -1,0 +1,108 @@
+"""What the parity cases of glu, reglu, bias_silu and bias_relu do not cover: torch's own answers, also where they are
+infinite or NaN, instruction sets, derivatives where they are small, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import cpu_setting
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels.core import extension
+from foundry_kernels.testing import assert_parity
+from foundry_kernels.tools.check import numel
+
+#: Two arguments, and what eager PyTorch makes of them.
+EAGER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "glu": lambda gate, up: gate.sigmoid() * up,
+    "reglu": lambda gate, up: gate.relu() * up,
+    "bias_silu": lambda x, bias: F.silu(x + bias),
+    "bias_relu": lambda x, bias: (x + bias).relu(),
+}
+BACKENDS = [pytest.param(name, b, id=f"{name}-{b}") for name in EAGER for b in fk.OPS[name].backends("cpu")]
+INSTRUCTION_SETS = extension.build_info().get("usable_instruction_sets", [])
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+SPECIAL = (-math.inf, -1e30, -50.0, -1.0, -0.0, 0.0, 2.0, 50.0, 1e30, math.inf, math.nan)
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_special_values_are_those_of_eager_pytorch(name: str, backend: str) -> None:
+    """Forward and backward, each value with each other and each gradient: what is infinite, saturated or NaN, and the
+    slope of relu at 0."""
+    values = torch.tensor(SPECIAL)
+    first, second, dy = torch.cartesian_prod(values, values, torch.tensor([1.0, 0.0, math.inf, math.nan])).T
+    biased = name.startswith("bias")
+    a, dy = first[None].contiguous().requires_grad_(), dy[None].contiguous()
+    b = (second if biased else second[None]).contiguous().requires_grad_()
+    found, expected = getattr(fk, name)(a, b, backend=backend), EAGER[name](a, b)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    for grad, theirs in zip(*(torch.autograd.grad(y, (a, b), dy) for y in (found, expected)), strict=True):
+        if name == "bias_silu":  # torch's own is NaN or 0 at infinity, as the terms are ordered
+            seen = (a + b).detach().abs().reshape(theirs.shape) < 1e30
+            grad, theirs = grad[seen], theirs[seen]
+        torch.testing.assert_close(grad, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", fk.OPS["glu"].backends("cpu"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_derivative_of_the_logistic_function_is_exact_where_it_is_small(backend: str, dtype: torch.dtype) -> None:
+    gate = torch.linspace(-9.0, 9.0, 257).to(dtype).requires_grad_()
+    up = torch.ones_like(gate)
+    (found,) = torch.autograd.grad(fk.glu(gate, up, backend=backend), gate, up)
+    s = gate.detach().double().sigmoid()
+    torch.testing.assert_close(found.double(), s * (1.0 - s), rtol=1e-3 + 2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_the_references_are_torchs_own_rounded_once() -> None:
+    g = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a, b = (torch.randn(7, 34, generator=g).to(dtype) for _ in range(2))
+        for name, eager in EAGER.items():
+            second = b[0] if name.startswith("bias") else b
+            expected = eager(a.float(), second.float()).to(dtype)
+            assert torch.equal(getattr(fk, name)(a, second, backend="reference"), expected)
+        assert torch.equal(fk.glu(a, backend="reference"), EAGER["glu"](*a.float().chunk(2, -1)).to(dtype))
+    packed = torch.randn(3, 10)
+    torch.testing.assert_close(fk.glu(packed), F.glu(packed.roll(5, -1)), rtol=1e-6, atol=1e-6)  # whose gate is last
+
+
+@needs_native
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_instruction_set(name: str) -> None:
+    with cpu_setting(name, 2):
+        for op in EAGER:
+            for case in (case for case in fk.OPS[op].cases.CASES[op] if numel(case) < 20_000):
+                for dtype in (torch.float32, torch.bfloat16):
+                    assert_parity(fk.OPS[op], case, backend="native", dtype=dtype)
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_no_second_derivative_but_of_the_reference(name: str, backend: str) -> None:
+    a, b = torch.randn(2, 4, requires_grad=True), torch.randn((4,) if name.startswith("bias") else (2, 4))
+    y = getattr(fk, name)(a, b, backend=backend)
+    if backend == "reference":
+        torch.autograd.grad(y.sum(), a, create_graph=True)
+        return
+    with pytest.raises(RuntimeError, match=f"^{name} has no second derivative"):
+        torch.autograd.grad(y.sum(), a, create_graph=True)
+
+
+def test_bad_input() -> None:
+    x = torch.ones(2, 8)
+    for op in (fk.glu, fk.reglu):
+        with pytest.raises(ValueError, match=r"up must have shape \(2, 8\).*got \(2, 7\)"):
+            op(x, torch.ones(2, 7))
+        with pytest.raises(ValueError, match=r"gate must be \[..., 2N\] where up is None"):
+            op(torch.ones(2, 7))
+        with pytest.raises(ValueError, match="backend must be one of"):
+            op(x, x, backend="fast")
+    for op in (fk.bias_silu, fk.bias_relu):
+        with pytest.raises(ValueError, match=r"bias must have shape \(8,\)"):
+            op(x, torch.ones(7))
+        with pytest.raises(TypeError, match=r"x must be float.*got torch.int32"):
+            op(x.int())
