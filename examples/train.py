@@ -32,7 +32,7 @@ try:
     from examples.training.loop import Recipe, Run, autocast, train
     from examples.training.options import UsageError, make_recipe, parse
     from examples.training.parallel import Parallel, ParallelError, Single
-    from examples.training.report import header, kernels, plot, sample, table
+    from examples.training.report import header, health, kernels, plot, plot_health, sample, table
     from examples.training.schedule import learning_rates, plot_schedule
     from examples.training.text import Text, TextError, read_text
     from examples.training.tokens import open_tokens
@@ -181,6 +181,11 @@ def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text:
     assert model is not None
     if options.sample_tokens:
         show_sample(model, prompt, recipe, options, text)
+    for run in runs:
+        if not len(run.health):  # of a finished run perhaps, which nobody diagnosed
+            continue
+        path = folder / f"health-{run.backend}.png"
+        print(f"\n{health(run)}\n{plot_health(run, logs[run.backend], path) or f'Over the steps: {path}'}")
     problem = plot(logs, picture)
     print(f"\n{problem or f'Loss curves: {picture}'}\nCheckpoints and logs: {folder}")
     return 0

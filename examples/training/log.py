@@ -1,7 +1,8 @@
 """The log of a run: a line of JSON for each event, which a resumed run continues.
 
-`start` has the settings; `step` loss, lr, grad_norm, tokens_per_second and peak_bytes (of memory, so far); `evaluation`
-loss, perplexity and bits_per_byte on held-out text; `summary` how the run ended. What is not finite is null.
+`start` has the settings; `step` loss, lr, grad_norm, tokens_per_second and peak_bytes (of memory, so far); `health`
+what the layers did in that step, and the concerns; `evaluation` loss, perplexity and bits_per_byte on held-out text;
+`summary` how the run ended. What is not finite is null.
 """
 
 from __future__ import annotations

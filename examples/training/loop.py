@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import SequentialLR
 
 from examples.training.checkpoint import CheckpointError
-from examples.training.log import Log
+from examples.training.log import Log, LogError, read
 from examples.training.memory import PeakMemory
 from examples.training.optimizer import make_optimizer, make_schedule
 from examples.training.parallel import Single
 from examples.training.progress import Progress
 from examples.training.text import Text
 from foundry_kernels.core.registry import is_dtensor
+from foundry_kernels.diagnostics import Health, HealthHistory, Recorder, SigmaReparam, record
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.nn import update_selection_biases
 
@@ -47,6 +48,9 @@ class Recipe:
     accumulate: int = 1  # parts that a batch is run in
     evaluate_every: int = 0  # steps; 0 is at the end only
     warm_up: int | None = None  # steps; None is a tenth of all
+    diagnose_every: int = 0  # steps, and at the first; 0 is never
+    sigma_reparam: bool = False
+    compile: bool = False
 
     def settings(self, backend: str, text: Text) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, by the names of the options."""
@@ -60,6 +64,7 @@ class Recipe:
             "--steps": self.steps,
             "--text": f"{text.name} (sha256 {text.digest[:12]})",
             **({} if self.warm_up is None else {"warm-up": self.warm_up}),
+            **({"--sigma-reparam": True} if self.sigma_reparam else {}),
         }
 
 
@@ -85,6 +90,7 @@ class Run:
     losses: list[float] = field(default_factory=list)  # of each step's batch, before the step
     seconds: list[float] = field(default_factory=list)  # of each step
     evaluations: list[Evaluation] = field(default_factory=list)
+    health: HealthHistory = field(default_factory=HealthHistory)
     peak_bytes: int = 0
     peak_meaning: str = ""
 
@@ -141,7 +147,11 @@ def train(
     memory = PeakMemory(recipe.device)
     torch.manual_seed(recipe.seed)
     with recipe.device:
-        model = processes.divide(Transformer(recipe.model, backend))
+        whole = Transformer(recipe.model, backend)
+        reparam = SigmaReparam(whole) if recipe.sigma_reparam else None
+        model = processes.divide(whole)
+    if recipe.compile:
+        model.compile()
     optimizer = make_optimizer(model, recipe.lr)
     if recipe.model.selection_bias:
         optimizer.register_step_post_hook(lambda *_: update_selection_biases(model))
@@ -161,13 +171,16 @@ def train(
         Progress(backend, recipe.steps, run.step, progress) as shown,
         Log(log if processes.first else None, run.step) as events,
     ):
+        if log is not None and processes.first:
+            for event in health_in(log):
+                run.health.append(*event)
         if run.step == 0:
             events.write("start", step=0, backend=backend, token=text.vocabulary.unit, settings=settings)
         while run.step < recipe.steps:
             start = time.perf_counter()
             batch = text.batch(recipe.batch, recipe.seq_len, order)
             lr = optimizer.param_groups[0]["lr"]
-            part, norm = _step(processes, model, optimizer, recipe, batch, run.step)
+            part, norm, health = _step(processes, model, optimizer, recipe, batch, run.step)
             schedule.step()
             loss, stopped = processes.agree(part, stop(run.step + 1))
             run.losses.append(loss)  # reading it has waited for the device
@@ -177,6 +190,9 @@ def train(
                 "step", step=run.step, loss=loss, lr=lr, grad_norm=norm.item(),
                 tokens_per_second=recipe.batch * recipe.seq_len / run.seconds[-1], peak_bytes=memory.bytes(),
             )  # fmt: skip
+            if health is not None:
+                run.health.append(run.step, health)
+                events.write("health", **{"step": run.step, **health.as_dict(), "concerns": run.health.concerns()})
             last = run.step == recipe.steps
             if last or (recipe.evaluate_every and run.step % recipe.evaluate_every == 0):
                 found = evaluate(model, recipe, text, run.step)
@@ -191,6 +207,8 @@ def train(
         if run.step == recipe.steps:
             events.write("summary", **summary(run, recipe))
     run.model = processes.whole(model)
+    if reparam is not None and run.model is whole:
+        reparam.remove()
     return run
 
 
@@ -201,21 +219,42 @@ def _step(
     recipe: Recipe,
     batch: tuple[Tensor, Tensor],
     step: int,
-) -> tuple[Tensor, Tensor]:
-    """Train on this process's part of the batch; its mean loss, and the norm of the gradients before clipping."""
+) -> tuple[Tensor, Tensor, Health | None]:
+    """Train on this process's part of the batch; its mean loss, the norm of the gradients before clipping, and the
+    model's health before the step, where it is time for it: of attention and activations that of the last part."""
     _seed_dropout(recipe, step, processes.rank)
     parts = [processes.share(part).to(recipe.device) for whole in batch for part in whole.chunk(recipe.accumulate)]
     losses = []
-    for index, (tokens, targets) in enumerate(zip(parts[: recipe.accumulate], parts[recipe.accumulate :], strict=True)):
-        with processes.accumulating(model, index == recipe.accumulate - 1):
-            with autocast(recipe):
-                _, loss = model(tokens, targets)
-            (loss / recipe.accumulate).backward()
-        losses.append(loss.detach())
+    pairs = zip(parts[: recipe.accumulate], parts[recipe.accumulate :], strict=True)
+    with _recording(model, recipe, step) as recorder:
+        for index, (tokens, targets) in enumerate(pairs):
+            with processes.accumulating(model, index == recipe.accumulate - 1):
+                with autocast(recipe):
+                    _, loss = model(tokens, targets)
+                (loss / recipe.accumulate).backward()
+            losses.append(loss.detach())
+    health = None if recorder is None else recorder.health()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=processes.foreach)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return torch.stack(losses).mean(), norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    norm = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+    return torch.stack(losses).mean(), norm, health
+
+
+def _recording(model: nn.Module, recipe: Recipe, step: int) -> AbstractContextManager[Recorder | None]:
+    if not recipe.diagnose_every or (step and (step + 1) % recipe.diagnose_every):
+        return nullcontext()
+    return record(model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model)
+
+
+def health_in(log: Path) -> Iterator[tuple[int, Health]]:
+    """The health that a log has of steps."""
+    for event in read(log):
+        if event["event"] == "health":
+            try:
+                yield event["step"], Health.from_dict(event)
+            except (KeyError, TypeError) as error:
+                raise LogError(f"{log} is damaged: the health at step {event['step']}: {error!r}") from None
 
 
 def _seed_dropout(recipe: Recipe, step: int, rank: int) -> None:

@@ -58,6 +58,10 @@ def parse(argv: list[str] | None, description: str | None = None) -> argparse.Na
     add("--lr", type=float, default=1e-3, help="peak learning rate of AdamW")
     add("--seed", type=int, default=0)
     add("--evaluate-every", type=int, default=100, metavar="STEPS", help="on held-out text; 0 for the end only")
+    add("--diagnose-every", type=int, default=0, metavar="STEPS",
+        help="log and draw entropy, logits, ranks and gradients by layer, the first step too")  # fmt: skip
+    add("--sigma-reparam", action="store_true", help="make the spectral norms of query and key weights parameters")
+    add("--compile", action="store_true", help="torch.compile the model; diagnosed steps run uncompiled")
     add("--out", type=Path, metavar="DIR", help="checkpoints, logs and plot (default: a new folder in runs/)")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="continue the runs in --out")
@@ -76,12 +80,15 @@ def make_recipe(options: argparse.Namespace, prompt: int, vocab_size: int = Byte
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
     if options.batch % options.accumulate:
         raise UsageError(f"--batch must be a multiple of --accumulate {options.accumulate}; got {options.batch}")
-    for name in ("sample_tokens", "evaluate_every"):
+    for name in ("sample_tokens", "evaluate_every", "diagnose_every"):
         if getattr(options, name) < 0:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 0; got {getattr(options, name)}")
     for name in ("lr", "temperature"):
         if not 0.0 < getattr(options, name) < float("inf"):
             raise UsageError(f"--{name} must be above 0; got {getattr(options, name)}")
+    for name, needs in (("diagnose_every", "all heads"), ("sigma_reparam", "whole weights")):
+        if getattr(options, name) and options.parallel == "tp":
+            raise UsageError(f"--{name.replace('_', '-')} needs {needs} in each process; got --parallel tp")
     return Recipe(
         make_model_config(options, prompt, vocab_size),
         options.steps,
@@ -94,6 +101,9 @@ def make_recipe(options: argparse.Namespace, prompt: int, vocab_size: int = Byte
         options.checkpoint_every,
         options.accumulate,
         options.evaluate_every,
+        diagnose_every=options.diagnose_every,
+        sigma_reparam=options.sigma_reparam,
+        compile=options.compile,
     )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.training.checkpoint import CheckpointError, load, save
+from foundry_kernels.diagnostics import SigmaReparam
 from foundry_kernels.models import ModelConfig, Transformer
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class Single:
         return loss.item(), stop
 
     def whole(self, model: nn.Module) -> Transformer:
-        """The unsharded model."""
+        """The unsharded model; under DDP, FSDP and tensor parallelism a copy, whose weights are plain."""
         assert isinstance(model, Transformer)
         return model
 
@@ -177,7 +178,10 @@ class Parallel(Single):
         assert isinstance(sharded, Transformer)
         device = next(model.parameters()).device
         unsharded = Transformer(sharded.config, sharded.backends, device=device)
+        reparam = SigmaReparam(unsharded) if SigmaReparam.is_in(state) else None
         unsharded.load_state_dict(state)
+        if reparam is not None:
+            reparam.remove()
         return unsharded
 
     def save(

@@ -14,7 +14,11 @@ from examples.training.log import read
 from examples.training.loop import END_STEPS, Recipe, Run
 from examples.training.options import OWN_OPTIONS
 from examples.training.text import BYTES, Bytes, Text
+from foundry_kernels.diagnostics import write_history_png
 from foundry_kernels.models import GenerationStats, ModelConfig, Transformer
+
+#: Concerns about a run that are printed; its log has all of them.
+MOST_CONCERNS = 12
 
 
 def kernels(backends: dict[str, str]) -> str:
@@ -128,6 +132,28 @@ def plot(logs: dict[str, Path], path: Path) -> str | None:
     finally:
         pyplot.close(figure)
     return None
+
+
+def plot_health(run: Run, log: Path, path: Path) -> str | None:
+    """Save the health of a run over its steps as PNG; returns the reason where that is not possible."""
+    events = read(log)
+    rates = {e["step"]: e["lr"] for e in events if e["event"] == "step"}
+    try:
+        curves = {"loss": _values(events, "step"), "learning rate": rates}
+        write_history_png(path, run.health, curves, f"{run.backend}, {run.step} steps")
+    except ImportError as error:
+        return f"no plot: matplotlib does not import ({error})"
+    except OSError as error:
+        return f"no plot: cannot write {path}: {error.strerror or error}"
+    return None
+
+
+def health(run: Run) -> str:
+    """What there is to worry about at the end of a run."""
+    lines = run.health.concerns()
+    shown = lines[:MOST_CONCERNS] + ([f"and {len(lines) - MOST_CONCERNS} more"] if lines[MOST_CONCERNS:] else [])
+    where = f"Health of {run.backend} at step {run.health.steps[-1]}, and since step {run.health.steps[0]}:"
+    return "\n  ".join([where, *shown]) if lines else f"{where} nothing to worry about"
 
 
 def _values(events: list[dict[str, Any]], kind: str) -> dict[int, float]:

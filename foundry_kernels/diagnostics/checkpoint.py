@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from foundry_kernels.diagnostics.reparam import SigmaReparam
 from foundry_kernels.diagnostics.tokens import Tokens, spell_byte, spell_bytes_of
 from foundry_kernels.models import EncoderDecoder, ModelConfig, Transformer
 from foundry_kernels.ops.rope import RopeScaling
@@ -51,7 +52,10 @@ def read(path: Path) -> tuple[Transformer | EncoderDecoder, Tokens]:
             content = torch.load(path, map_location="cpu", weights_only=True)
         config, state, tokenizer = _content(content)
         model = Transformer(config)
+        reparam = SigmaReparam(model) if SigmaReparam.is_in(state) else None
         model.load_state_dict(state)
+        if reparam is not None:
+            reparam.remove()
         return model, _bytes_of(model) if tokenizer is None else _tokens_of(tokenizer)
 
 

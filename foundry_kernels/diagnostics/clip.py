@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.diagnostics.recorder import attentions_of, check_model, taken, with_statistics
+from foundry_kernels.diagnostics.recorder import attentions_of, check_model
+from foundry_kernels.diagnostics.reparam import SigmaReparam
 from foundry_kernels.models import Transformer
 from foundry_kernels.models.contradictions import EXPERT_FIELDS, refuse_choices
 from foundry_kernels.nn import Attention
@@ -52,7 +54,8 @@ class QKClip:
 
     Raises:
         TypeError: another model.
-        ValueError: a model with a choice that is not in `CLIPPED`, or a limit that is not above 0.
+        ValueError: a model with a choice that is not in `CLIPPED`, or with :class:`SigmaReparam`, or a limit that is
+            not above 0.
 
     Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, arXiv:2507.20534.
     """
@@ -63,6 +66,10 @@ class QKClip:
         if not 0.0 < limit < float("inf"):
             raise ValueError(f"limit must be finite and above 0; got {limit}")
         self.limit = limit
+        if SigmaReparam.is_in(model.state_dict()):
+            raise ValueError(
+                "model must have plain weights: SigmaReparam's weights cannot be clipped, they are made anew"
+            )
         self._attentions = attentions_of(model)
         self._largest: list[Tensor | None] = [None] * len(self._attentions)
         self._hooks: list[Any] = []
@@ -113,3 +120,20 @@ def _scale(attention: Attention, factor: Tensor) -> None:
             if parameter is not None:
                 heads = parameter.view(attention.n_heads, attention.head_dim, -1)
                 heads.mul_(each.to(parameter.dtype)[:, None, None])
+
+
+def with_statistics(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Asks attention for its statistics, as a hook before it; one behind it is to give them to `taken`."""
+    return args, kwargs | {"return_stats": True}
+
+
+_latest: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def taken(attention: nn.Module, result: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, entropy, max_logit) of a result of attention, from which another hook may have taken the last two."""
+    if isinstance(result, Tensor):
+        return result, *_latest[attention]
+    y, entropy, max_logit = result
+    _latest[attention] = entropy, max_logit
+    return y, entropy, max_logit

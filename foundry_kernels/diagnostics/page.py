@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foundry_kernels.diagnostics.health import Health
+from foundry_kernels.diagnostics.health import Health, plain
 
 #: The heat maps: a field of `LayerHealth`, its title, and the range of its colours (None: that of the data).
 _GRIDS = (
@@ -22,7 +22,7 @@ _GRIDS = (
 
 def write_json(path: Path, health: Health, about: dict[str, Any]) -> None:
     """`about` beside the layers and the concerns. Numbers that are not finite become null, as JSON has none."""
-    path.write_text(json.dumps(_plain({**about, **health.as_dict()}), indent=1) + "\n")
+    path.write_text(json.dumps(plain({**about, **health.as_dict()}), indent=1) + "\n")
 
 
 def write_png(path: Path, health: Health, maps: dict[tuple[int, int], Tensor], title: str) -> None:
@@ -74,11 +74,3 @@ def write_png(path: Path, health: Health, maps: dict[tuple[int, int], Tensor], t
         axis.set(title=f"attention of layer {layer}, head {head}", xlabel="key", ylabel="query")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_float
+from foundry_kernels.diagnostics.projections import whole
 from foundry_kernels.nn import Attention
 
 
@@ -41,15 +42,21 @@ def effective_rank(x: Tensor) -> Tensor:
 @torch.no_grad()
 def qk_ranks(attention: Attention) -> Tensor:
     """[H]: for each query head the effective rank of ``W_q^T W_k``, by which it scores two inputs before any rotation;
-    at most head_dim.
-
-    The product is dim x dim; its singular values are those of ``R_q R_k^T`` from the two factors' QR decompositions,
-    which is head_dim x head_dim.
-    """
+    at most head_dim."""
     heads, width = attention.n_heads, attention.head_dim
-    wide = torch.float64 if attention.wq.weight.dtype == torch.float64 else torch.float32
-    r_q, r_k = (
-        torch.linalg.qr(w.weight.to(wide).view(-1, width, w.weight.shape[1]).mT, mode="r").R
-        for w in (attention.wq, attention.wk)
-    )
-    return effective_rank(r_q @ r_k.repeat_interleave(heads // attention.n_kv_heads, 0).mT)
+    q, k = (whole(layer.weight).unflatten(0, (-1, width)) for layer in (attention.wq, attention.wk))
+    return product_ranks(q, k, heads)
+
+
+@torch.no_grad()
+def product_ranks(q: Tensor, k: Tensor, heads: int) -> Tensor:
+    """[H]: the effective ranks of ``q_h^T k_h`` of ``[H, D, N]`` and ``[Hk, D, N']``, NaN where these are not finite.
+
+    The product is N x N'; its singular values are those of ``R_q R_k^T`` from the two factors' QR decompositions, which
+    is at most D x D.
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    finite = q.isfinite().all() & k.isfinite().all()
+    r_q, r_k = (torch.linalg.qr(x.to(wide).nan_to_num(0.0, 0.0, 0.0).mT, mode="r").R for x in (q, k))
+    ranks = effective_rank(r_q @ r_k.repeat_interleave(heads // k.shape[0], 0).mT)
+    return ranks.masked_fill(~finite, torch.nan)

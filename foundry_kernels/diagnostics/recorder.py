@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from foundry_kernels.diagnostics.health import Health, LayerHealth
-from foundry_kernels.diagnostics.ranks import effective_rank, qk_ranks
+from foundry_kernels.diagnostics.projections import FUSED, PAIRS, is_attention, query_key_weights, whole
+from foundry_kernels.diagnostics.ranks import effective_rank, product_ranks
+from foundry_kernels.diagnostics.statistics import Rows
+from foundry_kernels.diagnostics.watch import Frame, Seen, Watch
 from foundry_kernels.models import Transformer
+from foundry_kernels.models.blocks import TransformerBlock
 from foundry_kernels.nn import Attention
 
-#: Rows of activations whose rank is taken: the singular values of more take long and say the same.
+#: Rows of activations, queries and keys whose rank is taken: the singular values of more take long and say the same.
 _ROWS = 512
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def check_model(model: object) -> Transformer:
@@ -30,105 +34,208 @@ def attentions_of(model: Transformer) -> list[Attention]:
     return [cast(Attention, block.attention) for block in model.layers]
 
 
+@dataclass
+class _Attended:
+    """A call of an attention module, of one forward pass."""
+
+    module: nn.Module
+    block: nn.Module
+    rows: Rows
+    head_dim: int | None
+    q: Tensor | None  # [H, rows, D], where the weights are not recognised
+    k: Tensor | None
+    activations: Tensor | None = None
+
+
 class Recorder:
     """What `record` yields. Every forward pass replaces what the one before left."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._rows: list[tuple[Tensor, Tensor] | None] = [None] * len(model.layers)
-        self._activations: list[Tensor | None] = [None] * len(model.layers)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._in_lists = {
+            child for module in model.modules() if isinstance(module, _LISTS) for child in module.children()
+        }
+        self._attended: list[_Attended] = []
+        self._is_new = True
 
-    def _attended(self, index: int, attention: Attention, result: Any) -> Tensor:
-        out, entropy, max_logit = taken(attention, result)
-        keys = torch.arange(1, entropy.shape[-1] + 1, device=entropy.device)
-        if not attention.causal:
-            keys = torch.full_like(keys, entropy.shape[-1])
-        if attention.sliding_window is not None:
-            keys = keys.clamp_max(attention.sliding_window)
-        most = keys.log().mean().clamp_min(math.ulp(1.0))
-        self._rows[index] = entropy.mean((0, 2)) / most, max_logit.amax((0, 2))
-        return out
+    def _saw(self, frames: list[Frame], frame: Frame, seen: Seen) -> None:
+        if self._is_new:
+            self._attended, self._is_new = [], False
+        if isinstance(frame.seen, _Attended) and frame.seen.rows.entropy.shape == seen.rows.entropy.shape:
+            frame.seen.rows = frame.seen.rows + seen.rows  # an attention that calls it for a part at a time
+            return
+        head_dim = None if seen.q is None else seen.q.shape[-1]
+        q, k = seen.q, seen.k
+        if q is None or k is None or query_key_weights(frame.module, len(seen.rows.entropy), head_dim) is not None:
+            q = k = None
+        else:
+            q, k = (_some(x.detach().transpose(0, 1).flatten(1, 2), 1) for x in (q, k))
+        block = self._block(frames[: frames.index(frame) + 1])
+        frame.seen = _Attended(frame.module, block, seen.rows, head_dim, q, k)
+        self._attended.append(frame.seen)
 
-    def _passed(self, index: int, branch: Tensor | None, stream: Tensor) -> None:
-        stream = stream.detach() if branch is None else stream.detach() + branch.detach()
-        rows = stream.flatten(0, -2)
-        self._activations[index] = rows[:: max(1, rows.shape[0] // _ROWS)][:_ROWS]
+    def _block(self, frames: list[Frame]) -> nn.Module:
+        """The layer that attention is part of: the innermost element of a list of modules with weights besides."""
+        inside = [frame.module for frame in reversed(frames) if frame.module in self._in_lists]
+        for module in inside:
+            if _feeding(module, {frames[-1].module}):
+                return module
+        if inside:
+            return inside[0]
+        *outer, attention = (frame.module for frame in frames)
+        if len(outer) == 1 and any(isinstance(module, nn.Embedding) for module in outer[0].modules()):
+            return attention  # and not the whole model
+        return outer[-1] if outer else attention
 
+    def _left(self, frames: list[Frame], result: Any) -> None:
+        module = frames[-1].module
+        for attended in self._attended:
+            if attended.block is module and attended.activations is None:
+                hidden = _hidden(module, result)
+                attended.activations = None if hidden is None else _some(hidden, 0)
+        self._is_new = len(frames) == 1 or self._is_new
+
+    @torch.no_grad()
     def health(self) -> Health:
         """Returns the health of the last forward pass and, where a backward pass followed, of its gradients.
 
+        Of a model under DDP or `fully_shard` all processes are to call it: attention and activations are those of each
+        one's own tokens. (With tensor parallelism none of them has all heads.)
+
         Raises:
-            RuntimeError: there was no forward pass.
+            RuntimeError: there was no forward pass, or no attention was recognised in it.
         """
-        layers = []
-        attentions = attentions_of(self.model)
-        for block, attention, rows, activations in zip(
-            self.model.layers, attentions, self._rows, self._activations, strict=True
-        ):
-            if rows is None or activations is None:
-                raise RuntimeError("nothing was recorded: no forward pass ran inside `record`")
-            layers.append(
-                LayerHealth(
-                    entropy=rows[0].tolist(),
-                    max_logit=rows[1].tolist(),
-                    qk_rank=qk_ranks(attention).tolist(),
-                    activation_rank=float(effective_rank(activations)),
-                    most_ranks=min(activations.shape),
-                    gradient_norm=_gradient_norm(block),
-                )
+        if not self._attended:
+            raise RuntimeError(self._nothing())
+        layers = [self._health_of(attended) for attended in self._attended]
+        widths = [attended.head_dim for attended in self._attended if attended.head_dim is not None]
+        return Health(layers, head_dim=max(widths, default=0))
+
+    def _health_of(self, attended: _Attended) -> LayerHealth:
+        heads = len(attended.rows.entropy)
+        weights = query_key_weights(attended.module, heads, attended.head_dim)
+        ranks, most, of = [], None, None
+        if weights is not None:
+            ranks, most, of = product_ranks(*weights, heads).tolist(), min(weights[0].shape[1:]), "weights"
+        elif attended.q is not None and attended.k is not None:
+            ranks = product_ranks(attended.q.mT, attended.k.mT, heads).tolist()
+            most, of = min(*attended.q.shape[1:], attended.k.shape[1]), "activations"
+        activations = attended.activations
+        if activations is None or 0 in activations.shape:
+            activation_rank, most_ranks = 0.0, 0
+        else:
+            activation_rank, most_ranks = float(effective_rank(activations)), min(activations.shape)
+        around, feeding = self._branches(attended)
+        return LayerHealth(
+            entropy=attended.rows.fraction().tolist(),
+            max_logit=attended.rows.max_logit.tolist(),
+            qk_rank=ranks,
+            activation_rank=activation_rank,
+            most_ranks=most_ranks,
+            gradient_norm=_gradient_norm([attended.block]),
+            attention_gradient_norm=_gradient_norm(around),
+            feed_forward_gradient_norm=_gradient_norm(feeding),
+            name=self._names.get(attended.module, ""),
+            most_qk_ranks=most,
+            qk_rank_of=of,
+        )
+
+    def _branches(self, attended: _Attended) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The parts of a block around attention, and those of its feed-forward part."""
+        around = [child for child in _children(attended.block) if attended.module in set(child.modules())]
+        if not around:
+            return [attended.module], []
+        return around, _feeding(attended.block, {each.module for each in self._attended})
+
+    def _nothing(self) -> str:
+        known = [name for module, name in self._names.items() if is_attention(module)]
+        if known:
+            shown = ", ".join(name or type(self.model).__name__ for name in known[:4])
+            return (
+                f"nothing was recorded: no forward pass ran inside `record` in which {shown} attended by the kernels "
+                "here, by F.scaled_dot_product_attention or by a softmax over scores [B, H, T, S]; a model that runs "
+                "something else, such as flex attention, is to be given attn_implementation='sdpa' or 'eager'"
             )
-        return Health(layers, head_dim=self.model.config.head_width)
+        return (
+            f"nothing was recorded: no attention was recognised in {type(self.model).__name__}. Looked for: calls of "
+            "flash_attention or F.scaled_dot_product_attention; and a softmax over scores [B, H, T, S] in a module "
+            "that is torch.nn.MultiheadAttention, has 'Attention' or 'Attn' in the name of its class, or has "
+            f"projections named {', '.join('/'.join(names) for names in PAIRS)} or {', '.join(FUSED)}"
+        )
 
 
-def _gradient_norm(module: nn.Module) -> float | None:
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
+def _children(block: nn.Module) -> Iterator[nn.Module]:
+    for child in block.children():
+        if isinstance(child, _LISTS):
+            yield from _children(child)
+        else:
+            yield child
+
+
+def _feeding(block: nn.Module, attentions: set[nn.Module]) -> list[nn.Module]:
+    """The parts of a block that have matrices and no attention."""
+    if block in attentions:
+        return []
+    return [
+        child
+        for child in _children(block)
+        if any(p.dim() > 1 for p in child.parameters())
+        and not any(inner in attentions or is_attention(inner) for inner in child.modules())
+    ]
+
+
+def _some(x: Tensor, dim: int) -> Tensor:
+    """A copy of some of the rows of x, spread evenly."""
+    rows = x.shape[dim]
+    index = [slice(None)] * dim + [slice(0, None, max(1, rows // _ROWS))]
+    return x[tuple(index)].narrow(dim, 0, min(rows, _ROWS)).detach().clone()
+
+
+def _hidden(module: nn.Module, result: Any) -> Tensor | None:
+    """The activations ``[rows, dim]`` that a layer returns."""
+    if isinstance(module, TransformerBlock):
+        branch, stream = result[:2]
+        result = stream.detach() if branch is None else stream.detach() + branch.detach()
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    if isinstance(result, tuple | list):
+        result = next((x for x in result if isinstance(x, Tensor) and x.is_floating_point()), None)
+    if not isinstance(result, Tensor) or not result.is_floating_point() or result.dim() < 2:
+        return None
+    result = result.detach()
+    return torch.cat(result.unbind()) if result.is_nested else result.flatten(0, -2)
+
+
+def _gradient_norm(modules: list[nn.Module]) -> float | None:
+    parameters = {p: None for module in modules for p in module.parameters() if p.grad is not None}
+    grads = [whole(cast(Tensor, p.grad)) for p in parameters]
     return float(nn.utils.get_total_norm(grads)) if grads else None
 
 
 @contextmanager
-def record(model: Transformer) -> Iterator[Recorder]:
+def record(model: nn.Module) -> Iterator[Recorder]:
     """Records the forward passes of `model` while it lasts; the results of the model do not change.
 
+    Where attention runs on this package's kernels (`fk.models`, `fk.nn`, a model after `fk.patch`), entropy and largest
+    logit are the kernels' own. In any other model they are computed, in blocks of rows, beside a call of
+    ``F.scaled_dot_product_attention`` or from the scores of a softmax in a module of attention: masks, windows, soft
+    caps, sinks and shared heads are as that attention has them. What was compiled runs uncompiled, and torch.nn's
+    fused inference of whole layers is off: results may differ by the rounding of these two, and torch.nn's encoder has
+    values at padded positions where it has 0 in inference else.
+
     Args:
-        model: a :class:`foundry_kernels.models.Transformer`. Not one that was compiled, whose layers are not called,
-            nor with a cache. Entropies are compared with those of all keys before a token and in its window: with
-            masks, lengths or packed sequences they look lower than they are.
+        model: any model: of transformers, of torch.nn, of this package, patched or not, or one's own. With a cache the
+            last forward pass counts, that of one token perhaps.
 
     Yields:
-        a :class:`Recorder`, whose `health()` says what was seen.
+        a :class:`Recorder`, whose `health()` says what was seen, a :class:`LayerHealth` for each call of attention.
 
     Raises:
-        TypeError: another model.
+        TypeError: model is no module.
     """
-    recorder = Recorder(check_model(model))
-    hooks = []
-    for index, (block, attention) in enumerate(zip(model.layers, attentions_of(model), strict=True)):
-        hooks += [
-            attention.register_forward_pre_hook(with_statistics, with_kwargs=True),
-            attention.register_forward_hook(
-                lambda module, _, result, index=index: recorder._attended(index, module, result)
-            ),
-            block.register_forward_hook(lambda _, __, result, index=index: recorder._passed(index, *result[:2])),
-        ]
-    try:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    recorder = Recorder(getattr(model, "_orig_mod", model))
+    with Watch(recorder._saw, recorder._left).on(recorder.model):
         yield recorder
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def with_statistics(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Asks attention for its statistics, as a hook before it; one behind it is to give them to `taken`."""
-    return args, kwargs | {"return_stats": True}
-
-
-_latest: WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor]] = WeakKeyDictionary()
-
-
-def taken(attention: nn.Module, result: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, entropy, max_logit) of a result of attention, from which another hook may have taken the last two."""
-    if isinstance(result, Tensor):
-        return result, *_latest[attention]
-    y, entropy, max_logit = result
-    _latest[attention] = entropy, max_logit
-    return y, entropy, max_logit

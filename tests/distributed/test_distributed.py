@@ -347,11 +347,43 @@ def test_run_is_resumed_by_another_number_of_processes(name, results, script):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_health_of_a_sharded_run_is_that_of_the_whole(kind, tmp_path, script):
+    """With spectral norms that are parameters; attention and activations are those of a part of the batch."""
+    from examples.training import loop as train_loop
+    from examples.training import text as train_text
+
+    diagnosed = ["--diagnose-every", "3", "--sigma-reparam"]
+    recipe = script.make_recipe(script.parse([*OPTIONS, *diagnosed]), 5)
+    whole = train_loop.train(recipe, "auto", train_text.read_text(None, recipe.seq_len), None, progress=False)
+    run_torchrun([*OPTIONS, *diagnosed, "--parallel", kind, "--out", str(tmp_path / "out")], tmp_path)
+    found = list(train_loop.health_in(tmp_path / "out" / "log-auto.jsonl"))
+    assert [step for step, _ in found] == whole.health.steps
+    for (_, health), expected in zip(found, whole.health.healths, strict=True):
+        for one, other in zip(health.layers, expected.layers, strict=True):
+            assert one.name == other.name
+            assert one.qk_rank == pytest.approx(other.qk_rank, rel=1e-4)
+            for name in ("gradient_norm", "attention_gradient_norm", "feed_forward_gradient_norm"):
+                assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "tp"])
 def test_torchrun(kind, tmp_path):
     pytest.importorskip("tqdm", reason="the example needs tqdm")
+    done = run_torchrun([*OPTIONS, "--parallel", kind, "--out", str(tmp_path / "out")], tmp_path)
+    assert done.stdout.count("On held-out text") == 1, "one process speaks for all"
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoint-auto").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "progress.pt",
+    ]
+
+
+def run_torchrun(options, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "train.py"), *OPTIONS, "--parallel", kind, "--out", str(tmp_path / "out")]
+    command += [str(EXAMPLES / "train.py"), *options]
     source = str(Path(fk.__file__).parent.parent)
     done = subprocess.run(
         command,
@@ -362,13 +394,7 @@ def test_torchrun(kind, tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("On held-out text") == 1, "one process speaks for all"
-    assert sorted(path.name for path in (tmp_path / "out" / "checkpoint-auto").iterdir()) == [
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "progress.pt",
-    ]
+    return done
 
 
 def test_example_accumulates(script):
