@@ -31,9 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import autocast_dtype, no_autocast
-from foundry_kernels.core.checks import check_integer, check_rank
+from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
 from foundry_kernels.core.layout import inverse, storage_order
-from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.distributed.pieces import Piece, plan
 from foundry_kernels.distributed.zigzag import Place
 from foundry_kernels.ops.flash_attention import passes
@@ -86,6 +86,10 @@ def ring_attention(
         BackendUnavailable: as there.
     """
     place = Place.of(mesh)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if is_dtensor(x):
+            raise TypeError(f"{name} must be a plain tensor, the part of this process; got a DTensor")
     if (dtype := autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     check_dense(q, k, v)
@@ -135,9 +139,10 @@ class _Ring(NamedTuple):
         """Sends x to the next process and receives as much from the one before, while others compute."""
         rank, size = self.place
         received = torch.empty_like(x)
-        sides = ((dist.isend, x, (rank + 1) % size), (dist.irecv, received, (rank - 1) % size))
-        operations = [dist.P2POp(op, t, group=self.group, tag=tag, group_peer=peer) for op, t, peer in sides]
-        return _Arriving(received, dist.batch_isend_irecv(operations))
+        after, before = (dist.get_global_rank(self.group, peer % size) for peer in (rank + 1, rank - 1))
+        send = dist.P2POp(dist.isend, x, after, self.group, tag)
+        receive = dist.P2POp(dist.irecv, received, before, self.group, tag)
+        return _Arriving(received, dist.batch_isend_irecv([send, receive]))
 
     def options(self, base: AttentionOptions, piece: Piece, number: int, q: Tensor, k: Tensor) -> AttentionOptions:
         """A piece's options. number: of the piece among all pairs of processes."""
@@ -343,9 +348,10 @@ class _RingAttention(torch.autograd.Function):
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Returns lse with the sinks, which scales `out`; a row that sees no key keeps -inf."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    empty = lse == -torch.inf
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None]).masked_fill(empty, 0.0)
     out.mul_(torch.exp(lse - total)[..., None].to(out.dtype))
-    return torch.where(lse == -torch.inf, lse, total)
+    return total.masked_fill(empty, -torch.inf)
 
 
 def _gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from processes import context, training
 from processes.context import KERNELS, SHAPE, key
 from processes.outcomes import near, outcome, same_training
+from torch import Tensor
 
 import foundry_kernels as fk
+from foundry_kernels.distributed.pieces import plan
+from foundry_kernels.distributed.zigzag import Place
 from foundry_kernels.models import ModelConfig, Transformer
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN
 from foundry_kernels.testing.policy import Expected, Result
@@ -31,6 +34,55 @@ def divided(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     return training.train(training.make_model(), loss_of=context.loss_of_whole, lr=context.LR)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+SIZE, CHUNK = 3, 8
+LENGTH = 2 * SIZE * CHUNK
+
+
+def seen_by_pieces(left: int | None, right: int | None, documents: tuple[int, ...] | None, relative: bool) -> Tensor:
+    """How often each pair ``[process, T, T]`` is computed, from what kernels are told of each piece."""
+    count = torch.zeros(SIZE, LENGTH, LENGTH, dtype=torch.int64)
+    at = [torch.cat([torch.arange(CHUNK) + c * CHUNK for c in Place(r, SIZE).chunks]) for r in range(SIZE)]
+    for rank in range(SIZE):
+        for source, pieces in enumerate(plan(Place(rank, SIZE), CHUNK, left, right, documents, relative)):
+            for piece in pieces:
+                rows, cols = at[rank][slice(*piece.queries)], at[source][slice(*piece.keys)]
+                ahead = torch.arange(len(cols)) - torch.arange(len(rows))[:, None]
+                seen = (ahead >= -LENGTH) if piece.left is None else ahead >= -piece.left
+                seen = seen if piece.right is None else seen & (ahead <= piece.right)
+                if piece.cu_seqlens is not None:
+                    bounds = torch.tensor(piece.cu_seqlens[1:])
+                    inside = torch.searchsorted(bounds, torch.arange(len(rows)), right=True)
+                    seen = seen & (inside[:, None] == inside)
+                assert piece.left is None or piece.left >= 0
+                assert piece.right is None or piece.right >= 0
+                assert not relative or not piece.distance or piece.distance == int(rows[0] - cols[0])
+                count[rank, rows[:, None], cols] += seen
+    return count
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("documents", [None, (0, 5, 5, 8, 29, 47, 48), (0, 48)])
+@pytest.mark.parametrize(
+    "window", [(None, None), (None, 0), (None, 5), (0, 0), (3, 0), (9, 0), (11, 2), (20, 31), (None, 60), (4, None)]
+)
+def test_pieces_hold_each_pair_that_is_seen_once(window, documents, relative):
+    left, right = window
+    ahead = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+    expected = torch.ones_like(ahead, dtype=torch.bool) if left is None else ahead >= -left
+    expected = expected if right is None else expected & (ahead <= right)
+    if documents is not None:
+        document = torch.searchsorted(torch.tensor(documents[1:]), torch.arange(LENGTH), right=True)
+        expected = expected & (document[:, None] == document)
+    count = seen_by_pieces(left, right, documents, relative)
+    assert torch.equal(count.sum(0), expected.long())
+
+
+def test_processes_have_as_much_to_compute_under_a_causal_mask():
+    assert len(set(seen_by_pieces(None, 0, None, False).sum((1, 2)).tolist())) == 1
 
 
 # --- ring attention ---------------------------------------------------------------------------------------------------

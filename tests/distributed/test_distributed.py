@@ -264,7 +264,7 @@ def test_run_is_resumed_by_another_number_of_processes(name, results, resumed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "cp"])
 def test_torchrun(kind, tmp_path):
     pytest.importorskip("tqdm", reason="the example needs tqdm")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

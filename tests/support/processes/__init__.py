@@ -33,8 +33,8 @@ def run(
 ) -> dict[str, list[Any]]:
     """What each scenario returned in each process, or the traceback where it failed.
 
-    Processes that finish no scenario for `seconds` are killed. Another worker of the test run that comes with the same
-    folder waits for the first one and takes its results.
+    If one of them finishes no scenario for `seconds`, all are killed. Another worker of the test run that comes with
+    the same folder waits for the first one and takes its results.
     """
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -59,8 +59,9 @@ def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int, s
     begun = time.time()
     while any(process.is_alive() for process in started):
         time.sleep(0.1)
-        results = [path.stat().st_mtime for path in folder.glob("*.pt")]
-        if time.time() - max(results, default=begun) > seconds:
+        results = [folder / f"{rank}.pt" for rank, process in enumerate(started) if process.is_alive()]
+        last = [path.stat().st_mtime if path.exists() else begun for path in results]
+        if time.time() - min(last, default=begun) > seconds:  # others may go on, from one timeout to the next
             for process in started:
                 process.kill()
     for process in started:

@@ -273,6 +273,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi", "sliding_window": 5},
     "sinusoidal": {"positions": "sinusoidal", "norm_placement": "post", "causal": False},
     "qk_norm": {"qk_norm": True, "parallel_residual": True},
+    "experts": {"n_experts": 4, "load_balancing_coef": 0.0, "router_z_coef": 0.0},
     "packed": {"sliding_window": 6},
     "packed, learned": {"positions": "learned"},
 }
