@@ -11,7 +11,6 @@ import processes
 import pytest
 from processes import scenarios
 from processes.example import OPTIONS
-from processes.outcomes import near
 
 
 def _folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
@@ -53,6 +52,8 @@ def resumed(script: Any) -> Callable[[dict[str, Any]], None]:
         assert result["losses"] == pytest.approx(whole.losses, abs=1e-5)
         assert result["held_out"] == pytest.approx(whole.held_out, abs=1e-5)
         for key, weight in whole.model.state_dict().items():
-            near(key, result["weights"][key], weight)
+            # AdamW makes a whole step of a gradient that is nothing but rounding: two backends in one process differ by
+            # 4e-5 here. What a checkpoint had lost would show as 1e-2.
+            assert (result["weights"][key] - weight).abs().max() <= 1e-4 * weight.abs().max(), key
 
     return check
