@@ -139,7 +139,7 @@ def processes_of(options: argparse.Namespace, recipe: Recipe) -> Iterator[Single
 
 
 def run_on(processes: Single, options: argparse.Namespace, recipe: Recipe, text: Text, prompt: list[int]) -> int:
-    processes.check(recipe.model, recipe.batch // recipe.accumulate)
+    processes.check(recipe.model, recipe.batch // recipe.accumulate, recipe.seq_len)
     rows, parameters = choose_backends(options.backend, recipe)
     folder, checkpoints = processes.same(lambda: prepare_folder(options, list(rows), processes.suffix))
     resumed = {name for name, path in checkpoints.items() if options.resume and path.exists()}

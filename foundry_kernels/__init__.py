@@ -1,6 +1,7 @@
 """Fused kernels for training and running Llama-style models, each tested against a plain PyTorch reference."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from foundry_kernels import compat, models, nn
 from foundry_kernels._triton import tuning
@@ -51,4 +52,15 @@ __all__ = [
 ]
 
 tuning.start()
+if TYPE_CHECKING:
+    from foundry_kernels import distributed as distributed
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`distributed`, which is imported by its first use: DTensor takes half a second."""
+        if name == "distributed":
+            return importlib.import_module("foundry_kernels.distributed")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 when_dtensor_is_used(lambda: importlib.import_module("foundry_kernels.distributed.sharding"))

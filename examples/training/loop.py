@@ -195,7 +195,7 @@ def train(
                 events.write("health", **{"step": run.step, **health.as_dict(), "concerns": run.health.concerns()})
             last = run.step == recipe.steps
             if last or (recipe.evaluate_every and run.step % recipe.evaluate_every == 0):
-                found = evaluate(model, recipe, text, run.step)
+                found = evaluate(model, recipe, text, run.step, processes)
                 run.evaluations.append(found)
                 events.write("evaluation", **dataclasses.asdict(found), perplexity=found.perplexity)
             if stopped or last or run.step % recipe.checkpoint_every == 0:
@@ -264,14 +264,16 @@ def _seed_dropout(recipe: Recipe, step: int, rank: int) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, recipe: Recipe, text: Text, step: int) -> Evaluation:
+def evaluate(model: nn.Module, recipe: Recipe, text: Text, step: int, processes: Single | None = None) -> Evaluation:
     """Returns the mean loss on windows of the held-out tail, without their logits in memory."""
     model.eval()
     tokens, targets = text.held_out_batch(HELD_OUT_WINDOWS, recipe.seq_len)
     losses = []
+    window = (processes or Single()).window
     for part in range(0, HELD_OUT_WINDOWS, 8):
+        windows = [window(x[part : part + 8]).to(recipe.device) for x in (tokens, targets)]
         with autocast(recipe):
-            _, loss = model(tokens[part : part + 8].to(recipe.device), targets[part : part + 8].to(recipe.device))
+            _, loss = model(*windows)
         losses.append(loss.item())
     model.train()
     mean = statistics.fmean(losses)

@@ -1,8 +1,9 @@
-"""Several processes for `train.py`, started by torchrun, on torch's own engine: `--parallel ddp`, `fsdp` or `tp`.
+"""Several processes for `train.py`, started by torchrun, on torch's own engine: `--parallel ddp`, `fsdp`, `tp` or `cp`.
 
     torchrun --nproc-per-node 2 examples/train.py --parallel fsdp
 
-Whatever their number, they train the model that one process would: `--batch` is the batch of all of them together. A
+Whatever their number, they train the model that one process would: `--batch` is the batch of all of them together, of
+which with `cp` each process has a part of every sequence. A
 checkpoint holds no trace of how the model was sharded, so any number of processes, sharded in any way, can continue it.
 """
 
@@ -25,7 +26,7 @@ from foundry_kernels.diagnostics import SigmaReparam
 from foundry_kernels.models import ModelConfig, Transformer
 
 T = TypeVar("T")
-KINDS = ("ddp", "fsdp", "tp")
+KINDS = ("ddp", "fsdp", "tp", "cp")
 PROGRESS = "progress.pt"
 
 
@@ -51,8 +52,8 @@ class Single:
         """What `make` returns in the first process."""
         return make()
 
-    def check(self, model: ModelConfig, batch: int) -> None:
-        """Raise ParallelError where the model or the batch cannot be sharded."""
+    def check(self, model: ModelConfig, batch: int, seq_len: int) -> None:
+        """Raise ParallelError where the model, the batch or its sequences cannot be sharded."""
 
     def divide(self, model: Transformer) -> nn.Module:
         """The module to train."""
@@ -61,6 +62,10 @@ class Single:
     def share(self, batch: Tensor) -> Tensor:
         """This process's part of a batch."""
         return batch
+
+    def window(self, tokens: Tensor) -> Tensor:
+        """What the model is called with of sequences that all processes evaluate."""
+        return tokens
 
     def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around the backward pass of a part of a batch: gradients need not be exchanged before the last one."""
@@ -124,18 +129,22 @@ class Parallel(Single):
             raise answer[0]
         return answer[0]
 
-    def check(self, model: ModelConfig, batch: int) -> None:
+    def check(self, model: ModelConfig, batch: int, seq_len: int) -> None:
         if model.selection_bias:
             raise ParallelError("selection_bias: each of the processes would move it by its own tokens alone")
-        if self.kind == "tp":
-            from foundry_kernels.distributed import tensor_parallel_plan
+        if self.kind in ("tp", "cp"):
+            from foundry_kernels.distributed import context_parallel, sequence_positions, tensor_parallel_plan
 
             with torch.device("meta"):
                 skeleton = Transformer(model, "reference")
             try:
-                tensor_parallel_plan(skeleton, self.mesh)
+                if self.kind == "tp":
+                    tensor_parallel_plan(skeleton, self.mesh)
+                else:
+                    context_parallel(skeleton, self.mesh)
+                    sequence_positions(seq_len, self.mesh)
             except ValueError as error:
-                raise ParallelError(f"--parallel tp with {self.size} processes: {error}") from None
+                raise ParallelError(f"--parallel {self.kind} with {self.size} processes: {error}") from None
         elif batch % self.size:
             raise ParallelError(f"--batch / --accumulate must be a multiple of the {self.size} processes; got {batch}")
 
@@ -150,18 +159,31 @@ class Parallel(Single):
             return parallelize_module(model, self.mesh, tensor_parallel_plan(model, self.mesh))
         from torch.distributed.fsdp import fully_shard
 
+        if self.kind == "cp":
+            from foundry_kernels.distributed import context_parallel
+
+            context_parallel(model, self.mesh)
         for layer in model.layers:
             fully_shard(layer, mesh=self.mesh)
         fully_shard(model, mesh=self.mesh)
         return model
 
     def share(self, batch: Tensor) -> Tensor:
-        return batch if self.kind == "tp" else batch[self.rank :: self.size]
+        if self.kind in ("tp", "cp"):
+            return self.window(batch)
+        return batch[self.rank :: self.size]
+
+    def window(self, tokens: Tensor) -> Tensor:
+        if self.kind != "cp":
+            return tokens
+        from foundry_kernels.distributed import shard_sequence
+
+        return shard_sequence(tokens, self.mesh)
 
     def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
             return model.no_sync()
-        if self.kind == "fsdp":
+        if self.kind in ("fsdp", "cp"):
             model.set_requires_gradient_sync(last)  # type: ignore[operator]
         return nullcontext()
 

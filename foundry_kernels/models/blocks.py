@@ -172,12 +172,12 @@ class TransformerBlock(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        if attn_mask is None and cu_seqlens is None:
+        if attn_mask is None and positions is None:
             found: Tensor = self.attention(y, cache=cache)
-        elif cu_seqlens is None:
+        elif positions is None:
             found = self.attention(y, cache=cache, attn_mask=attn_mask)
-        else:
-            found = self.attention(y, positions, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        else:  # packed sequences, or parts of one
+            found = self.attention(y, positions=positions, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         return found
 
     def _feed(self, y: Tensor, return_stats: bool) -> tuple[Tensor, ...]:

@@ -22,14 +22,20 @@ def token_loss(
     model: Transformer, y: Tensor, targets: Tensor, ignore_index: int, return_logits: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Returns the logits, where they are asked for, and the cross entropy."""
+    shard = model.sequence_shard
+    reduction = "mean" if shard is None else "sum"
+    logits: Tensor | None = None
     if not return_logits and (head := _head(model)) is not None:
-        return None, _without_logits(model, y, head, targets, ignore_index)
-    logits = model._logits(y)
-    if is_dtensor(logits):
-        loss = _divided_loss(logits, targets, ignore_index)
+        loss = _without_logits(model, y, head, targets, ignore_index, reduction)
     else:
-        backend = model.backends["cross_entropy"]
-        loss = cross_entropy(logits, targets, ignore_index=ignore_index, backend=backend)
+        logits = model._logits(y)
+        if is_dtensor(logits):
+            loss = _divided_loss(logits, targets, ignore_index, reduction)
+        else:
+            backend = model.backends["cross_entropy"]
+            loss = cross_entropy(logits, targets, ignore_index=ignore_index, reduction=reduction, backend=backend)
+    if shard is not None:
+        loss = shard.mean(loss, (targets != ignore_index).sum())
     return logits if return_logits else None, loss
 
 
@@ -46,17 +52,24 @@ def _head(model: Transformer) -> tuple[Tensor, Tensor | None] | None:
 
 
 def _without_logits(
-    model: Transformer, y: Tensor, head: tuple[Tensor, Tensor | None], targets: Tensor, ignore_index: int
+    model: Transformer,
+    y: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    targets: Tensor,
+    ignore_index: int,
+    reduction: str,
 ) -> Tensor:
     weight, bias = head
     backend = model.backends["linear_cross_entropy"]
-    loss = linear_cross_entropy(y, weight, targets, bias=bias, ignore_index=ignore_index, backend=backend)
+    loss = linear_cross_entropy(
+        y, weight, targets, bias=bias, ignore_index=ignore_index, reduction=reduction, backend=backend
+    )
     return loss.full_tensor() if is_dtensor(loss) else loss  # type: ignore[attr-defined]
 
 
-def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+def _divided_loss(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
     """Computes the same of logits that are sharded along the vocabulary, inside torch's `loss_parallel`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets = targets.flatten().long()
     total = F.cross_entropy(wide.flatten(0, 1), targets, ignore_index=ignore_index, reduction="sum")
-    return total / (targets != ignore_index).sum().clamp_min(1)
+    return total if reduction == "sum" else total / (targets != ignore_index).sum().clamp_min(1)

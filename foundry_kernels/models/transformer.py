@@ -22,6 +22,7 @@ from foundry_kernels.models.generate import generate
 from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
+from foundry_kernels.models.shard import SequenceShard
 from foundry_kernels.nn import (
     AlibiSlopes,
     Attention,
@@ -90,6 +91,7 @@ class Transformer(nn.Module):
         self.type_embeddings = nn.Embedding(types, config.dim, device=device, dtype=dtype) if types else None
         self.embedding_norm = make_norm(config, factory) if config.embedding_norm else None
         self._prepares = needs_preparing(config)
+        self.sequence_shard: SequenceShard | None = None
         rope = alibi = None  # one table, which the layers share
         if config.positions == "rope":
             rope = RotaryEmbedding(
@@ -237,7 +239,11 @@ class Transformer(nn.Module):
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight
-        check_tokens(tokens, cache, cu_seqlens, max_seqlen, config, weight)
+        if self.sequence_shard is None:
+            check_tokens(tokens, cache, cu_seqlens, max_seqlen, config, weight)
+        else:
+            given = {"cache": cache, "attn_mask": attn_mask, "lengths": lengths, "last_only": last_only}
+            self.sequence_shard.check(tokens, cu_seqlens, max_seqlen, config, weight, given)
         if cache is not None:
             cache.check(tokens, self._key_dtype(), config.n_layers)
         if targets is not None:
@@ -303,6 +309,8 @@ class Transformer(nn.Module):
     ) -> tuple[Any, ...]:
         """What every block is called with besides (see `TransformerBlock`): nothing in a plain call."""
         positions = None
+        if self.sequence_shard is not None:
+            return None, *self.sequence_shard.seen(tokens, cu_seqlens), max_seqlen
         if self.relative_bias is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens needs positions without a bias: packed tokens have no common place in one")
         if attn_mask is not None or lengths is not None or self.relative_bias is not None:

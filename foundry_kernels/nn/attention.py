@@ -31,6 +31,13 @@ class KeyValueStore(Protocol):
         """Store k, v ``[B, Hk, T, D]`` of the next T positions; return those of all positions ``[B, Hk, S, D]``."""
 
 
+class Attend(Protocol):
+    """What may take the place of `flash_attention` in :class:`Attention`: `fk.distributed.context_parallel` sets it."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:
+        """As `flash_attention` or `flash_attention_varlen`; q, k, v ``[B, H, T, D]`` in both cases."""
+
+
 class ContextKeyValues(NamedTuple):
     """Keys and values ``[B, Hk, S, D]`` of a context, as :meth:`Attention.keys_values` makes them: once, for any number
     of calls. They carry gradients to the context and to the projections."""
@@ -140,6 +147,7 @@ class Attention(torch.nn.Module):
         self.wv = torch.nn.Linear(context_dim, n_kv_heads * head_dim, bias=bias, **factory)
         self.wo = torch.nn.Linear(n_heads * head_dim, dim, bias=bias if out_bias is None else out_bias, **factory)
         self.rope, self.alibi, self.norm_eps = rope, alibi, norm_eps
+        self.attend: Attend | None = None
         self.q_norm = self.k_norm = None
         if qk_norm:
             norm: dict[str, Any] = {**factory, "round_before_weight": norm_round_before_weight, "backend": backend}
@@ -360,6 +368,11 @@ class Attention(torch.nn.Module):
         options: dict[str, Any],
     ) -> tuple[Tensor, ...]:
         """The heads' results ``[B, H, T, D]``, and what is returned for each row ``[B, H, T]``."""
+        if self.attend is not None:
+            if attn_mask is not None:
+                raise ValueError("attn_mask must be None where a sequence is divided over processes; got a mask")
+            result = self.attend(q, k, v, cu_seqlens, **options)
+            return result if isinstance(result, tuple) else (result,)
         if cu_seqlens is None:
             result = flash_attention(q, k, v, attn_mask=attn_mask, **options)
             return result if isinstance(result, tuple) else (result,)

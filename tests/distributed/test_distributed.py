@@ -2,77 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
-from processes import EXAMPLES, example, operators, patched, training
-from processes.example import OPTIONS, Resume
-from processes.training import STEPS, Train
+from processes import EXAMPLES, patched, training
+from processes.example import OPTIONS
+from processes.outcomes import near, outcome, same_training
+from processes.scenarios import PATCHED, RESUMING, TRAINING
 
 import foundry_kernels as fk
 from foundry_kernels.models import ModelConfig, Transformer
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
-
-TRAINING = {
-    "ddp": Train("ddp"),
-    "fsdp": Train("fsdp"),
-    "tp": Train("tp"),
-    "ddp, accumulated": Train("ddp", parts=2),
-    "fsdp, accumulated": Train("fsdp", parts=2),
-    "tp, accumulated": Train("tp", parts=2),
-    "loss parallel": training.loss_parallel,
-}
-PATCHED = {f"patched, {kind}": patched.Sharded(kind) for kind in ("ddp", "fsdp", "tp")}
-RESUMING = {
-    "fsdp 2 to 1": Resume(("fsdp", 2), ("fsdp", 1)),
-    "ddp 1 to tp 2": Resume(("ddp", 1), ("tp", 2)),
-}
-FIRST = {"compiled": operators.compiled}
-OTHERS = {
-    "rules": operators.rules,
-    "mixtures": operators.mixtures,
-    "norm": operators.norm_collectives,
-    "attention": operators.attention,
-    "loss": operators.losses,
-    "vocabulary": operators.vocabulary,
-    "step": training.step_collectives,
-    "low precision": training.low_precision,
-    "choices": training.choices,
-    "refusals": example.refusals,
-}
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    pytest.importorskip("tqdm", reason="the example needs tqdm")
-    # One folder for all workers of pytest-xdist, whose own temporary folders lie side by side.
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "processes"
-    scenarios = FIRST | TRAINING | RESUMING | OTHERS
-    if importlib.util.find_spec("transformers") is not None:
-        scenarios |= PATCHED | {"patched vocabulary": patched.vocabulary}
-    return processes.run(scenarios, folder)
-
-
-def outcome(results: dict[str, list[Any]], name: str) -> list[Any]:
-    for rank, result in enumerate(results[name]):
-        assert not isinstance(result, str), f"{name} in process {rank}:\n{result}"
-    return results[name]
-
-
-def near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for the order of float32 sums."""
-    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max(), name
-
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
@@ -80,18 +27,6 @@ def near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     return training.train(training.make_model())
-
-
-def same_training(result: dict[str, Any], alone: dict[str, Any]) -> None:
-    """Losses, every gradient of every step, and the weights in the end."""
-    for step in range(STEPS):
-        near(f"loss of step {step}", result["losses"][step], alone["losses"][step])
-        assert result["grads"][step].keys() == alone["grads"][step].keys()
-        for parameter, grad in alone["grads"][step].items():
-            near(f"step {step}, {parameter}", result["grads"][step][parameter], grad)
-    for parameter, weight in alone["weights"].items():
-        near(parameter, result["weights"][parameter], weight)
-    assert alone["losses"][-1] < alone["losses"][0] - 0.1, "nothing was learnt that could differ"
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -323,27 +258,9 @@ def test_plan_refuses_what_cannot_be_sharded(shape, message, mesh_of_three):
 # --- the example ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def script():
-    pytest.importorskip("tqdm", reason="the example needs tqdm")
-    from examples import train
-
-    return train
-
-
 @pytest.mark.parametrize("name", RESUMING)
-def test_run_is_resumed_by_another_number_of_processes(name, results, script):
-    from examples.training import loop as train_loop
-    from examples.training import text as train_text
-
-    recipe = script.make_recipe(script.parse(OPTIONS), 5)
-    whole = train_loop.train(recipe, "auto", train_text.read_text(None, recipe.seq_len), None, progress=False)
-    result = outcome(results, name)[0]
-    assert len(result["losses"]) == 6
-    assert result["losses"] == pytest.approx(whole.losses, abs=1e-5)
-    assert result["held_out"] == pytest.approx(whole.held_out, abs=1e-5)
-    for key, weight in whole.model.state_dict().items():
-        near(key, result["weights"][key], weight)
+def test_run_is_resumed_by_another_number_of_processes(name, results, resumed):
+    resumed(outcome(results, name)[0])
 
 
 @pytest.mark.slow
@@ -368,7 +285,7 @@ def test_health_of_a_sharded_run_is_that_of_the_whole(kind, tmp_path, script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "cp"])
 def test_torchrun(kind, tmp_path):
     pytest.importorskip("tqdm", reason="the example needs tqdm")
     done = run_torchrun([*OPTIONS, "--parallel", kind, "--out", str(tmp_path / "out")], tmp_path)
@@ -431,4 +348,5 @@ def test_example_refuses_what_two_processes_cannot_divide(results):
         assert said == [
             "--parallel tp with 2 processes: n_heads must be a multiple of the 2 devices that share the heads; got 3",
             "--batch / --accumulate must be a multiple of the 2 processes; got 3",
+            "--parallel cp with 2 processes: a sequence over 2 processes must have a multiple of 4 tokens; got 6",
         ]

@@ -1,7 +1,8 @@
-"""The two passes of attention without autograd: for those who keep what the backward pass needs themselves.
+"""The two passes of attention without autograd: for those who keep what the backward pass needs themselves, or who
+compute attention in parts (`foundry_kernels.distributed.ring`).
 
-They keep lse in float32. Between their own passes the kernels have it in float64 for float32 inputs: gradients of
-float32 are less exact by this way, as exact as PyTorch's.
+Between their passes kernels have lse in float64 for float32 inputs. Who keeps it in float32 has gradients of float32
+that are less exact, as exact as PyTorch's.
 """
 
 from __future__ import annotations
@@ -9,13 +10,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels.ops.flash_attention import FLASH_ATTENTION
+from foundry_kernels.core.registry import resolve, wide_dtype
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, reference
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def serving(backend: str, q: Tensor) -> str:
+    """The backend that computes both passes of such queries where a caller asks for `backend`.
+
+    Raises:
+        BackendUnavailable, ValueError: as the public functions.
+    """
+    resolve(FLASH_ATTENTION, backend, q)  # for its errors
+    names = FLASH_ATTENTION.order(q.device.type, q.dtype) if backend == "auto" else (backend,)
+    return next(name for name in names if FLASH_ATTENTION.why_not(name, q.device.type, q.dtype) is None)
 
 
 def backend_of(q: Tensor) -> str | None:
-    """The backend with kernels for both passes that "auto" takes for such queries, or None: the reference has none, and
-    of float64, which only interpreted kernels take, lse would have to stay float64."""
+    """The backend with kernels for both passes that "auto" takes for such queries, or None: where that is the
+    reference, and of float64, which only interpreted kernels take, lse would have to stay float64."""
     if q.dtype == torch.float64:
         return None
     device = q.device.type
@@ -25,32 +40,51 @@ def backend_of(q: Tensor) -> str | None:
     return None
 
 
-@torch.no_grad()
 def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out, lse float32) of the arguments of the operators: dense with heads first, or packed."""
-    if backend == "triton":
-        from foundry_kernels.ops.flash_attention.triton import flash_attention_fwd
-
-        out, lse, *_ = flash_attention_fwd(q, k, v, options, True, False)
-    else:
-        operator = torch.ops.foundry_kernels.flash_attention_fwd.default
-        out, lse, *_ = operator(q, k, v, *options.operator_args(), True, False)
+    out, lse = forward_wide(backend, q, k, v, options)
     return out, lse.to(torch.float32)
 
 
 @torch.no_grad()
+def forward_wide(backend: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the backend has lse between its passes: float32, or float64 where that makes gradients exact."""
+    if backend == "reference":
+        attend = reference.flash_attention_varlen if options.packed else reference.flash_attention
+        out, lse = attend(q, k, v, options._replace(return_lse=True, return_stats=False))
+    elif backend == "triton":
+        from foundry_kernels.ops.flash_attention.triton import flash_attention_fwd
+        from foundry_kernels.ops.flash_attention.triton.launch import refuse_wide
+
+        refuse_wide(q, v, False)
+        out, lse, *_ = flash_attention_fwd(q, k, v, options, True, False)
+    else:
+        operator = torch.ops.foundry_kernels.flash_attention_fwd.default
+        out, lse, *_ = operator(q, k, v, *options.operator_args(), True, False)
+    return out, lse
+
+
+@torch.no_grad()
 def backward(
-    backend: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), from the results of `forward` with the same options."""
+    backend: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions,
+    dlse: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """(dq, dk, dv), from the results of `forward` or `forward_wide` with the same options.
+
+    `out` and `lse` may be those of more keys than k holds: the gradients are then its part of the whole's.
+    """
     need = (True, True, True, False, False)
+    if backend == "reference":
+        return reference.backward(dout, dlse, q, k, v, out, lse, options)
     if backend == "triton":
         from foundry_kernels.ops.flash_attention.triton import flash_attention_bwd
+        from foundry_kernels.ops.flash_attention.triton.launch import refuse_wide
 
-        lse = lse.to(torch.float64 if q.dtype == torch.float32 else torch.float32)
-        dq, dk, dv, *_ = flash_attention_bwd(dout, None, q, k, v, out, lse, options, *need)
+        refuse_wide(q, v, True)
+        lse = lse.to(torch.float64 if q.dtype == torch.float32 else wide_dtype(q.dtype))
+        dq, dk, dv, *_ = flash_attention_bwd(dout, dlse, q, k, v, out, lse, options, *need)
     else:
         operator = torch.ops.foundry_kernels.flash_attention_bwd.default
         lse = lse.to(torch.float64)
-        dq, dk, dv, *_ = operator(dout, None, q, k, v, out, lse, *options.operator_args(), *need)
+        dq, dk, dv, *_ = operator(dout, dlse, q, k, v, out, lse, *options.operator_args(), *need)
     return dq, dk, dv

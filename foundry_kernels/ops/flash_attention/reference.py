@@ -33,6 +33,36 @@ def flash_attention_varlen(q: Tensor, k: Tensor, v: Tensor, options: AttentionOp
     return options.select(*(x.contiguous() for x in attend(q, k, v, options)))
 
 
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) from an output and lse, which may be those of more keys than k holds: what autograd cannot do."""
+    if options.packed:
+        dout, q, k, v, out = (x.transpose(0, 1).unsqueeze(0) for x in (dout, q, k, v, out))
+        lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
+        bias = _packed_bias(q.shape[1], q.shape[2], k.shape[2], options)
+    else:
+        bias = _dense_bias(q, k, options)
+    with torch.enable_grad():
+        leaves = q.detach().requires_grad_(), k.detach().requires_grad_()
+        logits = _scores(*leaves, options, bias)
+    empty = (lse == -torch.inf)[..., None]
+    weights = torch.exp(logits.detach() - lse[..., None].masked_fill(empty, 0.0).to(logits.dtype))
+    delta = (dout.to(logits.dtype) * out.to(logits.dtype)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse[..., None].to(logits.dtype)
+    dropped = weights if bias.factor is None else weights * bias.factor.to(weights.dtype)
+    b, h, t, s = logits.shape
+    folded, dout = (b, k.shape[1], (h // max(k.shape[1], 1)) * t, -1), dout.to(v.dtype)
+    dv = torch.matmul(dropped.to(v.dtype).reshape(folded).transpose(-1, -2), dout.reshape(folded))
+    of_weights = torch.matmul(dout.reshape(folded), v.transpose(-1, -2)).view(b, h, t, s).to(logits.dtype)
+    dq, dk = torch.autograd.grad(logits, leaves, dropped * of_weights - weights * delta)
+    if options.packed:
+        dq, dk, dv = (x.squeeze(0).transpose(0, 1) for x in (dq, dk, dv))
+    return dq, dk, dv
+
+
 def scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
     """The logits ``[B, H, T, S]`` of the softmax of ``[B, H, T, D]`` queries; -inf where a query does not see a key."""
     return _scores(q, k, options, _dense_bias(q, k, options))

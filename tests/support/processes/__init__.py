@@ -1,4 +1,4 @@
-"""What test_distributed.py runs in two processes, over gloo. One start of the two runs all scenarios.
+"""What the tests of `distributed` run in two processes or four, over gloo. One start of them runs all scenarios.
 
 A scenario is called in each process with its rank, a folder of its own and three ports for further
 process groups, which find each other there as they do under torchrun.
@@ -28,37 +28,40 @@ SECONDS = 120  # a collective that waits longer has been left by the other proce
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
-def run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float = 300.0) -> dict[str, list[Any]]:
+def run(
+    scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int = SIZE, seconds: float = 300.0
+) -> dict[str, list[Any]]:
     """What each scenario returned in each process, or the traceback where it failed.
 
-    Processes that finish no scenario for `seconds` are killed. Another worker of the test run that comes with the same
-    folder waits for the first one and takes its results.
+    If one of them finishes no scenario for `seconds`, all are killed. Another worker of the test run that comes with
+    the same folder waits for the first one and takes its results.
     """
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            (folder / "done").write_text(_run(scenarios, folder, seconds))
+            (folder / "done").write_text(_run(scenarios, folder, size, seconds))
     missing = f"the process did not come this far: {(folder / 'done').read_text()}"
-    found = [torch.load(folder / f"{rank}.pt") if (folder / f"{rank}.pt").exists() else {} for rank in range(SIZE)]
+    found = [torch.load(folder / f"{rank}.pt") if (folder / f"{rank}.pt").exists() else {} for rank in range(size)]
     return {name: [results.get(name, missing) for results in found] for name in scenarios}
 
 
-def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: float) -> str:
+def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int, seconds: float) -> str:
     """How the processes ended."""
     context = multiprocessing.get_context("spawn")
     # As under torchrun the stores through which a group's processes find each other live here, on ports that the system
     # chose. Ports that are chosen and freed are taken by others before their use, gloo's own connections among them.
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(4 * len(scenarios))]
     ports = [store.port for store in stores]
-    started = [context.Process(target=_work, args=(rank, scenarios, folder, ports)) for rank in range(SIZE)]
+    started = [context.Process(target=_work, args=(rank, size, scenarios, folder, ports)) for rank in range(size)]
     for process in started:
         process.start()
     begun = time.time()
     while any(process.is_alive() for process in started):
         time.sleep(0.1)
-        results = [path.stat().st_mtime for path in folder.glob("*.pt")]
-        if time.time() - max(results, default=begun) > seconds:
+        results = [folder / f"{rank}.pt" for rank, process in enumerate(started) if process.is_alive()]
+        last = [path.stat().st_mtime if path.exists() else begun for path in results]
+        if time.time() - min(last, default=begun) > seconds:  # others may go on, from one timeout to the next
             for process in started:
                 process.kill()
     for process in started:
@@ -66,14 +69,14 @@ def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, seconds: flo
     return f"after {time.time() - begun:.0f} s they ended with exit codes {[process.exitcode for process in started]}"
 
 
-def _work(rank: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, ports: list[int]) -> None:
+def _work(rank: int, size: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, ports: list[int]) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(EXAMPLES.parent))
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     results = {}
     for index, (name, scenario) in enumerate(scenarios.items()):
         try:
-            start(rank, SIZE, ports[4 * index])
+            start(rank, size, ports[4 * index])
             results[name] = scenario(rank, folder / name, ports[4 * index + 1 : 4 * index + 4])
         except Exception:
             results[name] = traceback.format_exc()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from processes import SIZE, end, start
+from processes import end, start
 
 OPTIONS = ["--dim", "16", "--layers", "1", "--heads", "2", "--kv-heads", "2", "--batch", "4", "--seq-len", "16"]
 OPTIONS += ["--device", "cpu", "--steps", "6", "--sample-tokens", "0", "--backend", "auto"]
@@ -28,7 +28,7 @@ class Resume:
 
         recipe = train.make_recipe(train.parse(OPTIONS), 5)
         text = train_text.read_text(None, recipe.seq_len)
-        run = None
+        run, started = None, dist.get_world_size()
         for half, (kind, size) in enumerate(self.halves):
             dist.barrier()
             end()
@@ -46,8 +46,8 @@ class Resume:
                     processes=Parallel(kind, "cpu"),
                 )
                 end()
-            os.environ |= {"WORLD_SIZE": str(SIZE)}
-            start(rank, SIZE, ports[2]) if half == 0 else None
+            os.environ |= {"WORLD_SIZE": str(started)}
+            start(rank, started, ports[2]) if half == 0 else None
         assert run is not None
         return {"losses": run.losses, "held_out": run.held_out, "weights": run.model and run.model.state_dict()}
 
@@ -58,12 +58,12 @@ def refusals(rank: int, folder: Path, ports: list[int]) -> list[str]:
     from foundry_kernels.models import ModelConfig
 
     said = []
-    for index, (kind, heads, batch) in enumerate([("tp", 3, 4), ("fsdp", 2, 3)]):
+    for index, (kind, heads, batch) in enumerate([("tp", 3, 4), ("fsdp", 2, 3), ("cp", 2, 3)]):
         end()
         os.environ["MASTER_PORT"] = str(ports[index])
         processes = Parallel(kind, "cpu")
         try:
-            processes.check(ModelConfig(dim=24, n_layers=1, n_heads=heads, vocab_size=8), batch)
+            processes.check(ModelConfig(dim=24, n_layers=1, n_heads=heads, vocab_size=8), batch, 6)
         except ParallelError as error:
             said.append(str(error))
     return said

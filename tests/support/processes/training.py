@@ -44,9 +44,10 @@ def train(
     parts: int = 1,
     around: Callable[[], Any] = contextlib.nullcontext,
     loss_of: Callable[[nn.Module, Tensor], Tensor] = loss_of_ours,
+    lr: float = 0.1,
 ) -> dict[str, Any]:
     """Losses, gradients and last weights of a few steps; the gradients by parameter, step for step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses: list[Tensor] = []
     grads: list[dict[str, Tensor]] = []
     for batch in batches():

@@ -1,0 +1,130 @@
+"""Context parallelism of a model: each process holds a part of every sequence, and attention is `ring_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from foundry_kernels.distributed.ring import ring_attention
+from foundry_kernels.distributed.zigzag import Place, sequence_positions, shard_sequence
+from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.models.inputs import check_tokens
+from foundry_kernels.nn import Attention
+from foundry_kernels.nn._masks import packed_positions
+
+
+def context_parallel(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """Makes a model compute with sequences that are divided over the processes of `mesh`, and returns it.
+
+    Each process then calls it with its parts of tokens, targets and token types (`shard_sequence`), all of them
+    together; `cu_seqlens` of packed documents are those of the whole sequence. Logits are those of its tokens, and the
+    loss is the mean over the tokens of all, the same on each process. Everything but attention works on a process's own
+    tokens.
+
+    Gradients are divided as under data parallelism: a process has n times its part of the gradient, and their mean over
+    the processes is the gradient of the loss. `DistributedDataParallel` and `fully_shard` over `mesh` take that mean;
+    with data parallelism beside it they are given both dimensions:
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
+        context_parallel(model, mesh["cp"])
+        fully_shard(model, mesh=mesh["dp", "cp"])   # shards over cp, replicates over dp
+        _, loss = model(shard_sequence(tokens, mesh["cp"]), shard_sequence(targets, mesh["cp"]))
+
+    Tensor parallelism comes before: ``parallelize_module(model, mesh["tp"], tensor_parallel_plan(model, mesh["tp"]))``.
+
+    Args:
+        model: of this package.
+        mesh: of one dimension (of a larger mesh, the slice for context parallelism).
+
+    Raises:
+        TypeError: `model` is not a Transformer, `mesh` no DeviceMesh.
+        ValueError: the mesh has several dimensions, the model is divided already or has a choice that is made of all
+            tokens elsewhere than in attention: relative positions, a context, losses of routers.
+    """
+    if not isinstance(model, Transformer):
+        raise TypeError(f"model must be a foundry_kernels.models.Transformer; got {type(model).__name__}")
+    shard = _Shard(mesh)
+    if model.sequence_shard is not None:
+        raise ValueError("model must not be context parallel yet; got one that is")
+    _check_config(model.config)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = shard.attend
+    model.sequence_shard = shard
+    return model
+
+
+def _check_config(config: ModelConfig) -> None:
+    refused = {
+        "positions=relative": (config.relative, "a bias of all pairs is not divided"),
+        "context_dim": (config.context_dim is not None, "a context is not divided"),
+        "load_balancing_coef or router_z_coef": (config.balances, "the routers' losses would be those of parts"),
+    }
+    for name, (given, reason) in refused.items():
+        if given:
+            raise ValueError(f"{name} is not context parallel: {reason}")
+
+
+class _Shard:
+    """A `SequenceShard`."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.place, self.mesh = Place.of(mesh), mesh
+        # The messages of a ring are none of a compiled graph's: it ends before and begins again behind them.
+        self.attend = torch.compiler.disable(self._attend)
+
+    def check(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        config: ModelConfig,
+        weight: Tensor,
+        given: Mapping[str, Any],
+    ) -> None:
+        for name, value in given.items():
+            if value is not None and value is not False:
+                raise ValueError(f"{name} must not be given to a context parallel model; got {value!r:.80}")
+        check_tokens(tokens, None, None, None, config, weight)
+        if tokens.shape[1] % 2:
+            raise ValueError(f"tokens must be two chunks of a sequence; got {tokens.shape[1]} tokens (shard_sequence)")
+        whole = tokens[:, :1].expand(-1, tokens.shape[1] * self.place.size)
+        check_tokens(whole, None, cu_seqlens, max_seqlen, config, weight)
+
+    def seen(self, tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        length = tokens.shape[1] * self.place.size
+        if cu_seqlens is None:
+            return sequence_positions(length, self.mesh, tokens.device), None
+        positions = packed_positions(cu_seqlens, length)
+        return shard_sequence(positions, self.mesh, 0), cu_seqlens.cpu()  # once, not in each layer
+
+    def mean(self, total: Tensor, count: Tensor) -> Tensor:
+        mean: Tensor = _Mean.apply(total, count, self.mesh.get_group(), self.place.size)
+        return mean
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:
+        if options.pop("return_stats", False):
+            raise ValueError("return_stats must be False where a sequence is divided over processes; got True")
+        return ring_attention(q, k, v, self.mesh, cu_seqlens=cu_seqlens, **options)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over processes, of which each gives n times its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        both = torch.stack([total.double(), count.double()])
+        dist.all_reduce(both, group=group)
+        counted = both[1].clamp_min(1.0)
+        ctx.save_for_backward(size / counted)
+        return (both[0] / counted).to(total.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (scale,) = ctx.saved_tensors
+        return grad * scale.to(grad.dtype), None, None, None

@@ -1,0 +1,32 @@
+"""What came out of the processes, compared with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from processes.training import STEPS
+
+
+def outcome(results: dict[str, list[Any]], name: str) -> list[Any]:
+    for rank, result in enumerate(results[name]):
+        assert not isinstance(result, str), f"{name} in process {rank}:\n{result}"
+    return results[name]
+
+
+def near(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of float32 sums."""
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+def same_training(result: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Losses, every gradient of every step, and the weights in the end."""
+    for step in range(STEPS):
+        near(f"loss of step {step}", result["losses"][step], alone["losses"][step])
+        assert result["grads"][step].keys() == alone["grads"][step].keys()
+        for parameter, grad in alone["grads"][step].items():
+            near(f"step {step}, {parameter}", result["grads"][step][parameter], grad)
+    for parameter, weight in alone["weights"].items():
+        near(parameter, result["weights"][parameter], weight)
+    assert alone["losses"][-1] < alone["losses"][0] - 0.1, "nothing was learnt that could differ"

@@ -1,0 +1,64 @@
+"""All that two processes do, by name, and what four do beside."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from processes import context, example, operators, patched, training
+from processes.example import Resume
+from processes.training import Train
+
+TRAINING: dict[str, Callable[..., Any]] = {
+    "ddp": Train("ddp"),
+    "fsdp": Train("fsdp"),
+    "tp": Train("tp"),
+    "ddp, accumulated": Train("ddp", parts=2),
+    "fsdp, accumulated": Train("fsdp", parts=2),
+    "tp, accumulated": Train("tp", parts=2),
+    "loss parallel": training.loss_parallel,
+}
+PATCHED = {f"patched, {kind}": patched.Sharded(kind) for kind in ("ddp", "fsdp", "tp")}
+RESUMING = {
+    "fsdp 2 to 1": Resume(("fsdp", 2), ("fsdp", 1)),
+    "ddp 1 to tp 2": Resume(("ddp", 1), ("tp", 2)),
+    "cp 2 to ddp 1": Resume(("cp", 2), ("ddp", 1)),
+}
+FIRST = {"compiled": operators.compiled}
+OTHERS = {
+    "rules": operators.rules,
+    "mixtures": operators.mixtures,
+    "norm": operators.norm_collectives,
+    "attention": operators.attention,
+    "loss": operators.losses,
+    "vocabulary": operators.vocabulary,
+    "step": training.step_collectives,
+    "low precision": training.low_precision,
+    "choices": training.choices,
+    "refusals": example.refusals,
+}
+CONTEXT: dict[str, Callable[..., Any]] = {
+    "ring": context.ring,
+    "traffic": context.traffic,
+    "dropout": context.dropout,
+    "context, ddp": context.Train("ddp"),
+    "context, fsdp": context.Train("fsdp"),
+    "context, choices": context.choices,
+    "context, collectives": context.collectives,
+}
+OF_FOUR = {
+    **{name: CONTEXT[name] for name in ("ring", "traffic", "dropout", "context, fsdp", "context, choices")},
+    "context, compiled": context.Train("compiled"),
+    "context, dp": context.with_data_parallelism,
+    "context, tp": context.with_tensor_parallelism,
+    "cp 4 to ddp 1": Resume(("cp", 4), ("ddp", 1)),
+    "fsdp 1 to cp 4": Resume(("fsdp", 1), ("cp", 4)),
+}
+
+
+def of_two() -> dict[str, Callable[..., Any]]:
+    found = FIRST | TRAINING | RESUMING | CONTEXT | OTHERS
+    if importlib.util.find_spec("transformers") is not None:
+        found |= PATCHED | {"patched vocabulary": patched.vocabulary}
+    return found
