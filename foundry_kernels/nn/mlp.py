@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._layers import is_linear, is_plain
+from foundry_kernels.ops._linear import Linear, chosen
 from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.swiglu import geglu, swiglu
 
@@ -96,18 +97,18 @@ class GatedMLP(torch.nn.Module):
             return layers.linear(self._gate(both, backend=backend), w2)
         again = self.recompute if torch.is_grad_enabled() else "none"
         if again == "projections" and all(map(is_plain, (w1, w2, w3))):
-            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight)
+            return _recomputed(partial(self._whole, chosen()), x, w1.weight, w2.weight, w3.weight)
         gate, up = w1(x), w3(x)
         # A frozen w2 would not keep the product in any case.
         if again == "product" and is_plain(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, gate, up, w2.weight)
+            return _recomputed(partial(self._down, chosen()), gate, up, w2.weight)
         return w2(self._gate(gate, up, backend=backend))
 
-    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        return self._down(F.linear(x, w1), F.linear(x, w3), w2)
+    def _whole(self, linear: Linear, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        return self._down(linear, linear(x, w1), linear(x, w3), w2)
 
-    def _down(self, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
-        return F.linear(self._gate(gate, up, backend=self.backends[self.op]), w2)
+    def _down(self, linear: Linear, gate: Tensor, up: Tensor, w2: Tensor) -> Tensor:
+        return linear(self._gate(gate, up, backend=self.backends[self.op]), w2)
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
@@ -170,11 +171,11 @@ class MLP(torch.nn.Module):
             y: Tensor = w2(F.dropout(self._activate(up, bias, backend=self._backend), self.dropout))
             return y
         if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, up, bias, w2.weight, w2.bias)
+            return _recomputed(partial(self._down, chosen()), up, bias, w2.weight, w2.bias)
         return layers.linear(self._activate(up, bias, backend=self._backend), w2)
 
-    def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None) -> Tensor:
-        return F.linear(self._activate(up, bias, backend=self._backend), w2, bias2)
+    def _down(self, linear: Linear, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None) -> Tensor:
+        return linear(self._activate(up, bias, backend=self._backend), w2, bias2)
 
     def extra_repr(self) -> str:
         backend = f", backend={describe(self.backends)}" if self.backends else ""
