@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from foundry_kernels import compat, models, nn
 from foundry_kernels._triton import tuning
+from foundry_kernels.compat.batch_invariant import batch_invariant
 from foundry_kernels.core.registry import OPS, BackendUnavailable, when_dtensor_is_used
 from foundry_kernels.integrations import patch
 from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
@@ -27,6 +28,7 @@ __all__ = [
     "RopeScaling",
     "add_layer_norm",
     "add_rms_norm",
+    "batch_invariant",
     "bias_gelu",
     "bias_relu",
     "bias_silu",

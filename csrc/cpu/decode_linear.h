@@ -1,5 +1,6 @@
-// Products of few rows with transposed matrices on the CPU, as in decoding: reading the matrices is all the work. The
-// caller starts the threads: each call does a range of blocks of columns of the result.
+// Products of few rows with transposed matrices on the CPU, as in decoding: reading the matrices is all the work. A row
+// gets the same bits with any others. The caller starts the threads: each call does a range of blocks of columns of the
+// result.
 #pragma once
 
 #include <algorithm>

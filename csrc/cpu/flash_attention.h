@@ -34,12 +34,6 @@ struct AttentionDropout {
   int64_t n_heads;
 };
 
-// Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
-// attention_decode.
-inline bool decode_supports(int64_t row, int64_t n_rows) {
-  return row % (kAttentionBlocks * kAttentionRows) == 0 && n_rows - row <= kAttentionDecodeRows;
-}
-
 struct AttentionInputs {
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;
@@ -53,6 +47,8 @@ struct AttentionInputs {
   const float* sinks;                 // [H] or null
   int64_t window_left, window_right;  // kUnbounded for none
   bool bottom_right;
+  // What a row gets depends on the keys that it sees alone: not on the other rows of the call, nor on other sequences.
+  bool batch_invariant;
   Dtype type;               // of q, k, v and outputs
   HeadStrides lse_strides;  // also of the other numbers a row
   const uint8_t* mask;      // not 0 where a pair is seen, or null
@@ -67,8 +63,10 @@ struct AttentionInputs {
   int64_t offset(const AttentionSequence& s) const { return bottom_right ? s.k_len - s.q_len : 0; }
   bool masked() const { return mask || tiles.index; }
   bool drops() const { return dropout.threshold > 0; }
-  // Whether tiles of keys begin at multiples of kAttentionKeys, where words of 64 keys do.
+  // Whether words of 64 keys say what is hidden or dropped.
   bool aligned() const { return masked() || drops(); }
+  // Whether the first tile of keys begins at a multiple of kAttentionKeys.
+  bool begins_aligned() const { return aligned() || batch_invariant; }
 };
 
 struct AttentionForward : AttentionInputs {
@@ -86,6 +84,12 @@ struct AttentionTask {
   int64_t key_begin, key_end;  // the keys that it may look at
   int64_t split;               // of AttentionForward::splits
 };
+
+// Whether the forward pass does the rows from `row` on, of n_rows of a sequence and key-value head, by
+// attention_decode, which adds in another order than the kernel of many rows.
+inline bool is_decoded(const AttentionInputs& a, int64_t row, int64_t n_rows) {
+  return !a.batch_invariant && row % (kAttentionBlocks * kAttentionRows) == 0 && n_rows - row <= kAttentionDecodeRows;
+}
 
 // A tile of the bias, as it lies in memory and transposed.
 inline int64_t attention_bias_scratch(bool bias) { return bias ? 2 * kAttentionRows * kAttentionKeys : 0; }

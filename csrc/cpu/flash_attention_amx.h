@@ -21,6 +21,8 @@ struct TileRegisters {
       uint8_t rows[16] = {};
     } config;
     for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = kTileRows;
+    // GCC's _tile_loadconfig says that it reads eight bytes, and what is written to the others may be left out.
+    __asm__ volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~TileRegisters() { _tile_release(); }

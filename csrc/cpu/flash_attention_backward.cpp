@@ -112,7 +112,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
       queries = pack_pairs(as_tile(scratch.queries, lanes), b.count, a.head_dim, scratch.query_pairs);
       dout = pack_pairs(as_tile(scratch.dout, value_lanes), b.count, a.head_dim_v, scratch.dout_pairs);
     }
-    const bool decoded = decode_supports(row, n_rows);
+    const bool decoded = is_decoded(a, row, n_rows);
     for (int64_t begin = b.key_begin; begin < b.key_end; begin += kAttentionKeys) {
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       if (const int64_t next = row + kAttentionRows; shared && next < task.row_end)

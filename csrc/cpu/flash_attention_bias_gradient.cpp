@@ -111,7 +111,7 @@ void add_block(const AttentionBackward& a, const AttentionBiasTask& task, int64_
   if (b.key_begin >= b.key_end) return;
   if (a.drops()) b.words.dropout.set(a, b, sequence, head);
   read_block<E>(a, s, head, b, scratch);
-  const bool decoded = decode_supports(row, s.q_len * a.group);
+  const bool decoded = is_decoded(a, row, s.q_len * a.group);
   for (int64_t key = b.key_begin; key < b.key_end; key += kAttentionKeys) {
     const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - key);
     const auto counted = int32_t(key - task.key_begin);

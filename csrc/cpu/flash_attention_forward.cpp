@@ -186,7 +186,7 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
 }  // namespace
 
 void attention_forward(const AttentionForward& a, const AttentionTask& task, float* scratch) {
-  if (decode_supports(task.row_begin, a.sequences[task.sequence].q_len * a.group))
+  if (is_decoded(a, task.row_begin, a.sequences[task.sequence].q_len * a.group))
     return attention_decode(a, task, scratch);
   if constexpr (kPairs) {
     if (a.type == Dtype::bf16) {

@@ -32,7 +32,7 @@ struct BlockRows {
     const auto q_pos_of = [&](int64_t i) { return (row + std::min(i, count - 1)) / a.group + offset; };
     key_begin = std::max(begin, q_pos_of(0) - a.window_left);
     key_end = std::min(end, q_pos_of(count) + a.window_right + 1);
-    if (a.aligned() && key_begin < end) key_begin -= (key_begin - begin) % kAttentionKeys;
+    if (a.begins_aligned() && key_begin < end) key_begin -= (key_begin - begin) % kAttentionKeys;
     full_begin = std::max(begin, q_pos_of(count) - a.window_left);
     full_end = std::min(end, q_pos_of(0) + a.window_right + 1);
     constexpr int64_t kFar = 1 << 30;

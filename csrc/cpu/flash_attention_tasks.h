@@ -54,7 +54,9 @@ inline ForwardTasks forward_tasks(const AttentionInputs& a, int64_t n_sequences,
   });
   const int64_t count = static_cast<int64_t>(all.size());
   const int64_t num_splits =
-      std::max<int64_t>(1, std::min(longest / kSplitKeys, kAttentionThreads / std::max<int64_t>(1, count)));
+      a.batch_invariant
+          ? 1
+          : std::max<int64_t>(1, std::min(longest / kSplitKeys, kAttentionThreads / std::max<int64_t>(1, count)));
   ForwardTasks result{{}, num_splits};
   result.tasks.reserve(count * num_splits);
   for (const Rows& rows : all) {
@@ -138,6 +140,7 @@ inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequen
     const AttentionSequence& s = a.sequences[n];
     const int64_t rows = s.q_len * a.group;
     int64_t chunks = 1;
+    if (a.batch_invariant) total = work[n] * n_kv_heads;  // as if it were alone
     // The tasks of the same keys follow one another, and under a causal mask the first keys have twice the mean: as
     // many chunks as make of that no more than a thread's part of all work.
     if (work[n] * kAttentionThreads > total)

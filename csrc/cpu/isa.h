@@ -73,10 +73,11 @@ const char* processor_isa();  // the best that this processor has, compiled in o
 #define FK_IF_NEON_BF16(...)
 #endif
 
-// An expression: the chosen instruction set's `name` as a function pointer.
-#define FK_CHOOSE_ISA(name)                                                                       \
-  ([]() -> decltype(& ::foundry::FK_LOWEST::name) {                                               \
-    switch (::foundry::chosen_isa()) {                                                            \
+// An expression: the chosen instruction set's `name` as a function pointer, or that of another one.
+#define FK_CHOOSE_ISA(name) FK_CHOOSE_ISA_OF(::foundry::chosen_isa(), name)
+#define FK_CHOOSE_ISA_OF(isa, name)                                                               \
+  ([](::foundry::Isa of) -> decltype(& ::foundry::FK_LOWEST::name) {                              \
+    switch (of) {                                                                                 \
       FK_IF_AMX_BF16(case ::foundry::Isa::amx_bf16 : return &::foundry::amx_bf16::name;)          \
       FK_IF_AVX512_BF16(case ::foundry::Isa::avx512_bf16 : return &::foundry::avx512_bf16::name;) \
       FK_IF_AVX512(case ::foundry::Isa::avx512 : return &::foundry::avx512::name;)                \
@@ -84,4 +85,4 @@ const char* processor_isa();  // the best that this processor has, compiled in o
       FK_IF_NEON_BF16(case ::foundry::Isa::neon_bf16 : return &::foundry::neon_bf16::name;)       \
       default: return &::foundry::FK_LOWEST::name;                                                \
     }                                                                                             \
-  }())
+  }(isa))

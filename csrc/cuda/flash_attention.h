@@ -34,6 +34,7 @@ struct AttentionInputs {
   const float* sinks;                 // [H] or null
   int64_t window_left, window_right;  // kUnbounded for none
   bool bottom_right;
+  bool batch_invariant;     // tiles and splits by nothing that another batch would change
   HeadStrides row_strides;  // of lse and the other numbers a row
   const uint8_t* mask;      // not 0 where a pair is seen, or null
   PairStrides mask_strides;

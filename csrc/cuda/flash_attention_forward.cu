@@ -118,6 +118,10 @@ __global__ void __launch_bounds__(32 * kCombineWarps) attention_combine(Attentio
 Splits plan_forward(const AttentionForward& a, const Gpu& gpu) {
   Splits plan{1, 1, false, 0, nullptr};
   if (!forward_in_tiles(a)) return plan;
+  if (a.batch_invariant) {
+    plan.rows = a.n_sequences * a.n_heads * a.n_queries;
+    return plan;
+  }
   constexpr int64_t kRows = 64, kTwoBlocks = 160 << 10;  // shared memory for two blocks of the largest tiles
   if (a.n_queries * a.group <= kRows) plan.pack = static_cast<int>(a.group);
   const int64_t rows = a.n_queries * plan.pack, heads = a.n_sequences * (a.n_heads / plan.pack);

@@ -1,5 +1,6 @@
-// The operator foundry_kernels::decode_linear: few rows times the transposes of several weights, in one pass over
-// these. For inference on the CPU; it has no gradient.
+// The operator foundry_kernels::decode_linear: rows times the transposes of several weights. Of few rows, as in
+// decoding, in one pass over these; of many, a row is computed as it is alone, which is what batch-invariant linear
+// layers are made of. For the CPU; it has no gradient.
 #include "../cpu/decode_linear.h"
 
 #include <ATen/core/grad_mode.h>
@@ -12,6 +13,7 @@ namespace decode_linear_cpu {
 
 // Multiplications that are worth waking a thread for, at the rate at which a thread reads weights from memory.
 constexpr int64_t kReadGrain = 1 << 17;
+constexpr int64_t kTaskRows = 64;  // of many rows those of a task, a multiple of kDecodeLinearRows
 
 // The result, which is also the fake of the meta device.
 Tensor check_and_make(const Tensor& x, at::TensorList weights) {
@@ -45,10 +47,7 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
   args.y = y.mutable_data_ptr();
   args.width = x.size(-1);
   args.n_cols = y.size(-1);
-  args.n_rows = y.numel() / args.n_cols;
   args.type = dtype_of(x);
-  TORCH_CHECK_VALUE(args.n_rows <= kDecodeLinearRows, "x must have at most ", kDecodeLinearRows, " rows; got ",
-                    args.n_rows);
   std::array<Tensor, kDecodeLinearMatrices> dense;
   int64_t blocks = 0;
   for (const Tensor& weight : weights) {
@@ -59,9 +58,29 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
     blocks += matrix.blocks();
   }
   const auto kernel = FK_CHOOSE_ISA(decode_linear);
-  at::parallel_for(0, blocks,
-                   std::max<int64_t>(1, kReadGrain / (kDecodeLinearBlock * std::max<int64_t>(1, args.width))),
-                   [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  const int64_t n_rows = y.numel() / args.n_cols, size = x.element_size();
+  const auto multiply = [&](int64_t row, int64_t begin, int64_t end) {
+    DecodeLinear part = args;
+    part.x = static_cast<const char*>(args.x) + row * args.width * size;
+    part.y = static_cast<char*>(args.y) + row * args.n_cols * size;
+    part.n_rows = std::min<int64_t>(kDecodeLinearRows, n_rows - row);
+    kernel(part, begin, end);
+  };
+  const int64_t grain = std::max<int64_t>(1, kReadGrain / (kDecodeLinearBlock * std::max<int64_t>(1, args.width)));
+  if (n_rows <= kDecodeLinearRows) {
+    at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) { multiply(0, begin, end); });
+    return y;
+  }
+  // A block of a weight stays in the cache while all rows of a task pass by.
+  const int64_t chunks = (n_rows + kTaskRows - 1) / kTaskRows;
+  at::parallel_for(0, blocks * chunks, std::max<int64_t>(1, grain * kDecodeLinearRows / kTaskRows),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t task = begin; task < end; ++task) {
+                       const int64_t block = task / chunks, first = task % chunks * kTaskRows;
+                       for (int64_t row = first; row < std::min(first + kTaskRows, n_rows); row += kDecodeLinearRows)
+                         multiply(row, block, block + 1);
+                     }
+                   });
   return y;
 }
 

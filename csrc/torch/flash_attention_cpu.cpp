@@ -98,7 +98,7 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
   // One name each, so that an option that nothing is made of here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
                alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p, dropout_seed, dropout_heads,
-               bottom_right, deterministic] = options;
+               bottom_right, deterministic, batch_invariant] = options;
   keep.q = unit_last_stride(q);
   keep.k = unit_last_stride(k);
   keep.v = unit_last_stride(v);
@@ -132,8 +132,16 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
   a.window_left = side(window_left);
   a.window_right = side(window_right);
   a.bottom_right = bottom_right;
+  a.batch_invariant = batch_invariant;
   a.type = dtype_of(q);
   a.lse_strides = row_strides(q);
+}
+
+// AMX takes sixteen keys at a time and leaves the rest to registers, which add in another order: how many are left
+// depends on what else is in the tile.
+Isa isa_for(const AttentionInputs& a) {
+  const Isa isa = chosen_isa();
+  return a.batch_invariant && isa == Isa::amx_bf16 ? Isa::avx512_bf16 : isa;
 }
 
 // Multiplications of one product of queries and keys and one of weights and values, masks not considered.
@@ -165,7 +173,7 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     splits = at::empty({n_tasks, kTaskRows, attention_split_size(a.head_dim_v)}, at::kFloat);
     a.splits = splits.mutable_data_ptr<float>();
   }
-  const auto kernel = FK_CHOOSE_ISA(attention_forward);
+  const auto kernel = FK_CHOOSE_ISA_OF(isa_for(a), attention_forward);
   const auto combine = FK_CHOOSE_ISA(attention_combine);
   std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
   std::atomic<int64_t> next{0};
@@ -231,7 +239,7 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
     if (task.sums < 0) own_keys = std::max(own_keys, task.key_end);
   const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) +
                           a.dk_sums(own_keys) + a.dv_sums(own_keys);
-  const auto kernel = FK_CHOOSE_ISA(attention_backward);
+  const auto kernel = FK_CHOOSE_ISA_OF(isa_for(a), attention_backward);
   TaskQueue queue(all.tasks);
   on_threads(static_cast<int64_t>(all.tasks.size()), 2 * work_of(a, keep), scratch, [&](float* memory) {
     for (int64_t i = -1; (i = queue.take(i)) >= 0;) kernel(a, all.tasks[i], memory);
@@ -249,7 +257,7 @@ void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
   const auto tasks = bias_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
   const auto n_tasks = static_cast<int64_t>(tasks.size());
   const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, true) + attention_bias_sums(a.group);
-  const auto kernel = FK_CHOOSE_ISA(attention_bias_gradient);
+  const auto kernel = FK_CHOOSE_ISA_OF(isa_for(a), attention_bias_gradient);
   std::atomic<int64_t> next{0};
   on_threads(n_tasks, work_of(a, keep), scratch, [&](float* memory) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) kernel(a, tasks[i], memory);

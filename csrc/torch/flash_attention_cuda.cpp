@@ -59,7 +59,7 @@ void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, con
   // One name each, so that an option that nothing is made of here does not compile.
   const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
                alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p, dropout_seed, dropout_heads,
-               bottom_right, deterministic] = options;
+               bottom_right, deterministic, batch_invariant] = options;
   const Tensor q = unit_last_stride(q_), k = unit_last_stride(k_), v = unit_last_stride(v_);
   a.q = keep(q), a.k = keep(k), a.v = keep(v);
   a.q_strides = head_strides(q), a.k_strides = head_strides(k), a.v_strides = head_strides(v);
@@ -95,6 +95,7 @@ void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, con
   };
   a.window_left = side(window_left), a.window_right = side(window_right);
   a.bottom_right = bottom_right;
+  a.batch_invariant = batch_invariant;
   a.row_strides = row_strides(q);
 }
 

@@ -6,7 +6,7 @@
 namespace foundry {
 
 // In the order of AttentionOptions of ops/flash_attention/options.py and, but for `causal`, of the public functions. A
-// new option is a line here and what kernels do with it.
+// new option is a line here and what kernels do with it. `deterministic` is of no account on the CPU, where all is.
 #define FK_ATTENTION_OPTIONS(OPTION)                        \
   OPTION(OptionalTensor, cu_seqlens_q, not_an_argument)     \
   OPTION(OptionalTensor, cu_seqlens_k, not_an_argument)     \
@@ -25,7 +25,8 @@ namespace foundry {
   OPTION(OptionalTensor, dropout_seed, none)                \
   OPTION(OptionalTensor, dropout_heads, not_an_argument)    \
   OPTION(bool, bottom_right, alignment)                     \
-  OPTION(bool, deterministic, boolean) /* of no account on the CPU, where everything is */
+  OPTION(bool, deterministic, boolean)                      \
+  OPTION(bool, batch_invariant, boolean)
 
 struct AttentionOptions {
   FK_OPTIONS(FK_ATTENTION_OPTIONS)

@@ -13,26 +13,28 @@
 namespace foundry {
 namespace grouped_mm_schema {
 
-Tensor fwd_meta(const Tensor& x, const Tensor& weight, const Tensor& offs) {
+Tensor fwd_meta(const Tensor& x, const Tensor& weight, const Tensor& offs, bool) {
   return empty_grouped_mm_fwd(x, weight, offs);
 }
 
-std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const Tensor& x, const Tensor& weight, const Tensor& offs,
+std::tuple<Tensor, Tensor> bwd_meta(const Tensor&, const Tensor& x, const Tensor& weight, const Tensor& offs, bool,
                                     bool need_dx, bool need_dweight) {
   return empty_grouped_mm_bwd(x, weight, offs, need_dx, need_dweight);
 }
 
-Tensor call_fwd(const Tensor& x, const Tensor& weight, const Tensor& offs) {
+Tensor call_fwd(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant) {
   static const Operator<decltype(fwd_meta)> op(FK_LIBRARY_NAME "::grouped_mm_fwd");
-  return op(x, weight, offs);
+  return op(x, weight, offs, batch_invariant);
 }
 
 class GroupedMmFunction : public torch::autograd::Function<GroupedMmFunction> {
  public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& offs) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Tensor& offs,
+                        bool batch_invariant) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({x, weight, offs});
-    return call_fwd(x, weight, offs);
+    ctx->saved_data["batch_invariant"] = batch_invariant;
+    return call_fwd(x, weight, offs, batch_invariant);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -41,23 +43,27 @@ class GroupedMmFunction : public torch::autograd::Function<GroupedMmFunction> {
     const auto [x, weight, offs] = saved_tensors<3>(ctx);
     NeedsGrad needs(ctx);
     const bool need_dx = needs.next(), need_dweight = needs.next();
-    auto [dx, dweight] = op(grads.front(), x, weight, offs, need_dx, need_dweight);
-    return {need_dx ? dx : Tensor(), need_dweight ? dweight : Tensor(), /*offs*/ {}};
+    const bool batch_invariant = ctx->saved_data["batch_invariant"].toBool();
+    auto [dx, dweight] = op(grads.front(), x, weight, offs, batch_invariant, need_dx, need_dweight);
+    return {need_dx ? dx : Tensor(), need_dweight ? dweight : Tensor(), /*offs*/ {}, /*batch_invariant*/ {}};
   }
 };
 
-Tensor grouped_mm(const Tensor& x, const Tensor& weight, const Tensor& offs) {
-  if (any_requires_grad(x, weight)) return GroupedMmFunction::apply(x, weight, offs);
-  return call_fwd(x, weight, offs);
+Tensor grouped_mm(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant) {
+  if (any_requires_grad(x, weight)) return GroupedMmFunction::apply(x, weight, offs, batch_invariant);
+  return call_fwd(x, weight, offs, batch_invariant);
 }
 
 }  // namespace grouped_mm_schema
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
-  m.def("grouped_mm(Tensor x, Tensor weight, Tensor offs) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("grouped_mm(Tensor x, Tensor weight, Tensor offs, bool batch_invariant) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def("grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs, bool batch_invariant) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
   m.def(
-      "grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool need_dx, bool need_dweight) "
+      "grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool batch_invariant, bool need_dx, "
+      "bool need_dweight) "
       "-> (Tensor dx, Tensor dweight)",
       {at::Tag::pt2_compliant_tag});
 }

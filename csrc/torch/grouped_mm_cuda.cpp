@@ -68,7 +68,8 @@ void gradient(const Tensor& a_, const Tensor& b_, const Tensor& offs, const Tens
   check_cuda(cuda::grouped_mm_gradient(args, device.stream()), "grouped_mm, the gradient of the matrices");
 }
 
-Tensor fwd_cuda(const Tensor& x, const Tensor& weight, const Tensor& offs) {
+// All tiles multiply in the same steps, so that a row has the same bits in any batch, asked for or not.
+Tensor fwd_cuda(const Tensor& x, const Tensor& weight, const Tensor& offs, bool /*batch_invariant*/) {
   const Tensor y = empty_grouped_mm_fwd(x, weight, offs);
   check_sizes(x, weight);
   const OnDevice device(x);
@@ -77,7 +78,7 @@ Tensor fwd_cuda(const Tensor& x, const Tensor& weight, const Tensor& offs) {
 }
 
 std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& offs_,
-                                    bool need_dx, bool need_dweight) {
+                                    bool /*batch_invariant*/, bool need_dx, bool need_dweight) {
   const auto [dx, dweight] = empty_grouped_mm_bwd(x, weight, offs_, need_dx, need_dweight);
   check_sizes(x, weight);
   const OnDevice device(x);

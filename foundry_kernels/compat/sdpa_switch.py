@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import ModuleType
 from typing import Any, SupportsFloat
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from foundry_kernels.compat._replace import Replacement
 from foundry_kernels.compat.sdpa import TORCHS, no_kernel, scaled_dot_product_attention
 from foundry_kernels.core.registry import FLOATS, check_backend
 
@@ -20,8 +18,6 @@ _DEVICES = ("cpu", "cuda", "meta")
 _backend: str | None = None
 _switches: list[SdpaSwitch] = []
 _lock = threading.Lock()
-#: Where the function was replaced: a module, and the name there.
-_replaced: list[tuple[ModuleType, str]] = []
 
 
 def use_sdpa(backend: str = "auto") -> SdpaSwitch:
@@ -61,7 +57,7 @@ class SdpaSwitch:
         self.backend = backend
         with _lock:
             if not _switches:
-                _replace()
+                _attention.put()
             _switches.append(self)
             _choose()
 
@@ -73,7 +69,7 @@ class SdpaSwitch:
             _switches.remove(self)
             _choose()
             if not _switches:
-                _restore()
+                _attention.restore()
 
     def __enter__(self) -> SdpaSwitch:
         return self
@@ -85,23 +81,6 @@ class SdpaSwitch:
 def _choose() -> None:
     global _backend
     _backend = _switches[-1].backend if _switches else None
-
-
-def _replace() -> None:
-    # torch's own modules read the name from F at each call, and compare functions with what is in torch._C.
-    modules = [m for n, m in list(sys.modules.items()) if n.split(".")[0] not in ("torch", "foundry_kernels")]
-    for module in (F, *modules):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is TORCHS:
-                setattr(module, name, routed)
-                _replaced.append((module, name))
-
-
-def _restore() -> None:
-    for module, name in _replaced:
-        if getattr(module, name, None) is routed:  # else somebody replaced it since: it is theirs
-            setattr(module, name, TORCHS)
-    _replaced.clear()
 
 
 def routed(
@@ -134,3 +113,6 @@ def _stays(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if not isinstance(query, Tensor) or no_kernel(query, key, value):
         return True
     return query.dtype not in FLOATS or query.device.type not in _DEVICES
+
+
+_attention = Replacement(TORCHS, routed)

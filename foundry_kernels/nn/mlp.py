@@ -15,6 +15,7 @@ from foundry_kernels.core.dropout import draw_seed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._layers import is_linear, is_plain
+from foundry_kernels.ops._linear import Linear, chosen
 from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
@@ -96,19 +97,19 @@ class GatedMLP(torch.nn.Module):
             return layers.linear(self._product(both, None, seed), w2)
         again = self.recompute if torch.is_grad_enabled() else "none"
         if again == "projections" and all(map(is_plain, (w1, w2, w3))):
-            return _recomputed(self._whole, x, w1.weight, w2.weight, w3.weight, seed)
+            return _recomputed(partial(self._whole, chosen()), x, w1.weight, w2.weight, w3.weight, seed)
         gate, up = w1(x), w3(x)
         # A frozen w2 would not keep the product in any case.
         if again == "product" and is_plain(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, gate, up, w2.weight, seed)
+            return _recomputed(partial(self._down, chosen()), gate, up, w2.weight, seed)
         y: Tensor = w2(self._product(gate, up, seed))
         return y
 
-    def _whole(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, seed: Tensor | None) -> Tensor:
-        return self._down(F.linear(x, w1), F.linear(x, w3), w2, seed)
+    def _whole(self, linear: Linear, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, seed: Tensor | None) -> Tensor:
+        return self._down(linear, linear(x, w1), linear(x, w3), w2, seed)
 
-    def _down(self, gate: Tensor, up: Tensor, w2: Tensor, seed: Tensor | None) -> Tensor:
-        return F.linear(self._product(gate, up, seed), w2)
+    def _down(self, linear: Linear, gate: Tensor, up: Tensor, w2: Tensor, seed: Tensor | None) -> Tensor:
+        return linear(self._product(gate, up, seed), w2)
 
     def _product(self, gate: Tensor, up: Tensor | None, seed: Tensor | None) -> Tensor:
         return self._gate(gate, up, backend=self.backends[self.op], **_dropped(self.dropout, seed))
@@ -171,11 +172,13 @@ class MLP(torch.nn.Module):
             up, bias = layers.linear(x, w1), None
         seed = draw_seed(x) if self.dropout and self.training else None
         if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
-            return _recomputed(self._down, up, bias, w2.weight, w2.bias, seed)
+            return _recomputed(partial(self._down, chosen()), up, bias, w2.weight, w2.bias, seed)
         return layers.linear(self._activated(up, bias, seed), w2)
 
-    def _down(self, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None, seed: Tensor | None) -> Tensor:
-        return F.linear(self._activated(up, bias, seed), w2, bias2)
+    def _down(
+        self, linear: Linear, up: Tensor, bias: Tensor | None, w2: Tensor, bias2: Tensor | None, seed: Tensor | None
+    ) -> Tensor:
+        return linear(self._activated(up, bias, seed), w2, bias2)
 
     def _activated(self, up: Tensor, bias: Tensor | None, seed: Tensor | None) -> Tensor:
         return self._activate(up, bias, backend=self.backends[self.op], **_dropped(self.dropout, seed))

@@ -62,6 +62,23 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads() -> None:
     assert torch.equal(decode_linear(x, weights[0]), whole[:, :700])
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_operator_takes_any_number_of_rows(dtype: torch.dtype) -> None:
+    """Which are computed as they are alone; more than those of one task, and a last few."""
+    op = torch.ops.foundry_kernels.decode_linear
+    x, weights = draw(150, 90, dtype=dtype), [draw(70, 90, dtype=dtype, seed=1), draw(65, 90, dtype=dtype, seed=2)]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            y = op(x.view(3, 50, 90), weights).view(150, 135)
+            for rows in ([0], [8, 63, 64], [149]):
+                assert torch.equal(op(x[rows], weights), y[rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("backend", DECODE_LINEAR.backends("cpu"))
 def test_any_layout(backend: str) -> None:
     x, weight = draw(7, 12).T, draw(7, 5, seed=1).T  # neither has a unit last stride
@@ -110,8 +127,6 @@ def test_the_operator_refuses_what_is_called_without_checks() -> None:
         op(X, [W.half()])
     with pytest.raises(ValueError, match="weights must be 1 to 4 matrices; got 0"):
         op(X, [])
-    with pytest.raises(ValueError, match="at most 8 rows; got 9"):
-        op(draw(9, 4), [W])
     with pytest.raises(TypeError, match="unsupported dtype"):
         op(X.double(), [W.double()])
     with pytest.raises(ValueError, match="has no gradient"):

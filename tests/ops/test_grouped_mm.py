@@ -99,11 +99,11 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], messag
 
 def test_a_graph_that_is_traced_has_the_loop_as_an_operator() -> None:
     x, weight = draw()
-    torch.library.opcheck(torch.ops.foundry_kernels.reference_grouped_mm_fwd.default, (x, weight, ends(4, 9)))
+    torch.library.opcheck(torch.ops.foundry_kernels.reference_grouped_mm_fwd.default, (x, weight, ends(4, 9), False))
     tensors = torch.ones(10, 3), x.detach(), weight.detach(), ends(4, 9)
     for needed in ((True, True), (False, True)):
         backward = torch.ops.foundry_kernels.reference_grouped_mm_bwd.default
-        torch.library.opcheck(backward, (*tensors, *needed), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(backward, (*tensors, False, *needed), test_utils=("test_schema", "test_faketensor"))
     assert fk.grouped_mm(x.to("meta"), weight.to("meta"), ends(4, 9).to("meta")).shape == (10, 3)
 
 

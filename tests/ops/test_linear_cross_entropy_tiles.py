@@ -193,7 +193,7 @@ def test_nothing_of_the_logits_size_is_kept_or_made() -> None:
         loss = tiled(*many, target)
     assert max(t.numel() for t in saved) == max(x.numel() for x in many)
     *inputs, lse, lse_low = loss.grad_fn.saved_tensors
-    options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES, False)
+    options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES, False, False)
     with Largest():
         tiles.backward(torch.ones(()), Inputs(*inputs), lse, lse_low, options, Needs(True, True, False))
     assert len(made) > 20

@@ -56,7 +56,7 @@ def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         loss = linear_cross_entropy(hidden, weight, torch.arange(100), chunk_size="tiles", backend="native")
     assert max(t.numel() for t in saved) == weight.numel()
     *inputs, lse, lse_low = loss.grad_fn.saved_tensors
-    options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES, False)
+    options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES, False, False)
     with torch.no_grad(), All():
         call = (torch.ones(()), Inputs(*inputs), lse, lse_low, options, Needs(True, True, False))
         vocabulary_blocks.backward(*call)

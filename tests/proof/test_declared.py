@@ -30,7 +30,7 @@ INTERPRETED = pytest.mark.skipif(not _triton.INTERPRET, reason="launches in Trit
 # --- operations -------------------------------------------------------------------------------------------------------
 
 #: Arguments that say where or how a call is computed, and not what.
-HOW = {"backend", "deterministic", "chunk_size"}
+HOW = {"backend", "deterministic", "batch_invariant", "chunk_size"}
 
 
 #: What has a default and must not be anything else.

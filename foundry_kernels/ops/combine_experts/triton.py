@@ -105,13 +105,13 @@ def combine_experts_rest_kernel(
         tl.store(dx_ptr + (rows * n_cols)[:, None] + cols, b_zero, mask=rest[:, None] & (cols < n_cols))
 
 
-def tiles(n_rows: int, n_cols: int) -> list[dict[str, int]]:
+def tiles(n_cols: int) -> list[dict[str, int]]:
     """Blocks and warps: the first, then what `python -m foundry_kernels tune` tries beside it. A thread has 8 elements
-    of a row, or 16."""
+    of a row, or 16. Not by how many rows there are, so that a row is summed in one order in any batch."""
     found: list[dict[str, int]] = []
     for widest, elements, warps in ((1024, 1024, 4), (512, 512, 2), (2048, 2048, 8), (2048, 2048, 4)):
         cols = min(widest, triton.next_power_of_2(n_cols))
-        block = min(max(elements // cols, 1), triton.next_power_of_2(n_rows))
+        block = max(elements // cols, 1)
         row = {"BLOCK_ROWS": block, "BLOCK_COLS": cols, "num_warps": warps}
         if row not in found:
             found.append(row)
@@ -130,7 +130,7 @@ def _plan_fwd(
     n_tokens, n_cols = shape
     at_a_time = min(_MOST_AT_A_TIME, triton.next_power_of_2(k))
     tags = f"{8 * dtype.itemsize}-bit {at_a_time} rows"
-    block = choose("combine_experts_fwd_kernel", tags, tiles(n_tokens, n_cols), device)
+    block = choose("combine_experts_fwd_kernel", tags, tiles(n_cols), device)
     n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
     constants = {"COMPUTE": compute_dtype(dtype), "AT_A_TIME": at_a_time, **block}
     grid = triton.cdiv(n_tokens, block["BLOCK_ROWS"]) * n_tiles
@@ -158,7 +158,7 @@ def _plan_bwd(
 ) -> Plan:  # fmt: skip
     n_rows, n_cols = shape
     tags = f"{8 * dtype.itemsize}-bit" + " dx" * needed[0] + " dweights" * needed[1]
-    block = choose("combine_experts_bwd_kernel", tags, tiles(n_slots, n_cols), device)
+    block = choose("combine_experts_bwd_kernel", tags, tiles(n_cols), device)
     grid = triton.cdiv(n_slots, block["BLOCK_ROWS"])
     return Plan((grid,), (n_rows, n_slots, n_cols, k, *strides), {"COMPUTE": compute_dtype(dtype), **block})
 

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.core.registry import resolve
@@ -63,6 +64,7 @@ class Options(TypedDict, total=False):
     dropout_seed: Tensor | int | None
     align: str
     deterministic: bool
+    batch_invariant: bool
     backend: str
 
 
@@ -106,6 +108,7 @@ def flash_attention(
     dropout_seed: Tensor | int | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_stats: bool = False,
     backend: str = "auto",
@@ -143,6 +146,12 @@ def flash_attention(
         deterministic: the same bits in every run. False allows a backward pass on a GPU that makes five products of
             each score in place of seven, and adds q's gradient in float32, in memory of that size, in an order that
             differs from run to run. Other backends, and GPUs where it has no advantage, are deterministic in any case.
+        batch_invariant: what a sequence gets, and the gradients of its q, k and v, have the same bits whatever else is
+            in the batch and wherever it stands; and a query's output has the same bits in decoding, in a chunk of a
+            prompt and in the whole prompt. Keys are then not split over programs, nor a group's heads backward, and few
+            queries have no kernel of their own, so decoding takes longer. It counts as `deterministic`. The reference
+            computes each sequence by itself, with PyTorch's products, whose bits may differ between decoding and a
+            prompt. Always on within :func:`foundry_kernels.batch_invariant`.
         return_lse: also return the log-sum-exp of each row.
         return_stats: also return, last, the entropy and the largest logit of each row. This costs a kernel one
             multiply-add per score, next to ``2 (D + Dv)`` floating-point operations, and 8 bytes per row.
@@ -170,9 +179,10 @@ def flash_attention(
     attention. The softmax is always computed in float32 or wider.
     """
     if not is_dynamo_compiling():
+        batch_invariant = True if batch_invariant is False and invariance.on else batch_invariant
         out = FLASH_ATTENTION.direct(
             backend, q, k, v, causal, scale, window, softcap, alibi_slopes, sinks, attn_mask, dropout_p, dropout_seed,
-            align, deterministic, return_lse, return_stats,
+            align, deterministic, batch_invariant, return_lse, return_stats,
         )  # fmt: skip
         if out is not None:
             return out
@@ -181,7 +191,7 @@ def flash_attention(
     check_dense(q, k, v)
     options = make_options(
         q, None, None, q.shape[2], k.shape[2], causal, scale, window, softcap, alibi_slopes, sinks, attn_mask,
-        dropout_p, dropout_seed, align, deterministic, return_lse, return_stats,
+        dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
     return resolve(FLASH_ATTENTION, backend, q)(q, k, v, options)
 
@@ -248,6 +258,7 @@ def flash_attention_varlen(
     dropout_seed: Tensor | int | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_stats: bool = False,
     backend: str = "auto",
@@ -268,9 +279,9 @@ def flash_attention_varlen(
         max_seqlen_k: the same for keys.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
         attn_mask: must be None: packed tokens have no common place in a mask.
-        causal, scale, window, softcap, sinks, dropout_p, dropout_seed, align, deterministic, return_lse, return_stats,
-            backend: as for :func:`flash_attention`; `align` applies within each sequence, and dropout drops of sequence
-            n what it would drop of row n of a padded batch.
+        causal, scale, window, softcap, sinks, dropout_p, dropout_seed, align, deterministic, batch_invariant,
+            return_lse, return_stats, backend: as for :func:`flash_attention`; `align` applies within each sequence, and
+            dropout drops of sequence n what it would drop of row n of a padded batch.
 
     Returns:
         ``out [total_q, H, Dv]`` of q's dtype, contiguous. `return_lse` and `return_stats` add the same results as in
@@ -289,7 +300,7 @@ def flash_attention_varlen(
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = make_options(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
-        attn_mask, dropout_p, dropout_seed, align, deterministic, return_lse, return_stats,
+        attn_mask, dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
     return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
 

@@ -99,6 +99,18 @@ _DENSE = (
     ),
     dense_case(1, (2, 1), (65, 65), 64, "stats-logits-60", q_values=normal(60.0), causal=True, return_stats=True),
     dense_case(2, (2, 1), (5, 0), 32, "stats-no-keys", sinks=normal(), return_stats=True),
+    dense_case(2, (4, 2), (3, 90), 40, "batch-invariant-decode", causal=True, batch_invariant=True),
+    dense_case(
+        2,
+        (4, 2),
+        (50, 70),
+        40,
+        "batch-invariant",
+        alibi_slopes=(2, 4),
+        sinks=normal(),
+        batch_invariant=True,
+        **ALL_OPTIONS,
+    ),
     dense_case(0, (2, 1), (5, 7), 32, "no-batch", return_lse=True),
     dense_case(1, (2, 1), (0, 7), 32, "no-queries", return_lse=True),
     dense_case(2, (2, 1), (5, 0), 32, "no-keys", return_lse=True),
@@ -138,6 +150,7 @@ _PACKED = (
         **ALL_OPTIONS,
         **DROPOUT,
     ),
+    packed_case((1, 33, 9), (20, 33, 40), (4, 2), 40, "batch-invariant", causal=True, batch_invariant=True),
     packed_case((0, 0), (3, 0), (2, 1), 32, "no-queries", return_lse=True, return_stats=True),
     packed_case((3, 2), (0, 0), (2, 1), 32, "no-keys", return_lse=True),
     packed_case((), (), (2, 1), 32, "no-sequences", return_lse=True),
@@ -194,6 +207,10 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
             *(
                 (dense_case(2, (8, 2), (512, 512), d, "any-order-window", window=(200, 30), **any_order), half)
                 for d in (64, 128)
+            ),
+            *(
+                (dense_case(2, (8, 2), (512, 512), d, "batch-invariant", causal=True, batch_invariant=True), half)
+                for d in (64, 128, 512)
             ),
             (dense_case(2, (8, 2), (512, 512), 128, "window", window=(200, 30)), half),
             (dense_case(2, (8, 2), (512, 512), 128, "alibi", alibi_slopes=(8,), causal=True), half),  # one option alone

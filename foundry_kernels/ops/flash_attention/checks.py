@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from foundry_kernels.core import dropout
+from foundry_kernels.core import dropout, invariance
 from foundry_kernels.core.checks import (
     check_device,
     check_dtype,
@@ -136,6 +136,7 @@ def make_options(
     dropout_seed: Tensor | int | None = None,
     align: str = "bottom_right",
     deterministic: bool = True,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_stats: bool = False,
 ) -> AttentionOptions:
@@ -150,8 +151,11 @@ def make_options(
     if softcap is not None:
         check_positive("softcap", softcap)
         check_positive("scale / softcap", scale / softcap)  # which kernels multiply by
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be a bool; got {type(deterministic).__name__}")
+    for name, flag in (("deterministic", deterministic), ("batch_invariant", batch_invariant)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool; got {type(flag).__name__}")
+    if invariance.on:
+        batch_invariant = True
     if alibi_slopes is not None:
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         check_alibi_slopes(alibi_slopes, q, batch, n_heads=q.shape[1])
@@ -170,7 +174,7 @@ def make_options(
     return AttentionOptions(  # by position, which takes half the time
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, softcap, alibi_slopes, sinks,
         bias, tiles, bits, drop[0] if drop else None, seed, heads,
-        align == "bottom_right", deterministic, return_lse, return_stats,
+        align == "bottom_right", deterministic or batch_invariant, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
 
 

@@ -106,6 +106,7 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
     options["softcap"] = draw(st.none() | st.sampled_from([1.0, 5.0, 50.0]))
     if draw(st.booleans()):
         options["scale"] = draw(st.sampled_from([0.01, 0.3, 1.0]))
+    options["batch_invariant"] = draw(st.sampled_from([False, False, True]))
     return options | {"return_lse": draw(st.booleans()), "return_stats": draw(st.booleans())}
 
 

@@ -30,6 +30,7 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
     dropout_heads: Tensor | None  # [B, H]: batch << 32 | head of each head in the whole of which this is a shard
     bottom_right: bool
     deterministic: bool
+    batch_invariant: bool
     return_lse: bool = False
     return_stats: bool = False
 
@@ -49,5 +50,5 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
 SUPPORTED_BY_ALL = (
     "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap",
     "alibi_slopes", "sinks", "attn_mask", "mask_tiles", "mask_bits", "dropout_p", "dropout_seed", "dropout_heads",
-    "bottom_right", "deterministic", "return_lse", "return_stats",
+    "bottom_right", "deterministic", "batch_invariant", "return_lse", "return_stats",
 )  # fmt: skip

@@ -21,7 +21,7 @@ from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, Attent
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
     options.refuse_others(SUPPORTED_BY_ALL, "flash_attention", "reference")
-    out, *rows = _dense(q, k, v, options)
+    out, *rows = (_each_by_itself if options.batch_invariant else _dense)(q, k, v, options)
     order = storage_order(q)
     return options.select(out.permute(order).contiguous().permute(inverse(order)), *rows)
 
@@ -82,6 +82,31 @@ class _Bias(NamedTuple):
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """(out, lse, entropy, max_logit) of ``[B, H, T, D]`` queries."""
     return _attend(q, k, v, options, _dense_bias(q, k, options))
+
+
+def _each_by_itself(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
+    """Does what `_dense` does, of one sequence after the other: products of the same shapes in any batch."""
+
+    def of(x: Tensor | None, n: int) -> Tensor | None:
+        return x if x is None or x.shape[0] == 1 else x[n : n + 1]
+
+    if q.shape[0] < 2:
+        return _dense(q, k, v, options)
+    heads = options.dropout_heads
+    if options.dropout_p is not None and heads is None:
+        heads = torch.stack([_heads(options, n, q)[0] for n in range(q.shape[0])])
+    slopes = options.alibi_slopes
+    found = []
+    for n in range(q.shape[0]):
+        own = options._replace(
+            attn_mask=of(options.attn_mask, n),
+            mask_tiles=of(options.mask_tiles, n),
+            dropout_heads=of(heads, n),
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[n : n + 1],
+        )
+        qn, kn, vn = (x[n : n + 1].contiguous() for x in (q, k, v))
+        found.append(_dense(qn, kn, vn, own))
+    return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
 
 def _dense_bias(q: Tensor, k: Tensor, options: AttentionOptions) -> _Bias:

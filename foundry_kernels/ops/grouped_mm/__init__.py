@@ -16,14 +16,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_rank, check_shape, check_tensor
+from foundry_kernels.core.checks import (
+    check_bool,
+    check_device,
+    check_dtype,
+    check_float,
+    check_rank,
+    check_shape,
+    check_tensor,
+)
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.grouped_mm import reference
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto") -> Tensor:
+def grouped_mm(
+    x: Tensor, weight: Tensor, offs: Tensor, *, batch_invariant: bool = False, backend: str = "auto"
+) -> Tensor:
     """Rows ``offs[e-1] .. offs[e] - 1`` of `x` times ``weight[e]``.
 
     What ``torch.nn.functional.grouped_mm`` does of a 2-D and a 3-D tensor, for any sizes and strides.
@@ -35,6 +46,10 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto"
         offs: ``[E]`` int32 on x's device, where the groups end: never decreasing, from 0 to M. A group may be empty.
             This is checked on the CPU. On a GPU, where the check would have to wait for the numbers, nothing outside
             the tensors is read or written, and what y holds is undefined where they are wrong.
+        batch_invariant: a row of y, and of x's gradient, has the same bits whatever other rows there are, and the
+            gradient of `weight` the same for any number of threads. On a GPU Triton then takes one tile for groups of
+            all sizes; on a CPU the products are those of :func:`decode_linear`'s kernel, with any number of rows, which
+            take float32, bfloat16 and float16. Always on within :func:`foundry_kernels.batch_invariant`.
         backend: "auto", "reference", "triton" or, on a GPU alone, "native". On a CPU the reference, a loop of products,
             is the fast path.
 
@@ -56,7 +71,8 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, *, backend: str = "auto"
     if (low := autocast_dtype(x)) is not None:
         x, weight = x.to(low), weight.to(low)
     _check(x, weight, offs)
-    return resolve(GROUPED_MM, backend, x)(x, weight, offs)
+    check_bool("batch_invariant", batch_invariant)
+    return resolve(GROUPED_MM, backend, x)(x, weight, offs, batch_invariant or invariance.on)
 
 
 def _check(x: Tensor, weight: Tensor, offs: Tensor) -> None:

@@ -29,6 +29,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import (
     check_bool,
@@ -60,6 +61,7 @@ class Options(TypedDict, total=False):
     logit_scale: float
     chunk_size: int | Literal["tiles"] | None
     token_scaling: bool
+    batch_invariant: bool
     backend: str
 
 
@@ -102,6 +104,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     chunk_size: int | Literal["tiles"] | None = None,
     token_scaling: bool = False,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
@@ -124,6 +127,10 @@ def linear_cross_entropy(
         logit_scale: the logits are multiplied by this, before the soft cap.
         chunk_size: tokens whose logits exist at a time; "tiles": less memory for a fourth product (the reference takes
             it as None); None chooses (see `Memory`).
+        batch_invariant: a token's loss, and its hidden's gradient where the reduction is no mean, has the same bits
+            whatever other tokens there are; the gradients of weight and bias the same for any number of threads. It
+            takes chunks, and the products of a batch-invariant :func:`foundry_kernels.grouped_mm`, in float32 on a CPU.
+            Always on within :func:`foundry_kernels.batch_invariant`.
         backend: "auto", "reference" (which does make all logits), "triton" or "native": those whose cross-entropy
             kernel computes the chunks.
 
@@ -169,10 +176,13 @@ def linear_cross_entropy(
     _check(hidden, weight, bias, logit_scale, chunk_size)
     options = LinearLossOptions(
         ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale,
-        TILES if chunk_size == "tiles" else chunk_size, token_scaling,
+        TILES if chunk_size == "tiles" else chunk_size, token_scaling, batch_invariant or invariance.on,
         return_lse, return_z_loss, return_token_accuracy or return_predicted_tokens,
     )  # fmt: skip
     check_bool("token_scaling", token_scaling)
+    check_bool("batch_invariant", batch_invariant)
+    if options.batch_invariant and options.tiles:
+        raise ValueError("chunk_size must be a number of tokens or None where batch_invariant is on; got 'tiles'")
     losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, options)
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import short_dtype, wide_dtype
+from foundry_kernels.ops._linear import linear
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS, predictions, probabilities
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,
@@ -77,7 +78,10 @@ class Tokens:
         elif not bool(counts.all()):
             self.kept = counts.nonzero().squeeze(1)
             x, self.target = x[self.kept], self.target[self.kept]
-        within = dtype_of_products(x, weight.shape[0]) if cpu else hidden.dtype
+        self.batch_invariant = options.batch_invariant
+        within = hidden.dtype
+        if cpu:  # by the number of tokens, if it may
+            within = self.dtype if self.batch_invariant else dtype_of_products(x, weight.shape[0])
         self.x, self.weight = x.to(within), weight.to(within)
         self.bias = None if bias is None else bias.to(within)
         self.logit_scale, self.cpu, self.chunk_size = options.logit_scale, cpu, options.chunk_size or None
@@ -91,6 +95,9 @@ class Tokens:
     def logits(self, part: slice) -> Tensor:
         """Returns a chunk's logits, in memory that the next chunk's are written to."""
         x = rows_of(self.x, part)
+        if self.batch_invariant:
+            y = linear(x, self.weight, self.bias)
+            return y if self.logit_scale == 1.0 else y.mul_(self.logit_scale)
         if self.memory is None:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))
         y, w = self.memory.narrow(0, 0, x.shape[0]), self.weight.t()
@@ -125,8 +132,11 @@ class Gradients:
         if tokens.logit_scale != 1.0:
             dlogits.mul_(tokens.logit_scale)
         if needs.hidden:
-            rows_of(self.dx, part).copy_(torch.mm(dlogits, tokens.weight))
-        if needs.weight and dlogits.dtype == tokens.dtype:
+            product = linear(dlogits, tokens.weight.t()) if tokens.batch_invariant else torch.mm(dlogits, tokens.weight)
+            rows_of(self.dx, part).copy_(product)
+        if needs.weight and tokens.batch_invariant and tokens.cpu:
+            self.dweight += linear(dlogits.t(), rows_of(tokens.x, part).t())
+        elif needs.weight and dlogits.dtype == tokens.dtype:
             self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
         elif needs.weight and dlogits.dtype == torch.bfloat16 and tokens.cpu and accumulate_product is not None:
             accumulate_product(self.dweight, dlogits.t(), rows_of(tokens.x, part))

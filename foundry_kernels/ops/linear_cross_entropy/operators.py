@@ -100,7 +100,8 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         options: LinearLossOptions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         records = torch.is_grad_enabled()
-        if options.chunk_size is None and prefers_tiles(hidden, weight, records and weight.requires_grad):
+        may_tile = options.chunk_size is None and not options.batch_invariant
+        if may_tile and prefers_tiles(hidden, weight, records and weight.requires_grad):
             options = options._replace(chunk_size=TILES)
         inputs = Inputs(hidden, weight, target, bias, class_weight)
         if options.token_scaling and options.tiles:

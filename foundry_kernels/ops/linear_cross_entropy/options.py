@@ -22,6 +22,7 @@ class LinearLossOptions(
     logit_scale: float
     chunk_size: int | None  # None: one is chosen
     token_scaling: bool
+    batch_invariant: bool
     return_lse: bool = False
     return_z_loss: bool = False
     return_predictions: bool = False

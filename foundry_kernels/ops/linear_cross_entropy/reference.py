@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import linear
 
+from foundry_kernels.ops._linear import linear
 from foundry_kernels.ops.cross_entropy import reference, tokens
 from foundry_kernels.ops.linear_cross_entropy.calls import scaled
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
@@ -22,7 +23,7 @@ def linear_cross_entropy(
     options: LinearLossOptions,
 ) -> tuple[Any, ...]:
     hidden = torch.where((target != options.ignore_index).unsqueeze(-1), hidden, 0.0)  # 0 * NaN would reach the weight
-    logits = linear(hidden, weight, bias)
+    logits = (linear if options.batch_invariant else F.linear)(hidden, weight, bias)
     if options.logit_scale != 1.0:
         logits = logits * options.logit_scale
     predicted = tokens.predictions(logits, target, options.ignore_index) if options.return_predictions else None

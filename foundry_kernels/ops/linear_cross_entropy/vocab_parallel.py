@@ -29,7 +29,7 @@ from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 #: The options that this strategy supports, in the order of the fields. The reduction is left to the caller.
 SUPPORTED = (
     "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "logit_scale", "chunk_size", "token_scaling",
-    "return_lse", "return_z_loss", "return_predictions",
+    "batch_invariant", "return_lse", "return_z_loss", "return_predictions",
 )  # fmt: skip
 
 

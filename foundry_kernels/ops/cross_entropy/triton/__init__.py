@@ -30,30 +30,29 @@ from foundry_kernels.ops.cross_entropy.triton.kernels import (
 _FORWARD, _BACKWARD, _SHARED = 4096, 2048, 512  # elements of a program's tile, 16 a thread; and where rows share it
 
 
-def _tile(n_rows: int, n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
-    """Tile of a program of so many elements, `threads` for each thread: rows of a small vocabulary share one."""
+def _tile(n_cols: int, elements: int, threads: int = 16) -> dict[str, int]:
+    """Tile of a program of so many elements, `threads` for each thread: rows of a small vocabulary share one.
+    How many rows there are does not count, so that a row is summed in one order in any batch."""
     cols = min(elements, triton.next_power_of_2(n_cols))
-    rows = min(max(_SHARED // cols, 1), 32, triton.next_power_of_2(n_rows))
+    rows = min(max(_SHARED // cols, 1), 32)
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": max(1, rows * cols // (32 * threads))}
     if tile["num_warps"] == 1:  # or a few registers are spilled for an occupancy that nobody needs
         tile["maxnreg"] = 168
     return tile
 
 
-def rows(n_rows: int, n_cols: int, elements: int) -> list[dict[str, int]]:
+def rows(n_cols: int, elements: int) -> list[dict[str, int]]:
     """The tile of `elements`, then what `python -m foundry_kernels tune` tries beside it."""
     found: list[dict[str, int]] = []
     for size, threads in ((1, 16), (1, 8), (2, 16), (0.5, 16), (0.5, 8), (2, 8)):
-        tile = _tile(n_rows, n_cols, int(size * elements), threads)
+        tile = _tile(n_cols, int(size * elements), threads)
         if tile not in found:
             found.append(tile)
     return found
 
 
-def _choose(
-    kernel: str, n_rows: int, n_cols: int, elements: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, int]:
-    return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_rows, n_cols, elements), device)
+def _choose(kernel: str, n_cols: int, elements: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_cols, elements), device)
 
 
 def _sum_of(weight: Tensor | None, label_smoothing: float, dtype: torch.dtype) -> Tensor | None:
@@ -96,7 +95,7 @@ def _plan_fwd(
     if layout is None:
         return None
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    block = _choose("cross_entropy_fwd_kernel", n_rows, n_cols, _FORWARD, dtype, device)
+    block = _choose("cross_entropy_fwd_kernel", n_cols, _FORWARD, dtype, device)
     numbers, constants = _shared_arguments(layout, n_cols, dtype, options)
     grid = (triton.cdiv(n_rows, block["BLOCK_ROWS"]),)
     return Plan(grid, (n_rows, n_cols, *numbers), constants | block)
@@ -154,7 +153,7 @@ def _plan_bwd(
     if layout is None:
         return None
     n_rows, n_cols = math.prod(shape[:-1]), shape[-1]
-    block = _choose("cross_entropy_bwd_kernel", n_rows, n_cols, _BACKWARD, dtype, device)
+    block = _choose("cross_entropy_bwd_kernel", n_cols, _BACKWARD, dtype, device)
     n_tiles = triton.cdiv(n_cols, block["BLOCK_COLS"])
     numbers, constants = _shared_arguments(layout, n_cols, dtype, options)
     constants |= {"DLOSS_A_ROW": options.reduction == "none"}

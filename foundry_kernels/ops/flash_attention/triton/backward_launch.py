@@ -160,6 +160,8 @@ def head_splits(programs: int, group: int, queries: int, uneven: bool, at_once: 
 
 def _head_splits(p: _Problem, block_n: int) -> int:
     """Packed sequences, whose lengths are on the device, have no more tiles than their tokens fill and one each."""
+    if p.batch_invariant:
+        return 1
     tiles = triton.cdiv(p.max_seqlen_k, block_n) * p.n_batch
     if p.packed:
         tiles = min(tiles, p.tokens_k // block_n + p.n_batch)
@@ -266,7 +268,8 @@ def _launch_dkdv(
 @planned
 def _plan_dq(p: _Problem, dout: tuple[int, ...], dq: tuple[int, ...]) -> Plan:
     config = p.config("dq")
-    if config["BLOCK_M"] == 128 and p.max_seqlen_q <= 64 and p.constants["BLOCK_D"] <= 128:
+    few = p.max_seqlen_q <= 64 or p.batch_invariant
+    if config["BLOCK_M"] == 128 and few and p.constants["BLOCK_D"] <= 128:
         config["BLOCK_M"] = 64  # with rows of few queries alone, whose other half would be empty, the large tile spills
     if p.constants["HAS_LEFT"] and p.constants["BLOCK_D"] == 128:
         config["BLOCK_N"] = min(config["BLOCK_N"], 32)  # one more masked loop, with which 64 keys spill on 9.0

@@ -39,6 +39,9 @@ from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists
 #: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
 _FAR_APART = 1 << 23
 
+#: Further than any window reaches that bounds something.
+_FAR = 1 << 30
+
 #: Of the L2 cache, what the heads of a section may read: less than half of what GPUs of data centers have.
 _SECTION_BYTES = 16 << 20
 
@@ -205,7 +208,9 @@ class _Problem:
         self.max_seqlen_q = min(options.max_seqlen_q, self.tokens_q)
         self.max_seqlen_k = min(options.max_seqlen_k, self.tokens_k)
         self.dtype, self.device, self.capability = dtype, device, capability(device)
-        self.reach = self.tokens_q + self.tokens_k  # a window that extends past every key bounds nothing
+        self.batch_invariant = options.batch_invariant
+        # A window that extends past every key bounds nothing. What past means is then the same for all batches.
+        self.reach = _FAR if self.batch_invariant else self.tokens_q + self.tokens_k
         ptx = self.capability != 0 and device_of(self.capability).name != "cdna"
         found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
         self.numbers, constants, self.needs_registers = found
@@ -228,7 +233,8 @@ class _Problem:
         #: Heads wider than 256 whose pairs of a query and a key are hidden or dropped one by one, or have a bias.
         self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
         self.apart = apart(self.width_and_needs()[0], dtype)
-        self.few_queries = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
+        few = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
+        self.few_queries = few and not self.batch_invariant
 
     def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
         """The launch config for `kernel`, with what is `fixed` in place of what the table says. `more`: those of
@@ -248,8 +254,8 @@ class _Problem:
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
         """What tells the launch apart from others with the same config, and the configs."""
         width, needs_registers = self.width_and_needs()
-        if kernel in ("dk", "dv") and self.tokens_q % 16 != 0:  # so that rows of lse and delta are not aligned
-            needs_registers = True
+        if kernel in ("dk", "dv") and (self.tokens_q % 16 != 0 or self.batch_invariant):
+            needs_registers = True  # rows of lse and delta are not aligned, or in another batch might not be
         found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
         if any(self.pairs):  # no config that was measured on other calls
@@ -299,14 +305,14 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Pro
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
     others: list[dict[str, Any]] = []
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
-    if p.capability == 90:
+    if p.capability == 90 and not p.batch_invariant:
         from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
 
         others = gluon_launch.rows(p, flags, out)
     config = p.config("fwd", *others)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))
-    if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64):
+    if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64 or p.batch_invariant):
         config |= {"BLOCK_N": 64, "num_stages": 3}  # the left edge is one more masked loop, with which 128 keys spill
     if p.constants["HAS_TILES"]:  # a tile is within one of the mask's
         config["BLOCK_N"] = min(config["BLOCK_N"], 64)

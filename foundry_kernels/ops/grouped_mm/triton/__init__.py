@@ -48,12 +48,14 @@ def _plan(
     n_rows: int,
     dtype: torch.dtype,
     device: torch.device,
+    batch_invariant: bool,
 ) -> Plan:
     n_groups, n_in, n_out = weight_shape
     aligned = _aligned(n_in, n_out, x_strides[0], *(stride for stride in weight_strides if stride != 1))
-    rows = tiles(dtype, capability(device), triton.cdiv(n_rows, n_groups), aligned)
+    rows = tiles(dtype, capability(device), None if batch_invariant else triton.cdiv(n_rows, n_groups), aligned)
     layout = "" if weight_strides[2] == 1 else " transposed"
-    block = choose("grouped_mm_kernel", f"{8 * dtype.itemsize}-bit{layout}", rows, device)
+    tags = f"{8 * dtype.itemsize}-bit{layout}{' batch-invariant' if batch_invariant else ''}"
+    block = choose("grouped_mm_kernel", tags, rows, device)
     grid = most_tiles(n_rows, n_groups, block["BLOCK_M"]) * triton.cdiv(n_out, block["BLOCK_N"])
     constants = dict(
         WHOLE_K=n_in % block["BLOCK_K"] == 0, WHOLE_N=n_out % block["BLOCK_N"] == 0,
@@ -63,7 +65,7 @@ def _plan(
     return Plan((grid,), (n_rows, n_groups, n_in, n_out, x_strides[0], *weight_strides), constants)
 
 
-def _product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def _product(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
     y = x.new_empty(x.shape[0], weight.shape[2])
     if y.numel() == 0:
         return y
@@ -71,7 +73,7 @@ def _product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         return y.zero_()
     x = _rows(x)
     weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
-    plan = _plan(x.stride(), weight.shape, weight.stride(), x.shape[0], x.dtype, x.device)
+    plan = _plan(x.stride(), weight.shape, weight.stride(), x.shape[0], x.dtype, x.device, batch_invariant)
     launch(grouped_mm_kernel, plan, x, weight, offs, y)
     return y
 
@@ -104,32 +106,34 @@ def _dweight(dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return dweight
 
 
-def _empty_fwd(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def _empty_fwd(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-def _fwd(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    return _product(x, weight, offs.contiguous())
+def _fwd(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
+    return _product(x, weight, offs.contiguous(), batch_invariant)
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, need_dx: bool, need_dweight: bool
+    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     return x.new_empty(x.shape) if need_dx else None, empty_dweight(weight) if need_dweight else None
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, need_dx: bool, need_dweight: bool
+    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     offs = offs.contiguous()
-    dx = _product(dy, weight.transpose(1, 2), offs) if need_dx else None
+    dx = _product(dy, weight.transpose(1, 2), offs, batch_invariant) if need_dx else None
     return dx, _dweight(dy, x, weight, offs) if need_dweight else None
 
 
-_grouped_mm_fwd = define("triton_grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs) -> Tensor", _fwd, _empty_fwd)
+_grouped_mm_fwd = define(
+    "triton_grouped_mm_fwd(Tensor x, Tensor weight, Tensor offs, bool batch_invariant) -> Tensor", _fwd, _empty_fwd
+)
 _grouped_mm_bwd = define(
-    "triton_grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool need_dx, bool need_dweight) "
-    "-> (Tensor dx, Tensor dweight)",
+    "triton_grouped_mm_bwd(Tensor dy, Tensor x, Tensor weight, Tensor offs, bool batch_invariant, bool need_dx, "
+    "bool need_dweight) -> (Tensor dx, Tensor dweight)",
     _bwd,
     _empty_bwd,
 )
@@ -137,19 +141,20 @@ _grouped_mm_bwd = define(
 
 class _GroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
         ctx.save_for_backward(x, weight, offs)
-        return _grouped_mm_fwd(x, weight, offs)
+        ctx.batch_invariant = batch_invariant
+        return _grouped_mm_fwd(x, weight, offs, batch_invariant)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         refuse_second_derivative("grouped_mm")
-        need_dx, need_dweight, _ = ctx.needs_input_grad
-        dx, dweight = _grouped_mm_bwd(dy, *ctx.saved_tensors, need_dx, need_dweight)
-        return dx if need_dx else None, dweight if need_dweight else None, None
+        need_dx, need_dweight, *_ = ctx.needs_input_grad
+        dx, dweight = _grouped_mm_bwd(dy, *ctx.saved_tensors, ctx.batch_invariant, need_dx, need_dweight)
+        return dx if need_dx else None, dweight if need_dweight else None, None, None
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _GroupedMm.apply(x, weight, offs)
-    return _grouped_mm_fwd(x, weight, offs)
+        return _GroupedMm.apply(x, weight, offs, batch_invariant)
+    return _grouped_mm_fwd(x, weight, offs, batch_invariant)

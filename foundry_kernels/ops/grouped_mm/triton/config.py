@@ -68,6 +68,8 @@ _HALF["cdna"] = (
     },
     [(128, 128, 64, 8, 2), (128, 128, 32, 4, 2)],
 )
+#: 16 bits, of groups of any size: rows for wgmma, and columns few enough that a decoding step has many programs.
+_ANY_ROWS = (64, 128, 64)
 #: 16 bits where rows are not aligned, and are loaded a number at a time: larger tiles would spill addresses.
 _UNALIGNED: list[Tile] = [(64, 64, 32, 4, 2), (32, 64, 32, 4, 2), (64, 32, 32, 4, 2)]
 #: float32, multiplied exactly by fused multiply-adds: operands in registers.
@@ -77,13 +79,17 @@ _SINGLE_FEW: list[Tile] = [(16, 64, 16, 4, 1), (16, 64, 32, 4, 1), (32, 64, 16, 
 _SINGLE_REGISTERS = 168
 
 
-def tiles(dtype: torch.dtype, arch: int, rows_a_group: int, aligned: bool) -> list[dict[str, int]]:
+def tiles(dtype: torch.dtype, arch: int, rows_a_group: int | None, aligned: bool) -> list[dict[str, int]]:
     """Returns the product's launch configs, arch 0 being the interpreter: the default, then what `tune` tries beside
-    it. `aligned`: all rows begin at multiples of 16 numbers, which the compiler is told."""
+    it. `aligned`: all rows begin at multiples of 16 numbers, which the compiler is told. `rows_a_group`: None for the
+    one tile of groups of any size, whose rows have the same bits in all."""
     if arch == 0:
         found = _INTERPRETED
     elif dtype.itemsize == 2 and not aligned:
         found = _UNALIGNED
+    elif rows_a_group is None:
+        half = dtype.itemsize == 2
+        found = [next(t for t in _HALF[device_of(arch).name][0][96] if t[:3] == _ANY_ROWS)] if half else _SINGLE
     elif dtype.itemsize == 2:
         found = next(t for most, t in _HALF[device_of(arch).name][0].items() if rows_a_group <= most)
     else:

@@ -1,0 +1,60 @@
+"""Linear layers whose rows have the same bits in any batch: what `foundry_kernels.batch_invariant` puts in the place of
+`torch.nn.functional.linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foundry_kernels.core import invariance
+from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.registry import _transformed, is_subclass
+from foundry_kernels.ops.grouped_mm import grouped_mm
+
+Linear = Callable[..., Tensor]
+
+#: PyTorch's function, whatever is in its place later.
+TORCHS: Linear = F.linear
+
+
+def chosen() -> Linear:
+    """Returns `F.linear` or, while `batch_invariant` is on, what it stands for: for what a backward pass calls again,
+    when the switch may be off."""
+    return linear if invariance.on else TORCHS
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)`` by :func:`foundry_kernels.grouped_mm` with one group, batch-invariant.
+
+    The bias is added to the product after that was rounded to x's dtype. The gradient of `weight` sums over the rows in
+    a fixed order, so it is the same for any number of threads. No second derivative. Subclasses of Tensor, other
+    devices than CPUs and CUDA's, integers and `torch.func` transforms are PyTorch's.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16.
+        weight: ``[N, K]`` or ``[K]``, of x's dtype and device. bias: ``[N]`` or ``[]``, or None.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
+        BackendUnavailable: there is no such product of this dtype, or on this device.
+    """
+    if any(x is not None and _is_torchs(x) for x in (x, weight, bias)) or _transformed():
+        return TORCHS(x, weight, bias)
+    if (low := autocast_dtype(x)) is not None:
+        x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"weight must be [N, K] with x's last dimension {x.shape[-1]}; got {tuple(weight.shape)}")
+    rows = x.reshape(-1, x.shape[-1])
+    offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
+    matrix = weight.reshape(-1, weight.shape[-1]).t().unsqueeze(0)
+    y = grouped_mm(rows, matrix, offs, batch_invariant=True).view(*x.shape[:-1], *weight.shape[:-1])
+    return y if bias is None else y + bias
+
+
+def _is_torchs(x: Tensor) -> bool:
+    """Whether PyTorch's function is called for `x`: what it refuses, it refuses in its own words."""
+    plain = isinstance(x, Tensor) and not is_subclass(x) and not x.is_nested
+    return not plain or not x.is_floating_point() or x.device.type not in ("cpu", "cuda")

@@ -1,0 +1,499 @@
+"""The same bits in any batch: over the registry, and of attention in decoding, in chunks and in a whole prompt.
+
+What a row or sequence gets, and the gradients of its inputs, is compared bit by bit with what it gets alone, at another
+place and among others. Where an operation has an option for it, that is on. `sharding.py` of an operation says along
+which dimension its work falls into parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate, pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_inputs import plain_options
+from table import Row, checked_rows, cpu_setting, rows
+from torch import Tensor
+
+import foundry_kernels as fk
+from foundry_kernels import _triton
+from foundry_kernels.core import extension, invariance
+from foundry_kernels.core.registry import short_dtype
+from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.testing import Case, call, make_cotangents, run
+from foundry_kernels.tools.check import numel
+
+SETS = extension.build_info().get("usable_instruction_sets", [])
+#: Cases of a row that is emulated, and their elements, where not all are tried.
+FEW, SMALL = 2, 3_000
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether all bits are equal."""
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def options_for(row: Row, case: Case) -> dict[str, Any]:
+    """The case's options, each row of the result by itself, and batch-invariant."""
+    known = inspect.signature(row.op.public).parameters
+    wanted = {"batch_invariant": True, "reduction": "none", "return_token_accuracy": False}
+    return dict(case.options) | {name: value for name, value in wanted.items() if name in known}
+
+
+def batch_dims(row: Row, case: Case, options: dict[str, Any]) -> dict[str, int] | None:
+    """The dimension of each tensor along which the work falls into independent parts, where the case has one of at
+    least 2; None where it has none, or where a part depends on its place, as dropout does."""
+    from foundry_kernels.distributed.sharding import expand
+
+    given = {name: arg for name, arg in case.args.items() if arg is not None}
+    mask = options.get("attn_mask")
+    by_place = options.get("dropout_p") or options.get("chunk_size") == "tiles"
+    if row.op.sharding is None or by_place or (isinstance(mask, fk.AttentionMask) and mask.shape[0] > 1):
+        return None
+    made = {name: torch.empty(arg.shape, device="meta") for name, arg in given.items()}
+    try:
+        letters, over = row.op.sharding.sharding(made | options)
+    except NotImplementedError:  # of an operation that takes plain tensors alone
+        return None
+    letter = next((x for x in ("b", "t") if x in over and x in "".join(letters.values())), "0" if "..." in over else "")
+    found = {}
+    for name, arg in given.items():
+        if name not in letters or (len(arg.shape) != len(letters[name]) and "..." not in letters[name]):
+            return None  # a weight of several dimensions
+        dims = expand(letters[name], len(arg.shape))
+        if letter and letter in dims:
+            found[name] = dims.index(letter)
+    sizes = {given[name].shape[at] for name, at in found.items()}
+    return found if len(sizes) == 1 and min(sizes) > 1 and 0 not in next(iter(given.values())).shape else None
+
+
+def suitable(row: Row, most: int | None) -> Iterator[tuple[Case, dict[str, Any], dict[str, int]]]:
+    for case in row.cases:
+        if most is not None and numel(case) > most:
+            continue
+        options = options_for(row, case)
+        if (dims := batch_dims(row, case, options)) is not None:
+            yield case, options, dims
+
+
+def part_of(args: dict[str, Tensor | None], dims: dict[str, int], index: Tensor) -> dict[str, Tensor | None]:
+    """The arguments of these parts of the batch, in this order."""
+    found: dict[str, Tensor | None] = {}
+    for name, x in args.items():
+        if x is not None and name in dims:
+            found[name] = x.detach().index_select(dims[name], index).requires_grad_(x.requires_grad)
+        else:
+            found[name] = None if x is None else x.detach().clone().requires_grad_(x.requires_grad)
+    return found
+
+
+def check_parts(row: Row, case: Case, options: dict[str, Any], dims: dict[str, int], dtype: torch.dtype) -> None:
+    args = case.make(dtype, row.device)
+    outputs = call(row.op, args, options, backend=row.backend)
+    cotangents = make_cotangents(outputs, case.cotangent)
+    whole = run(row.op, args, options, cotangents, backend=row.backend)
+    name, at = next(iter(dims.items()))
+    size = args[name].shape[at]  # type: ignore[union-attr]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(size)).tolist()
+    for chosen in ([0], [size - 1], order, order[: size // 2 + 1]):
+        index = torch.tensor(chosen, device=row.device)
+        part = run(
+            row.op, part_of(args, dims, index), options, tuple(c.index_select(0, index) for c in cotangents),
+            backend=row.backend,
+        )  # fmt: skip
+        where = f"{case.id}, parts {chosen} of {size}"
+        for i, (a, b) in enumerate(zip(part.outputs, whole.outputs, strict=True)):
+            assert same(a, b.index_select(0, index)), f"{where}: output {i}"
+        for name in dims:
+            if name in part.grads:
+                expected = whole.grads[name].index_select(dims[name], index)
+                assert same(part.grads[name], expected), f"{where}: gradient of {name}"
+
+
+def emulated(row: Row) -> bool:
+    return row.backend == "triton" or row.cuda_on_cpu
+
+
+def _tried() -> list[Any]:
+    # Not the reference: PyTorch's functions round the last numbers of a tensor another way than the rest.
+    tried = [(r, d) for r in checked_rows() for d in (torch.float32, torch.bfloat16) if d in r.dtypes]
+    low = [pytest.mark.slow]
+    return [
+        pytest.param(r, d, id=f"{r.id}-{short_dtype(d)}", marks=low if emulated(r) and d != torch.float32 else ())
+        for r, d in tried
+    ]
+
+
+@pytest.mark.parametrize(("row", "dtype"), _tried())
+@pytest.mark.parametrize("part", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_a_part_of_a_batch_has_the_bits_that_it_has_alone(row: Row, dtype: torch.dtype, part: str) -> None:
+    limits = emulated(row) and part == "few"
+    found = list(suitable(row, SMALL if limits else None))
+    for case, options, dims in found[: FEW if limits else None]:
+        check_parts(row, case, options, dims, dtype)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+ATTENTION = [r for r in checked_rows() if r.op.name == "flash_attention"]
+#: A causal mask alone, a window that begins anywhere, and what changes scores or the softmax.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": (21, 0)},
+    "scores": {"softcap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]), "return_lse": True},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0])},
+}
+
+
+def over_attention(*names: str) -> pytest.MarkDecorator:
+    """Every backend, with the CPU's kernels in every instruction set and on one to three threads."""
+    params = []
+    for row in ATTENTION:
+        settings = [(s, 1 + i % 3) for i, s in enumerate(SETS)] if not emulated(row) else [(None, 1)]
+        for name in names:
+            for isa, threads in settings:
+                own = f"{row.id}-{name}" + (f"-{isa}" if isa else "")
+                marks = pytest.mark.slow if emulated(row) and name != "window" else ()
+                params.append(pytest.param(row, OPTIONS[name], isa, threads, id=own, marks=marks))
+    return pytest.mark.parametrize(("row", "options", "instruction_set", "n_threads"), params)
+
+
+@contextmanager
+def setting(instruction_set: str | None, threads: int) -> Iterator[None]:
+    with nullcontext() if instruction_set is None else cpu_setting(instruction_set, threads):
+        yield
+
+
+def draw(length: int, n_kv_heads: int, width: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q [4, T, D], k and v [Hk, T, D] of one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((4, length, width), *[(n_kv_heads, length, width)] * 2)
+    return tuple(torch.randn(s, generator=generator).to(dtype) for s in shapes)  # type: ignore[return-value]
+
+
+def attend(row: Row, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    found = fk.flash_attention(q, k, v, causal=True, batch_invariant=True, backend=row.backend, **options)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def dtypes_of(row: Row) -> tuple[torch.dtype, ...]:
+    return (torch.float32,) if row.backend == "triton" else (torch.float32, torch.bfloat16)
+
+
+@over_attention(*OPTIONS)
+def test_a_query_has_the_same_bits_in_decoding_and_in_a_prompt(
+    row: Row, options: dict[str, Any], instruction_set: str | None, n_threads: int
+) -> None:
+    """Whether it comes alone, in a chunk of a prompt or in the whole prompt, and beside another sequence or not."""
+    rng = random.Random(f"{row.id} {sorted(options)}")
+    length, width = (40, 16) if emulated(row) else (rng.randrange(600, 1300), rng.choice((40, 64)))
+    for dtype in dtypes_of(row):
+        sequences = [draw(length, 2, width, seed, dtype) for seed in (1, 2)]
+        q, k, v = (torch.stack(each) for each in zip(*sequences, strict=True))
+        with setting(instruction_set, n_threads):
+            whole = attend(row, q, k, v, options)
+            ends = sorted({*rng.sample(range(1, length), 3), length})
+            chunks = [*pairwise([0, *ends]), *((i, i + 1) for i in rng.sample(range(length), 3))]
+            for first, end in chunks:
+                for n in (slice(0, 2), slice(1, 2)) if end > first + 1 else (slice(rng.randrange(2), 2),):
+                    part = attend(row, q[n, :, first:end], k[n, :, :end], v[n, :, :end], options)
+                    for a, b in zip(part, whole, strict=True):
+                        assert same(a, b[n, :, first:end]), f"queries {first} to {end} of {length}, {dtype}"
+
+
+def packed(
+    row: Row, sequences: list[tuple[Tensor, ...]], order: list[int], options: dict[str, Any]
+) -> list[list[Tensor]]:
+    """Of each of these sequences, (q, k, v, dout) ``[T, heads, D]``, the output and three gradients."""
+    *inputs, dout = (torch.cat([sequences[i][j] for i in order]) for j in range(4))
+    q, k, v = (x.requires_grad_() for x in inputs)
+    sizes = [sequences[i][0].shape[0] for i in order]
+    cu_seqlens = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+    out = fk.flash_attention_varlen(
+        q, k, v, cu_seqlens, cu_seqlens, max(sizes), max(sizes), causal=True, batch_invariant=True,
+        backend=row.backend, **options,
+    )  # fmt: skip
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    return [list(each) for each in zip(*(x.detach().split(sizes) for x in (out, *grads)), strict=True)]
+
+
+@over_attention("causal", "window")
+def test_a_packed_sequence_has_the_bits_that_it_has_alone(
+    row: Row, options: dict[str, Any], instruction_set: str | None, n_threads: int
+) -> None:
+    """Its output and the gradients of its queries, keys and values: among others, in any order, and not packed."""
+    rng = random.Random(f"{row.id} {sorted(options)} packed")
+    lengths = [1, 5, 34] if emulated(row) else [1, 7, *(rng.randrange(20, 1500) for _ in range(3))]
+    varlen = next(r for r in checked_rows() if r.op.name == "flash_attention_varlen" and r.id[-11:] == row.id[-11:])
+    for dtype in dtypes_of(row):
+        drawn = [(*draw(n, 1, 32, n, dtype), draw(n, 1, 32, n + 1, dtype)[0]) for n in lengths]
+        sequences = [tuple(x.transpose(0, 1) for x in each) for each in drawn]
+        with setting(instruction_set, n_threads), varlen.active():
+            alone = [packed(row, sequences, [i], options)[0] for i in range(len(lengths))]
+            for order in (list(range(len(lengths))), rng.sample(range(len(lengths)), len(lengths))):
+                for i, found in zip(order, packed(row, sequences, order, options), strict=True):
+                    for name, a, b in zip(("out", "dq", "dk", "dv"), found, alone[i], strict=True):
+                        assert same(a, b), f"{name} of {lengths[i]} tokens in {[lengths[j] for j in order]}, {dtype}"
+        with setting(instruction_set, n_threads):
+            *inputs, dout = (x.unsqueeze(0) for x in drawn[-1])
+            q, k, v = (x.requires_grad_() for x in inputs)
+            (out,) = attend(row, q, k, v, options)
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+            for a, b in zip((out.detach(), *grads), alone[-1], strict=True):
+                assert same(a.squeeze(0).transpose(0, 1), b), "not packed"
+
+
+def test_the_reference_computes_each_sequence_by_itself() -> None:
+    case = {"attn_mask": torch.rand(3, 1, 5, 7) > 0.3, "alibi_slopes": torch.rand(3, 4), "dropout_p": 0.4}
+    q, k = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 7, 8)
+    options: dict[str, Any] = {"batch_invariant": True, "backend": "reference", "dropout_seed": 3}
+    whole = fk.flash_attention(q, k, k, **case, **options)
+    torch.testing.assert_close(whole, fk.flash_attention(q, k, k, **case, **options | {"batch_invariant": False}))
+    del case["dropout_p"]
+    whole, options = fk.flash_attention(q, k, k, **case, **options), options
+    for n in range(3):
+        own = {name: x[n : n + 1] for name, x in case.items()}
+        assert same(fk.flash_attention(q[n : n + 1], k[n : n + 1], k[n : n + 1], **own, **options), whole[n : n + 1])
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+GROUPED = [
+    pytest.param(r, d, id=f"{r.id}-{short_dtype(d)}")
+    for r in (*checked_rows(), *rows("reference"))
+    if r.op.name == "grouped_mm"
+    for d in dtypes_of(r)
+]
+
+
+@pytest.mark.parametrize(("row", "dtype"), GROUPED)
+def test_rows_of_groups(row: Row, dtype: torch.dtype) -> None:
+    """A row's product and the gradient of its input are the same alone, and among other groups of other sizes."""
+    generator = torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(90, n, generator=generator).to(dtype) for n in (40, 24))
+    weight = torch.randn(3, 40, 24, generator=generator).to(dtype)
+
+    def run_groups(sizes: list[int], index: list[int]) -> tuple[Tensor, Tensor]:
+        offs = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
+        own = x[index].requires_grad_()
+        y = fk.grouped_mm(own, weight, offs, batch_invariant=True, backend=row.backend)
+        return y.detach(), torch.autograd.grad(y, own, dy[index])[0]
+
+    whole = run_groups([20, 3, 67], list(range(90)))
+    for sizes, index in (
+        ([1, 0, 0], [7]), ([0, 1, 0], [21]), ([0, 0, 67], list(range(23, 90))),
+        ([5, 1, 17], [4, 3, 2, 1, 0, 22, *range(40, 57)]), ([0, 2, 1], [22, 20, 89]),
+    ):  # fmt: skip
+        for name, a, b in zip(("y", "dx"), run_groups(sizes, index), whole, strict=True):
+            assert same(a, b[index]), f"{name} of {sizes}"
+
+
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+
+
+@needs_native
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_layers(name: str, dtype: torch.dtype) -> None:
+    """Rows, and gradients of inputs, do not depend on the other rows; those of weights not on the number of threads."""
+    layer = torch.nn.Linear(200, 130, dtype=dtype)
+    x, dy = torch.randn(3, 67, 200).to(dtype), torch.randn(3, 67, 130).to(dtype)
+    exact = x.double() @ layer.weight.double().T + layer.bias.double()
+
+    def run_rows(index: Any) -> tuple[Tensor, ...]:
+        own = x[index].detach().requires_grad_()
+        y = layer(own)
+        return (y.detach(), *torch.autograd.grad(y, (own, layer.weight, layer.bias), dy[index]))
+
+    with fk.batch_invariant():
+        with cpu_setting(name, 1):
+            whole = run_rows(...)
+        torch.testing.assert_close(whole[0].double(), exact, rtol=0, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+        for threads in (1, 2, 5):
+            with cpu_setting(name, threads):
+                assert all(map(same, run_rows(...), whole))
+                for index in ((slice(1, 2),), (0, slice(9, 10)), (slice(0, 2), slice(3, 40))):
+                    for a, b in zip(run_rows(index)[:2], whole, strict=False):
+                        assert same(a, b[index]), f"rows {index}"
+
+
+# --- the switch -------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+def test_the_switch_is_read_at_the_forward_call() -> None:
+    """The backward pass outside of it is that of a batch-invariant call, also where it computes a layer again."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 33, 24)
+    for recompute in ("none", "product", "projections"):
+        layers = torch.nn.Sequential(fk.nn.GatedMLP(24, 40, recompute=recompute), fk.nn.Attention(24, 4, 2))
+        grads = []
+        for within in (True, False):
+            own = x.clone().requires_grad_()
+            with fk.batch_invariant():
+                loss = layers(own).square().sum()
+                if within:
+                    grads.append(torch.autograd.grad(loss, (own, *layers.parameters())))
+            if not within:
+                grads.append(torch.autograd.grad(loss, (own, *layers.parameters())))
+        assert all(map(same, *grads)), recompute
+
+
+@needs_native
+def test_switches_nest_and_leave_nothing() -> None:
+    own, x, weight = F.linear, torch.randn(3, 8), torch.randn(5, 8)
+    outer = fk.batch_invariant()
+    with fk.batch_invariant():
+        assert F.linear is not own
+    assert F.linear is not own
+    assert same(F.linear(x, weight)[1:2], F.linear(x[1:2], weight))
+    with pytest.raises(fk.BackendUnavailable, match="float32, bfloat16 and float16, not float64"):
+        F.linear(x.double(), weight.double())
+    with pytest.raises(ValueError, match=r"weight must be \[N, K\] with x's last dimension 8; got \(5, 7\)"):
+        F.linear(x, weight[:, :7])
+    assert F.linear(x.to("meta"), weight.to("meta")).shape == (3, 5)
+    outer.undo()
+    outer.undo()
+    assert F.linear is own
+    assert not invariance.on
+
+
+@needs_native
+def test_compiled_code_follows_the_switch() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), fk.nn.Attention(16, 2))
+    x = torch.randn(3, 20, 16)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    grads = {}
+    torchs = compiled(x)
+    for name, function in (("eager", model), ("compiled", compiled)):
+        own = x.clone().requires_grad_()
+        with fk.batch_invariant():
+            y = function(own)
+            assert same(function(x[1:2]), y[1:2])
+        grads[name] = (y, *torch.autograd.grad(y.square().sum(), (own, *model.parameters())))
+    assert all(map(same, *grads.values()))
+    assert same(compiled(x), torchs)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+SHAPE: dict[str, Any] = {"dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 61, "max_seq_len": 96}
+MODELS: dict[str, Any] = {
+    "llama": lambda: ModelConfig(**SHAPE, n_kv_heads=2),
+    "window": lambda: ModelConfig(**SHAPE, n_kv_heads=2, sliding_window=19, qk_norm=True),
+    "gpt2": lambda: ModelConfig.gpt2(**SHAPE),
+    "mixtral": lambda: ModelConfig.mixtral(**SHAPE, n_kv_heads=2, n_experts=4),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_a_model(name: str, dtype: torch.dtype) -> None:
+    """Alone, in batches of 2 to 5, packed, padded, and through a cache: a prompt in chunks, then token after token."""
+    torch.manual_seed(1)
+    model = Transformer(MODELS[name]()).to(dtype).eval()
+    tokens = torch.randint(0, 61, (5, 44))
+    with torch.no_grad(), fk.batch_invariant():
+        alone = [model(each[None]) for each in tokens]
+        for batch in ([0, 1], [2, 0, 4], [3, 2, 1, 0], [4, 1, 2, 3, 0]):
+            for logits, i in zip(model(tokens[batch]), batch, strict=True):
+                assert same(logits, alone[i][0]), f"sequence {i} in {batch}"
+        sizes = [44, 9, 30]
+        packed = torch.cat([tokens[i, :n] for i, n in enumerate(sizes)])[None]
+        cu_seqlens = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+        for i, logits in enumerate(model(packed, cu_seqlens=cu_seqlens)[0].split(sizes)):
+            assert same(logits, alone[i][0, : sizes[i]]), f"packed sequence {i}"
+        padded = model(tokens[:3], lengths=torch.tensor(sizes))
+        for i, n in enumerate(sizes):
+            assert same(padded[i, :n], alone[i][0, :n]), f"padded sequence {i}"
+        for batch in ([1], [2, 3, 4]):
+            cache = model.make_cache(len(batch), 44)
+            ends = [0, 20, 27, *range(28, 45)]
+            parts = [model(tokens[batch, a:b], cache=cache) for a, b in pairwise(ends)]
+            for logits, i in zip(torch.cat(parts, 1), batch, strict=True):
+                assert same(logits, alone[i][0]), f"sequence {i} in {batch}, through a cache"
+
+
+@needs_native
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_a_model(name: str) -> None:
+    """Weights' gradients are the same for any number of threads, those of the embedded tokens alone and in a batch."""
+    torch.manual_seed(2)
+    model = Transformer(MODELS[name]()).train()
+    tokens, kept = torch.randint(0, 61, (3, 40)), []
+    model.tok_embeddings.register_forward_hook(lambda m, args, out: kept.append(out))
+
+    def of_batch(batch: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        kept.clear()
+        hidden_loss = model(tokens[batch]).float().logsumexp(-1).sum()
+        parameters = [p for n, p in model.named_parameters() if "tok_embeddings" not in n]
+        grad, *weights = torch.autograd.grad(hidden_loss, (kept[0], *parameters), allow_unused=True)
+        return grad, tuple(w for w in weights if w is not None)
+
+    before = torch.get_num_threads()
+    try:
+        with fk.batch_invariant():
+            torch.set_num_threads(1)
+            whole, weights = of_batch(slice(0, 3))
+            for threads in (2, 3):
+                torch.set_num_threads(threads)
+                again, others = of_batch(slice(0, 3))
+                assert same(again, whole)
+                assert all(map(same, others, weights))
+                for batch in ([1], [2, 0]):
+                    assert same(of_batch(batch)[0], whole[batch]), batch
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- what a GPU would launch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_launches_on_a_gpu_do_not_depend_on_the_batch(capability: int) -> None:
+    """Tiles, warps, stages and what the compiler knows; a group's heads and the keys are never split."""
+    from foundry_kernels._triton.devices import record_for
+    from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
+    from foundry_kernels.ops.flash_attention.triton.kernel_options import TensorOptions, numbers_of
+    from foundry_kernels.ops.grouped_mm.triton import _plan
+
+    def compiled(plan: Any) -> dict[str, Any]:
+        return {n: x for n, x in plan.constants.items() if n.isupper() or n in ("num_warps", "num_stages", "maxnreg")}
+
+    device, found = torch.device("cpu"), []
+    record_for(capability)
+    try:
+        for dtype, width, left in product((torch.bfloat16, torch.float32), (64, 128, 256), (None, 100)):
+            plans = set()
+            for batch, queries, keys in ((1, 1, 8), (1, 1, 5000), (1, 40, 40), (64, 512, 512), (3, 2000, 2000)):
+                options = plain_options(queries, keys, window_right=0, window_left=left, batch_invariant=True)
+                shapes = [(batch, 8, queries, width), *[(batch, 2, keys, width)] * 2]
+                layouts = [(s, torch.empty(s, device="meta").stride()) for s in shapes]
+                none = TensorOptions(0, None, False, None, False)
+                p = launch._kept_problem(*layouts, dtype, device, None, none, numbers_of(options))
+                q, k, v = (strides for _, strides in layouts)
+                assert not p.few_queries
+                dkdv, splits, sums = backward_launch._plan_dkdv(p, q, k, v, False)
+                assert (splits, sums) == (1, ())
+                each = (launch._plan_fwd(p, q, False, True, False), dkdv, backward_launch._plan_dq(p, q, q))
+                plans.add(str([compiled(plan) for plan in each]))
+            assert len(plans) == 1, (dtype, width, left, plans)
+            found += plans
+        for dtype in (torch.bfloat16, torch.float32):
+            rows_of = (1, 17, 64, 5000)
+            plans = {
+                str(compiled(_plan((64, 1), (8, 64, 128), (8192, 128, 1), n, dtype, device, True))) for n in rows_of
+            }
+            assert len(plans) == 1, (dtype, plans)
+    finally:
+        record_for(None)
+    assert len(found) == 12
