@@ -17,6 +17,7 @@ from foundry_kernels.ops.flash_attention.case_makers import (
     packed_case,
 )
 from foundry_kernels.ops.flash_attention.cases_masked import MASKED, masked_cases_to_compile
+from foundry_kernels.ops.flash_attention.cases_paged import PAGED, paged_cases_to_compile
 from foundry_kernels.ops.flash_attention.scales import FROM_OUTPUT, of_output, scales
 from foundry_kernels.testing import Case, normal
 
@@ -176,7 +177,7 @@ def field_cases() -> Iterator[Case]:
 
 CASES: dict[str, tuple[Case, ...]] = {
     "flash_attention": (*_DENSE, *MASKED, *_paired()),
-    "flash_attention_varlen": _PACKED,
+    "flash_attention_varlen": (*_PACKED, *PAGED),
 }
 
 
@@ -215,4 +216,5 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         (packed_case(*both, 512, "window", window=(200, 30)), half),
         (packed_case(*both, 111, "causal", causal=True), half),
         *((packed_case(*both, d, "any-order", causal=True, **any_order), half) for d in (64, 128)),
+        *paged_cases_to_compile(),
     )
