@@ -77,8 +77,11 @@ def check_page_values(
 
 
 def rows_of_sequence(x: Tensor, block_table: Tensor, begin: int, end: int) -> Tensor:
-    """A copy ``[end - begin, Hk, D]`` of the positions begin .. end - 1 of a sequence, with its row of the table."""
+    """The positions begin .. end - 1 ``[end - begin, Hk, D]`` of a sequence, whose row of the table this is: a copy, or
+    a view where they are in one page."""
     size = x.shape[1]
+    if begin < end and begin // size == (end - 1) // size:
+        return x[int(block_table[begin // size]), begin % size : begin % size + end - begin]
     pages = block_table[begin // size : -(-end // size)].to(torch.int64)
     first = begin // size * size
     return x[pages].flatten(0, 1)[begin - first : end - first]
