@@ -6,6 +6,17 @@ from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.encoder_decoder import EncoderDecoder
 from foundry_kernels.models.generate import generate
+from foundry_kernels.models.paged_cache import PagedKVCache
+from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.transformer import Transformer
 
-__all__ = ["Context", "EncoderDecoder", "KVCache", "ModelConfig", "Transformer", "generate"]
+__all__ = [
+    "Context",
+    "EncoderDecoder",
+    "KVCache",
+    "ModelConfig",
+    "OutOfPages",
+    "PagedKVCache",
+    "Transformer",
+    "generate",
+]
