@@ -307,8 +307,8 @@ def flash_attention_varlen(
     """
     check_tensor("q", q)
     pages = None
+    q, k, v = _autocast(q, k, v)
     if block_table is not None:
-        q = _autocast(q, q, q)[0]  # pages have the dtype that they were written in
         pages = check_paged(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
         )
@@ -317,7 +317,6 @@ def flash_attention_varlen(
         for name, x in (("seqused_k", seqused_k), ("leftpad_k", leftpad_k)):
             if x is not None:
                 raise ValueError(f"{name} must be None without block_table; put the lengths into cu_seqlens_k")
-        q, k, v = _autocast(q, k, v)
         check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = make_options(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
