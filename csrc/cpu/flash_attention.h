@@ -25,6 +25,13 @@ struct AttentionSequence {
   int64_t q_start, q_len, k_start, k_len;
 };
 
+// Where the keys of sequences are that lie in pages: key j of sequence n, at the position p = k_start + j, is in page
+// table[n * stride + p / size]. A page's stride takes the place of that of a batch in HeadStrides.
+struct AttentionPages {
+  const int32_t* table;  // or null
+  int64_t stride, size;
+};
+
 // Which weights are kept: those whose 16 bits of Philox are at least the threshold.
 struct AttentionDropout {
   uint64_t seed;
@@ -38,6 +45,7 @@ struct AttentionInputs {
   const void *q, *k, *v;
   HeadStrides q_strides, k_strides, v_strides;
   const AttentionSequence* sequences;
+  AttentionPages pages;          // of k and v in the forward pass
   int64_t group;                 // query heads a key-value head
   int64_t head_dim, head_dim_v;  // D, Dv
   float scale;
@@ -99,7 +107,8 @@ inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v, b
   const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
                         kAttentionKeys * (kAttentionRows + d + dv + dv / 2) + attention_bias_scratch(bias);
-  const int64_t decode = kAttentionDecodeRows * (d + dv + kAttentionDecodeKeys + kAttentionPad);
+  const int64_t decode = kAttentionDecodeRows * (d + dv + kAttentionDecodeKeys + kAttentionPad) +
+                         kAttentionDecodeKeys * (d + dv);  // of pages, a tile of keys and of values
   return tiles > decode ? tiles : decode;
 }
 

@@ -167,6 +167,26 @@ void softmax_rows(const AttentionForward& a, const AttentionTask& task, DecodeRo
   }
 }
 
+// Keys or values in memory, one after the other.
+template <class T> struct KeyRows {
+  const T* data;
+  int64_t stride;
+};
+
+// Those of [key, key + n), which are in pages: where one page has them all; else copied to `memory`.
+template <class T>
+KeyRows<T> paged_rows(const AttentionForward& a, const AttentionTask& task, const void* memory_of, int64_t width,
+                      const HeadStrides& strides, int64_t key, int64_t n, T* memory) {
+  const T* data = static_cast<const T*>(memory_of);
+  if (in_one_page(a, task.sequence, key, n))
+    return {data + key_offset_in_page(a, strides, task.sequence, task.kv_head, key), strides.token};
+  for_each_page(a, strides, task.sequence, task.kv_head, key, n, [&](int64_t first, int64_t count, int64_t offset) {
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(memory + (first + i) * width, data + offset + i * strides.token, width * sizeof(T));
+  });
+  return {memory, width};
+}
+
 template <int kRows, class T>
 void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, const float* queries, float* out,
             float* scores) {
@@ -175,14 +195,21 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
   constexpr int64_t ld = kAttentionDecodeKeys + kSums;
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
-  const T* k = static_cast<const T*>(a.k) + key_offset(a.k_strides, s, task.kv_head, 0);
+  const T* k_pages = static_cast<const T*>(a.k);
+  const T* k = k_pages + key_offset(a.k_strides, s, task.kv_head, 0);
   const T* v = static_cast<const T*>(a.v) + key_offset(a.v_strides, s, task.kv_head, 0);
   for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionDecodeKeys) {
     const int64_t n = std::min<int64_t>(kAttentionDecodeKeys, b.key_end - tile);
     const auto first_key = int32_t(tile - task.key_begin);
     if (a.masked() && !b.words.look(a, s, task.kv_head * a.group, b, tile, n, first_key)) continue;
-    const T *keys = k + tile * a.k_strides.token, *values = v + tile * a.v_strides.token;
-    multiply_keys<kRows>(queries, a.head_dim, Stream<T>{keys, a.k_strides.token, values, a.v_strides.token}, n, scores,
+    KeyRows<T> keys{k + tile * a.k_strides.token, a.k_strides.token},
+        values{v + tile * a.v_strides.token, a.v_strides.token};
+    if (a.pages.table) {
+      T* memory = reinterpret_cast<T*>(scores + kAttentionDecodeRows * ld);
+      keys = paged_rows(a, task, a.k, a.head_dim, a.k_strides, tile, n, memory);
+      values = paged_rows(a, task, a.v, a.head_dim_v, a.v_strides, tile, n, memory + kAttentionDecodeKeys * a.head_dim);
+    }
+    multiply_keys<kRows>(queries, a.head_dim, Stream<T>{keys.data, keys.stride, values.data, values.stride}, n, scores,
                          ld);
     if (a.bias || a.aligned()) softmax_rows(a, task, b, scores, ld, tile, n);
     else
@@ -194,8 +221,11 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
         for (int64_t j = 0; j < n; j += kLanes)
           Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
     }
-    const T* next = tile + kAttentionDecodeKeys < b.key_end ? keys + kAttentionDecodeKeys * a.k_strides.token : keys;
-    const Stream<T> stream{values, a.v_strides.token, next, a.k_strides.token};
+    const bool has_next = tile + kAttentionDecodeKeys < b.key_end;
+    const T* next = has_next ? keys.data + kAttentionDecodeKeys * keys.stride : keys.data;
+    if (has_next && a.pages.table)  // those of its first page; what lies behind it is not read
+      next = k_pages + key_offset_in_page(a, a.k_strides, task.sequence, task.kv_head, tile + kAttentionDecodeKeys);
+    const Stream<T> stream{values.data, values.stride, next, a.k_strides.token};
     add_all_values<kRows, kVecs>(weights, ld * kPer<E>, stream, n, b.scale, out, dv, 0, a.head_dim_v);
   }
 }

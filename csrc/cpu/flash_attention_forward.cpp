@@ -148,11 +148,14 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
       for (Block* b = blocks; b < blocks + n_blocks; ++b) any |= look(a, task, *b, tile);
       if (!any) continue;
     }
-    const auto keys = read_tile<E>(a.type, a.k, k_base + tile * a.k_strides.token, a.k_strides.token, n_tile,
-                                   a.head_dim, scratch.keys);
-    const auto values = pack_pairs(read_tile<E>(a.type, a.v, v_base + tile * a.v_strides.token, a.v_strides.token,
-                                                n_tile, a.head_dim_v, scratch.values),
-                                   n_tile, a.head_dim_v, scratch.value_pairs);
+    const auto read = [&](const void* data, const HeadStrides& strides, int64_t base, int64_t width, float* memory) {
+      if (a.pages.table)
+        return read_paged_tile<E>(a, data, strides, task.sequence, task.kv_head, tile, n_tile, width, memory);
+      return read_tile<E>(a.type, data, base + tile * strides.token, strides.token, n_tile, width, memory);
+    };
+    const auto keys = read(a.k, a.k_strides, k_base, a.head_dim, scratch.keys);
+    const auto values = pack_pairs(read(a.v, a.v_strides, v_base, a.head_dim_v, scratch.values), n_tile, a.head_dim_v,
+                                   scratch.value_pairs);
     for (int i = 0; i < n_blocks; ++i) {
       Block& b = blocks[i];
       int64_t skipped = std::max<int64_t>(0, b.key_begin - tile);

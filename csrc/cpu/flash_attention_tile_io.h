@@ -61,5 +61,45 @@ inline Tile<E> read_tile(Dtype type, const void* data, int64_t offset, int64_t s
   return {reinterpret_cast<const E*>(scratch), lanes * kPer<E>};
 }
 
+// The element at which a key or value begins that is in a page.
+inline int64_t key_offset_in_page(const AttentionInputs& a, const HeadStrides& strides, int64_t sequence,
+                                  int64_t kv_head, int64_t key) {
+  const int64_t position = a.sequences[sequence].k_start + key;
+  const int64_t page = a.pages.table[sequence * a.pages.stride + position / a.pages.size];
+  return page * strides.batch + kv_head * strides.head + position % a.pages.size * strides.token;
+}
+
+// Whether one page has all of the keys [key, key + n).
+inline bool in_one_page(const AttentionInputs& a, int64_t sequence, int64_t key, int64_t n) {
+  return (a.sequences[sequence].k_start + key) % a.pages.size + n <= a.pages.size;
+}
+
+// Calls f(first, count, offset of the first) for the parts of the keys [key, key + n) that lie in a page each.
+template <class F>
+inline void for_each_page(const AttentionInputs& a, const HeadStrides& strides, int64_t sequence, int64_t kv_head,
+                          int64_t key, int64_t n, F&& f) {
+  for (int64_t i = 0; i < n;) {
+    const int64_t left = a.pages.size - (a.sequences[sequence].k_start + key + i) % a.pages.size;
+    const int64_t count = std::min(left, n - i);
+    f(i, count, key_offset_in_page(a, strides, sequence, kv_head, key + i));
+    i += count;
+  }
+}
+
+// read_tile of the keys or values [key, key + n): in place where one page has them all.
+template <class E>
+inline Tile<E> read_paged_tile(const AttentionInputs& a, const void* data, const HeadStrides& strides, int64_t sequence,
+                               int64_t kv_head, int64_t key, int64_t n, int64_t width, float* scratch) {
+  if (in_one_page(a, sequence, key, n))
+    return read_tile<E>(a.type, data, key_offset_in_page(a, strides, sequence, kv_head, key), strides.token, n, width,
+                        scratch);
+  const int64_t lanes = lanes_of<E>(width);
+  for_each_page(a, strides, sequence, kv_head, key, n, [&](int64_t first, int64_t count, int64_t offset) {
+    for (int64_t i = 0; i < count; ++i)
+      read_row<E>(a.type, data, offset + i * strides.token, width, scratch + (first + i) * lanes, lanes);
+  });
+  return {reinterpret_cast<const E*>(scratch), lanes * kPer<E>};
+}
+
 }  // namespace FK_ISA
 }  // namespace foundry

@@ -98,6 +98,7 @@ FourTensors flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
     if (return_lse) std::get<F::kLse>(results) = std::get<F::kLse>(results).to(at::kFloat);
     return results;
   }
+  TORCH_CHECK_VALUE(!options.paged(), "no gradient flows with block_table");
   const auto results = F::apply(q, k, v, options.sinks, options.attn_mask, options, return_lse, return_stats);
   return {results[F::kOut], results[F::kLse], results[F::kEntropy], results[F::kMaxLogit]};
 }

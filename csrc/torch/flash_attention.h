@@ -24,6 +24,9 @@ inline void check_broadcasts(const char* name, const Tensor& t, const std::vecto
                       c10::SymIntArrayRef(sizes), "; got ", t.sym_sizes());
 }
 
+// The dimension of k and v that counts their heads.
+inline int64_t kv_heads_dim(const AttentionOptions& options) { return options.paged() ? 2 : 1; }
+
 inline void check_masks(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
   const OptionalTensor &mask = options.attn_mask, &tiles = options.mask_tiles, &bits = options.mask_bits;
   TORCH_CHECK_VALUE(tiles.has_value() == bits.has_value(), "mask_tiles and mask_bits must be given together");
@@ -57,34 +60,52 @@ inline void check_dropout(const AttentionOptions& options, const c10::SymInt& ba
                       "dropout_heads must be int64 [B, H]; got ", heads->sym_sizes());
 }
 
+// Where the keys of packed sequences are in pages: tables of integers, of which the CPU checks the values.
+inline void check_pages(const AttentionOptions& options, const c10::SymInt& batch) {
+  const auto check = [&](const char* name, const OptionalTensor& t, int64_t dims) {
+    TORCH_CHECK_VALUE(t->dim() == dims && t->sym_size(0) == batch, name, " must have ", dims,
+                      " dimensions, the first of them the ", batch, " sequences; got ", t->sym_sizes());
+    TORCH_CHECK_TYPE(t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, name,
+                     " must be int32 or int64; got ", t->scalar_type());
+  };
+  TORCH_CHECK_VALUE(options.packed() && options.seqused_k.has_value() && !options.cu_seqlens_k.has_value(),
+                    "block_table needs cu_seqlens_q, and seqused_k in place of cu_seqlens_k");
+  TORCH_CHECK_VALUE(!options.dropout_p.has_value(), "dropout_p must be absent with block_table");
+  check("block_table", options.block_table, 2);
+  check("seqused_k", options.seqused_k, 1);
+  if (options.leftpad_k.has_value()) check("leftpad_k", options.leftpad_k, 1);
+}
+
 // q [B, H, T, D], or packed [total_q, H, D] where cu_seqlens are given; heads are dimension 1 in both.
 inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
   const OptionalTensor &cu_seqlens_q = options.cu_seqlens_q, &cu_seqlens_k = options.cu_seqlens_k;
   const OptionalTensor &alibi_slopes = options.alibi_slopes, &sinks = options.sinks;
-  const bool packed = options.packed();
-  const int64_t rank = packed ? 3 : 4;
-  TORCH_CHECK_VALUE(cu_seqlens_k.has_value() == packed, "cu_seqlens_q and cu_seqlens_k must be given together");
-  TORCH_CHECK_VALUE(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k and v must have ", rank,
-                    " dimensions; got ", q.dim(), ", ", k.dim(), " and ", v.dim());
+  const bool packed = options.packed(), paged = options.paged();
+  const int64_t rank = packed ? 3 : 4, rank_k = paged ? 4 : rank, heads = kv_heads_dim(options);
+  TORCH_CHECK_VALUE(paged || cu_seqlens_k.has_value() == packed,
+                    "cu_seqlens_q and cu_seqlens_k must be given together");
+  TORCH_CHECK_VALUE(q.dim() == rank && k.dim() == rank_k && v.dim() == rank_k, "q, k and v must have ", rank, ", ",
+                    rank_k, " and ", rank_k, " dimensions; got ", q.dim(), ", ", k.dim(), " and ", v.dim());
   for (const Tensor* t : {&k, &v}) {
     const char* name = t == &k ? "k" : "v";
     TORCH_CHECK_TYPE(t->scalar_type() == q.scalar_type(), name, " must have q's dtype ", q.scalar_type(), "; got ",
                      t->scalar_type());
     TORCH_CHECK_VALUE(packed || t->sym_size(0) == q.sym_size(0), name, " must have q's batch size ", q.sym_size(0));
   }
-  const c10::SymInt tokens = k.sym_size(packed ? 0 : 2);
-  TORCH_CHECK_VALUE(v.sym_size(packed ? 0 : 2) == tokens && v.sym_size(1) == k.sym_size(1),
-                    "v must have k's heads and tokens; got ", k.sym_sizes(), " and ", v.sym_sizes());
+  for (int64_t i = 0; i + 1 < rank_k; ++i)
+    TORCH_CHECK_VALUE(v.sym_size(i) == k.sym_size(i), "v must have k's heads and tokens; got ", k.sym_sizes(), " and ",
+                      v.sym_sizes());
   TORCH_CHECK_VALUE(k.sym_size(-1) == q.sym_size(-1), "k must have q's head dimension ", q.sym_size(-1), "; got ",
                     k.sym_size(-1));
   TORCH_CHECK_VALUE(q.sym_size(-1) > 0 && v.sym_size(-1) > 0, "q and v must have a head dimension of at least 1");
-  TORCH_CHECK_VALUE(k.sym_size(1) > 0 && q.sym_size(1) % k.sym_size(1) == 0, "q must have a multiple of k's ",
-                    k.sym_size(1), " heads; got ", q.sym_size(1));
+  TORCH_CHECK_VALUE(k.sym_size(heads) > 0 && q.sym_size(1) % k.sym_size(heads) == 0, "q must have a multiple of k's ",
+                    k.sym_size(heads), " heads; got ", q.sym_size(1));
   const c10::SymInt batch = packed ? cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
   if (packed)
-    for (const OptionalTensor* t : {&cu_seqlens_q, &cu_seqlens_k})
+    for (const OptionalTensor* t : {&cu_seqlens_q, paged ? &cu_seqlens_q : &cu_seqlens_k})
       TORCH_CHECK_VALUE((*t)->dim() == 1 && (*t)->sym_size(0) == batch + 1 && batch >= 0,
                         "cu_seqlens_q and cu_seqlens_k must both be [B + 1]");
+  if (paged) check_pages(options, batch);
   if (alibi_slopes.has_value())
     TORCH_CHECK_VALUE(
         alibi_slopes->sym_size(-1) == q.sym_size(1) &&
@@ -138,6 +159,9 @@ inline FiveTensors empty_attention_bwd(const Tensor& q, const Tensor& k, const T
 inline HeadStrides head_strides(const Tensor& t) {
   return t.dim() == 4 ? HeadStrides{t.stride(0), t.stride(1), t.stride(2)} : HeadStrides{0, t.stride(1), t.stride(0)};
 }
+
+// Those of pages [pages, positions, Hk, D]: a page takes the place of a batch.
+inline HeadStrides page_strides(const Tensor& t) { return {t.stride(0), t.stride(2), t.stride(1)}; }
 
 // The strides of lse and its like: [B, H, T], or [H, total] for packed sequences.
 inline HeadStrides row_strides(const Tensor& q) {

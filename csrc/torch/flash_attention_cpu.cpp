@@ -46,6 +46,36 @@ std::vector<AttentionSequence> packed_sequences(const Tensor& q, const Tensor& k
   return sequences;
 }
 
+// Sequences whose keys are in pages: k_start is the first position that is attended to. All pages are checked to be
+// within the tensors.
+std::vector<AttentionSequence> paged_sequences(const Tensor& q, const Tensor& k, const AttentionOptions& options,
+                                               const AttentionPages& pages, int64_t max_blocks) {
+  const auto read = [](const Tensor& t) {
+    const Tensor values = t.to(at::kLong).contiguous();
+    return std::vector<int64_t>(values.const_data_ptr<int64_t>(), values.const_data_ptr<int64_t>() + values.numel());
+  };
+  const auto starts_q = read(*options.cu_seqlens_q), ends = read(*options.seqused_k);
+  const auto begins = options.leftpad_k.has_value() ? read(*options.leftpad_k) : std::vector<int64_t>(ends.size(), 0);
+  TORCH_CHECK_VALUE(
+      std::is_sorted(starts_q.begin(), starts_q.end()) && starts_q.front() == 0 && starts_q.back() == q.size(0),
+      "cu_seqlens_q must start at 0, never decrease and end at the ", q.size(0), " packed tokens");
+  std::vector<AttentionSequence> sequences;
+  for (size_t n = 0; n < ends.size(); ++n) {
+    const int64_t begin = begins[n], end = ends[n];
+    TORCH_CHECK_VALUE(end >= 0 && end <= max_blocks * pages.size, "seqused_k must be in 0 .. ", max_blocks * pages.size,
+                      ", what block_table's pages hold; got ", end, " for sequence ", n);
+    TORCH_CHECK_VALUE(begin >= 0 && begin <= end, "leftpad_k must be in 0 .. seqused_k=", end, "; got ", begin,
+                      " for sequence ", n);
+    for (int64_t i = begin / pages.size; i * pages.size < end; ++i) {
+      const int64_t page = pages.table[int64_t(n) * pages.stride + i];
+      TORCH_CHECK_VALUE(page >= 0 && page < k.size(0), "block_table must be in 0 .. ", k.size(0) - 1, "; got ", page,
+                        " for page ", i, " of sequence ", n);
+    }
+    sequences.push_back({0, starts_q[n], starts_q[n + 1] - starts_q[n], begin, end - begin});
+  }
+  return sequences;
+}
+
 std::vector<AttentionSequence> sequences_of(const Tensor& q, const Tensor& k, const AttentionOptions& options) {
   if (options.packed()) return packed_sequences(q, k, *options.cu_seqlens_q, *options.cu_seqlens_k);
   std::vector<AttentionSequence> sequences;
@@ -55,7 +85,7 @@ std::vector<AttentionSequence> sequences_of(const Tensor& q, const Tensor& k, co
 
 // Owns what the pointers of AttentionInputs point into.
 struct KeepAlive {
-  Tensor q, k, v, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_heads;
+  Tensor q, k, v, block_table, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_heads;
   std::vector<AttentionSequence> sequences;
 };
 
@@ -96,21 +126,27 @@ AttentionDropout dropout_of(KeepAlive& keep, double p, const Tensor& seed, const
 void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tensor& k, const Tensor& v,
                 const AttentionOptions& options) {
   // One name each, so that an option that nothing is made of here does not compile.
-  const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
-               alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p, dropout_seed, dropout_heads,
-               bottom_right, deterministic, batch_invariant] = options;
+  const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k, scale,
+               window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
+               dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
   keep.q = unit_last_stride(q);
   keep.k = unit_last_stride(k);
   keep.v = unit_last_stride(v);
-  keep.sequences = sequences_of(q, k, options);
+  if (block_table.has_value()) {
+    keep.block_table = block_table->to(at::kInt).contiguous();
+    a.pages = {keep.block_table.const_data_ptr<int32_t>(), block_table->size(1), k.size(1)};
+    keep.sequences = paged_sequences(q, k, options, a.pages, block_table->size(1));
+  } else {
+    keep.sequences = sequences_of(q, k, options);
+  }
   a.q = keep.q.const_data_ptr();
   a.k = keep.k.const_data_ptr();
   a.v = keep.v.const_data_ptr();
   a.q_strides = head_strides(keep.q);
-  a.k_strides = head_strides(keep.k);
-  a.v_strides = head_strides(keep.v);
+  a.k_strides = block_table.has_value() ? page_strides(keep.k) : head_strides(keep.k);
+  a.v_strides = block_table.has_value() ? page_strides(keep.v) : head_strides(keep.v);
   a.sequences = keep.sequences.data();
-  a.group = q.size(1) / k.size(1);
+  a.group = q.size(1) / k.size(kv_heads_dim(options));
   a.head_dim = q.size(-1);
   a.head_dim_v = v.size(-1);
   a.scale = static_cast<float>(scale);
@@ -166,7 +202,7 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   a.entropy = save_stats ? entropy.mutable_data_ptr<float>() : nullptr;
   a.max_logit = save_stats ? max_logit.mutable_data_ptr<float>() : nullptr;
 
-  const ForwardTasks all = forward_tasks(a, static_cast<int64_t>(keep.sequences.size()), k.size(1));
+  const ForwardTasks all = forward_tasks(a, static_cast<int64_t>(keep.sequences.size()), q.size(1) / a.group);
   const int64_t n_tasks = static_cast<int64_t>(all.tasks.size()), num_splits = all.num_splits;
   Tensor splits;
   if (num_splits > 1) {
@@ -268,6 +304,7 @@ FiveTensors bwd_cpu(const Tensor& dout_, const OptionalTensor& dlse_, const Tens
                     const Tensor& out, const Tensor& lse, const AttentionOptions& options, bool need_dq, bool need_dk,
                     bool need_dv, bool need_dsinks, bool need_dbias) {
   check_attention(q, k, v, options);
+  TORCH_CHECK_VALUE(!options.paged(), "no gradient flows with block_table");
   auto [dq, dk, dv, dsinks, dbias] =
       empty_attention_bwd(q, k, v, options, need_dq, need_dk, need_dv, need_dsinks, need_dbias);
   if (q.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_(), dbias.zero_()};

@@ -57,9 +57,9 @@ void set_masks(cuda::AttentionInputs& a, KeepAlive& keep, const OptionalTensor& 
 void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, const Tensor& k_, const Tensor& v_,
                 const AttentionOptions& options) {
   // One name each, so that an option that nothing is made of here does not compile.
-  const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, softcap,
-               alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p, dropout_seed, dropout_heads,
-               bottom_right, deterministic, batch_invariant] = options;
+  const auto& [cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k, scale,
+               window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
+               dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
   const Tensor q = unit_last_stride(q_), k = unit_last_stride(k_), v = unit_last_stride(v_);
   a.q = keep(q), a.k = keep(k), a.v = keep(v);
   a.q_strides = head_strides(q), a.k_strides = head_strides(k), a.v_strides = head_strides(v);
@@ -102,6 +102,7 @@ void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, con
 FourTensors fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options, bool save_lse,
                      bool save_stats) {
   check_attention(q, k, v, options);
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.paged(), "the CUDA kernels of attention read no pages (block_table)");
   auto [out, lse, entropy, max_logit] = empty_attention_fwd(q, v, options.packed(), save_lse, save_stats);
   if (q.numel() == 0) return {out, lse, entropy, max_logit};
   const OnDevice device(q);

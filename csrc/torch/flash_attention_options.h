@@ -12,6 +12,9 @@ namespace foundry {
   OPTION(OptionalTensor, cu_seqlens_k, not_an_argument)     \
   OPTION(c10::SymInt, max_seqlen_q, not_an_argument)        \
   OPTION(c10::SymInt, max_seqlen_k, not_an_argument)        \
+  OPTION(OptionalTensor, block_table, not_an_argument)      \
+  OPTION(OptionalTensor, seqused_k, not_an_argument)        \
+  OPTION(OptionalTensor, leftpad_k, not_an_argument)        \
   OPTION(double, scale, optional_positive)                  \
   OPTION(OptionalInt, window_left, first_of_pair)           \
   OPTION(OptionalInt, window_right, second_of_pair)         \
@@ -32,6 +35,7 @@ struct AttentionOptions {
   FK_OPTIONS(FK_ATTENTION_OPTIONS)
 
   bool packed() const { return cu_seqlens_q.has_value(); }  // cu_seqlens are given for packed sequences
+  bool paged() const { return block_table.has_value(); }    // k and v are [pages, positions, Hk, D] then
 };
 
 }  // namespace foundry

@@ -101,7 +101,8 @@ def flash_attn_varlen_func(
         v: ``[total_k, Hk, Dv]``.
         cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 (or int64): where each sequence begins, and the total.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
-        block_table: must be None: there is no paged cache.
+        block_table: ``[B, max_blocks]`` int32 (or int64): k is ``[num_blocks, page_block_size, Hk, D]`` and v likewise,
+            see :func:`foundry_kernels.flash_attention_varlen`. Without gradients and dropout.
         others: as for :func:`flash_attn_func`.
 
     Returns:
@@ -111,14 +112,15 @@ def flash_attn_varlen_func(
     Raises:
         As :func:`flash_attn_func`.
     """
-    check_no_pages(block_table)
     options = translate(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, backend, deterministic)
     max_seqlens = (as_int("max_seqlen_q", max_seqlen_q), as_int("max_seqlen_k", max_seqlen_k))
     packed = (q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens)
     if not return_attn_probs:
-        return flash_attention_varlen(*packed, **options)
+        return flash_attention_varlen(*packed, block_table=block_table, **options)
     options = with_seed(q, options)
-    out, lse = flash_attention_varlen(*packed, return_lse=True, **options)
+    out, lse = flash_attention_varlen(*packed, block_table=block_table, return_lse=True, **options)
+    if block_table is not None:
+        return out, lse, None
     return out, lse, packed_probs(q, k, lse, (cu_seqlens_q, cu_seqlens_k), max_seqlens, options)
 
 
@@ -150,10 +152,3 @@ def translate(
         "deterministic": bool(deterministic),
         "backend": backend,
     }
-
-
-def check_no_pages(block_table: Tensor | None) -> None:
-    if block_table is not None:
-        raise ValueError(
-            "block_table must be None: paged key-value caches are not supported; pass a contiguous cache [B, S, Hk, D]"
-        )

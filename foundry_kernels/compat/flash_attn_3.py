@@ -10,7 +10,7 @@
 
 `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how FlashAttention 3 launches its kernels: they are
 accepted, and these kernels choose for themselves. What belongs to 8-bit inputs (`q_descale`, `k_descale`, `v_descale`)
-and to pages must be None. All gradients flow, also where FlashAttention 3 has none (`qv`, `attention_chunk`).
+must be None. All gradients flow, also where FlashAttention 3 has none (`qv`, `attention_chunk`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from foundry_kernels.compat.flash_attn import translate
 from foundry_kernels.compat.kvcache import append_and_attend, check_num_splits
+from foundry_kernels.compat.paged_cache import append_and_attend_pages
 from foundry_kernels.compat.qv import attend, attend_packed, check_qv
 from foundry_kernels.compat.scalars import as_int
 from foundry_kernels.compat.segments import segments
@@ -208,9 +209,9 @@ def flash_attn_with_kvcache(
     cache_seqlens: SupportsIndex | Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
-    page_table: None = None,
-    cu_seqlens_q: None = None,
-    cu_seqlens_k_new: None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: SupportsIndex | None = None,
     rotary_seqlens: None = None,
     q_descale: None = None,
@@ -236,9 +237,11 @@ def flash_attn_with_kvcache(
         qv: ``[B, T, H, Dv]`` or None, as for :func:`flash_attn_func`. With up to 16 queries and no soft cap the kernel
             reads the cache where it is, for the wider of the two products, and the narrower one is a bias.
         attention_chunk: the size of chunks, counted from the first key that `cache_leftpad` leaves, or 0.
-        page_table: must be None: there is no paged cache.
-        cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens: must be None: sequences have the same number of queries, and of
-            new keys, and are rotated by `cache_seqlens`.
+        page_table: `block_table` of :func:`foundry_kernels.compat.flash_attn_with_kvcache`.
+        cu_seqlens_q: ``[B + 1]`` int32 or int64: q is packed, ``[total_q, H, D]``, and so are new keys and values,
+            with `cu_seqlens_k_new` ``[B + 1]``, and the results, ``[total_q, H, Dv]`` and ``[H, total_q]``. The call
+            waits for both where they are on a GPU. Neither these nor `page_table` go with `qv` or `attention_chunk`.
+        rotary_seqlens: must be None: new tokens are rotated by `cache_seqlens`.
         max_seqlen_q: accepted.
         others: as for :func:`foundry_kernels.compat.flash_attn_with_kvcache`.
 
@@ -249,14 +252,23 @@ def flash_attn_with_kvcache(
         As :func:`foundry_kernels.compat.flash_attn_with_kvcache`; nothing is written then.
     """
     _check_unused(
-        num_splits, sm_margin, page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        num_splits, sm_margin, rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale,
     )  # fmt: skip
     chunk = _chunk(attention_chunk)
     options = translate(0.0, softmax_scale, causal, window_size, softcap, None, backend)
     caches, rotary = (k_cache, v_cache, k, v), (rotary_cos, rotary_sin, rotary_interleaved)
     where = (cache_seqlens, cache_batch_idx, cache_leftpad)
-    out, lse = append_and_attend(q, caches, rotary, where, options, qv, chunk)
+    if cu_seqlens_k_new is not None and cu_seqlens_q is None:
+        raise ValueError("cu_seqlens_k_new needs cu_seqlens_q: queries and new keys are packed together")
+    if page_table is None and cu_seqlens_q is None:
+        out, lse = append_and_attend(q, caches, rotary, where, options, qv, chunk)
+        return (out, lse) if return_softmax_lse else out
+    for name, value in (("qv", qv), ("attention_chunk", chunk or None)):
+        if value is not None:
+            raise ValueError(f"{name} goes neither with page_table nor with cu_seqlens_q; got both")
+    packed = (cu_seqlens_q, cu_seqlens_k_new)
+    out, lse = append_and_attend_pages(q, caches, rotary, where, page_table, options, packed, "page_table")
     return (out, lse) if return_softmax_lse else out
 
 
@@ -284,9 +296,6 @@ def _chunk(attention_chunk: SupportsIndex) -> int:
 
 
 _WHY_NOT = {
-    "page_table": "paged key-value caches are not supported; pass a contiguous cache [B, S, Hk, D]",
-    "cu_seqlens_q": "all sequences have as many queries here; flash_attn_varlen_func with seqused_k takes packed ones",
-    "cu_seqlens_k_new": "all sequences get as many new keys here",
     "rotary_seqlens": "new tokens are rotated by cache_seqlens; rotate with apply_rotary_emb for other positions",
 }
 

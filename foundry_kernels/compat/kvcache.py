@@ -9,13 +9,14 @@ from typing import NamedTuple, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor
 
-from foundry_kernels.compat.flash_attn import check_no_pages, translate
+from foundry_kernels.compat.cache_checks import ROTARY, check_tables, check_tensors, read_where
+from foundry_kernels.compat.flash_attn import translate
+from foundry_kernels.compat.paged_cache import Places, append_and_attend_pages, attend_places
 from foundry_kernels.compat.qv import attend, check_qv
 from foundry_kernels.compat.scalars import as_int
-from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options
-from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM, check_alibi_slopes
+from foundry_kernels.ops.flash_attention.checks import check_alibi_slopes
 from foundry_kernels.ops.rope import ROPE, rope
 
 
@@ -72,7 +73,11 @@ def flash_attn_with_kvcache(
             are new keys, no row may occur twice.
         cache_leftpad: ``[B]`` int32 or int64: keys before this position are not attended to; None means 0. Positions
             are counted from the beginning of the cache in any case.
-        block_table: must be None: there is no paged cache.
+        block_table: ``[B, max_blocks]`` int32 or int64, on any device that k_cache or the host is: the caches are pages
+            ``[num_blocks, page_block_size, Hk, D]``, of any size >= 1, with last strides of 1; position p of sequence
+            n is row ``p % page_block_size`` of page ``block_table[n, p // page_block_size]``. Sequences may have pages
+            in common, but none that one of them appends to where another one has something. With `cache_batch_idx`,
+            ``[rows, max_blocks]``, of which each sequence chooses a row.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for
             :func:`foundry_kernels.compat.flash_attn_func`; the last query is aligned with the last key.
         rotary_interleaved: True rotates the pairs ``(2i, 2i + 1)``, False ``(i, i + R/2)``.
@@ -91,15 +96,18 @@ def flash_attn_with_kvcache(
         BackendUnavailable: the named backend does not support this device or dtype.
 
     The host must know the lengths: the call waits for each of `cache_seqlens`, `cache_batch_idx` and `cache_leftpad`
-    that is a tensor on a GPU. An int or a tensor on the CPU is taken too, and nothing waits for it. Sequences of one
-    length in the rows 0 .. B - 1 take one call of :func:`foundry_kernels.flash_attention`, others one call each.
+    that is a tensor on a GPU, and for `block_table`. An int or a tensor on the CPU is taken too, and nothing waits for
+    it. Sequences of one length in the rows 0 .. B - 1 take one call of :func:`foundry_kernels.flash_attention`, rows of
+    other lengths and pages one of :func:`foundry_kernels.flash_attention_varlen` (in CUDA's native kernels one each).
     """
-    check_no_pages(block_table)
     options = translate(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, backend)
     check_num_splits(num_splits)
     caches, rotary = (k_cache, v_cache, k, v), (rotary_cos, rotary_sin, rotary_interleaved)
     where = (cache_seqlens, cache_batch_idx, cache_leftpad)
-    out, lse = append_and_attend(q, caches, rotary, where, options)
+    if block_table is not None:
+        out, lse = append_and_attend_pages(q, caches, rotary, where, block_table, options)
+    else:
+        out, lse = append_and_attend(q, caches, rotary, where, options)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -117,7 +125,7 @@ def append_and_attend(
     k_cache, v_cache, k, v = caches
     rotary_cos, rotary_sin, interleaved = rotary
     alibi_slopes, backend = options["alibi_slopes"], options["backend"]
-    new = _check_tensors(q, k_cache, v_cache, k, v, where[1] is not None)
+    new = check_tensors(q, k_cache, v_cache, k, v, where[1] is not None)
     options = check_qv(qv, q, k_cache, v_cache, options)
     if alibi_slopes is not None:
         check_alibi_slopes(alibi_slopes, q, q.shape[0], q.shape[2])
@@ -125,7 +133,7 @@ def append_and_attend(
     resolve(FLASH_ATTENTION, backend, q)
     if rotary_cos is not None or rotary_sin is not None:
         if k is None or rotary_cos is None or rotary_sin is None:
-            raise ValueError("rotary_cos and rotary_sin must be given together, and with new keys k to be rotated")
+            raise ValueError(ROTARY)
         resolve(ROPE, backend, q)
         each = options["causal"] or options["window"] is not None or attention_chunk > 0
         q, k = _rotate(q, k, rotary_cos, rotary_sin, cached, each, interleaved, backend)
@@ -140,74 +148,6 @@ def check_num_splits(num_splits: SupportsIndex) -> None:
         raise ValueError(f"num_splits must be an int >= 0; got {num_splits!r}")
 
 
-def _check_tensors(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, by_index: bool
-) -> int:
-    """Checks all but the lengths; returns T_new."""
-    check_float("q", q)
-    check_rank("q", q, 4, "[B, T, H, D]")
-    if (k is None) != (v is None):
-        raise ValueError("k and v must be given together; got one of them")
-    named: list[tuple[str, Tensor, str]] = [
-        ("k_cache", k_cache, "[B, S, Hk, D]"),
-        ("v_cache", v_cache, "[B, S, Hk, Dv]"),
-    ]
-    if k is not None and v is not None:
-        named += [("k", k, "[B, T_new, Hk, D]"), ("v", v, "[B, T_new, Hk, Dv]")]
-    for name, x, layout in named:
-        check_float(name, x)
-        check_rank(name, x, 4, layout)
-        check_dtype(name, x, "q", q)
-        check_device(name, x, "q", q)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *(x for _, x, _ in named))):
-        raise ValueError("a cache is for inference: no gradient flows through it; use torch.no_grad() or detach inputs")
-
-    batch, _, n_heads, head_dim = q.shape
-    rows, size, n_kv_heads, _ = k_cache.shape
-    if not by_index and rows != batch:
-        raise ValueError(
-            f"k_cache must have q's batch size {batch} without cache_batch_idx; got {tuple(k_cache.shape)}"
-        )
-    if n_kv_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"q must have a multiple of k_cache's {n_kv_heads} heads; got {n_heads}")
-    check_shape("k_cache", k_cache, (rows, size, n_kv_heads, head_dim), "q's head dimension")
-    check_shape("v_cache", v_cache, (rows, size, n_kv_heads, v_cache.shape[3]), "that of k_cache but for the last")
-    for name, n in (("q", head_dim), ("v_cache", v_cache.shape[3])):
-        if not 1 <= n <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must have a head dimension of 1 to {MAX_HEAD_DIM}; got {n}")
-    if k is None or v is None:
-        return 0
-    new = k.shape[1]
-    check_shape("k", k, (batch, new, n_kv_heads, head_dim), "q's batch and k_cache's heads")
-    check_shape("v", v, (batch, new, n_kv_heads, v_cache.shape[3]), "k's tokens and v_cache's heads")
-    if not (torch.compiler.is_compiling() or q.is_meta):
-        _check_memory({"k_cache": k_cache, "v_cache": v_cache}, {"q": q, "k": k, "v": v})
-    return new
-
-
-def _check_memory(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """No element of a cache is written twice or read as an input."""
-    for name, cache in written.items():
-        if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
-            raise ValueError(f"{name} must have a place of its own for each element; got strides {cache.stride()}")
-        for other, x in read.items():
-            begin, end = _bytes(x)
-            cache_begin, cache_end = _bytes(cache)
-            if begin < cache_end and cache_begin < end:
-                raise ValueError(f"{other} must not share memory with {name}, which is written to")
-    k_cache, v_cache = written.values()
-    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
-        raise ValueError("v_cache must not share memory with k_cache: both are written to")
-
-
-def _bytes(x: Tensor) -> tuple[int, int]:
-    """Returns the addresses from x's first element to the end of its last one."""
-    if x.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
-
-
 def _cached(
     q: Tensor,
     k_cache: Tensor,
@@ -218,16 +158,8 @@ def _cached(
 ) -> list[_Cached]:
     """Returns each sequence's part of the cache, checked."""
     batch, (rows, size) = q.shape[0], k_cache.shape[:2]
-    if cache_seqlens is None:
-        if new:
-            raise ValueError("cache_seqlens must be given with k and v: it says where they go")
-        cache_seqlens = size
-    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
-        lengths = _read("cache_seqlens", cache_seqlens, batch)
-    else:
-        lengths = [as_int("cache_seqlens", cache_seqlens)] * batch
-    chosen = list(range(batch)) if cache_batch_idx is None else _read("cache_batch_idx", cache_batch_idx, batch)
-    begins = [0] * batch if cache_leftpad is None else _read("cache_leftpad", cache_leftpad, batch)
+    lengths, at, begins = read_where(batch, new, size, cache_seqlens, cache_batch_idx, cache_leftpad)
+    chosen = list(range(batch)) if at is None else at
     for n, (row, begin, length) in enumerate(zip(chosen, begins, lengths, strict=True)):
         if not 0 <= length <= size:
             raise ValueError(
@@ -244,12 +176,6 @@ def _cached(
     if new and any(a == b for a, b in pairwise(sorted(chosen))):
         raise ValueError(f"cache_batch_idx must name no row twice where new keys are stored; got {chosen}")
     return [_Cached(*found) for found in zip(chosen, begins, lengths, strict=True)]
-
-
-def _read(name: str, x: Tensor, batch: int) -> list[int]:
-    check_integer(name, x)
-    check_shape(name, x, (batch,), "one for each sequence")
-    return x.tolist()
 
 
 def _in_common(cached: list[_Cached]) -> _Cached | None:
@@ -272,13 +198,8 @@ def _rotate(
 
     A slice of the tables is enough for sequences of one length; otherwise each token has its own row.
     """
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_float(name, table)
-        check_rank(name, table, 2, "[P, R/2]")
-    check_shape("rotary_sin", sin, cos.shape, "that of rotary_cos")
     after = max((part.length for part in cached), default=0) + max(k.shape[1], q.shape[1] if each else 1)
-    if after > cos.shape[0]:
-        raise ValueError(f"rotary_cos must have a row for each of {after} positions; got shape {tuple(cos.shape)}")
+    check_tables(cos, sin, after)
     one = _in_common(cached)
 
     def rotate(q: Tensor, k: Tensor, count: int, step: int) -> tuple[Tensor, Tensor]:
@@ -321,9 +242,16 @@ def _attend(
     qv: Tensor | None,
     attention_chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the queries over their sequences' part of the cache: dense calls on views of it. (A kernel that
-    took the lengths as a tensor would replace the loop.)"""
+    """(out, lse) of the queries over their sequences' part of the cache, in place: a dense call where that is the same
+    of all; else a row is a page of its own, and what reads no pages gets a dense call for each."""
     one, everyone = _in_common(cached), slice(0, len(cached))
+    if one is None and _reads_pages(q, k_cache, v_cache, options) and qv is None and not attention_chunk:
+        batch, n_queries = q.shape[:2]
+        lengths, begins = [part.length for part in cached], [part.begin for part in cached]
+        table = [[part.row] for part in cached]
+        places = Places(table, lengths, begins, [n_queries] * batch, [new] * batch)
+        out, lse = attend_places(q.flatten(0, 1), k_cache, v_cache, places, options)
+        return out.unflatten(0, (batch, n_queries)), lse.unflatten(1, (batch, n_queries)).transpose(0, 1)
     groups = (
         [(everyone, everyone, one)]
         if one
@@ -344,3 +272,8 @@ def _attend(
         return out, q.new_empty(0, *q.shape[2:0:-1], dtype=torch.promote_types(q.dtype, torch.float32))
     out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*found, strict=True))
     return out, lse
+
+
+def _reads_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options) -> bool:
+    whole = all(x.stride(3) == 1 and x.shape[1] > 0 for x in (k_cache, v_cache))
+    return whole and q.numel() > 0 and not (q.is_cuda and options["backend"] == "native")

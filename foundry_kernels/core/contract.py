@@ -83,6 +83,11 @@ class Cases(Protocol):
         an output 0 that is off by `error`. Needed where `FROM_OUTPUT` names any."""
         raise NotImplementedError
 
+    def why_not(self, case: Case, backend: str, device: str) -> str | None:
+        """The reason why a backend does not support a case on "cpu" or "cuda" that it refuses by name, or None: such a
+        case is not tried there."""
+        return None
+
     def compiled_cases(self, op: str) -> tuple[tuple[Case, torch.dtype], ...] | None:
         """What `python -m foundry_kernels inspect` compiles without --all; None for all benchmark and parity cases."""
         return None

@@ -26,6 +26,7 @@ from foundry_kernels.nn import (
     RotaryEmbedding,
     SwiGLU,
 )
+from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
@@ -145,7 +146,7 @@ class TransformerBlock(nn.Module):
         self,
         branch: Tensor | None,
         stream: Tensor,
-        cache: KeyValueStore | None = None,
+        cache: KeyValueStore | PagedKeyValues | None = None,
         return_stats: bool = False,
         *seen: Any,
     ) -> Passed:
@@ -166,7 +167,7 @@ class TransformerBlock(nn.Module):
     def _attend(
         self,
         y: Tensor,
-        cache: KeyValueStore | None,
+        cache: KeyValueStore | PagedKeyValues | None,
         attn_mask: Tensor | AttentionMask | None = None,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -203,7 +204,7 @@ class ParallelBlock(TransformerBlock):
         self,
         branch: Tensor | None,
         stream: Tensor,
-        cache: KeyValueStore | None = None,
+        cache: KeyValueStore | PagedKeyValues | None = None,
         return_stats: bool = False,
         *seen: Any,
     ) -> Passed:
@@ -225,7 +226,7 @@ class PostNormBlock(TransformerBlock):
         self,
         branch: Tensor | None,
         stream: Tensor,
-        cache: KeyValueStore | None = None,
+        cache: KeyValueStore | PagedKeyValues | None = None,
         return_stats: bool = False,
         *seen: Any,
     ) -> Passed:

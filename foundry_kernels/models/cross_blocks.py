@@ -18,6 +18,7 @@ from foundry_kernels.models.blocks import (
 )
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.nn import AlibiSlopes, ContextKeyValues, KeyValueStore, RotaryEmbedding
+from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 
 
@@ -40,7 +41,7 @@ class CrossBlock(TransformerBlock):
         self,
         branch: Tensor | None,
         stream: Tensor,
-        cache: KeyValueStore | None,
+        cache: KeyValueStore | PagedKeyValues | None,
         return_stats: bool,
         context: Tensor | ContextKeyValues,
         context_mask: AttentionMask | None,
@@ -66,7 +67,7 @@ class PostNormCrossBlock(CrossBlock):
         self,
         branch: Tensor | None,
         stream: Tensor,
-        cache: KeyValueStore | None,
+        cache: KeyValueStore | PagedKeyValues | None,
         return_stats: bool,
         context: Tensor | ContextKeyValues,
         context_mask: AttentionMask | None,

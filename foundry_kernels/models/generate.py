@@ -12,15 +12,17 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_bool, check_int, check_not_negative, check_positive
 from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.nn._tables import PositionTables
 
 if TYPE_CHECKING:
     from foundry_kernels.models.cache import KVCache
     from foundry_kernels.models.context import Context
+    from foundry_kernels.models.paged_cache import PagedBatch, PagedKVCache
     from foundry_kernels.models.transformer import Transformer
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
-Step = Callable[["Transformer", Tensor, "KVCache", "Context | None"], Tensor]
+Step = Callable[["Transformer", Tensor, "KVCache | PagedBatch", "Context | None"], Tensor]
 
 #: On a GPU, after how many tokens it is seen whether all rows have stopped: looking waits for the GPU.
 _LOOK_EVERY = 16
@@ -111,6 +113,7 @@ def generate(
     generator: torch.Generator | None = None,
     compile: bool | Mapping[str, Any] = False,
     context: Context | None = None,
+    cache: PagedKVCache | None = None,
     return_stats: bool = False,
 ) -> list[Tensor] | tuple[list[Tensor], GenerationStats]:
     """Continues each prompt by at most `max_new_tokens` tokens.
@@ -135,6 +138,8 @@ def generate(
             One graph runs all lengths, and later calls with the same model; the prompts' common part is read without
             it. A model that is compiled already is called as it is.
         context: of a model with `context_dim`, what its `read_context` has read, a row for each prompt.
+        cache: pages for the prompts' keys and values, beside what other sequences have there; they are free again when
+            this returns. None makes a cache for the call. Not with `compile`.
         return_stats: return the times of the two phases too. A GPU is waited for before, between and behind them.
 
     Returns:
@@ -145,7 +150,8 @@ def generate(
         TypeError: prompts or max_new_tokens are no integers.
         ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
             vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is
-            not causal or has no head, a context that does not fit.
+            not causal or has no head, a context or a cache that does not fit.
+        OutOfPages: the cache has fewer free pages than all rows need to the end.
     """
     config, device = model.config, model.tok_embeddings.weight.device
     if not (config.causal and config.head):
@@ -176,19 +182,22 @@ def generate(
     alike = shortest == longest and stop_token is None  # so that each row takes each token
     look_every = 1 if device.type == "cpu" else _LOOK_EVERY
     step = _step if compile is False else _compiled(compile)
+    if cache is not None and compile is not False:
+        raise ValueError("compile must be False with a cache in pages, whose tables each step makes")
     training = [(module, module.training) for module in model.modules()]
     model.eval()
+    rows_of: KVCache | PagedBatch | None = None
     try:
-        cache = model.make_cache(len(rows), total)
+        rows_of = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
         for module in model.modules():
             if isinstance(module, PositionTables) and not module.follows_length:
                 module.reserve(total)  # once, and not inside of a compiled step
         if compile is not False:
-            _fix_heads(cache)
+            _fix_heads(rows_of)  # type: ignore[arg-type]
         times = [_now(device)] if return_stats else []
         new = tokens[:, :shortest]
         for position in range(shortest, total):
-            logits = (_step if cache.length == 0 else step)(model, new, cache, context)
+            logits = (_step if rows_of.length == 0 else step)(model, new, rows_of, context)
             drawn = _choose(logits, temperature, top_k, top_p, generator)
             new = tokens[:, position : position + 1]
             if return_stats and position == shortest:
@@ -205,6 +214,9 @@ def generate(
         if return_stats:
             times.append(_now(device))
     finally:
+        if cache is not None and rows_of is not None:
+            for sequence in rows_of.sequences:  # type: ignore[union-attr]
+                cache.free(sequence)
         for module, mode in training:
             module.training = mode
     found = [row[:stop].clone() for row, stop in zip(tokens, end.tolist(), strict=True)]
@@ -231,7 +243,19 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _step(model: Transformer, tokens: Tensor, cache: KVCache, context: Context | None) -> Tensor:
+def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
+    """New sequences of the cache, with pages for `total` positions."""
+    sequences = [cache.add() for _ in range(n_rows)]
+    try:
+        cache.reserve(dict.fromkeys(sequences, total))
+    except OutOfPages:
+        for sequence in sequences:
+            cache.free(sequence)
+        raise
+    return cache.batch(sequences)
+
+
+def _step(model: Transformer, tokens: Tensor, cache: KVCache | PagedBatch, context: Context | None) -> Tensor:
     """Logits ``[B, V]`` of what follows `tokens` ``[B, T]``."""
     logits: Tensor = model(tokens, context=context, cache=cache, last_only=True)
     return logits[:, -1]

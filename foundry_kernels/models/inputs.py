@@ -9,12 +9,13 @@ from foundry_kernels.core.checks import check_device, check_int, check_integer, 
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
+from foundry_kernels.models.paged_cache import PagedBatch
 from foundry_kernels.ops.flash_attention.checks import check_lengths
 
 
 def check_tokens(
     tokens: Tensor,
-    cache: KVCache | None,
+    cache: KVCache | PagedBatch | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     config: ModelConfig,
@@ -27,11 +28,11 @@ def check_tokens(
         raise ValueError(f"tokens must hold at least one position; got shape {tuple(tokens.shape)}")
     if tokens.device != weight.device:
         raise ValueError(f"tokens must be on the model's device {weight.device}; got {tokens.device}")
+    if cache is not None and not config.causal:
+        raise ValueError("cache needs causal=True: what an encoder's positions see is not known before the last")
     if cu_seqlens is not None:
         _check_packed(tokens, cache, cu_seqlens, max_seqlen, config)
         return
-    if cache is not None and not config.causal:
-        raise ValueError("cache needs causal=True: what an encoder's positions see is not known before the last")
     if max_seqlen is not None:
         raise ValueError(f"max_seqlen needs cu_seqlens; got max_seqlen={max_seqlen} alone")
     start = 0 if cache is None else cache.length
@@ -50,13 +51,17 @@ def table_of(config: ModelConfig) -> str:
 
 
 def _check_packed(
-    tokens: Tensor, cache: KVCache | None, cu_seqlens: Tensor, max_seqlen: int | None, config: ModelConfig
+    tokens: Tensor,
+    cache: KVCache | PagedBatch | None,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None,
+    config: ModelConfig,
 ) -> None:
     check_integer("cu_seqlens", cu_seqlens)
     check_rank("cu_seqlens", cu_seqlens, 1, "[N + 1]")
     check_device("cu_seqlens", cu_seqlens, "tokens", tokens)
-    if cache is not None:
-        raise ValueError("cu_seqlens and cache exclude each other; got both")
+    if isinstance(cache, KVCache):
+        raise ValueError("cu_seqlens and cache exclude each other unless it is a PagedKVCache; got both")
     if tokens.shape[0] != 1:
         raise ValueError(f"tokens must be [1, total] with cu_seqlens; got shape {tuple(tokens.shape)}")
     total = tokens.shape[1]

@@ -22,6 +22,7 @@ from foundry_kernels.models.generate import generate
 from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
+from foundry_kernels.models.paged_cache import PagedBatch, PagedForward, PagedKVCache
 from foundry_kernels.models.shard import SequenceShard
 from foundry_kernels.nn import (
     AlibiSlopes,
@@ -183,7 +184,7 @@ class Transformer(nn.Module):
         token_types: Tensor | None = None,
         context: Tensor | Context | None = None,
         context_lengths: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedKVCache | PagedBatch | None = None,
         last_only: bool = False,
         ignore_index: int = -100,
         return_logits: bool = False,
@@ -203,7 +204,7 @@ class Transformer(nn.Module):
                 :class:`foundry_kernels.nn.Attention` names.
             cu_seqlens: ``[N + 1]`` int32 or int64: tokens are ``[1, total]`` and hold N sequences one after the other,
                 each from ``cu_seqlens[n]`` on, whose positions begin at 0 and which see no other's. Not with a mask,
-                lengths or a cache.
+                lengths or a :class:`KVCache`.
             max_seqlen: the longest of these sequences or any number above it; None is ``total``, which on a GPU
                 launches empty programs where there are many sequences, and makes rotary or sinusoidal tables of as many
                 rows. Under torch.compile, "dynamic" scaling takes it for the longest.
@@ -213,7 +214,10 @@ class Transformer(nn.Module):
             context_lengths: ``[B]`` int32 or int64: of context b the positions at ``context_lengths[b]`` and behind it
                 are padding, which nobody sees. What `read_context` has read knows its lengths.
             cache: keys and values of the positions before `tokens`; those of `tokens` are appended. Inference only.
-            last_only: logits of the last position only, ``[B, 1, V]``; not together with targets.
+                With a :class:`PagedKVCache`, or sequences of it (its `batch`), rows of `tokens` may continue at
+                different positions, and with `cu_seqlens` by different numbers of tokens; not with a mask or lengths.
+            last_only: logits of the last position only, ``[B, 1, V]``; not together with targets. With `cu_seqlens`
+                and a cache of the last token of each sequence, ``[1, N, V]``.
             ignore_index: positions with this target are ignored.
             return_logits: with targets, return the logits too.
             return_router_stats: return what the losses of the routers are made of too; needs a model with experts.
@@ -239,12 +243,14 @@ class Transformer(nn.Module):
             BackendUnavailable: a named backend does not support this device or dtype.
         """
         config, weight = self.config, self.tok_embeddings.weight
+        if isinstance(cache, PagedKVCache):
+            cache = cache.batch()
         if self.sequence_shard is None:
             check_tokens(tokens, cache, cu_seqlens, max_seqlen, config, weight)
         else:
             given = {"cache": cache, "attn_mask": attn_mask, "lengths": lengths, "last_only": last_only}
             self.sequence_shard.check(tokens, cu_seqlens, max_seqlen, config, weight, given)
-        if cache is not None:
+        if isinstance(cache, KVCache):
             cache.check(tokens, self._key_dtype(), config.n_layers)
         if targets is not None:
             check_targets(targets, tokens, last_only, ignore_index, config)
@@ -255,11 +261,17 @@ class Transformer(nn.Module):
             raise ValueError(
                 "return_router_stats needs a model with experts, whose configuration has n_experts; got True"
             )
+        paged: PagedForward | None = None
+        if isinstance(cache, PagedBatch):
+            paged = cache.begin(tokens, cu_seqlens, self._key_dtype(), config.n_layers)
+        stored = cache if isinstance(cache, KVCache) else paged
         balances = targets is not None and self.training and self.config.balances
         stream = self._embed(tokens)
         if self._prepares:
-            start, positions = 0 if cache is None else cache.length, seen[1] if seen else None
-            stream = prepare(self, stream, start, positions, token_types, max_seqlen)
+            start, positions, end = 0 if cache is None else cache.length, seen[1] if seen else None, max_seqlen
+            if paged is not None:
+                positions, end = paged.step.positions, paged.step.max_seqlen_k
+            stream = prepare(self, stream, start, positions, token_types, end)
         read = context
         if isinstance(read, Tensor):
             mask = None if context_lengths is None else AttentionMask.prefix(context_lengths)
@@ -267,16 +279,17 @@ class Transformer(nn.Module):
         branch: Tensor | None = None
         stats: list[RouterStats] = []
         for index, block in enumerate(self.layers):
-            layer_cache = None if cache is None else cache.layer(index)
+            layer_cache = None if stored is None else stored.layer(index)
             passed = seen if read is None else (read.layers[index], read.mask, *seen)
             branch, stream, *of_router = block(branch, stream, layer_cache, balances or return_router_stats, *passed)
             if of_router:
                 stats.append(RouterStats(*of_router))
         if last_only:
-            branch, stream = None if branch is None else branch[:, -1:], stream[:, -1:]
+            last = slice(-1, None) if paged is None or cu_seqlens is None else cu_seqlens[1:] - 1
+            branch, stream = None if branch is None else branch[:, last], stream[:, last]
         y = self._finish(branch, stream)
-        if cache is not None:
-            cache.advance(tokens.shape[1])
+        if stored is not None:
+            stored.advance(tokens.shape[1])
         asked = (stats,) if return_router_stats else ()
         if targets is None:
             logits = self._logits(y)
@@ -301,13 +314,17 @@ class Transformer(nn.Module):
     def _seen(
         self,
         tokens: Tensor,
-        cache: KVCache | None,
+        cache: KVCache | PagedBatch | None,
         attn_mask: Tensor | AttentionMask | None,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> tuple[Any, ...]:
         """What every block is called with besides (see `TransformerBlock`): nothing in a plain call."""
+        if isinstance(cache, PagedBatch):
+            if attn_mask is not None or lengths is not None or self.relative_bias is not None:
+                raise ValueError("a cache in pages goes with no attn_mask, lengths or bias of positions")
+            return ()  # the pages know where tokens are
         positions = None
         if self.sequence_shard is not None:
             return None, *self.sequence_shard.seen(tokens, cu_seqlens), max_seqlen

@@ -12,6 +12,7 @@ from foundry_kernels.core.checks import check_integer, check_positive, check_ran
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import Layers, layers_for
 from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
+from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
@@ -159,7 +160,7 @@ class Attention(torch.nn.Module):
         x: Tensor,
         positions: Tensor | int | None = None,
         *,
-        cache: KeyValueStore | None = None,
+        cache: KeyValueStore | PagedKeyValues | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attn_mask: Tensor | AttentionMask | None = None,
@@ -175,7 +176,7 @@ class Attention(torch.nn.Module):
             positions: of the tokens, as :class:`RotaryEmbedding` takes them; None continues the cache or starts at 0,
                 in a packed batch at 0 in each sequence.
             cache: this layer's stored keys and values, which the new ones are appended to. Query t then sees all that
-                was stored before, and the new keys up to its own.
+                was stored before, and the new keys up to its own. With pages there are no positions, mask or lengths.
             cu_seqlens: ``[N + 1]`` int32 or int64 of a packed batch: x is ``[1, total, dim]`` and holds N sequences one
                 after the other, sequence n at the tokens ``cu_seqlens[n] .. cu_seqlens[n + 1] - 1``, which see no
                 other's. Not together with a cache.
@@ -207,13 +208,15 @@ class Attention(torch.nn.Module):
         """
         self._check(x, cache, cu_seqlens, max_seqlen)
         if context is not None:
-            given = {"positions": positions, "cache": cache, "cu_seqlens": cu_seqlens, "lengths": lengths}
-            self._check_context(given)
+            self._check_context({"positions": positions, "cache": cache, "cu_seqlens": cu_seqlens, "lengths": lengths})
             return self._attend_to_context(x, context, attn_mask, context_lengths, return_lse, return_stats)
         if context_lengths is not None:
             raise ValueError("context_lengths needs a context; got context_lengths alone")
         if self.context_dim != self.dim:
             raise ValueError(f"context must be given: keys are made of width {self.context_dim}, x has {self.dim}")
+        if isinstance(cache, PagedKeyValues):
+            given: dict[str, Any] = {"positions": positions, "attn_mask": attn_mask, "lengths": lengths}
+            return self._attend_to_pages(x, cache, given, return_lse, return_stats)
         if attn_mask is not None or lengths is not None:
             n_keys = x.shape[1] if cache is None else cache.length + x.shape[1]
             check_masks(attn_mask, lengths, cu_seqlens, (x.shape[0], self.n_heads, x.shape[1], n_keys), x, "x")
@@ -224,6 +227,17 @@ class Attention(torch.nn.Module):
         options = self._options(self.causal, return_lse, return_stats)
         found = self._attend(q, k, v, attn_mask, cu_seqlens, max_seqlen, options)
         return self._merge_heads(layers, *found)
+
+    def _attend_to_pages(
+        self, x: Tensor, cache: PagedKeyValues, given: dict[str, Any], return_lse: bool, return_stats: bool
+    ) -> Tensor | tuple[Tensor, ...]:
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} and a cache in pages exclude each other; got both")
+        layers = layers_for(x, self.backends["flash_attention"])
+        q, k, v = self._queries_keys_values(layers, x, cache.positions, None, None, cache.step.max_seqlen_k)
+        options = self._options(self.causal, return_lse, return_stats)
+        return self._merge_heads(layers, *cache.attend(q, k, v, options))
 
     def keys_values(self, context: Tensor) -> ContextKeyValues:
         """Keys and values of a context ``[B, S, context_dim]``, for calls with ``context=``.
@@ -287,7 +301,7 @@ class Attention(torch.nn.Module):
             if value is not None:
                 raise ValueError(f"context needs {name}=None: queries and keys have no common positions")
 
-    def _check(self, x: Tensor, cache: KeyValueStore | None, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
+    def _check(self, x: Tensor, cache: object, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
         check_tensor("x", x)
         check_rank("x", x, 3, f"[B, T, {self.dim}]")
         if x.shape[-1] != self.dim:
@@ -334,7 +348,7 @@ class Attention(torch.nn.Module):
                 positions = cache.length
             elif positions is None and cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, x.shape[1])
-            end = None if cu_seqlens is None else self._end(x.shape[1], max_seqlen)
+            end = max_seqlen if cu_seqlens is None else self._end(x.shape[1], max_seqlen)
             place = (positions,) if end is None else (positions, end)
             plain = self.q_norm is None or not over_heads
             q, k = self.rope(q, k, *place) if plain else self._norm_and_rotate(q, k, *place)

@@ -153,6 +153,7 @@ class Row:
         impl = self.op.impl(self.backend)
         assert impl is not None
         cases = [c for c in self.op.cases.CASES[self.op.name] if c.interpreted or not interpreted]
+        cases = [c for c in cases if self.op.cases.why_not(c, self.backend, self.device) is None]
         chosen = [c for c in cases if case_id is None or c.id == case_id]
         own = [d for d in dtypes if d in impl.dtypes]
         # One element has no neighbours, and none at all proves little: the smallest that is more stands for its kind.

@@ -106,7 +106,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "varlen pages": (
         lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, block_table=cu_seqlens),
         ValueError,
-        r"block_table must be None: paged",
+        r"k must be \[num_blocks, page_block_size, Hk, D\] with block_table",
     ),
     "varlen dropout": (
         lambda: flash_attn_varlen_func(packed, packed, packed, cu_seqlens, cu_seqlens, 6, 6, -0.5),

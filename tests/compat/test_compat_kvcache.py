@@ -12,7 +12,7 @@ from table import Allocations
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.compat import flash_attn_with_kvcache, qv
+from foundry_kernels.compat import flash_attn_with_kvcache, paged_cache, qv
 
 ROWS, SIZE = 5, 16
 
@@ -144,7 +144,12 @@ def test_the_cache_is_used_where_it_lies(backend: str, ragged: bool, monkeypatch
         seen.extend((k, v))
         return fk.flash_attention(q, k, v, **options)
 
+    def record_packed(q: Tensor, k: Tensor, v: Tensor, *tables: Any, **options: Any) -> Any:
+        seen.extend((k, v))
+        return fk.flash_attention_varlen(q, k, v, *tables, **options)
+
     monkeypatch.setattr(qv, "flash_attention", record)
+    monkeypatch.setattr(paged_cache, "flash_attention_varlen", record_packed)
     size = 4096
     for memory in ((2, size, 2, 64), (2, 2, size, 64)):
         k_cache, v_cache = (torch.randn(memory) for _ in range(2))
@@ -157,7 +162,7 @@ def test_the_cache_is_used_where_it_lies(backend: str, ragged: bool, monkeypatch
         with torch.no_grad(), Allocations() as made:
             flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, backend=backend)
         assert {x.untyped_storage().data_ptr() for x in seen} == storages
-        assert sum(x.shape[0] * x.shape[2] for x in seen) == 2 * int((lengths + 1).sum())
+        assert len(seen) == 2  # one call, whatever the lengths
         assert torch.equal(k_cache[0, 4000], k[0, 0])
         if backend != "reference":  # whose matmul copies what it cannot batch
             assert made.largest < 3900 * 2 * 64
@@ -175,7 +180,6 @@ def kv(**changed: Any) -> Callable[[], object]:
 
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "pages": (kv(block_table=torch.zeros(2, 1, dtype=torch.int32)), ValueError, r"block_table must be None: paged"),
     "full": (
         kv(cache_seqlens=torch.tensor([4, 14])),
         ValueError,

@@ -313,9 +313,14 @@ torchs: Callable[..., Any] = lambda *a, **o: varlen_attn(packed, packed, packed,
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "descale": (lambda: flash_attn_func(x, x, x, q_descale=x), ValueError, r"q_descale must be None: 8-bit inputs"),  # type: ignore[arg-type]
-    "pages": (lambda: cached(page_table=one), ValueError, r"page_table must be None: paged key-value caches"),
-    "ragged queries": (lambda: cached(cu_seqlens_q=one), ValueError, r"cu_seqlens_q must be None: .*seqused_k"),
-    "ragged new keys": (lambda: cached(cu_seqlens_k_new=one), ValueError, r"cu_seqlens_k_new must be None"),
+    "pages": (lambda: cached(page_table=one, cache_seqlens=1), ValueError, r"page_table must be \[B, max_blocks\]"),
+    "pages and qv": (
+        lambda: cached(page_table=one[None], qv=x),
+        ValueError,
+        r"qv goes neither with page_table nor with",
+    ),
+    "ragged queries": (lambda: cached(cu_seqlens_q=one), ValueError, r"q must be \[total, heads, head_dim\]"),
+    "ragged new keys": (lambda: cached(cu_seqlens_k_new=one), ValueError, r"cu_seqlens_k_new needs cu_seqlens_q"),
     "other positions": (lambda: cached(rotary_seqlens=one), ValueError, r"rotary_seqlens must be None"),
     "cached qv": (lambda: cached(qv=x[..., :5]), ValueError, r"qv must have shape \(2, 3, 4, 8\)"),
     "splits": (lambda: varlen(num_splits=-1), ValueError, r"num_splits must be an int >= 0; got -1"),
@@ -345,7 +350,11 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"num_heads_q must leave an even number of qkv's 4 heads; got 3",
     ),
     "packed without heads": (lambda: flash_attn_qkvpacked_func(x), ValueError, r"num_heads_q must be given"),
-    "varlen_attn pages": (lambda: torchs(one, one, block_table=one), ValueError, r"block_table must be None: paged"),
+    "varlen_attn pages": (
+        lambda: torchs(one, one, block_table=one),
+        ValueError,
+        r"key must be \[num_blocks, page_block",
+    ),
     "varlen_attn keys": (lambda: torchs(one, None), ValueError, r"cu_seq_k must be given"),
     "varlen_attn heads": (
         lambda: varlen_attn(packed, packed[:, :2], packed[:, :2], one, one, 6, 6),

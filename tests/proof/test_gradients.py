@@ -23,7 +23,8 @@ def test_gradients_share_no_memory(row: Row) -> None:
     In float32, in which nothing has to be copied to be rounded.
     """
     interpreted = row.backend == "triton" and _triton.INTERPRET
-    for case in row.small_cases[: 3 if interpreted else None]:
+    cases = [c for c in row.small_cases if any(a is not None and a.grad for a in c.args.values())]
+    for case in cases[: 3 if interpreted else None]:
         args = case.make(torch.float32, row.device)
         wanted = {k: t for k, t in args.items() if t is not None and t.requires_grad}
         with saved_tensors() as saved:

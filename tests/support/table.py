@@ -82,7 +82,9 @@ class Row:
     @property
     def cases(self) -> tuple[Case, ...]:
         interpreted = self.backend == "triton" and _triton.INTERPRET
-        return tuple(c for c in self.op.cases.CASES[self.op.name] if c.interpreted or not interpreted)
+        device, cases = "cuda" if self.cuda_on_cpu else self.device, self.op.cases
+        made = (c for c in cases.CASES[self.op.name] if c.interpreted or not interpreted)
+        return tuple(c for c in made if cases.why_not(c, self.backend, device) is None)
 
     @property
     def small_cases(self) -> tuple[Case, ...]:

@@ -46,7 +46,7 @@ from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
-from foundry_kernels.ops.flash_attention.checks import check_dense, check_varlen, make_options
+from foundry_kernels.ops.flash_attention.checks import check_dense, check_paged, check_varlen, make_options
 
 
 # Both functions spell out their arguments, which editors and documentation show; all else they share.
@@ -66,6 +66,14 @@ class Options(TypedDict, total=False):
     deterministic: bool
     batch_invariant: bool
     backend: str
+
+
+class PagedOptions(Options, total=False):
+    """Those of packed sequences."""
+
+    block_table: Tensor | None
+    seqused_k: Tensor | None
+    leftpad_k: Tensor | None
 
 
 @overload
@@ -202,13 +210,13 @@ def flash_attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
     return_lse: Literal[False] = False,
     return_stats: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[PagedOptions],
 ) -> Tensor: ...
 @overload
 def flash_attention_varlen(
@@ -216,13 +224,13 @@ def flash_attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
     return_stats: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[PagedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attention_varlen(
@@ -230,23 +238,26 @@ def flash_attention_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
     return_lse: bool = False,
     return_stats: bool,
-    **options: Unpack[Options],
+    **options: Unpack[PagedOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     attn_mask: Tensor | AttentionMask | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -266,7 +277,8 @@ def flash_attention_varlen(
     """Attention within each of B sequences, packed one after the other without padding.
 
     Sequence n has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1] - 1`` and the keys and values
-    ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1] - 1``; for it, this is :func:`flash_attention`.
+    ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1] - 1``; for it, this is :func:`flash_attention`. With `block_table`, keys
+    and values are pages of a cache instead, which is read where it lies, by one launch for sequences of all lengths.
 
     Args:
         q: ``[total_q, H, D]`` float32, bfloat16, float16 or float64, any strides.
@@ -277,6 +289,14 @@ def flash_attention_varlen(
         cu_seqlens_k: ``[B + 1]``, the same for keys, from 0 to total_k.
         max_seqlen_q: the longest length in `cu_seqlens_q`, or any number above it.
         max_seqlen_k: the same for keys.
+        block_table: ``[B, max_blocks]`` int32 or int64: k is ``[num_blocks, page_block_size, Hk, D]`` and v
+            ``[num_blocks, page_block_size, Hk, Dv]``, with unit last strides, and position p of sequence n is row
+            ``p % page_block_size`` of page ``block_table[n, p // page_block_size]``. Pages have any size, lie in any
+            order, and may belong to several sequences. `cu_seqlens_k` has no more than the lengths then. Inference
+            only, without dropout.
+        seqused_k: ``[B]`` int32 or int64, with `block_table` and in place of `cu_seqlens_k`, which is None: how many
+            positions each sequence has. The last query is aligned with the last of these.
+        leftpad_k: ``[B]`` int32 or int64, with `block_table`: nobody sees the positions before this one; None is 0.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
         attn_mask: must be None: packed tokens have no common place in a mask.
         causal, scale, window, softcap, sinks, dropout_p, dropout_seed, align, deterministic, batch_invariant,
@@ -288,21 +308,41 @@ def flash_attention_varlen(
         :func:`flash_attention`, each ``[H, total_q]``.
 
     Raises:
-        As :func:`flash_attention`. The values of `cu_seqlens_q` and `cu_seqlens_k` are checked (ValueError) where
-        reading them does not wait for a GPU: on the CPU, outside of ``torch.compile``. Elsewhere they are the caller's
-        responsibility.
+        As :func:`flash_attention`. The values of cumulative lengths, of `block_table` and of the lengths beside it are
+        checked (ValueError) where reading them does not wait for a GPU: on the CPU, outside of ``torch.compile``.
+        Elsewhere they are the caller's responsibility; nothing outside of the tensors is read or written.
 
     The reference reads the lengths back to loop over sequences; under ``torch.compile``, where it cannot, it
-    materializes the whole ``total_q x total_k`` matrix of scores instead.
+    materializes the whole ``total_q x total_k`` matrix of scores instead. Of pages it makes copies. CUDA's native
+    kernels read no pages: "auto" is Triton there.
     """
     check_tensor("q", q)
+    pages = None
     q, k, v = _autocast(q, k, v)
-    check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        pages = check_paged(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
+        )
+        cu_seqlens_k, backend = None, _for_pages(backend, q)
+    else:
+        for name, x in (("seqused_k", seqused_k), ("leftpad_k", leftpad_k)):
+            if x is not None:
+                raise ValueError(f"{name} must be None without block_table; put the lengths into cu_seqlens_k")
+        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = make_options(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
-        attn_mask, dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats,
+        attn_mask, dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats, pages,
     )  # fmt: skip
+    if pages is not None and sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
+        raise ValueError("sinks take no gradient with block_table; use torch.no_grad() or detach them")
     return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
+
+
+def _for_pages(backend: str, q: Tensor) -> str:
+    """What "auto" is for keys in pages: CUDA's native kernels do not read them."""
+    if backend != "auto" or not q.is_cuda:
+        return backend
+    return "reference" if FLASH_ATTENTION_VARLEN.why_not("triton", "cuda", q.dtype) else "triton"
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

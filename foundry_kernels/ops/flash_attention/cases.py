@@ -17,10 +17,11 @@ from foundry_kernels.ops.flash_attention.case_makers import (
     packed_case,
 )
 from foundry_kernels.ops.flash_attention.cases_masked import MASKED, masked_cases_to_compile
+from foundry_kernels.ops.flash_attention.cases_paged import PAGED, paged_cases_to_compile
 from foundry_kernels.ops.flash_attention.scales import FROM_OUTPUT, of_output, scales
 from foundry_kernels.testing import Case, normal
 
-__all__ = ["CASES", "FROM_OUTPUT", "compiled_cases", "field_cases", "of_output", "scales"]
+__all__ = ["CASES", "FROM_OUTPUT", "compiled_cases", "field_cases", "of_output", "scales", "why_not"]
 
 _DENSE = (
     dense_case(1, (1, 1), (1, 1), 1),
@@ -189,8 +190,13 @@ def field_cases() -> Iterator[Case]:
 
 CASES: dict[str, tuple[Case, ...]] = {
     "flash_attention": (*_DENSE, *MASKED, *_paired()),
-    "flash_attention_varlen": _PACKED,
+    "flash_attention_varlen": (*_PACKED, *PAGED),
 }
+
+
+def why_not(case: Case, backend: str, device: str) -> str | None:
+    paged = case.args.get("block_table") is not None
+    return "reads no pages" if paged and backend == "native" and device == "cuda" else None
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
@@ -232,4 +238,5 @@ def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
         (packed_case(*both, 512, "window", window=(200, 30)), half),
         (packed_case(*both, 111, "causal", causal=True), half),
         *((packed_case(*both, d, "any-order", causal=True, **any_order), half) for d in (64, 128)),
+        *paged_cases_to_compile(),
     )

@@ -22,13 +22,14 @@ from foundry_kernels.core.checks import (
 from foundry_kernels.core.registry import FLOATS, is_dtensor
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.pages import NO_PAGES, Pages, check_pages
 
 ALIGNMENTS = ("bottom_right", "top_left")
 MAX_HEAD_DIM = 512
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _check_kind(q, k, v)
+    check_kind(q, k, v)
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
     if not len(shape_q) == len(shape_k) == len(shape_v) == 4:
         check_rank("q", q, 4, "[B, H, T, D]")
@@ -41,7 +42,7 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k must have q's batch size {batch}; got shape {tuple(k.shape)}")
     if batch_v != batch or n_heads_v != n_kv_heads or seqlen_v != seqlen_k:
         raise ValueError(f"v must be [B, Hk, S, Dv] with k's {tuple(k.shape[:3])} in front; got shape {tuple(v.shape)}")
-    _check_heads(n_heads, n_kv_heads, head_dim, head_dim_k, head_dim_v)
+    check_heads(n_heads, n_kv_heads, head_dim, head_dim_k, head_dim_v)
 
 
 def check_varlen(
@@ -49,11 +50,13 @@ def check_varlen(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> None:
-    _check_kind(q, k, v)
+    if cu_seqlens_k is None:
+        raise TypeError("cu_seqlens_k must be a torch.Tensor: it may be None only where block_table is given")
+    check_kind(q, k, v)
     check_rank("q", q, 3, "[total_q, H, D]")
     check_rank("k", k, 3, "[total_k, Hk, D]")
     check_rank("v", v, 3, "[total_k, Hk, Dv]")
@@ -62,9 +65,9 @@ def check_varlen(
     total_v, n_heads_v, head_dim_v = v.shape
     if total_v != total_k or n_heads_v != n_kv_heads:
         raise ValueError(f"v must be [total_k, Hk, Dv] with k's {tuple(k.shape[:2])} in front; got {tuple(v.shape)}")
-    _check_heads(n_heads, n_kv_heads, head_dim, head_dim_k, head_dim_v)
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
-    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
+    check_heads(n_heads, n_kv_heads, head_dim, head_dim_k, head_dim_v)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
     check_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "that of cu_seqlens_q")
     check_int("max_seqlen_q", max_seqlen_q, minimum=0)
     check_int("max_seqlen_k", max_seqlen_k, minimum=0)
@@ -73,7 +76,54 @@ def check_varlen(
         check_lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k.shape[0])
 
 
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor) -> None:
+def check_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+) -> Pages:
+    """Checks the same of keys and values in pages; returns where those of each sequence are."""
+    check_kind(q, k, v)
+    check_rank("q", q, 3, "[total_q, H, D]")
+    layout = "[num_blocks, page_block_size, Hk, D] with block_table"
+    check_rank("k", k, 4, layout)
+    check_rank("v", v, 4, layout)
+    check_shape("v", v, (*k.shape[:3], v.shape[3]), "k's pages and heads")
+    if k.shape[1] == 0:
+        raise ValueError(f"k must have pages of at least one position; got shape {tuple(k.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            raise ValueError(f"{name} must have a last stride of 1: pages are read where they are; got {x.stride()}")
+    check_heads(q.shape[1], k.shape[2], q.shape[2], k.shape[3], v.shape[3])
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", q)
+    check_int("max_seqlen_q", max_seqlen_q, minimum=0)
+    check_int("max_seqlen_k", max_seqlen_k, minimum=0)
+    if (cu_seqlens_k is None) == (seqused_k is None):
+        given = "neither" if seqused_k is None else "both"
+        raise ValueError(f"one of cu_seqlens_k and seqused_k must be given with block_table; got {given}")
+    if cu_seqlens_k is not None:
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", k)
+        check_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "that of cu_seqlens_q")
+        seqused_k = cu_seqlens_k.diff()
+    assert seqused_k is not None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("pages are for inference: no gradient flows with block_table; use torch.no_grad() or detach")
+    lengths = "seqused_k" if cu_seqlens_k is None else "the lengths in cu_seqlens_k"
+    pages = check_pages(block_table, seqused_k, leftpad_k, cu_seqlens_q.shape[0] - 1, k, (lengths, "leftpad_k", "k"))
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_lengths("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q.shape[0])
+        if type(seqused_k) is Tensor and seqused_k.numel() and (longest := int(seqused_k.max())) > max_seqlen_k:
+            raise ValueError(f"max_seqlen_k must be at least the longest sequence, {longest}; got {max_seqlen_k}")
+    return pages
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor) -> None:
     check_integer(name, cu_seqlens)
     check_rank(name, cu_seqlens, 1, "[B + 1]")
     check_device(name, cu_seqlens, packed_name, packed)
@@ -93,7 +143,7 @@ def check_lengths(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int,
         raise ValueError(f"{max_name} must be at least the longest sequence, {max(lengths)}; got {max_seqlen}")
 
 
-def _check_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Tensors of one floating-point dtype on one device."""
     check_float("q", q)
     check_tensor("k", k)
@@ -106,7 +156,7 @@ def _check_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_device("v", v, "q", q)
 
 
-def _check_heads(n_heads: int, n_kv_heads: int, head_dim: int, head_dim_k: int, head_dim_v: int) -> None:
+def check_heads(n_heads: int, n_kv_heads: int, head_dim: int, head_dim_k: int, head_dim_v: int) -> None:
     if n_kv_heads == 0 or n_heads % n_kv_heads != 0:
         raise ValueError(f"q must have a multiple of k's {n_kv_heads} heads; got {n_heads}")
     if head_dim == 0 or head_dim_v == 0:
@@ -139,6 +189,7 @@ def make_options(
     batch_invariant: bool = False,
     return_lse: bool = False,
     return_stats: bool = False,
+    pages: Pages | None = None,
 ) -> AttentionOptions:
     """The options of a call, checked; the tensors and lengths are those of `check_dense` or `check_varlen`."""
     left, right = window_sides(window, causal)
@@ -167,12 +218,17 @@ def make_options(
     drop: tuple[float, Tensor] | tuple[()] = ()
     if dropout_p != 0.0 or dropout_seed is not None or type(dropout_p) is not float:
         drop = dropout.arguments(q, dropout_p, dropout_seed, "q")
+    if drop and pages is not None:
+        raise ValueError(
+            f"dropout_p must be 0, and dropout_seed None, with block_table; got {dropout_p} and {dropout_seed}"
+        )
     if drop:
         seed = drop[1]
         if is_dtensor(q):
             heads = _global_heads(q, q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1)
     return AttentionOptions(  # by position, which takes half the time
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, softcap, alibi_slopes, sinks,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *(pages or NO_PAGES), scale, left, right,
+        softcap, alibi_slopes, sinks,
         bias, tiles, bits, drop[0] if drop else None, seed, heads,
         align == "bottom_right", deterministic or batch_invariant, batch_invariant, return_lse, return_stats,
     )  # fmt: skip

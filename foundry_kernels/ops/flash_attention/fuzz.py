@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.bench import CuSeqlens
 from foundry_kernels.ops.flash_attention.case_makers import alibi_slopes_of, bias_with_gaps, blocks, bool_mask
+from foundry_kernels.ops.flash_attention.cases_paged import BlockTable, Integers
 from foundry_kernels.testing import Arg, Case, Values, alike, normal, uniform
 from foundry_kernels.testing.fuzzing import ELEMENTS, layouts, sizes, spreads, tensors
 
@@ -39,7 +41,8 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
     if op == "flash_attention":
         batch, args, lengths = draw(_dense(n_heads, n_kv_heads, head_dim, head_dim_v))
     else:
-        batch, args, lengths = draw(_packed(n_heads, n_kv_heads, head_dim, head_dim_v))
+        kind = draw(st.sampled_from([_packed, _packed, _paged]))
+        batch, args, lengths = draw(kind(n_heads, n_kv_heads, head_dim, head_dim_v))
     options = draw(_options()) | lengths
     if draw(st.integers(0, 2)) == 0:
         shape = draw(st.sampled_from([(n_heads,), (batch, n_heads)]))
@@ -48,13 +51,15 @@ def random_case(draw: st.DrawFn, op: str) -> Case:
         # No larger: outputs would be subnormal float16, of which the sinks' gradient is the sum.
         sinks = st.sampled_from([normal(), normal(3.0), normal(1.0, 8.0)])
         args["sinks"] = draw(tensors((n_heads,), sinks, (None, torch.float32)))
+    if "block_table" in args:
+        args = {name: None if arg is None else replace(arg, grad=False) for name, arg in args.items()}
     if op == "flash_attention" and draw(st.integers(0, 1)):
         kind = draw(st.sampled_from(["bool", "bias", "tiles"]))
         if kind == "tiles":
             options["attn_mask"] = draw(_tiles(args))
         else:
             args["attn_mask"] = draw(_mask(args, kind))
-    if draw(st.integers(0, 2)) == 0:
+    if draw(st.integers(0, 2)) == 0 and "block_table" not in args:
         options["dropout_p"] = draw(st.sampled_from([0.0, 0.1, 0.5]))
         options["dropout_seed"] = draw(st.integers(0, 2**63 - 1))
     ranks = [3 if op == "flash_attention" else 2] if options.get("return_lse") or options.get("return_stats") else []
@@ -135,6 +140,39 @@ def _dense(
         "v": draw(tensors((batch, n_kv_heads, seqlen_k, head_dim_v), _VALUES)),
     }
     return batch, args, {}
+
+
+@st.composite
+def _paged(
+    draw: st.DrawFn, n_heads: int, n_kv_heads: int, head_dim: int, head_dim_v: int
+) -> tuple[int, dict[str, Arg | None], dict[str, Any]]:
+    most = max(draw(ELEMENTS) // (n_heads * head_dim), 3)
+    tokens, few = sizes(min(most, 140)), st.integers(0, 8)
+    lengths = draw(st.lists(st.tuples(draw(st.sampled_from([tokens, few])), tokens), max_size=5))
+    seqlen_q, seqlen_k = (tuple(n[i] for n in lengths) for i in (0, 1))
+    page_size = draw(st.integers(1, 20) | st.sampled_from([32, 64, 128]))
+    table = BlockTable(seqlen_k, page_size, draw(st.sampled_from([0, 0, 1, 2])))
+    index, batch = draw(st.sampled_from([torch.int32, torch.int64])), len(lengths)
+    layout = st.sampled_from(["contiguous", "swapped", "sliced", "offset"])  # columns side by side
+
+    def pages(width: int, values: st.SearchStrategy[Values]) -> Arg:
+        return Arg((table.n_pages, page_size, n_kv_heads, width), draw(layout), draw(values))
+
+    args: dict[str, Arg | None] = {
+        "q": draw(tensors((sum(seqlen_q), n_heads, head_dim), _QUERIES)),
+        "k": pages(head_dim, _keys(0)),
+        "v": pages(head_dim_v, _VALUES),
+        "cu_seqlens_q": Arg((batch + 1,), draw(_CU_SEQLENS_LAYOUTS), CuSeqlens(seqlen_q), index),
+        "cu_seqlens_k": None,
+        "block_table": Arg(
+            (batch, max(table.counts, default=0) + draw(st.integers(0, 2))), draw(_CU_SEQLENS_LAYOUTS), table, index
+        ),
+        "seqused_k": Arg((batch,), draw(_CU_SEQLENS_LAYOUTS), Integers(seqlen_k), index),
+    }
+    if draw(st.booleans()):
+        first = tuple(draw(st.integers(0, n)) for n in seqlen_k)
+        args["leftpad_k"] = Arg((batch,), draw(_CU_SEQLENS_LAYOUTS), Integers(first), index)
+    return batch, args, {f"max_seqlen_{x}": max(n, default=0) for x, n in (("q", seqlen_q), ("k", seqlen_k))}
 
 
 @st.composite

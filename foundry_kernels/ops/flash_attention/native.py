@@ -18,6 +18,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     ask = q.is_cuda and not torch.compiler.is_compiling()
     if ask and (reason := too_old(q.device.index)) is not None:  # mma.sync of bfloat16, cp.async
         raise BackendUnavailable(f"flash_attention: backend 'native': {reason}. Use backend 'reference'")
+    if q.is_cuda and options.block_table is not None:
+        raise BackendUnavailable(
+            "flash_attention_varlen: backend 'native': its CUDA kernels read no pages (block_table). Use 'triton'"
+        )
     # The operator takes all options in the order of the fields, and returns an empty tensor for what is not wanted.
     return options.select(*_ATTEND(q, k, v, *options))
 

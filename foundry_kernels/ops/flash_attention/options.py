@@ -16,6 +16,9 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
     cu_seqlens_k: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+    block_table: Tensor | None  # [B, max_blocks]: k and v are pages [num_blocks, page_block_size, Hk, D], see `pages`
+    seqused_k: Tensor | None  # [B], where there is a block_table, in place of cu_seqlens_k
+    leftpad_k: Tensor | None
     scale: float
     window_left: int | None
     window_right: int | None
@@ -48,7 +51,8 @@ class AttentionOptions(Options, not_in_schema=("return_lse", "return_stats")):
 #: The options that all backends support. One that supports an option more passes ``(*SUPPORTED_BY_ALL, "its name")`` to
 #: `refuse_others`.
 SUPPORTED_BY_ALL = (
-    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "scale", "window_left", "window_right", "softcap",
+    "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table", "seqused_k", "leftpad_k",
+    "scale", "window_left", "window_right", "softcap",
     "alibi_slopes", "sinks", "attn_mask", "mask_tiles", "mask_bits", "dropout_p", "dropout_seed", "dropout_heads",
     "bottom_right", "deterministic", "batch_invariant", "return_lse", "return_stats",
 )  # fmt: skip

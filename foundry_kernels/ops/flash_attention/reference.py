@@ -7,6 +7,8 @@ repeated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.flash_attention.attention_mask import dense
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_pairs, keep_scale
 from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
+from foundry_kernels.ops.flash_attention.pages import rows_of_all, rows_of_sequence
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor | tuple[Tensor, ...]:
@@ -212,21 +215,35 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tens
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """One sequence after the other: the least work, but the lengths must be read."""
     assert options.cu_seqlens_q is not None
-    assert options.cu_seqlens_k is not None
-    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
-    alibi_slopes = options.alibi_slopes
+    cu_seqlens_q, alibi_slopes = options.cu_seqlens_q.tolist(), options.alibi_slopes
+    keys = list(_keys_of_sequences(k, v, options))
     if len(cu_seqlens_q) == 1:  # no sequence: one without tokens keeps the result on the graph
-        cu_seqlens_q, cu_seqlens_k, alibi_slopes = [0, 0], [0, 0], None
+        cu_seqlens_q, alibi_slopes = [0, 0], None
+        keys = [(k[:0], v[:0])] if options.block_table is None else [(k[:0, 0], v[:0, 0])]
     found = []
     for n in range(len(cu_seqlens_q) - 1):
-        tokens_q, tokens_k = slice(*cu_seqlens_q[n : n + 2]), slice(*cu_seqlens_k[n : n + 2])
-        qn, kn, vn = (x.transpose(0, 1).unsqueeze(0) for x in (q[tokens_q], k[tokens_k], v[tokens_k]))
+        tokens_q = slice(*cu_seqlens_q[n : n + 2])
+        qn, kn, vn = (x.transpose(0, 1).unsqueeze(0) for x in (q[tokens_q], *keys[n]))
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         heads = None if options.dropout_p is None else _heads(options, n, q)
         out, *rows = _dense(qn, kn, vn, options._replace(alibi_slopes=slopes, dropout_heads=heads))
         found.append((out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows)))
     outs, *each = (list(x) for x in zip(*found, strict=True))
     return (torch.cat(outs), *(torch.cat(rows, dim=1) for rows in each))
+
+
+def _keys_of_sequences(k: Tensor, v: Tensor, options: AttentionOptions) -> Iterator[tuple[Tensor, Tensor]]:
+    """The keys and values ``[S, Hk, D]`` of each sequence."""
+    if options.block_table is None:
+        assert options.cu_seqlens_k is not None
+        for tokens in pairwise(options.cu_seqlens_k.tolist()):
+            yield k[slice(*tokens)], v[slice(*tokens)]
+        return
+    assert options.seqused_k is not None
+    ends = options.seqused_k.tolist()
+    begins = [0] * len(ends) if options.leftpad_k is None else options.leftpad_k.tolist()
+    for table, begin, end in zip(options.block_table, begins, ends, strict=True):
+        yield rows_of_sequence(k, table, begin, end), rows_of_sequence(v, table, begin, end)
 
 
 def _heads(options: AttentionOptions, n: int, q: Tensor) -> Tensor:
@@ -238,9 +255,36 @@ def _heads(options: AttentionOptions, n: int, q: Tensor) -> Tensor:
 
 def _in_one_matrix(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, ...]:
     """All sequences as one, with the pairs of different ones hidden: torch.compile can trace it, as nothing is read."""
+    if options.block_table is not None:
+        k, v, options = _packed_pages(k, v, options)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, *rows = _attend(q, k, v, options, _packed_bias(q.shape[1], q.shape[2], k.shape[2], options))
     return (out.squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in rows))
+
+
+def _packed_pages(k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, AttentionOptions]:
+    """Pages as packed sequences of one length, that of the table. What a sequence does not attend to is a sequence that
+    has no query, and 0, so that nothing in it spoils a sum."""
+    table, ends, begins = options.block_table, options.seqused_k, options.leftpad_k
+    assert table is not None
+    assert ends is not None
+    n_batch, length = table.shape[0], table.shape[1] * k.shape[1]
+    begins = torch.zeros_like(ends) if begins is None else begins
+    place = torch.arange(length, device=k.device)
+    used = ((place >= begins[:, None]) & (place < ends[:, None]))[..., None, None]
+    k, v = (rows_of_all(x, table).masked_fill(~used, 0.0).flatten(0, 1) for x in (k, v))
+    # Three sequences for each: what is before the padding's end, what is attended to, what is behind.
+    first = torch.arange(n_batch, device=k.device) * length
+    cu_seqlens_k = torch.stack((first, first + begins, first + ends), 1).flatten()
+    cu_seqlens_k = torch.cat((cu_seqlens_k, cu_seqlens_k.new_full((1,), n_batch * length)))
+    starts = options.cu_seqlens_q
+    assert starts is not None
+    cu_seqlens_q = torch.cat((torch.stack((starts[:-1], starts[:-1], starts[1:]), 1).flatten(), starts[-1:]))
+    slopes = options.alibi_slopes
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes.repeat_interleave(3, 0)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return k, v, options._replace(**lengths, alibi_slopes=slopes, block_table=None, seqused_k=None, leftpad_k=None)
 
 
 def _packed_bias(n_heads: int, n_queries: int, n_keys: int, options: AttentionOptions) -> _Bias:

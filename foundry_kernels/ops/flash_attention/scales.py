@@ -12,6 +12,7 @@ from torch import Tensor
 from foundry_kernels.ops.flash_attention import reference
 from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.ops.flash_attention.dropout import keep_mask, keep_scale
+from foundry_kernels.ops.flash_attention.pages import rows_of_sequence
 
 #: Gradients that a kernel computes from delta, which comes from the rounded output: whatever their own dtype and size,
 #: they are allowed one rounding for each row.
@@ -53,14 +54,13 @@ def scales(
     assert v is not None
     if "cu_seqlens_q" not in tensors:
         return _scales(q, k, v, {**options, **tensors}, cotangents)
-    cu_seqlens_q, cu_seqlens_k = tensors.pop("cu_seqlens_q"), tensors.pop("cu_seqlens_k")
+    cu_seqlens_q = tensors.pop("cu_seqlens_q")
     assert cu_seqlens_q is not None
-    assert cu_seqlens_k is not None
+    keys = _keys_of_sequences(k, v, tensors)
     options = {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
     most: dict[str, float] = {}
-    parts = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
-    for n, ((q0, q1), (k0, k1)) in enumerate(parts):
-        one = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1], cotangents[0][q0:q1])]
+    for n, ((q0, q1), of_keys) in enumerate(zip(pairwise(cu_seqlens_q.tolist()), keys, strict=True)):
+        one = [x.transpose(0, 1)[None] for x in (q[q0:q1], *of_keys, cotangents[0][q0:q1])]
         into_lse = tuple(c[None, :, q0:q1] for c in cotangents[1:])
         own = dict(tensors)
         slopes = own.get("alibi_slopes")
@@ -69,6 +69,21 @@ def scales(
         found = _scales(one[0], one[1], one[2], {**options, **own}, (one[3], *into_lse), n)
         most |= {name: max(size, most.get(name, 0.0)) for name, size in found.items()}
     return most
+
+
+def _keys_of_sequences(k: Tensor, v: Tensor, tensors: dict[str, Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """The keys and values of each packed sequence; takes what says where they are out of `tensors`."""
+    cu_seqlens_k, table = tensors.pop("cu_seqlens_k"), tensors.pop("block_table", None)
+    ends, begins = tensors.pop("seqused_k", None), tensors.pop("leftpad_k", None)
+    if table is None:
+        assert cu_seqlens_k is not None
+        return [(k[i:j], v[i:j]) for i, j in pairwise(cu_seqlens_k.tolist())]
+    if ends is None:
+        assert cu_seqlens_k is not None
+        ends = cu_seqlens_k.diff()
+    begins = torch.zeros_like(ends) if begins is None else begins
+    places = zip(table, begins.tolist(), ends.tolist(), strict=True)
+    return [(rows_of_sequence(k, *place), rows_of_sequence(v, *place)) for place in places]
 
 
 def _scales(

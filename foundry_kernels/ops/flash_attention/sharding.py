@@ -13,6 +13,7 @@ _DENSE = {"q": "bhtd", "k": "bhsd", "v": "bhse", "out": "bhte", "sinks": "h"}
 _DENSE |= dict.fromkeys(("lse", "entropy", "max_logit"), "bht")
 _PACKED = {"q": "thd", "k": "shd", "v": "she", "out": "the", "sinks": "h", "cu_seqlens_q": "c", "cu_seqlens_k": "c"}
 _PACKED |= dict.fromkeys(("lse", "entropy", "max_logit"), "ht")
+_PAGES = {"k": "xyhd", "v": "xyhe", "block_table": "nm", "seqused_k": "n", "leftpad_k": "n"}
 _MASKS = ("attn_mask", "mask_tiles")
 _SAME = {"mask_bits": "nw", "dropout_seed": "..."}
 
@@ -21,7 +22,8 @@ def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     packed, alibi_slopes = args.get("cu_seqlens_q") is not None, args.get("alibi_slopes")
     per_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
     if packed:
-        return _PACKED | _SAME | {"alibi_slopes": "nh" if per_sequence else "h", "dropout_heads": "nh"}, "h"
+        pages = {} if args.get("block_table") is None else _PAGES
+        return _PACKED | pages | _SAME | {"alibi_slopes": "nh" if per_sequence else "h", "dropout_heads": "nh"}, "h"
     masks = {name: _mask_letters(mask) for name in _MASKS if (mask := args.get(name)) is not None}
     if "attn_mask" in masks:
         masks["dbias"] = masks["attn_mask"]

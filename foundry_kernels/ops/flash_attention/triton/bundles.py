@@ -79,6 +79,16 @@ class Keys(NamedTuple):
     seqlen: Any
 
 
+class Pages(NamedTuple):
+    """Where the pages of a sequence are, see `pages`."""
+
+    table: Any  # pointer to the sequence's row
+    start: Any  # the position of key 0
+    last: Any  # the number of the last page that there is
+    stride_k: Any  # from page to page
+    stride_v: Any
+
+
 class State(NamedTuple):
     """The running softmax of each row [M], see `softmax`."""
 

@@ -15,8 +15,11 @@ from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.bundles import (
     Bits,
     Dense,
+    Keys,
     Mask,
+    Pages,
     Results,
+    Rows,
     Scoring,
     Sizes,
     State,
@@ -25,6 +28,7 @@ from foundry_kernels.ops.flash_attention.triton.dense import add_bias, fixed_par
 from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropout
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
+from foundry_kernels.ops.flash_attention.triton.pages import load_from_pages
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
@@ -36,11 +40,12 @@ MAX_SPLITS = tl.constexpr(64)
 
 
 @triton.jit
-def _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN: tl.constexpr):
+def _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """(the number of splits that sequence n uses, the place of the first in the workspace). Packed sequences of unequal
-    lengths take no more places than their keys do: what comes before n fills start_k // split_keys + n at most."""
+    lengths take no more places than their keys do: what comes before n fills start_k // split_keys + n at most.
+    Of pages the host does not know how many keys there are."""
     used = tl.minimum(tl.cdiv(seqlen_k, split_keys), num_splits)
-    first = start_k // split_keys + n if VARLEN else n * num_splits
+    first = start_k // split_keys + n if VARLEN and not PAGE_SIZE else n * num_splits
     return used, first
 
 
@@ -49,18 +54,19 @@ def flash_attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, sums_ptr, states_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr,
+    block_table_ptr, leftpad_k_ptr,
     n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
     stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    threshold, keep_scale,
+    threshold, keep_scale, stride_table, n_pages,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
     HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """A row is a query of one of the heads of a group, `n_rows` <= BLOCK_M of them: the heads vary fastest. With SPLIT
     the sums [splits, Hk, n_rows, DV] and three times `n_states` numbers, the states of the same rows, are written, else
@@ -74,9 +80,9 @@ def flash_attention_decode_kernel(
     n = (pid // n_kv_heads % n_batch).to(tl.int64)
     split = pid // n_kv_heads // n_batch
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
-        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
+        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN, leftpad_k_ptr, PAGE_SIZE
     )
-    used, place = _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN)
+    used, place = _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN, PAGE_SIZE)
     if split >= tl.maximum(used, 1):
         return
     rows = tl.arange(0, BLOCK_M)  # [M]
@@ -88,8 +94,13 @@ def flash_attention_decode_kernel(
     p_q = q_ptr + n * stride_qb + (tl.cast(start_q, tl.int64) + tokens) * stride_qt + heads * stride_qh
     dims = tl.arange(0, BLOCK_D)[None, :]
     b_q = tl.load(p_q[:, None] + dims, mask=m_rows[:, None] & (dims < D), other=0.0)  # [M, D]
-    keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                     n, kv_head, 1, start_k, seqlen_k)  # fmt: skip
+    if PAGE_SIZE:
+        k, v = Rows(k_ptr + kv_head * stride_kh, stride_ks), Rows(v_ptr + kv_head * stride_vh, stride_vs)
+        keys = Keys(k, v, seqlen_k)
+        pages = Pages(block_table_ptr + n * stride_table, start_k, n_pages - 1, stride_kb, stride_vb)
+    else:
+        keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+                         n, kv_head, 1, start_k, seqlen_k)  # fmt: skip
     slope = load_slope(alibi_slopes_ptr, stride_alibi, n, heads[:, None], HAS_BIAS, COMPUTE) if HAS_ALIBI else None
     dense = Dense(
         fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, heads[:, None], tokens[:, None],
@@ -117,8 +128,12 @@ def flash_attention_decode_kernel(
             end = tl.minimum(end, begin + split_keys)
     for j0 in range(begin, end, BLOCK_N):
         j0 = tl.multiple_of(j0, BLOCK_N)
-        b_k = load_rows(rows_from(keys.k, j0), seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)  # [N, D]
-        b_v = load_rows(rows_from(keys.v, j0), seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)  # [N, DV]
+        if PAGE_SIZE:
+            b_k = load_from_pages(keys.k, pages, pages.stride_k, j0, seqlen_k, BLOCK_N, BLOCK_D, D, True, PAGE_SIZE)
+            b_v = load_from_pages(keys.v, pages, pages.stride_v, j0, seqlen_k, BLOCK_N, BLOCK_DV, DV, True, PAGE_SIZE)
+        else:
+            b_k = load_rows(rows_from(keys.k, j0), seqlen_k - j0, BLOCK_N, BLOCK_D, D, True)  # [N, D]
+            b_v = load_rows(rows_from(keys.v, j0), seqlen_k - j0, BLOCK_N, BLOCK_DV, DV, True)  # [N, DV]
         places = tl.arange(0, BLOCK_N)[None, :]
         b_s, _b_t = scores(dot(b_q, tl.trans(b_k)), j0 + places - q_pos, scoring)  # [M, N]
         if HAS_BIAS:
@@ -156,11 +171,11 @@ def flash_attention_decode_kernel(
 @triton.jit(do_not_specialize=["num_splits"])
 def flash_attention_combine_kernel(
     sums_ptr, states_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, sinks_ptr,
-    n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
+    leftpad_k_ptr, n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     stride_ob, stride_oh, stride_ot, stride_lseb,
     VARLEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_LSE: tl.constexpr,
     SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One row from its splits: the sums as one softmax over all keys would have them, added in a fixed order."""
     pid = tl.program_id(0)
@@ -168,12 +183,12 @@ def flash_attention_combine_kernel(
     kv_head = (pid // n_rows % n_kv_heads).to(tl.int64)
     n = (pid // n_rows // n_kv_heads).to(tl.int64)
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
-        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
+        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN, leftpad_k_ptr, PAGE_SIZE
     )
     token = row // group
     if token >= seqlen_q:
         return
-    used, place = _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN)
+    used, place = _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN, PAGE_SIZE)
     at = (place * n_kv_heads + kv_head) * n_rows + row
     step = tl.cast(n_kv_heads, tl.int64) * n_rows
     splits = tl.arange(0, MAX_SPLITS)[None, :]  # [1, splits]

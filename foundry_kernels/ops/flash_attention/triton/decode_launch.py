@@ -52,7 +52,7 @@ def _plan_decode(
         keys = min(keys, p.max_seqlen_q + right)
     split_keys, num_splits = split(config["BLOCK_M"], keys)
     assert split_keys % config["BLOCK_N"] == 0, "a tile would read the keys of the next split"
-    places = p.tokens_k // split_keys + p.n_batch if p.packed else p.n_batch * num_splits
+    places = p.tokens_k // split_keys + p.n_batch if p.packed and not p.page_size else p.n_batch * num_splits
     n_states = places * p.n_kv_heads * rows
     counts = (
         p.n_batch, p.n_kv_heads, p.group, rows, p.tokens_q, p.tokens_k, split_keys, num_splits, n_states,
@@ -61,10 +61,11 @@ def _plan_decode(
     numbers = (*counts, *p.strides_qkv, *strides, p.stride_lseb)
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
     grid = (num_splits * p.n_batch * p.n_kv_heads,)
-    decode = Plan(grid, numbers, p.numbers | p.constants | flags | {"SPLIT": num_splits > 1} | config)
+    decode = Plan(grid, numbers, p.numbers | p.constants | p.pages | flags | {"SPLIT": num_splits > 1} | config)
     if num_splits == 1:
         return decode, None, 0, 0
     shared = {name: p.constants[name] for name in ("VARLEN", "HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
+    shared["PAGE_SIZE"] = p.pages["PAGE_SIZE"]
     tags = f"{8 * p.dtype.itemsize}-bit D<={shared['BLOCK_DV']}"
     found = combine_rows(shared["BLOCK_DV"], MAX_SPLITS.value)
     chunk = choose("flash_attention_combine_kernel", tags, found, p.device)
@@ -82,10 +83,12 @@ def launch_decode(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     pairs: tuple[Tensor | None, ...],
+    pages: tuple[Tensor | None, Tensor | None],
     save_lse: bool,
     save_stats: bool,
 ) -> None:
-    """`results` are out, lse, entropy and max_logit, `lengths` the cu_seqlens, `pairs` those of `pair_tensors`."""
+    """`results` are out, lse, entropy and max_logit, `lengths` the cu_seqlens, `pairs` those of `pair_tensors`, `pages`
+    those of `page_tensors`."""
     out = results[0]
     assert out is not None
     decode, combine, n_states, width = _plan_decode(p, out.stride(), sinks is not None, save_lse, save_stats)
@@ -94,7 +97,7 @@ def launch_decode(
         dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
         sums = out.new_empty((n_states, width), dtype=dtype)
         states = sums.new_empty((3 if save_stats else 2, n_states))
-    tensors = (*inputs, *results, sums, states, *lengths, alibi_slopes, sinks, *pairs)
+    tensors = (*inputs, *results, sums, states, *lengths, alibi_slopes, sinks, *pairs, *pages)
     launch(flash_attention_decode_kernel, decode, *tensors)
     if combine is not None:
-        launch(flash_attention_combine_kernel, combine, sums, states, *results, *lengths, sinks)
+        launch(flash_attention_combine_kernel, combine, sums, states, *results, *lengths, sinks, pages[1])

@@ -15,9 +15,12 @@ from foundry_kernels.ops.flash_attention.triton.block_range import block_range
 from foundry_kernels.ops.flash_attention.triton.bundles import (
     Bits,
     Dense,
+    Keys,
     Mask,
+    Pages,
     Pairs,
     Results,
+    Rows,
     Scoring,
     Sizes,
     State,
@@ -27,6 +30,7 @@ from foundry_kernels.ops.flash_attention.triton.dropout import kept, load_dropou
 from foundry_kernels.ops.flash_attention.triton.finish import finish_rows
 from foundry_kernels.ops.flash_attention.triton.mask import seen_keys
 from foundry_kernels.ops.flash_attention.triton.order import program_order
+from foundry_kernels.ops.flash_attention.triton.pages import load_from_pages, offsets_in_pages
 from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_factor, scores
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
@@ -35,11 +39,18 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_
 
 
 @triton.jit
-def _products(b_q, k, tile, m_keys, CHECK: tl.constexpr, sizes):
+def _products(b_q, keys, pages, tile, m_keys, CHECK: tl.constexpr, sizes, PAGE_SIZE: tl.constexpr):
     """[M, N]: of the queries with one tile of keys; with CHECK only `m_keys` are read, [N, 1] or one for all."""
-    p_k = k.ptr + tl.cast(tl.multiple_of(tile * sizes.BLOCK_N, sizes.BLOCK_N), tl.int64) * k.stride
-    dims = tl.arange(0, sizes.BLOCK_D)[None, :]
-    p_k += tl.arange(0, sizes.BLOCK_N)[:, None] * k.stride + dims
+    k = keys.k
+    if PAGE_SIZE:
+        dims = tl.arange(0, sizes.BLOCK_D)[None, :]
+        p_k = k.ptr + offsets_in_pages(
+            pages, pages.stride_k, k.stride, tile * sizes.BLOCK_N, keys.seqlen, sizes.BLOCK_N, PAGE_SIZE
+        ) + dims  # fmt: skip
+    else:
+        p_k = k.ptr + tl.cast(tl.multiple_of(tile * sizes.BLOCK_N, sizes.BLOCK_N), tl.int64) * k.stride
+        dims = tl.arange(0, sizes.BLOCK_D)[None, :]
+        p_k += tl.arange(0, sizes.BLOCK_N)[:, None] * k.stride + dims
     if CHECK and sizes.D != sizes.BLOCK_D:
         b_k = tl.load(p_k, mask=m_keys & (dims < sizes.D), other=0.0)
     elif CHECK:
@@ -54,7 +65,7 @@ def _products(b_q, k, tile, m_keys, CHECK: tl.constexpr, sizes):
 @triton.jit
 def _attend_range(
     b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, begin, end, scoring, mask, pairs, dense,
-    MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes,
+    pages, MASKED: tl.constexpr, SAVE_STATS: tl.constexpr, AHEAD: tl.constexpr, sizes, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tiles end - 1, .., begin of keys, or to those at these places of the list `order`; q_pos [M, 1] is
     the position of each query among the keys, i0 the first query.
@@ -69,10 +80,10 @@ def _attend_range(
         j0 = tl.multiple_of(tile_at(order, tile) * sizes.BLOCK_N, sizes.BLOCK_N)
         if AHEAD:  # the next tile is whole; where there is none, nothing is loaded or, in whole tiles, this one again
             b_now, following = b_qk, tl.maximum(tile - 1, first_tile)
-            b_qk = _products(b_q, keys.k, tile_at(order, following), following < tile, MASKED, sizes)
+            b_qk = _products(b_q, keys, pages, tile_at(order, following), following < tile, MASKED, sizes, PAGE_SIZE)
         else:
             m_keys = tl.arange(0, sizes.BLOCK_N)[:, None] < keys.seqlen - j0
-            b_now = _products(b_q, keys.k, tile_at(order, tile), m_keys, MASKED, sizes)
+            b_now = _products(b_q, keys, pages, tile_at(order, tile), m_keys, MASKED, sizes, PAGE_SIZE)
         places = tl.arange(0, sizes.BLOCK_N)[None, :]
         b_s, _b_t = scores(b_now, j0 + places - q_pos, scoring)
         if scoring.bias is not None:
@@ -88,7 +99,13 @@ def _attend_range(
         b_p, b_shrink, state = online_softmax(b_s, factor, state, SOME_EMPTY, SAVE_STATS)
         if pairs.dropout is not None:
             b_p = tl.where(kept(pairs.dropout, i0, rows, j0, places, sizes), b_p, pairs.dropout.zero)
-        b_v = load_rows(rows_from(keys.v, j0), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)
+        if PAGE_SIZE:
+            b_v = load_from_pages(
+                keys.v, pages, pages.stride_v, j0, keys.seqlen, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED,
+                PAGE_SIZE,
+            )  # fmt: skip
+        else:
+            b_v = load_rows(rows_from(keys.v, j0), keys.seqlen - j0, sizes.BLOCK_N, sizes.BLOCK_DV, sizes.DV, MASKED)
         b_acc = dot(round_to(b_p, b_v.dtype), b_v, b_acc * b_shrink[:, None])
     return b_acc, state, b_qk
 
@@ -98,18 +115,19 @@ def flash_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
+    block_table_ptr, leftpad_k_ptr,
     n_batch, n_heads, group, section, tokens_q, tokens_k,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
     stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
-    stride_listb, stride_listh, stride_listr, threshold, keep_scale,
+    stride_listb, stride_listh, stride_listr, threshold, keep_scale, stride_table, n_pages,
     VARLEN: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
     HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Under a causal mask the last tiles have most to do, so they come first in their section. `stride_lseb` is the
     batch stride of lse, entropy and max_logit, `stride_alibi` that of the slopes."""
@@ -121,7 +139,7 @@ def flash_attention_fwd_kernel(
     if HAS_RIGHT:
         tile = tiles - 1 - tile
     start_q, seqlen_q, start_k, seqlen_k = seqlen_info(
-        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN
+        n, cu_seqlens_q_ptr, cu_seqlens_k_ptr, tokens_q, tokens_k, VARLEN, leftpad_k_ptr, PAGE_SIZE
     )
     i0 = tile * BLOCK_M
     if i0 >= seqlen_q:
@@ -132,8 +150,15 @@ def flash_attention_fwd_kernel(
     q_pos = (rows + offset)[:, None]
     q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, first)
     b_q = load_rows(q, seqlen_q - i0, BLOCK_M, BLOCK_D, D, True)
-    keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-                     n, head, group, start_k, seqlen_k)  # fmt: skip
+    if PAGE_SIZE:
+        kv_head = head // group
+        k, v = Rows(k_ptr + kv_head * stride_kh, stride_ks), Rows(v_ptr + kv_head * stride_vh, stride_vs)
+        keys = Keys(k, v, seqlen_k)
+        pages = Pages(block_table_ptr + n * stride_table, start_k, n_pages - 1, stride_kb, stride_vb)
+    else:
+        keys = head_keys(k_ptr, v_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+                         n, head, group, start_k, seqlen_k)  # fmt: skip
+        pages = None
     slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
     dense = Dense(
         fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_maskt, n, head, rows[:, None], seqlen_q,
@@ -168,19 +193,19 @@ def flash_attention_fwd_kernel(
     if AHEAD:
         last_tile = tile_at(order, tl.maximum(end - 1, 0))
         m_keys = tl.arange(0, BLOCK_N)[:, None] < seqlen_k - last_tile * BLOCK_N
-        b_qk = _products(b_q, keys.k, last_tile, m_keys, True, sizes)
+        b_qk = _products(b_q, keys, pages, last_tile, m_keys, True, sizes, PAGE_SIZE)
     b_acc, state, b_qk = _attend_range(
         b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, masked_tile, end, scoring, mask, pairs, dense,
-        True, SAVE_STATS, AHEAD, sizes,
+        pages, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
     )  # fmt: skip
     b_acc, state, b_qk = _attend_range(
         b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, full_tile, full_stop, scoring, mask, pairs, dense,
-        False, SAVE_STATS, AHEAD, sizes,
+        pages, False, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
     )  # fmt: skip
     if HAS_LEFT and not HAS_TILES:
         b_acc, state, b_qk = _attend_range(
             b_acc, state, b_qk, b_q, i0, q_pos, keys, order, first_tile, first_tile, tl.minimum(full_tile, end),
-            scoring, mask, pairs, dense, True, SAVE_STATS, AHEAD, sizes,
+            scoring, mask, pairs, dense, pages, True, SAVE_STATS, AHEAD, sizes, PAGE_SIZE,
         )  # fmt: skip
     if dropout is not None:
         b_acc = b_acc * dropout.scale

@@ -38,6 +38,7 @@ class TensorOptions(NamedTuple):
     biased: bool  # the mask is floating
     mask_tiles: Layout | None
     dropout_heads: bool
+    table: Layout | None  # of the pages
 
 
 def tensor_options(options: AttentionOptions) -> TensorOptions:
@@ -48,6 +49,7 @@ def tensor_options(options: AttentionOptions) -> TensorOptions:
         mask is not None and mask.dtype != torch.bool,
         None if tiles is None else (tiles.shape, tiles.stride()),
         options.dropout_heads is not None,
+        None if options.block_table is None else _table_layout(options.block_table),
     )
 
 
@@ -57,6 +59,18 @@ def pair_tensors(options: AttentionOptions) -> tuple[Tensor | None, ...]:
         options.attn_mask, options.mask_tiles, contiguous(options.mask_bits), options.dropout_seed,
         contiguous(options.dropout_heads),
     )  # fmt: skip
+
+
+def _table_layout(table: Tensor) -> Layout:
+    return table.shape, table.stride() if table.stride(1) == 1 else (table.shape[1], 1)
+
+
+def page_tensors(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
+    """The options that say where pages are, in the order of the kernels' parameters."""
+    table = options.block_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    return table, contiguous(options.leftpad_k)
 
 
 class KernelOptions(NamedTuple):

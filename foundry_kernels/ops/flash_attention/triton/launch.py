@@ -30,6 +30,7 @@ from foundry_kernels.ops.flash_attention.triton.kernel_options import (
     kernel_options,
     numbers_of,
     options_of,
+    page_tensors,
     pair_tensors,
     tensor_options,
 )
@@ -203,6 +204,8 @@ class _Problem:
         self.packed = n_sequences is not None
         self.n_heads, self.tokens_q, self.head_dim = q[0][1:]
         self.n_kv_heads, self.tokens_k, self.head_dim_v = v[0][1:]
+        if tensors.table is not None:
+            self.tokens_k *= tensors.table[0][1]
         self.n_batch = q[0][0] if n_sequences is None else n_sequences
         self.group = self.n_heads // max(self.n_kv_heads, 1)
         self.max_seqlen_q = min(options.max_seqlen_q, self.tokens_q)
@@ -215,6 +218,11 @@ class _Problem:
         found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
         self.numbers, constants, self.needs_registers = found
         self.mask_tiles = tensors.mask_tiles
+        self.page_size = 0 if tensors.table is None else k[0][2]
+        #: What forward kernels get of pages, by the names of their parameters.
+        self.pages: dict[str, Any] = {"stride_table": None, "n_pages": None, "PAGE_SIZE": False}
+        if tensors.table is not None:
+            self.pages = {"stride_table": tensors.table[1][0], "n_pages": k[0][0], "PAGE_SIZE": self.page_size}
         masks = tensors.attn_mask is not None, tensors.mask_tiles is not None
         self.pairs = PairOptions(*masks, options.dropout_p is not None)
         self.window = (self.numbers["left"], self.numbers["right"])
@@ -222,6 +230,8 @@ class _Problem:
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
         self.layouts = (q, k, v)
         self.strides_qkv = self.strides(q[1], k[1], v[1])
+        if tensors.table is not None:  # pages have a place in memory, as the sequences of a batch have
+            self.strides_qkv = (*self.strides(q[1]), *k[1][:3], *v[1][:3])
         self.constants = constants | {
             "VARLEN": self.packed,
             "COMPUTE": compute_dtype(dtype),
@@ -324,7 +334,7 @@ def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool
         *p.strides(out), p.stride_lseb,
     )  # fmt: skip
     lists = list_strides(p, config["BLOCK_M"], config["BLOCK_N"], False)
-    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | lists | flags | config)
+    return Plan((tiles * p.n_batch * p.n_heads,), numbers, p.numbers | p.constants | p.pages | lists | flags | config)
 
 
 def launch_fwd(
@@ -333,14 +343,19 @@ def launch_fwd(
     out, lse, entropy, max_logit = empty_fwd(q, v, options, save_lse, save_stats)
     if out.numel() == 0:
         return out, lse, entropy, max_logit
-    q, k, v, result = _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v)), _batched(out)
+    result = _batched(out)
+    if options.block_table is None:
+        q, k, v, keys = _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v)), options.cu_seqlens_k
+    else:  # pages are read where they are, whatever their alignment, and queries have as many columns
+        near = q.stride(2) == 1 and q.stride(0) < _FAR_APART
+        q, k, v, keys = _batched(q if near else q.contiguous()), k.transpose(1, 2), v.transpose(1, 2), options.seqused_k
     p = _problem(q, k, v, options)
     target = _target(result, p.head_dim_v)
     sinks, slopes = contiguous(options.sinks), contiguous(options.alibi_slopes)
-    pairs = pair_tensors(options)
-    lengths, results = (contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k)), (lse, entropy, max_logit)
+    pairs, pages = pair_tensors(options), page_tensors(options)
+    lengths, results = (contiguous(options.cu_seqlens_q), contiguous(keys)), (lse, entropy, max_logit)
     if p.few_queries:
-        launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, pairs, save_lse, save_stats)
+        launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, pairs, pages, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
         if "TURNS" in plan.constants:
@@ -349,6 +364,7 @@ def launch_fwd(
             gluon_launch.launch_gluon(plan, q, k, v, target, lse)
         else:
             lists = launch_lists(p, plan, options.mask_tiles, False)
-            launch(flash_attention_fwd_kernel, plan, q, k, v, target, *results, *lengths, slopes, sinks, *pairs, lists)
+            others = (*results, *lengths, slopes, sinks, *pairs, lists, *pages)
+            launch(flash_attention_fwd_kernel, plan, q, k, v, target, *others)
     _copy_back(target, result)
     return out, lse, entropy, max_logit

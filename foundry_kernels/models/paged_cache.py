@@ -1,0 +1,228 @@
+"""Keys and values of many sequences of any lengths, in pages that they take as they grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.checks import check_int
+from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.pages import Pages
+from foundry_kernels.nn._paged import PagedKeyValues, PagedStep
+
+
+class PagedKVCache:
+    """Preallocated pages of keys and values for every layer, which sequences of any lengths take as they grow.
+
+    Memory: ``2 * n_layers * n_pages * page_size * n_kv_heads * head_dim`` elements, whatever the number of sequences.
+
+    A sequence has a number: :meth:`add` makes one, :meth:`fork` another that begins as it is and shares its pages
+    until one is written to, :meth:`free` gives its pages back. ``model(tokens, cache=cache.batch([a, b]))`` appends a
+    row of tokens to each of these; ``cache=cache`` is all sequences in the order in which they were made. With
+    `cu_seqlens` tokens are ``[1, total]`` and each sequence gets as many as it says: the chunk of a prompt beside
+    single tokens of others. All is for inference.
+
+    Args:
+        config: of the model.
+        n_pages: pages in all.
+        page_size: positions of a page.
+        device, dtype: of the keys and values that the model computes (under autocast, autocast's dtype).
+
+    Attributes:
+        k, v: for each layer ``[n_pages, page_size, Hk, D]``.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        n_pages: int,
+        page_size: int = 16,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_int("n_pages", n_pages, minimum=1)
+        check_int("page_size", page_size, minimum=1)
+        shape = (n_pages, page_size, config.kv_heads, config.head_width)
+        self._max_len = config.max_seq_len if config.positions == "learned" else math.inf
+        self.k = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.v = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self._pages = Pages(n_pages, page_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.k[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k[0].dtype
+
+    @property
+    def page_size(self) -> int:
+        return self._pages.page_size
+
+    @property
+    def n_pages(self) -> int:
+        return self._pages.n_pages
+
+    @property
+    def n_free(self) -> int:
+        """Pages that no sequence has."""
+        return self._pages.n_free
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The numbers of the sequences, in the order in which they were made."""
+        return self._pages.sequences
+
+    def add(self) -> int:
+        """Returns the number of a new sequence, which is empty and has no page yet."""
+        return self._pages.add()
+
+    def fork(self, sequence: int) -> int:
+        """Returns the number of a new sequence that holds what this one does. Nothing is copied: a page that both have
+        is copied when one of them is to be written to it."""
+        return self._pages.fork(sequence)
+
+    def free(self, sequence: int) -> None:
+        """Forgets the sequence, and frees the pages that no other one has."""
+        self._pages.free(sequence)
+
+    def length(self, sequence: int) -> int:
+        """Returns how many positions are stored of the sequence."""
+        return self._pages.length(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets the positions of the sequence from `length` on; ValueError if it has fewer."""
+        self._pages.truncate(sequence, length)
+
+    def block_table(self, sequence: int) -> tuple[int, ...]:
+        """Returns the pages of the sequence, in the order of its positions."""
+        return self._pages.table(sequence)
+
+    def batch(self, sequences: Sequence[int] | None = None) -> PagedBatch:
+        """Returns these sequences, or all, as the rows of a batch, for `cache` of :class:`Transformer`.
+
+        Raises:
+            ValueError: a number that is no sequence's, or twice.
+        """
+        chosen = self.sequences if sequences is None else tuple(sequences)
+        for sequence in chosen:
+            self.length(sequence)
+        if len(set(chosen)) != len(chosen):
+            raise ValueError(f"sequences must differ from each other; got {list(chosen)}")
+        return PagedBatch(self, chosen)
+
+    def reserve(self, counts: dict[int, int]) -> None:
+        """Gives each sequence pages for so many positions more, and copies those that it is to write to and that others
+        have too. A step does so by itself.
+
+        Raises:
+            OutOfPages: there are fewer free pages; nothing has changed.
+        """
+        pairs = self._pages.reserve(counts)
+        if pairs:
+            before, after = torch.tensor(pairs, device=self.device).unbind(1)
+            for stored in (*self.k, *self.v):
+                stored[after] = stored[before]
+
+    def advance(self, counts: dict[int, int]) -> None:
+        """Adds to the lengths what has been stored."""
+        self._pages.advance(counts)
+
+    def __repr__(self) -> str:
+        n, size, h, d = self.k[0].shape
+        return (
+            f"PagedKVCache(layers={len(self.k)}, n_pages={n}, page_size={size}, n_kv_heads={h}, head_dim={d}, "
+            f"sequences={len(self.sequences)}, free={self.n_free}/{n}, {self.dtype}, {self.device})"
+        )
+
+
+class PagedBatch:
+    """Sequences of a :class:`PagedKVCache` as the rows of a batch; their lengths may differ."""
+
+    def __init__(self, cache: PagedKVCache, sequences: tuple[int, ...]) -> None:
+        self.cache, self.sequences = cache, sequences
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.cache.length(sequence) for sequence in self.sequences]
+
+    @property
+    def length(self) -> int:
+        """That of the longest."""
+        return max(self.lengths, default=0)
+
+    def begin(self, tokens: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, n_layers: int) -> PagedForward:
+        """Makes room for `tokens` ``[B, T]``, or ``[1, total]`` with `cu_seqlens`, for one forward pass.
+
+        Raises:
+            ValueError: they do not fit the cache.
+            OutOfPages: there are fewer free pages; nothing has changed.
+        """
+        cache, (batch, count) = self.cache, tokens.shape
+        if len(cache.k) != n_layers:
+            raise ValueError(f"cache holds {len(cache.k)} layers; the model has {n_layers}")
+        if tokens.device != cache.device:
+            raise ValueError(f"cache must be on the tokens' device {tokens.device}; got {cache.device}")
+        if dtype != cache.dtype:
+            raise ValueError(f"cache must have the dtype of the keys, {dtype}; got {cache.dtype}")
+        if torch.is_grad_enabled():
+            raise ValueError("cache is for inference: gradients do not flow through it; use torch.no_grad()")
+        rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        if rows != len(self.sequences):
+            raise ValueError(f"cache's batch has {len(self.sequences)} sequences; got tokens of {rows}")
+        counts = [count] * batch
+        if cu_seqlens is not None:
+            counts = [after - before for before, after in pairwise(cu_seqlens.tolist())]
+        for sequence, length, new in zip(self.sequences, self.lengths, counts, strict=True):
+            if length + new > cache._max_len:
+                raise ValueError(
+                    f"sequence {sequence} holds {length} positions, and {new} more exceed max_seq_len={cache._max_len}, the "
+                    "length of the table of learned positions"
+                )
+        own = dict(zip(self.sequences, counts, strict=True))
+        cache.reserve(own)
+        return PagedForward(cache, own, self._step(counts, cu_seqlens, tokens))
+
+    def _step(self, counts: list[int], cu_seqlens: Tensor | None, tokens: Tensor) -> PagedStep:
+        size, lengths, device = self.cache.page_size, self.lengths, tokens.device
+        tables = [self.cache.block_table(sequence) for sequence in self.sequences]
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        columns = max((-(-end // size) for end in ends), default=0)
+        each = list(zip(tables, lengths, ends, strict=True))
+        at = [(p, pages[p // size], p % size) for pages, length, end in each for p in range(length, end)]
+
+        def made(values: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        position, page, offset = made(at, torch.int64).reshape(-1, 3).unbind(1)
+        table = [[*pages[:columns], *[0] * (columns - len(pages))] for pages in tables]
+        return PagedStep(
+            position.reshape(tokens.shape), page, offset, made([0, *accumulate(counts)]), made(ends),
+            made(table).reshape(len(tables), columns), max(counts, default=0), max(ends, default=0),
+        )  # fmt: skip
+
+
+class PagedForward:
+    """One forward pass. The lengths move only when all layers are done: one that fails half-way leaves what the cache
+    holds as it was, and its sequences keep the room that was made for them."""
+
+    def __init__(self, cache: PagedKVCache, counts: dict[int, int], step: PagedStep) -> None:
+        self.step, self._cache, self._counts = step, cache, counts
+
+    def layer(self, index: int) -> PagedKeyValues:
+        """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it."""
+        return PagedKeyValues(self._cache.k[index], self._cache.v[index], self.step)
+
+    def advance(self, count: int) -> None:
+        """Advances the lengths by what each sequence has got."""
+        self._cache.advance(self._counts)
