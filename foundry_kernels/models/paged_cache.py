@@ -186,8 +186,8 @@ class PagedBatch:
         for sequence, length, new in zip(self.sequences, self.lengths, counts, strict=True):
             if length + new > cache._max_len:
                 raise ValueError(
-                    f"sequence {sequence} holds {length} positions, and {new} more exceed max_seq_len={cache._max_len}, the "
-                    "length of the table of learned positions"
+                    f"sequence {sequence} holds {length} positions, and {new} more exceed max_seq_len={cache._max_len}, "
+                    "the length of the table of learned positions"
                 )
         own = dict(zip(self.sequences, counts, strict=True))
         cache.reserve(own)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foundry_kernels.core.contract import SAMPLED, Sample
-from foundry_kernels.ops.flash_attention import bench_encoder, bench_masked
+from foundry_kernels.ops.flash_attention import bench_encoder, bench_masked, bench_paged
 from foundry_kernels.testing import Arg, Case
 
 #: (B, H, Hk, T, D), by device. On a GPU 16384 tokens each, the heads of Llama-3-8B.
@@ -39,6 +39,7 @@ BENCH_QUICK = (
     "D=64-packed",
     *("-half-masked", "-bias", "-bias-gradient", "-dropout"),
     *bench_encoder.QUICK,
+    *bench_paged.QUICK,
 )
 UNCHECKED = (bench_masked.PLAIN,)
 
@@ -79,7 +80,7 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     if op != "flash_attention":
         packed = packed_case(_PACKED, 8, 2, 64)
         dropped = replace(packed, id=f"{packed.id}-dropout", options={**packed.options, "dropout_p": 0.1})
-        return (packed, dropped) if device == "cpu" else ()
+        return (*((packed, dropped) if device == "cpu" else ()), *bench_paged.cases(device))
     whole = (bench_case(*shape, causal) for shape in _SHAPES[device] for causal in (True, False))
     decode = (decode_case(b, keys) for b in _DECODE_BATCH[device] for keys in _DECODE_KEYS)
     return (*whole, *decode, *bench_masked.cases(device), *bench_encoder.cases(device))
@@ -125,6 +126,8 @@ def _packed(q: Arg | Tensor) -> bool:
 def tokens_made(case: Case) -> int | None:
     """Tokens that a call generates: one per sequence in decoding, None elsewhere."""
     q = case.args["q"]
+    if q is not None and bench_paged.is_decoding(case):
+        return q.shape[0]
     return q.shape[0] if q is not None and not _packed(q) and q.shape[2] == 1 else None
 
 
@@ -133,6 +136,8 @@ def workspace_bytes(case: Case) -> int:
     q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None
+    if bench_paged.is_decoding(case):
+        return 48 * q.shape[0] * q.shape[1] * int(case.options["max_seqlen_k"])
     if _packed(q):
         return 48 * q.shape[1] * int(case.options["max_seqlen_q"]) ** 2
     b, h, t, _ = q.shape
@@ -157,7 +162,9 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
     q k and p v. Backward: q k again, dout v, and those of dq, dk and dv; what a kernel computes twice counts once."""
     q, k, v = (x for name in "qkv" if (x := args[name]) is not None)
     d, dv = q.shape[-1], v.shape[-1]
-    if _packed(q):  # the lengths are in memory: of others than the benchmark's all are taken for the longest
+    if _packed(q) and options["max_seqlen_q"] == 1:
+        pairs = bench_paged.pairs(q)
+    elif _packed(q):  # the lengths are in memory: of others than the benchmark's all are taken for the longest
         lengths = _PACKED if q.shape[0] == sum(_PACKED) else (int(options["max_seqlen_q"]),)
         pairs = q.shape[1] * sum(t * (t + 1) // 2 for t in lengths)
     else:
@@ -224,10 +231,12 @@ def _one_by_one(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
+def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] | str]:
     """What else computes this, by name, or the reason why it cannot here. "eager" is also what torch.compile is
     given."""
     if op != "flash_attention":
+        if bench_paged.is_decoding(case):
+            return bench_paged.peers()
         if case.options.get("dropout_p"):
             return {"eager": _one_by_one(bench_masked.eager_with_dropout)}
         flash = partial(_sdpa, causal=True, kernel=SDPBackend.FLASH_ATTENTION)
