@@ -185,10 +185,8 @@ class PagedBatch:
             counts = [after - before for before, after in pairwise(cu_seqlens.tolist())]
         for sequence, length, new in zip(self.sequences, self.lengths, counts, strict=True):
             if length + new > cache._max_len:
-                raise ValueError(
-                    f"sequence {sequence} holds {length} positions, and {new} more exceed max_seq_len={cache._max_len}, "
-                    "the length of the table of learned positions"
-                )
+                table = f"max_seq_len={cache._max_len}, the length of the table of learned positions"
+                raise ValueError(f"sequence {sequence} holds {length} positions, and {new} more exceed {table}")
         own = dict(zip(self.sequences, counts, strict=True))
         cache.reserve(own)
         return PagedForward(cache, own, self._step(counts, cu_seqlens, tokens))

@@ -133,7 +133,8 @@ def test_pages_go_beyond_max_seq_len(positions: str) -> None:
     model = Transformer(ModelConfig(**{**SHAPE, "max_seq_len": 8}, positions=positions)).eval()  # type: ignore[arg-type]
     cache, rows = PagedKVCache(model.config, 12, 4), [draw(20, seed=1), draw(3, seed=2)]
     batch, cu_seqlens = cache.batch([cache.add(), cache.add()]), torch.tensor([0, 20, 23])
-    for row, part in zip(rows, model(torch.cat(rows)[None], cache=batch, cu_seqlens=cu_seqlens)[0].split([20, 3]), strict=True):
+    logits = model(torch.cat(rows)[None], cache=batch, cu_seqlens=cu_seqlens)[0]
+    for row, part in zip(rows, logits.split([20, 3]), strict=True):
         torch.testing.assert_close(part, model(row[None])[0], rtol=1e-4, atol=1e-4)
     found = model(draw(2, 1), cache=batch)[0, 0]
     expected = model(torch.cat([rows[0], draw(2, 1)[0]])[None])[0, -1]
