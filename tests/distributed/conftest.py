@@ -53,7 +53,7 @@ def resumed(script: Any) -> Callable[[dict[str, Any]], None]:
         assert result["held_out"] == pytest.approx(whole.held_out, abs=1e-5)
         for key, weight in whole.model.state_dict().items():
             # AdamW makes a whole step of a gradient that is nothing but rounding: two backends in one process differ by
-            # 4e-5 here. What a checkpoint had lost would show as 1e-2.
+            # 4e-5 here.
             assert (result["weights"][key] - weight).abs().max() <= 1e-4 * weight.abs().max(), key
 
     return check
