@@ -40,7 +40,8 @@ __device__ __forceinline__ Pack<float, kVec> load_bias(const void* bias, int64_t
 }
 
 template <class X, class B, Activation kActivation, int kVec, bool kDropout>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const BiasActForward a, unsigned col_blocks) {
+__global__ void __launch_bounds__(kThreads, 4)  // without a number ptxas aims at more blocks, and spills for it
+    forward_kernel(const BiasActForward a, unsigned col_blocks) {
   const Place<kVec> place(col_blocks);
   if (place.col >= a.n_cols) return;
   const int64_t n_rows = a.rows.count(), first = place.row_block * kRows;
