@@ -13,10 +13,10 @@ import torch
 import foundry_kernels as fk
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models import EncoderDecoder, GenerationStats, ModelConfig, Transformer
-from foundry_kernels.models.speculative import Sampling, _judge
+from foundry_kernels.models.speculative import Sampling, _judge, _Reader
 
 NATIVE = "native" in OPS["flash_attention"].backends("cpu")
-BACKENDS = ("reference", *(("native",) if NATIVE else ()))
+BACKENDS = ("reference", *(("auto",) if NATIVE else ()))
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=23, max_seq_len=64, init_std=0.4)
 SMALL = replace(CONFIG, dim=16, n_layers=1, n_heads=2)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6, 2]]
@@ -87,11 +87,18 @@ def test_positions_that_end_with_the_last_token() -> None:
 
 @pytest.mark.skipif(not NATIVE, reason="needs the compiled extension")
 def test_bfloat16_is_the_same_to_the_bit_within_batch_invariant() -> None:
+    """Tokens, and the logits of passes over several tokens, from pages, beside those of a token at a time."""
     model, draft = model_of(CONFIG, backend="auto").bfloat16(), model_of(SMALL, 2, "auto").bfloat16()
-    with fk.batch_invariant():
+    with fk.batch_invariant(), torch.no_grad():
         for one in (model, draft):
             rows = model.generate(PROMPTS, 40, draft=one, draft_tokens=3)
-            assert all(map(torch.equal, rows, model.generate(PROMPTS, 40)))
+            expected = model.generate(PROMPTS, 40)
+            assert all(map(torch.equal, rows, expected))
+        tokens = torch.stack([row[-40:] for row in expected])
+        cache, reader = model.make_cache(4), _Reader(model, [40] * 4)
+        single = [model(tokens[:, n : n + 1], cache=cache) for n in range(40)]
+        chunks = [reader.read({row: tokens[row, n : n + 5].tolist() for row in range(4)}) for n in range(0, 40, 5)]
+        assert torch.equal(torch.cat([chunk.unflatten(0, (4, 5)) for chunk in chunks], 1), torch.cat(single, 1))
 
 
 def test_under_autocast() -> None:
