@@ -172,8 +172,9 @@ def generate(
         TypeError: prompts or max_new_tokens are no integers.
         ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
             vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is
-            not causal or has no head, a context or a cache that does not fit, a draft that is not causal, has no head,
-            another vocabulary or device, or too few learned positions.
+            not causal or has no head, a context or a cache that does not fit, a draft of another vocabulary or device
+            or that could not generate, and with one a context, a cache, `compile`, relative positions or "dynamic"
+            frequencies beyond their table.
         OutOfPages: the cache has fewer free pages than all rows need to the end.
     """
     config, device = model.config, model.tok_embeddings.weight.device
