@@ -44,7 +44,7 @@ class GenerationStats:
             token.)
         prefill_seconds: until the first tokens are drawn, and a draft has read the prompts too.
         decode_seconds: from then on, with what `compile` compiles in the first call.
-        drafted_tokens: that a draft proposed and the model judged.
+        drafted_tokens: that a draft proposed and the model verified.
         accepted_tokens: of these, those that the model accepted.
     """
 
@@ -156,7 +156,7 @@ def generate(
         context: of a model with `context_dim`, what its `read_context` has read, a row for each prompt.
         cache: pages for the prompts' keys and values, beside what other sequences have there; they are free again when
             this returns. None makes a cache for the call. Not with `compile`.
-        draft: a smaller model of the same vocabulary, whose proposals this one judges, several tokens in one pass (see
+        draft: a smaller model of the same vocabulary, whose proposals this one verifies, several in one pass (see
             :mod:`foundry_kernels.models.speculative`). Tokens are distributed as without it, and greedy ones are the
             same. A pass over several tokens may round the last bits of logits otherwise than one over a single token,
             so near-ties may be decided otherwise; not so within :func:`foundry_kernels.batch_invariant`. Both models

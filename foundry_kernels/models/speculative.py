@@ -1,4 +1,4 @@
-"""Speculative decoding: a small model drafts several tokens, and the large one judges them in one pass.
+"""Speculative decoding: a small model drafts several tokens, and the large one verifies them in one pass.
 
 The large model accepts a drafted token x with probability ``min(1, p(x) / q(x))``, p being its own probabilities and q
 the draft's. It replaces the first that it rejects by a draw from ``max(p - q, 0)``, and behind the last accepted one it
@@ -105,8 +105,8 @@ def speculate(
     began = _now(device)
     rows: list[list[int]] = [prompt.tolist() for prompt in prompts]
     ends = [len(row) + max_new_tokens for row in rows]
-    judge, drafter = _Reader(model, ends), _Reader(draft, ends)
-    logits = judge.read(dict(enumerate(rows)), last_only=True)
+    target, drafter = _Reader(model, ends), _Reader(draft, ends)
+    logits = target.read(dict(enumerate(rows)), last_only=True)
     for row, token in zip(rows, _choose(logits, *sampling).tolist(), strict=True):
         row.append(token)
     drafter.read({n: row[:-1] for n, row in enumerate(rows)}, last_only=True)
@@ -119,14 +119,15 @@ def speculate(
         # The rows that take the most proposals first, so that those of each step are the first ones.
         counts = {n: min(draft_tokens, left[n] - 1) for n in sorted(left, key=lambda n: -left[n])}
         tokens, q = _propose(drafter, rows, counts, sampling)
-        proposals = {n: _until(tokens[i].tolist()[: counts[n]], stop_token) for i, n in enumerate(counts)}
+        drawn = zip(counts.items(), tokens.tolist(), strict=True)
+        proposals = {n: _until(proposed[:count], stop_token) for (n, count), proposed in drawn}
         lengths = [len(proposed) for proposed in proposals.values()]
-        logits = judge.read({n: [rows[n][-1], *proposed] for n, proposed in proposals.items()})
+        logits = target.read({n: [rows[n][-1], *proposed] for n, proposed in proposals.items()})
         padded = pad_sequence(logits.split([length + 1 for length in lengths]), batch_first=True)
-        taken, behind = _judge(padded, tokens, q, torch.tensor(lengths, device=device), sampling)
+        taken, behind = _verify(padded, tokens, q, torch.tensor(lengths, device=device), sampling)
         for n, count, token in zip(counts, taken.tolist(), behind.tolist(), strict=True):
             rows[n] += _until([*proposals[n][:count], token], stop_token)
-            judge.keep(n, len(rows[n]) - 1)
+            target.keep(n, len(rows[n]) - 1)
             drafter.keep(n, len(rows[n]) - 1)
             drafted, accepted = drafted + len(proposals[n]), accepted + count
     found = [torch.tensor(row, device=device) for row in rows]
@@ -208,7 +209,7 @@ def _propose(
     return tokens, torch.stack([F.pad(one, (0, 0, 0, n)) for one, n in zip(likely, missing, strict=True)], 1)
 
 
-def _judge(
+def _verify(
     logits: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """Decides how many drafted tokens each row takes, and which token follows them.

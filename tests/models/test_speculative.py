@@ -13,7 +13,7 @@ import torch
 import foundry_kernels as fk
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models import EncoderDecoder, GenerationStats, ModelConfig, Transformer
-from foundry_kernels.models.speculative import Sampling, _judge, _Reader
+from foundry_kernels.models.speculative import Sampling, _Reader, _verify
 
 NATIVE = "native" in OPS["flash_attention"].backends("cpu")
 BACKENDS = ("reference", *(("auto",) if NATIVE else ()))
@@ -40,8 +40,11 @@ def like(model: Transformer, noise: float) -> Transformer:
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["llama", "learned", "alibi-window", "experts"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*(("llama", backend) for backend in BACKENDS)]
+    + [(name, BACKENDS[-1]) for name in ("learned", "alibi-window", "experts")],
+)
 def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> None:
     changes = {
         "llama": {},
@@ -50,9 +53,8 @@ def test_greedy_tokens_are_those_without_a_draft(name: str, backend: str) -> Non
         "experts": {"n_experts": 4},
     }
     model = model_of(replace(CONFIG, **changes[name]), backend=backend)
-    rates = set()
+    rates, expected = set(), model.generate(PROMPTS, 21)
     for draft in (model, like(model, 0.05), model_of(SMALL, 2)):
-        expected = model.generate(PROMPTS, 21)
         for count in (1, 4, 30):
             rows, stats = model.generate(PROMPTS, 21, draft=draft, draft_tokens=count, return_stats=True)
             assert all(map(torch.equal, rows, expected))
@@ -70,7 +72,7 @@ def test_the_end_of_rows() -> None:
         rows = model.generate(PROMPTS, count, draft=draft)
         assert all(torch.equal(row, long[: len(p) + count]) for row, long, p in zip(rows, whole, PROMPTS, strict=True))
     lengths = set()
-    for stop in range(CONFIG.vocab_size):
+    for stop in range(0, CONFIG.vocab_size, 2):
         expected = model.generate(PROMPTS, 12, stop_token=stop)
         rows = model.generate(PROMPTS, 12, stop_token=stop, draft=draft)
         assert all(map(torch.equal, rows, expected))
@@ -178,7 +180,7 @@ def test_rejection_by_given_probabilities() -> None:
     tokens = torch.stack([torch.multinomial(one, draws, True, generator=generator) for one in q], 1)
     lengths = torch.arange(draws) % 3  # none, one or two of the drafted tokens count
     sampling = Sampling(1.0, None, None, generator)
-    taken, behind = _judge(p.log().expand(draws, -1, -1), tokens, q.expand(draws, -1, -1), lengths, sampling)
+    taken, behind = _verify(p.log().expand(draws, -1, -1), tokens, q.expand(draws, -1, -1), lengths, sampling)
     assert bool((taken <= lengths).all())
     drawn = torch.cat([tokens, behind.unsqueeze(1)], 1).scatter(1, taken.unsqueeze(1), behind.unsqueeze(1))
     for place in range(3):
