@@ -38,12 +38,14 @@ class GenerationStats:
     Attributes:
         prompt_tokens: of all prompts.
         new_tokens: of all rows, a stop token included.
-        prefill_tokens: read in the first pass: as many of each prompt as the shortest has.
+        prefill_tokens: read in the first pass: as many of each prompt as the shortest has, with a draft all.
         decode_tokens: new tokens that steps of one token made: all but the first one of the rows whose prompt the first
             pass has read to its end. (Such a step may read the rest of a longer prompt beside, which counts as no
             token.)
-        prefill_seconds: until the first tokens are drawn.
+        prefill_seconds: until the first tokens are drawn, and a draft has read the prompts too.
         decode_seconds: from then on, with what `compile` compiles in the first call.
+        drafted_tokens: that a draft proposed and the model verified.
+        accepted_tokens: of these, those that the model accepted.
     """
 
     prompt_tokens: int = 0
@@ -52,6 +54,8 @@ class GenerationStats:
     decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -63,10 +67,17 @@ class GenerationStats:
         """Of all rows together; 0 where there was no step after the first pass."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted of drafted tokens; 0 where none was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
     def __str__(self) -> str:
+        drafted = f", accepted {self.accepted_tokens:,} of {self.drafted_tokens:,} drafted tokens"
         return (
             f"prefill {self.prefill_tokens:,} tokens at {self.prefill_tokens_per_second:,.0f} tokens/s, "
             f"decode {self.decode_tokens:,} tokens at {self.decode_tokens_per_second:,.0f} tokens/s"
+            f"{drafted if self.drafted_tokens else ''}"
         )
 
 
@@ -80,6 +91,9 @@ class Options(TypedDict, total=False):
     generator: torch.Generator | None
     compile: bool | Mapping[str, Any]
     context: Context | None
+    cache: PagedKVCache | None
+    draft: Transformer | None
+    draft_tokens: int
 
 
 @overload
@@ -114,6 +128,8 @@ def generate(
     compile: bool | Mapping[str, Any] = False,
     context: Context | None = None,
     cache: PagedKVCache | None = None,
+    draft: Transformer | None = None,
+    draft_tokens: int = 4,
     return_stats: bool = False,
 ) -> list[Tensor] | tuple[list[Tensor], GenerationStats]:
     """Continues each prompt by at most `max_new_tokens` tokens.
@@ -140,6 +156,12 @@ def generate(
         context: of a model with `context_dim`, what its `read_context` has read, a row for each prompt.
         cache: pages for the prompts' keys and values, beside what other sequences have there; they are free again when
             this returns. None makes a cache for the call. Not with `compile`.
+        draft: a smaller model of the same vocabulary, whose proposals this one verifies, several in one pass (see
+            :mod:`foundry_kernels.models.speculative`). Tokens are distributed as without it, and greedy ones are the
+            same. A pass over several tokens may round the last bits of logits otherwise than one over a single token,
+            so near-ties may be decided otherwise; not so within :func:`foundry_kernels.batch_invariant`. Both models
+            read whole prompts in one pass. Not with `compile`, a context or a cache.
+        draft_tokens: proposed for each pass of the model, at most; 1 or more.
         return_stats: return the times of the two phases too. A GPU is waited for before, between and behind them.
 
     Returns:
@@ -150,7 +172,9 @@ def generate(
         TypeError: prompts or max_new_tokens are no integers.
         ValueError: an empty prompt, a prompt and new tokens beyond the table of learned positions, tokens outside the
             vocabulary, temperature < 0, top_k < 1, top_p outside (0, 1], a generator on another device, a model that is
-            not causal or has no head, a context or a cache that does not fit.
+            not causal or has no head, a context or a cache that does not fit, a draft of another vocabulary or device
+            or that could not generate, and with one a context, a cache, `compile`, relative positions or "dynamic"
+            frequencies beyond their table.
         OutOfPages: the cache has fewer free pages than all rows need to the end.
     """
     config, device = model.config, model.tok_embeddings.weight.device
@@ -161,6 +185,11 @@ def generate(
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
     check_bool("return_stats", return_stats)
+    check_int("draft_tokens", draft_tokens, minimum=1)
+    if draft is not None:
+        from foundry_kernels.models import speculative  # which draws by the functions of this file
+
+        speculative.check_draft(model, draft, compile=compile, context=context, cache=cache)
     if not rows:
         return ([], GenerationStats()) if return_stats else []
     lengths = torch.tensor([len(row) for row in rows])
@@ -184,14 +213,20 @@ def generate(
     step = _step if compile is False else _compiled(compile)
     if cache is not None and compile is not False:
         raise ValueError("compile must be False with a cache in pages, whose tables each step makes")
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
+    models = (model,) if draft is None else (model, draft)
+    training = [(module, module.training) for one in models for module in one.modules()]
+    for one in models:
+        one.eval()
     rows_of: KVCache | PagedBatch | None = None
     try:
-        rows_of = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
-        for module in model.modules():
+        for module, _ in training:
             if isinstance(module, PositionTables) and not module.follows_length:
                 module.reserve(total)  # once, and not inside of a compiled step
+        if draft is not None:
+            sampling = speculative.Sampling(temperature, top_k, top_p, generator)
+            pair = speculative.speculate(model, draft, rows, max_new_tokens, draft_tokens, stop_token, sampling)
+            return pair if return_stats else pair[0]
+        rows_of = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
         if compile is not False:
             _fix_heads(rows_of)  # type: ignore[arg-type]
         times = [_now(device)] if return_stats else []
@@ -285,10 +320,18 @@ def _choose(
     """Returns one token a row ``[B]`` from logits ``[B, V]``."""
     if temperature == 0.0:
         return logits.argmax(-1)
+    likely, kept = _likely(logits, temperature, top_k, top_p)
+    drawn = _draw(likely, generator)
+    return drawn if kept is None else kept.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+
+
+def _likely(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> tuple[Tensor, Tensor | None]:
+    """Returns how likely tokens are ``[..., n]``, up to a factor and 0 for those that `top_p` leaves out, and which
+    tokens the columns stand for; None: each for its own."""
     size = logits.shape[-1]
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest is 0, however low the temperature
-    kept = None  # the tokens that the columns stand for; None: each for its own
+    kept = None
     if top_k is not None and top_k < size:
         # By index and not by value: of tokens that tie at the threshold, no more than k may stay.
         logits, kept = logits.topk(top_k, dim=-1)
@@ -298,9 +341,13 @@ def _choose(
             likely, kept = _most_likely(likely, top_p)
         before = likely.cumsum(-1) - likely  # the sum over the tokens that are more likely
         likely = likely.masked_fill(before >= top_p, 0.0)
-    # As torch.multinomial draws one, but for its look at the probabilities, which waits for a GPU.
-    drawn = (likely / torch.empty_like(likely).exponential_(1.0, generator=generator)).argmax(-1, keepdim=True)
-    return (drawn if kept is None else kept.gather(-1, drawn)).squeeze(-1)
+    return likely, kept
+
+
+def _draw(likely: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Returns columns ``[B]`` of ``[B, n]``. As torch.multinomial draws one, but for its look at the probabilities,
+    which waits for a GPU."""
+    return (likely / torch.empty_like(likely).exponential_(1.0, generator=generator)).argmax(-1)
 
 
 def _most_likely(likely: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

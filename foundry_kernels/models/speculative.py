@@ -1,0 +1,252 @@
+"""Speculative decoding: a small model drafts several tokens, and the large one verifies them in one pass.
+
+The large model accepts a drafted token x with probability ``min(1, p(x) / q(x))``, p being its own probabilities and q
+the draft's. It replaces the first that it rejects by a draw from ``max(p - q, 0)``, and behind the last accepted one it
+draws from p, so that every token is distributed as p: Leviathan, Kalman and Matias, "Fast Inference from Transformers
+via Speculative Decoding", 2023, arXiv:2211.17192; Chen et al., "Accelerating Large Language Model Decoding with
+Speculative Sampling", 2023, arXiv:2302.01318. Temperature, top-k and top-p have been applied to both p and q. Greedy,
+a drafted token is accepted where it is the large model's most likely one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from foundry_kernels.models.generate import GenerationStats, _choose, _draw, _likely, _now
+from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.models.paged_cache import PagedKVCache
+from foundry_kernels.models.transformer import Transformer
+from foundry_kernels.nn._tables import PositionTables
+
+#: Positions of a page.
+_PAGE = 16
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn; see :func:`foundry_kernels.models.generate`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Returns float32 probabilities of logits ``[..., V]``, 0 for the tokens that are left out."""
+        likely, kept = _likely(logits, self.temperature, self.top_k, self.top_p)
+        if kept is not None:
+            likely = torch.zeros(logits.shape, device=logits.device).scatter(-1, kept, likely)
+        return likely / likely.sum(-1, keepdim=True)
+
+
+def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
+    """Checks what is drafted for `model` with. refused: arguments of `generate` that have to be left out.
+
+    Raises:
+        TypeError: draft is no Transformer.
+        ValueError: it does not fit the model, or an argument does not go with one.
+    """
+    if not isinstance(draft, Transformer):
+        raise TypeError(f"draft must be a Transformer; got {type(draft).__name__}")
+    for argument, value in refused.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{argument} must be left out with a draft, whose rows advance by different counts")
+    if not (draft.config.causal and draft.config.head):
+        raise ValueError("draft must be a model with causal=True and head=True")
+    ours, theirs = model.config.vocab_size, draft.config.vocab_size
+    if theirs != ours:
+        raise ValueError(f"draft must have the model's vocab_size={ours}; got {theirs}")
+    device = model.tok_embeddings.weight.device
+    if draft.tok_embeddings.weight.device != device:
+        raise ValueError(f"draft must be on the model's device {device}; got {draft.tok_embeddings.weight.device}")
+    for name, one in (("draft", draft), ("model", model)):
+        if one.config.context_dim is not None or one.config.relative:
+            raise ValueError(f"{name} must be a decoder without a context or a bias of positions")
+
+
+def speculate(
+    model: Transformer,
+    draft: Transformer,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    draft_tokens: int,
+    stop_token: int | None,
+    sampling: Sampling,
+) -> tuple[list[Tensor], GenerationStats]:
+    """Continues prompts as :func:`foundry_kernels.models.generate` does, which has checked the arguments, for models in
+    evaluation mode. In a round each row gets at most `draft_tokens` proposals and one token more, of the model's own.
+
+    Args:
+        prompts: 1-D int64.
+
+    Returns:
+        For each prompt the prompt and its continuation, and the times.
+
+    Raises:
+        ValueError: a table of positions of the draft that ends too early, or of the model one that follows the length.
+    """
+    device, longest = model.tok_embeddings.weight.device, max(map(len, prompts)) + max_new_tokens
+    if ends_before(longest, draft.config):
+        raise ValueError(
+            f"draft must have {longest} positions, those of prompts and new tokens; {table_of(draft.config)}"
+        )
+    for module in model.modules():
+        if isinstance(module, PositionTables) and module.follows_length and longest > module.max_positions:
+            raise ValueError(
+                "model must not have frequencies that follow the length, which differ in passes over several tokens; "
+                f"extended({longest}) fixes them"
+            )
+    began = _now(device)
+    rows: list[list[int]] = [prompt.tolist() for prompt in prompts]
+    ends = [len(row) + max_new_tokens for row in rows]
+    target, drafter = _Reader(model, ends), _Reader(draft, ends)
+    logits = target.read(dict(enumerate(rows)), last_only=True)
+    for row, token in zip(rows, _choose(logits, *sampling).tolist(), strict=True):
+        row.append(token)
+    drafter.read({n: row[:-1] for n, row in enumerate(rows)}, last_only=True)
+    decoding = _now(device)
+    drafted = accepted = 0
+    while True:
+        left = {n: ends[n] - len(row) for n, row in enumerate(rows) if len(row) < ends[n] and row[-1] != stop_token}
+        if not left:
+            break
+        # The rows that take the most proposals first, so that those of each step are the first ones.
+        counts = {n: min(draft_tokens, left[n] - 1) for n in sorted(left, key=lambda n: -left[n])}
+        tokens, q = _propose(drafter, rows, counts, sampling)
+        drawn = zip(counts.items(), tokens.tolist(), strict=True)
+        proposals = {n: _until(proposed[:count], stop_token) for (n, count), proposed in drawn}
+        lengths = [len(proposed) for proposed in proposals.values()]
+        logits = target.read({n: [rows[n][-1], *proposed] for n, proposed in proposals.items()})
+        padded = pad_sequence(logits.split([length + 1 for length in lengths]), batch_first=True)
+        taken, behind = _verify(padded, tokens, q, torch.tensor(lengths, device=device), sampling)
+        for n, count, token in zip(counts, taken.tolist(), behind.tolist(), strict=True):
+            rows[n] += _until([*proposals[n][:count], token], stop_token)
+            target.keep(n, len(rows[n]) - 1)
+            drafter.keep(n, len(rows[n]) - 1)
+            drafted, accepted = drafted + len(proposals[n]), accepted + count
+    found = [torch.tensor(row, device=device) for row in rows]
+    read, made = sum(map(len, prompts)), sum(map(len, rows))
+    return found, GenerationStats(
+        prompt_tokens=read,
+        new_tokens=made - read,
+        prefill_tokens=read,
+        decode_tokens=made - read - len(rows),
+        prefill_seconds=decoding - began,
+        decode_seconds=_now(device) - decoding if max_new_tokens > 1 else 0.0,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+    )
+
+
+class _Reader:
+    """A model and a sequence of pages for each row, with what the model has read of it."""
+
+    def __init__(self, model: Transformer, ends: list[int]) -> None:
+        self.model, device = model, model.tok_embeddings.weight.device
+        pages = sum(-(-end // _PAGE) for end in ends)
+        self.cache = PagedKVCache(model.config, pages, _PAGE, device=device, dtype=model._key_dtype())
+        self.sequences = [self.cache.add() for _ in ends]
+
+    def length(self, row: int) -> int:
+        return self.cache.length(self.sequences[row])
+
+    def read(self, new: dict[int, list[int]], last_only: bool = False) -> Tensor:
+        """Appends tokens to rows; returns the logits ``[total, V]`` behind each token, or ``[N, V]`` of the last."""
+        device, lengths = self.cache.device, [len(tokens) for tokens in new.values()]
+        tokens = torch.tensor([[*chain.from_iterable(new.values())]], device=device)
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        batch = self.cache.batch([self.sequences[row] for row in new])
+        logits: Tensor = self.model(
+            tokens, cu_seqlens=starts, max_seqlen=max(lengths), cache=batch, last_only=last_only
+        )
+        return logits[0]
+
+    def step(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """Appends a token ``[N]`` to each row; returns the logits ``[N, V]`` behind it."""
+        batch = self.cache.batch([self.sequences[row] for row in rows])
+        logits: Tensor = self.model(tokens.unsqueeze(1), cache=batch)
+        return logits[:, -1]
+
+    def keep(self, row: int, length: int) -> None:
+        """Forgets what was read of a row behind `length`."""
+        self.cache.truncate(self.sequences[row], min(length, self.length(row)))
+
+
+def _propose(
+    drafter: _Reader, rows: list[list[int]], counts: dict[int, int], sampling: Sampling
+) -> tuple[Tensor, Tensor | None]:
+    """Drafts for each row as many tokens as `counts` says, which descend.
+
+    Returns:
+        The tokens ``[N, K]`` in the order of `counts`, and of each the draft's probabilities ``[N, K, V]``, which are
+        None where they do not matter: greedy.
+    """
+    drawn: list[Tensor] = []
+    likely: list[Tensor] = []
+    for step in range(max(counts.values())):
+        going = [n for n, count in counts.items() if count > step]
+        if step == 0:
+            logits = drafter.read({n: rows[n][drafter.length(n) :] for n in going}, last_only=True)
+        else:
+            logits = drafter.step(going, drawn[-1][: len(going)])
+        if sampling.temperature == 0.0:
+            drawn.append(logits.argmax(-1))
+        else:
+            likely.append(sampling.probabilities(logits))
+            drawn.append(_draw(likely[-1], sampling.generator))
+    if not drawn:
+        return torch.empty(len(counts), 0, dtype=torch.int64, device=drafter.cache.device), None
+    missing = [len(counts) - len(tokens) for tokens in drawn]
+    tokens = torch.stack([F.pad(one, (0, n)) for one, n in zip(drawn, missing, strict=True)], 1)
+    if not likely:
+        return tokens, None
+    return tokens, torch.stack([F.pad(one, (0, 0, 0, n)) for one, n in zip(likely, missing, strict=True)], 1)
+
+
+def _verify(
+    logits: Tensor, tokens: Tensor, q: Tensor | None, lengths: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Decides how many drafted tokens each row takes, and which token follows them.
+
+    Args:
+        logits: of the model ``[N, K + 1, V]``: before each drafted token, and behind the last.
+        tokens: drafted, ``[N, K or more]``.
+        q: their probabilities by the draft ``[N, K or more, V]``; None where greedy, or where there are none.
+        lengths: ``[N]``: so many of each row's tokens count.
+
+    Returns:
+        Two ``[N]`` int64 tensors.
+    """
+    size = logits.shape[1] - 1
+    tokens = tokens[:, :size]
+    counts = torch.arange(size, device=logits.device) < lengths.unsqueeze(1)
+    if sampling.temperature == 0.0:
+        best = logits.argmax(-1)
+        taken = _leading(counts & (tokens == best[:, :-1]))
+        return taken, best.gather(1, taken.unsqueeze(1)).squeeze(1)
+    p = sampling.probabilities(logits)
+    # A row without a proposal has q = 0: behind the last of its tokens it draws from p.
+    q = torch.zeros_like(p) if q is None else F.pad(q[:, :size] * counts.unsqueeze(-1), (0, 0, 0, 1))
+    likely_p, likely_q = (x[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for x in (p, q))
+    uniform = torch.rand(likely_p.shape, generator=sampling.generator, device=p.device)
+    taken = _leading(counts & (uniform * likely_q < likely_p))
+    p, q = (x.take_along_dim(taken[:, None, None], 1).squeeze(1) for x in (p, q))
+    rest = (p - q).clamp(min=0.0)
+    # Two distributions that are equal but for rounding may leave nothing; then either will do.
+    return taken, _draw(torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, p), sampling.generator)
+
+
+def _leading(accepted: Tensor) -> Tensor:
+    """Returns how many are true before the first that is not, ``[N]`` of bool ``[N, K]``."""
+    return accepted.long().cumprod(1).sum(1)
+
+
+def _until(tokens: list[int], stop_token: int | None) -> list[int]:
+    """Returns the tokens up to the first `stop_token`, which is kept."""
+    return tokens[: tokens.index(stop_token) + 1] if stop_token in tokens else tokens
