@@ -202,7 +202,8 @@ class Generator:
     @torch.no_grad()
     def step(self) -> list[GeneratedToken]:
         """Runs one forward pass, and returns the tokens that it made: at most one for each running request, none for
-        those whose prompt is not read to its end. Without requests nothing runs.
+        those whose prompt is not read to its end. Without requests nothing runs. After a step that fails or is
+        interrupted, the next one does the same again, though generators may have drawn.
 
         Raises:
             OutOfPages: no request is running, and sequences of the cache that are not this generator's hold pages that
@@ -212,10 +213,18 @@ class Generator:
         parts = self._parts()
         if not parts:
             return []
-        logits = self._forward([request for request, _ in parts], [tokens for _, tokens in parts])
-        read = [(row, r) for row, (r, _) in enumerate(parts) if self.cache.length(r.sequence) == len(r.tokens)]
+        before = [(request, self.cache.length(request.sequence)) for request, _ in parts]
+        try:
+            logits = self._forward([request for request, _ in parts], [tokens for _, tokens in parts])
+            read = [(row, r) for row, (r, _) in enumerate(parts) if self.cache.length(r.sequence) == len(r.tokens)]
+            drawn = _draw(logits, read)
+        except BaseException:
+            for request, length in before:
+                self.cache.truncate(request.sequence, length)
+                self.cache.reserve({request.sequence: request.positions - length})
+            raise
         made = []
-        for (_, request), token in zip(read, _draw(logits, read), strict=True):
+        for (_, request), token in zip(read, drawn, strict=True):
             request.tokens.append(token)
             last = token == request.stop_token or len(request.tokens) == request.end
             if last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from typing import Any
@@ -106,6 +107,24 @@ def test_tokens_are_those_of_each_request_alone(
         generator.result(0)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_generates_what_the_cpu_does() -> None:
+    model, lengths = model_of(backend="auto"), (7, 1, 40, 12)
+    there = copy.deepcopy(model).cuda()
+    generator = Generator(there, n_pages=20, page_size=4, chunk_size=9)
+    numbers = [generator.add(draw(n, n), 10) for n in lengths]
+    first = generator.add(draw(5), 8, temperature=1.0, generator=torch.Generator("cuda").manual_seed(3))
+    found = generator.run()
+    assert generator.cache.n_free == 20
+    assert {row.device.type for row in found.values()} == {"cuda"}
+    for number, n in zip(numbers, lengths, strict=True):
+        assert torch.equal(found[number].cpu(), model.generate([draw(n, n)], 10)[0])
+    alone = there.generate([draw(5)], 8, temperature=1.0, generator=torch.Generator("cuda").manual_seed(3))[0]
+    assert torch.equal(found[first], alone)
+    with pytest.raises(ValueError, match="generator must be on the model's device"):
+        generator.add([1], 1, temperature=1.0, generator=torch.Generator())
+
+
 @pytest.mark.parametrize("positions", ["rope", "sinusoidal"])
 def test_requests_go_beyond_max_seq_len(positions: str) -> None:
     model = Transformer(ModelConfig(**{**SHAPE, "max_seq_len": 8}, positions=positions)).eval()  # type: ignore[arg-type]
@@ -207,8 +226,10 @@ def test_requests_that_begin_alike_share_pages() -> None:
         generator = Generator(model, n_pages=24, page_size=page_size, chunk_size=chunk_size)
         first = generator.add(prompts[0], 12)
         numbers = [first, *[generator.add(prompt, 9, prefix_of=first) for prompt in prompts[1:]]]
-        while len(generator.running) < 4:
+        for _ in range(20):  # none is done by then
             generator.step()
+            if len(generator.running) == 4:
+                break
         tables = [generator.cache.block_table(sequence) for sequence in generator.cache.sequences]
         whole = shared // page_size  # but at least one token of a prompt is read
         assert len({table[: (shared - 1) // page_size] for table in tables}) == 1
@@ -220,6 +241,42 @@ def test_requests_that_begin_alike_share_pages() -> None:
         assert generator.cache.n_free == 24
         late = generator.add(prompts[1], 3, prefix_of=first)  # which is done
         assert torch.equal(generator.run()[late], model.generate([prompts[1]], 3)[0])
+
+
+def test_a_prefix_reaches_into_what_was_generated() -> None:
+    """The newest token is not stored yet, so it is read again."""
+    model = model_of()
+    generator = Generator(model, n_pages=24, page_size=4)
+    first = generator.add(draw(6), 14)
+    so_far = [*draw(6).tolist(), *[generator.step()[0].token for _ in range(8)]]
+    second = generator.add([*so_far, 3, 5], 6, prefix_of=first)
+    generator.step()
+    tables = [generator.cache.block_table(sequence) for sequence in generator.cache.sequences]
+    assert tables[0][:3] == tables[1][:3]
+    assert tables[0][3] != tables[1][3]
+    found = generator.run()
+    assert torch.equal(found[first], model.generate([draw(6)], 14)[0])
+    assert torch.equal(found[second], model.generate([[*so_far, 3, 5]], 6)[0])
+
+
+@pytest.mark.parametrize("place", ["a layer", "the draw"])
+def test_after_a_step_that_fails_the_next_does_the_same(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    generator = Generator(model, n_pages=14, page_size=4, chunk_size=5)
+    numbers = [generator.add(draw(n, n), 5) for n in (9, 1, 17)]
+    steps = 0
+    while generator.running or generator.waiting:
+        target = (model.layers[1], "forward") if place == "a layer" else (generator_module, "_draw")
+        monkeypatch.setattr(*target, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generator.step()
+        monkeypatch.undo()
+        generator.step()
+        steps += 1
+        assert steps < 30
+    for number, n in zip(numbers, (9, 1, 17), strict=True):
+        assert torch.equal(generator.result(number), model.generate([draw(n, n)], 5)[0])
+    assert generator.cache.n_free == 14
 
 
 @pytest.mark.parametrize("seed", range(3))
