@@ -121,8 +121,8 @@ def generate(
     Prompts may differ in length, and a greedy continuation is that of the prompt alone: all rows read as many tokens as
     the shortest prompt has in one pass, and then continue token by token: a row takes its prompt's tokens while there
     are any, then its own predictions. Padding is never attended to. In exchange, a prompt's tokens beyond the length
-    of the shortest are read one at a time, so group prompts of similar lengths, or use :class:`Generator`, which reads
-    each prompt as fast.
+    of the shortest are read one at a time, so group prompts of similar lengths, or use :class:`Generator`, which packs
+    them.
 
     The model runs in evaluation mode and without gradients, and is left in the mode that it was in.
 
