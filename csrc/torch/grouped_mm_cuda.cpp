@@ -68,22 +68,23 @@ void gradient(const Tensor& a_, const Tensor& b_, const Tensor& offs, const Tens
   check_cuda(cuda::grouped_mm_gradient(args, device.stream()), "grouped_mm, the gradient of the matrices");
 }
 
-// All tiles multiply in the same steps, so that a row has the same bits in any batch, asked for or not.
-Tensor fwd_cuda(const Tensor& x, const Tensor& weight, const Tensor& offs, bool /*batch_invariant*/) {
+// Tiles of all sizes multiply in the same steps, so a row has the same bits in any batch; but rows that are not aligned
+// are multiplied otherwise, and whether they are must not depend on what they are a part of.
+Tensor fwd_cuda(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant) {
   const Tensor y = empty_grouped_mm_fwd(x, weight, offs);
   check_sizes(x, weight);
   const OnDevice device(x);
-  product(x, weight, offs.contiguous(), y, device);
+  product(batch_invariant ? x.contiguous() : x, weight, offs.contiguous(), y, device);
   return y;
 }
 
 std::tuple<Tensor, Tensor> bwd_cuda(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& offs_,
-                                    bool /*batch_invariant*/, bool need_dx, bool need_dweight) {
+                                    bool batch_invariant, bool need_dx, bool need_dweight) {
   const auto [dx, dweight] = empty_grouped_mm_bwd(x, weight, offs_, need_dx, need_dweight);
   check_sizes(x, weight);
   const OnDevice device(x);
   const Tensor offs = offs_.contiguous();
-  if (need_dx) product(dy, weight.transpose(1, 2), offs, dx, device);
+  if (need_dx) product(batch_invariant ? dy.contiguous() : dy, weight.transpose(1, 2), offs, dx, device);
   if (need_dweight && is_transposed(weight)) gradient(dy, x, offs, dweight.transpose(1, 2), device);
   else if (need_dweight) gradient(x, dy, offs, dweight, device);
   return {dx, dweight};

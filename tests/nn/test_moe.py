@@ -332,7 +332,7 @@ def test_refusals_of_the_modules():
         ({"top_k": 0}, "top_k must be at least 1; got 0"),
         ({"scoring": "tanh"}, "scoring must be one of softmax, sigmoid; got 'tanh'"),
         ({"scale": 0.0}, "scale must be finite and > 0; got 0.0"),
-        ({"activation": "gelu"}, "activation must be one of swiglu, geglu, geglu_tanh; got 'gelu'"),
+        ({"activation": "gelu"}, "activation must be one of swiglu, geglu, geglu_tanh, glu, reglu; got 'gelu'"),
         ({"shared_gate": True}, "shared_gate needs shared_width"),
         (
             {"activation": "geglu", "gate_options": {"limit": 7.0}},

@@ -118,7 +118,7 @@ _OPTIONS = (
 
 #: Of the cases above those of the activations that came later: they share all but the activation.
 _SOME = (
-    "1x1", "5x17", "7x129", "2x4099", "5x34-packed", "2x8198-packed", "300x4096-packed-threads", "0x64-empty",
+    "1x1", "5x17", "9x128", "7x129", "2x4099", "5x34-packed", "2x8198-packed", "300x4096-packed-threads", "0x64-empty",
     "3x0-no-width", "2x3x5x40-swapped", "2x3x5x40-packed-sliced", "6x100-frozen-gate", "6x100-frozen-up",
     "8x256-saturated", "8x256-grid", "8x256-large", "8x256-zero-gate",
 )  # fmt: skip

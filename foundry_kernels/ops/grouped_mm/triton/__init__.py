@@ -71,7 +71,7 @@ def _product(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> 
         return y
     if x.shape[1] == 0:
         return y.zero_()
-    x = _rows(x)
+    x = x.contiguous() if batch_invariant else _rows(x)  # tiles are chosen by how rows are aligned, too
     weight = weight if 1 in weight.stride()[1:] else weight.contiguous()
     plan = _plan(x.stride(), weight.shape, weight.stride(), x.shape[0], x.dtype, x.device, batch_invariant)
     launch(grouped_mm_kernel, plan, x, weight, offs, y)
