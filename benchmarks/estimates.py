@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.budget import Unit
 from benchmarks.measure import cache_bytes, timer
-from benchmarks.models import ModelGroup
+from benchmarks.models import REQUESTS, ModelGroup
 from benchmarks.rows import QUICK
 from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, checked_bytes, memories, rotates, set_count
 from benchmarks.tables import shape_of
@@ -102,6 +102,9 @@ def model(group: ModelGroup, machine: Machine) -> Unit:
     parameters = c.n_layers * c.dim * (2 * c.dim + 3 * c.ffn_width) + 2 * c.vocab_size * c.dim
     call = machine.seconds(0, 2 * parameters * group.tokens * (3 if trains else 1)) * 2 + 1e-3 * c.n_layers
     call *= group.tokens if group.task == "decode" else 1
+    if group.task == "requests":
+        steps = machine.seconds(4 * parameters, 0) + 1e-3 * c.n_layers  # each reads the weights
+        call = machine.seconds(0, 2 * parameters * sum(REQUESTS)) * 2 + group.tokens * steps
     compiled = sum("compiled" in n for n in group.names) if group.task != "step" else 0
     fixed = len(group.names) * (0.5 + 3 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
     rounds = max(2.5, 3 * len(group.names) * call)

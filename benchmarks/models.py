@@ -1,5 +1,6 @@
 """Whole models, compared with each other: a Llama-style one on the reference and on our kernels, each also compiled;
-one of Hugging Face transformers unpatched, patched, and patched by Liger. In generation, with a cache, both."""
+one of Hugging Face transformers unpatched, patched, and patched by Liger. In generation, with a cache, both; in
+serving, prompts of many lengths, one after the other and batched continuously."""
 
 from __future__ import annotations
 
@@ -17,17 +18,28 @@ from benchmarks.calls import unavailable
 from benchmarks.measure import Prepare
 from benchmarks.suite import DEVICE, needs_too_much
 from foundry_kernels.core.registry import short_dtype
-from foundry_kernels.models import ModelConfig, Transformer, generate
+from foundry_kernels.models import Generator, ModelConfig, PagedKVCache, Transformer, generate
 
 FAMILIES = {
     "transformer": ("reference", "reference, compiled", "ours", "ours, compiled"),
     "hugging-face": ("Hugging Face", "patched by ours", "patched by Liger"),
     "generation": ("reference", "reference, compiled", "ours", "ours, compiled", "Hugging Face, static cache"),
+    "serving": ("one after the other", "continuous batching"),
 }
 _TRAINING = ("forward", "forward+backward", "step")
-TASKS = {"transformer": _TRAINING, "hugging-face": _TRAINING, "generation": ("decode",)}
+TASKS = {
+    "transformer": _TRAINING,
+    "hugging-face": _TRAINING,
+    "generation": ("decode",),
+    "serving": ("requests",),
+}
 #: The row that others of the family are compared with.
-BASE = {"transformer": "reference", "hugging-face": "Hugging Face", "generation": "reference"}
+BASE = {
+    "transformer": "reference",
+    "hugging-face": "Hugging Face",
+    "generation": "reference",
+    "serving": "one after the other",
+}
 
 #: By device and name; the first is the quick one. "1b" has the shape of Llama-3.2-1B, its vocabulary cut.
 SIZES: dict[str, dict[str, ModelConfig]] = {
@@ -50,6 +62,9 @@ TINY = "tiny"
 _TINY = ModelConfig(64, 1, 4, 2, 128, 256, hidden_dim=128, rope_interleaved=False)
 _TOKENS = {TINY: 96, "small": 512, "medium": 1024, "1b": 4096, "3m": 64, "100m": 64}
 _PROMPT, _NEW = 64, 32
+#: Of serving: lengths of the prompts, in the order in which they come; each gets `_SERVED` tokens.
+REQUESTS = (8, 512, 39, 478, 72, 445, 106, 411, 140, 377, 174, 344, 208, 310, 241, 276)
+_SERVED = 96
 #: Relative difference of the losses up to which two models compute the same.
 _SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
@@ -78,19 +93,27 @@ class ModelGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a run reads, or makes while decoding."""
+        """Tokens that a run reads, or makes while decoding or serving."""
+        if self.task == "requests":
+            return _SERVED * len(REQUESTS)
         return _NEW if self.task == "decode" else _TOKENS[self.size]
+
+    @property
+    def generates(self) -> bool:
+        return self.task in ("decode", "requests")
 
 
 def model_groups(full: bool) -> list[ModelGroup]:
-    """Quick: the first size in one dtype; in generation, a CPU takes long to compile, which is left out."""
+    """Quick: the first size in one dtype; in generation, a CPU takes long to compile, which is left out. In serving a
+    CPU has the first size only: with the second, one after the other takes minutes."""
     dtypes = [torch.float32, torch.bfloat16] if full and DEVICE == "cpu" else []
     dtypes = dtypes or [torch.float32 if DEVICE == "cpu" else torch.bfloat16]
     groups = []
     for family, tasks in TASKS.items():
-        sizes = list(_GENERATION if family == "generation" else SIZES[DEVICE])
+        sizes = list(_GENERATION if family in ("generation", "serving") else SIZES[DEVICE])
         compiled = full or DEVICE != "cpu" or family != "generation"
-        for size in sizes if full else sizes[:1]:
+        all_sizes = full and (family != "serving" or DEVICE != "cpu")
+        for size in sizes if all_sizes else sizes[:1]:
             groups += [ModelGroup(family, size, task, dtype, compiled) for dtype in dtypes for task in tasks]
     return groups
 
@@ -125,7 +148,7 @@ class ModelContenders:
                     weights = {k: v.clone() for k, v in plain.state_dict().items()}
                 plain.load_state_dict(_for(plain, weights))
                 prepare = _prepare(group, name, model, batch)
-                loss = _loss_without_gradient(model, batch) if group.task != "decode" else None
+                loss = None if group.generates else _loss_without_gradient(model, batch)
                 made = prepare()()
             except Exception as error:
                 reason = unavailable(error, ours=name == "ours")
@@ -134,7 +157,7 @@ class ModelContenders:
                 self.why_not[name] = reason
                 continue
             self.prepare[name] = prepare
-            if group.task == "decode" and group.dtype == torch.float32:
+            if group.generates and group.dtype == torch.float32:
                 tokens = _tokens(made) if tokens is None else tokens
                 if not torch.equal(_tokens(made), tokens):
                     self.wrong[name] = "its tokens are not those of the first"
@@ -165,9 +188,9 @@ def _make(group: ModelGroup, name: str) -> nn.Module | Any:
         return isa.no_products()
     if group.family == "hugging-face" or name.startswith("Hugging Face"):
         return _hugging_face(group, name)
-    backend = "auto" if name.startswith("ours") else "reference"
+    backend = "auto" if name.startswith("ours") or group.family == "serving" else "reference"
     model = Transformer(group.config, backend, device=DEVICE, dtype=group.dtype)
-    return torch.compile(model) if "compiled" in name and group.task != "decode" else model
+    return torch.compile(model) if "compiled" in name and not group.generates else model
 
 
 def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
@@ -231,9 +254,8 @@ def _for(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tokens(generated: Any) -> Tensor:
-    """Returns the one row, of our `generate` or Hugging Face's."""
-    row: Tensor = generated[0]
-    return row
+    """Returns the rows one behind the other, of our `generate` or Hugging Face's."""
+    return torch.cat(list(generated))
 
 
 def _patch_by_liger(model: nn.Module) -> None:
@@ -269,10 +291,33 @@ def _loss_without_gradient(model: nn.Module, batch: Tensor) -> float:
         return float(_loss(model, batch))
 
 
+def _serve(group: ModelGroup, name: str, model: Transformer) -> Prepare:
+    """All requests are there at the beginning; one pass over a batch reads up to 512 tokens of prompts."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, group.config.vocab_size, (n,), generator=generator) for n in REQUESTS]
+    page = 16
+    cache = PagedKVCache(
+        group.config, sum(-(-(n + _SERVED) // page) for n in REQUESTS), page, device=DEVICE, dtype=group.dtype
+    )
+
+    def together() -> list[Tensor]:
+        serving = Generator(model, cache=cache, max_batch=len(prompts), chunk_size=512)
+        numbers = [serving.add(prompt, _SERVED) for prompt in prompts]
+        found = serving.run()
+        return [found[number] for number in numbers]
+
+    def alone() -> list[Tensor]:
+        return [generate(model, [prompt], _SERVED)[0] for prompt in prompts]
+
+    return lambda: together if name == "continuous batching" else alone
+
+
 def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare:
     def no_gradients() -> None:
         model.zero_grad(set_to_none=True)
 
+    if group.task == "requests":
+        return _serve(group, name, model)
     if group.task == "decode":
         prompt = batch[:, :_PROMPT]
         if not isinstance(model, Transformer):

@@ -231,7 +231,7 @@ def rival(row: Row) -> str:
 
 
 #: Rows of models that are ours.
-OUR_MODELS = ("ours", "ours, compiled", "patched by ours")
+OUR_MODELS = ("ours", "ours, compiled", "patched by ours", "continuous batching")
 
 
 def steps(kept: dict[str, Any]) -> str:

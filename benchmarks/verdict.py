@@ -15,7 +15,12 @@ Row = dict[str, Any]
 #: Within this of 1, a ratio says nothing: runs of the same code differ by as much.
 MARGIN = 1.05
 #: What each of our models is compared with.
-_PAIRS = {"ours": "reference", "ours, compiled": "reference, compiled", "patched by ours": "Hugging Face"}
+_PAIRS = {
+    "ours": "reference",
+    "ours, compiled": "reference, compiled",
+    "patched by ours": "Hugging Face",
+    "continuous batching": "one after the other",
+}
 _MOST = 8
 
 

@@ -6,6 +6,7 @@ from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.encoder_decoder import EncoderDecoder
 from foundry_kernels.models.generate import GenerationStats, generate
+from foundry_kernels.models.generator import GeneratedToken, Generator
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.transformer import Transformer
@@ -13,7 +14,9 @@ from foundry_kernels.models.transformer import Transformer
 __all__ = [
     "Context",
     "EncoderDecoder",
+    "GeneratedToken",
     "GenerationStats",
+    "Generator",
     "KVCache",
     "ModelConfig",
     "OutOfPages",

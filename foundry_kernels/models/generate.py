@@ -137,7 +137,8 @@ def generate(
     Prompts may differ in length, and a greedy continuation is that of the prompt alone: all rows read as many tokens as
     the shortest prompt has in one pass, and then continue token by token: a row takes its prompt's tokens while there
     are any, then its own predictions. Padding is never attended to. In exchange, a prompt's tokens beyond the length
-    of the shortest are read one at a time, so group prompts of similar lengths.
+    of the shortest are read one at a time, so group prompts of similar lengths, or use :class:`Generator`, which packs
+    them.
 
     The model runs in evaluation mode and without gradients, and is left in the mode that it was in.
 
@@ -365,25 +366,26 @@ def read_prompts(prompts: Prompts, vocab_size: int, what: str = "prompts") -> li
         raise ValueError(f"{what} must be a [B, T] tensor or a sequence of 1-D prompts; got {tuple(prompts.shape)}")
     if isinstance(prompts, str) or not isinstance(prompts, Tensor | Sequence):
         raise TypeError(f"{what} must be a tensor or a sequence of prompts; got {type(prompts).__name__}")
-    rows = []
-    for index, prompt in enumerate(prompts):
-        name = f"{what}[{index}]"
-        if not isinstance(prompt, Tensor):
-            if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
-                raise TypeError(f"{name} must be a 1-D integer tensor or a sequence of ints; got {prompt!r:.60}")
-            prompt = torch.tensor(prompt, dtype=torch.int64)
-        if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
-            raise TypeError(f"{name} must hold integers; got {prompt.dtype}")
-        if prompt.dim() != 1:
-            raise ValueError(f"{name} must be 1-D; got shape {tuple(prompt.shape)}")
-        if prompt.numel() == 0:
-            raise ValueError(f"{name} is empty; it needs at least one token")
-        row = prompt.detach().to("cpu", torch.int64)
-        low, high = int(row.min()), int(row.max())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"{name} must hold tokens in 0 .. {vocab_size - 1}; got {low if low < 0 else high}")
-        rows.append(row)
-    return rows
+    return [read_prompt(prompt, f"{what}[{index}]", vocab_size) for index, prompt in enumerate(prompts)]
+
+
+def read_prompt(prompt: Tensor | Sequence[int], name: str, vocab_size: int) -> Tensor:
+    """Returns the prompt as an int64 tensor on the CPU, checked."""
+    if not isinstance(prompt, Tensor):
+        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+            raise TypeError(f"{name} must be a 1-D integer tensor or a sequence of ints; got {prompt!r:.60}")
+        prompt = torch.tensor(prompt, dtype=torch.int64)
+    if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers; got {prompt.dtype}")
+    if prompt.dim() != 1:
+        raise ValueError(f"{name} must be 1-D; got shape {tuple(prompt.shape)}")
+    if prompt.numel() == 0:
+        raise ValueError(f"{name} is empty; it needs at least one token")
+    row = prompt.detach().to("cpu", torch.int64)
+    low, high = int(row.min()), int(row.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} must hold tokens in 0 .. {vocab_size - 1}; got {low if low < 0 else high}")
+    return row
 
 
 def _check_options(

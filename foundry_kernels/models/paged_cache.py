@@ -121,6 +121,15 @@ class PagedKVCache:
             raise ValueError(f"sequences must differ from each other; got {list(chosen)}")
         return PagedBatch(self, chosen)
 
+    def check(self, device: torch.device, dtype: torch.dtype, n_layers: int) -> None:
+        """Raises ValueError where a model with tokens on `device` and keys of `dtype` cannot use this cache."""
+        if len(self.k) != n_layers:
+            raise ValueError(f"cache holds {len(self.k)} layers; the model has {n_layers}")
+        if device != self.device:
+            raise ValueError(f"cache must be on the tokens' device {device}; got {self.device}")
+        if dtype != self.dtype:
+            raise ValueError(f"cache must have the dtype of the keys, {dtype}; got {self.dtype}")
+
     def reserve(self, counts: dict[int, int]) -> None:
         """Gives each sequence pages for so many positions more, and copies those that it is to write to and that others
         have too. A step does so by itself.
@@ -169,12 +178,7 @@ class PagedBatch:
             OutOfPages: there are fewer free pages; nothing has changed.
         """
         cache, (batch, count) = self.cache, tokens.shape
-        if len(cache.k) != n_layers:
-            raise ValueError(f"cache holds {len(cache.k)} layers; the model has {n_layers}")
-        if tokens.device != cache.device:
-            raise ValueError(f"cache must be on the tokens' device {tokens.device}; got {cache.device}")
-        if dtype != cache.dtype:
-            raise ValueError(f"cache must have the dtype of the keys, {dtype}; got {cache.dtype}")
+        cache.check(tokens.device, dtype, n_layers)
         if torch.is_grad_enabled():
             raise ValueError("cache is for inference: gradients do not flow through it; use torch.no_grad()")
         rows = batch if cu_seqlens is None else len(cu_seqlens) - 1

@@ -1,0 +1,379 @@
+"""Continuous batching: requests join and leave a running batch at any step, over a cache in pages.
+
+Yu et al., "Orca", 2022 (a batch is made anew for each step); Kwon et al., "PagedAttention", 2023, arXiv:2309.06180;
+Agrawal et al., "Sarathi", 2023, arXiv:2308.16369 (prompts are read in chunks beside decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.core.checks import check_int
+from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.generate import _check_options, _choose, read_prompt
+from foundry_kernels.models.inputs import ends_before, table_of
+from foundry_kernels.models.paged_cache import PagedKVCache
+from foundry_kernels.models.pages import OutOfPages
+from foundry_kernels.models.transformer import Transformer
+
+
+class GeneratedToken(NamedTuple):
+    """A token that a step has made.
+
+    Attributes:
+        request: its number.
+        token: the new token, a stop token included.
+        last: whether the request is done with it.
+    """
+
+    request: int
+    token: int
+    last: bool
+
+
+@dataclass
+class _Request:
+    number: int
+    tokens: list[int]  # the prompt's, and those made
+    begin: int  # length of the prompt
+    end: int  # length at which it is done
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop_token: int | None
+    generator: torch.Generator | None
+    prefix_of: int | None
+    sequence: int = -1  # in the cache, while it runs
+
+    @property
+    def positions(self) -> int:
+        """That are stored by the end: of all tokens but the last, which nothing follows."""
+        return self.end - 1
+
+
+class Generator:
+    """Continues many prompts at a time, each as :meth:`Transformer.generate` does alone; requests may come at any time.
+
+    A :meth:`step` is one forward pass: beside the newest token of each sequence that is decoding it reads up to
+    `chunk_size` tokens of prompts, so that a long prompt delays others by chunks only. Sequences of any lengths are
+    packed, and each ends by itself.
+
+    A request waits until there is room in the batch and pages for all its positions, which it then holds to its end.
+    So a request that has begun never waits for pages, and none is interrupted or computed twice; in exchange, pages are
+    held that are not filled yet. Requests begin in the order in which they were added, so none is overtaken for ever.
+
+    Tokens are those of ``model.generate`` with the same options and a generator of its own for each request that draws.
+    Logits of a row may differ in the last bits between batches, so that a tie could fall otherwise; within
+    :func:`foundry_kernels.batch_invariant` they are equal bit by bit. The model runs in evaluation mode and without
+    gradients, and is left in the mode that it was in. Not for several threads at a time.
+
+    Args:
+        model: causal, with a head; without a context and relative positions.
+        n_pages: pages of the cache that is made, on the model's device, of the dtype that its keys have (autocast's,
+            inside autocast).
+        page_size: positions of a page.
+        max_batch: sequences that run at a time.
+        chunk_size: tokens of prompts that a step reads at most.
+        cache: pages to use in place of `n_pages` new ones, beside what other sequences have there.
+
+    Attributes:
+        cache: the pages.
+
+    Raises:
+        TypeError: no Transformer, a cache of another kind, sizes that are no integers.
+        ValueError: a model that is not supported, a size below 1, both `n_pages` and `cache`, or neither, a cache that
+            does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        n_pages: int | None = None,
+        page_size: int | None = None,
+        max_batch: int = 32,
+        chunk_size: int = 512,
+        cache: PagedKVCache | None = None,
+    ) -> None:
+        if not isinstance(model, Transformer):
+            raise TypeError(f"model must be a Transformer; got {type(model).__name__}")
+        _check_model(model.config)
+        check_int("max_batch", max_batch, minimum=1)
+        check_int("chunk_size", chunk_size, minimum=1)
+        if (n_pages is None) == (cache is None):
+            raise ValueError(f"one of n_pages and cache must be given; got {'neither' if cache is None else 'both'}")
+        weight, dtype = model.tok_embeddings.weight, model._key_dtype()
+        if cache is None:
+            assert n_pages is not None
+            page_size = 16 if page_size is None else page_size
+            cache = PagedKVCache(model.config, n_pages, page_size, device=weight.device, dtype=dtype)
+        elif not isinstance(cache, PagedKVCache):
+            raise TypeError(f"cache must be a PagedKVCache; got {type(cache).__name__}")
+        elif page_size is not None:
+            raise ValueError(f"page_size must be None with a cache, which has its own; got {page_size}")
+        cache.check(weight.device, dtype, model.config.n_layers)
+        heads = model.config.kv_heads, model.config.head_width
+        if cache.k[0].shape[2:] != heads:
+            raise ValueError(f"cache must have heads (n_kv_heads, head_dim)={heads}; got {tuple(cache.k[0].shape[2:])}")
+        self.model, self.cache = model, cache
+        self.max_batch, self.chunk_size = max_batch, chunk_size
+        self._next = 0
+        self._waiting: dict[int, _Request] = {}
+        self._running: dict[int, _Request] = {}
+        self._results: dict[int, Tensor] = {}
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The numbers of the requests that have not begun, in the order in which they will."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The numbers of the requests that have pages, in the order in which they began."""
+        return tuple(self._running)
+
+    def add(
+        self,
+        prompt: Tensor | Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_token: int | None = None,
+        generator: torch.Generator | None = None,
+        prefix_of: int | None = None,
+    ) -> int:
+        """Returns the number of a new request, which begins in a later step.
+
+        Args:
+            prompt: a 1-D integer tensor or a list of ints, of at least one token.
+            max_new_tokens: 0 or more; with 0 the request is done at once.
+            temperature, top_k, top_p, stop_token: as for :func:`generate`.
+            generator: source of the draws, on the model's device. Give each request its own: those that share one, or
+                PyTorch's default, draw in the order in which their tokens come.
+            prefix_of: a request that was added before. If it is running when this one's turn comes, this one waits
+                until the tokens that both prompts begin with are read, and shares their pages in place of reading them
+                again; behind it, others wait too. If it is done by then, the prompt is read as usual.
+
+        Raises:
+            TypeError: prompt or max_new_tokens are no integers.
+            ValueError: an empty prompt, tokens outside the vocabulary, more positions than the cache has pages for or
+                than the model's table of learned positions, or its dynamic scaling, reaches; temperature < 0,
+                top_k < 1, top_p outside (0, 1], a generator on another device, an unknown `prefix_of`.
+        """
+        config, device, cache = self.model.config, self.model.tok_embeddings.weight.device, self.cache
+        row = read_prompt(prompt, "prompt", config.vocab_size)
+        _check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
+        if generator is not None and generator.device.type != device.type:
+            raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
+        if prefix_of is not None:
+            check_int("prefix_of", prefix_of)
+            if not 0 <= prefix_of < self._next:
+                raise ValueError(f"prefix_of must be the number of a request that was added before; got {prefix_of}")
+        begin, end = len(row), len(row) + max_new_tokens
+        asked = f"a prompt of {begin} tokens and max_new_tokens={max_new_tokens}"
+        if ends_before(end, config):
+            raise ValueError(f"{asked} do not fit; {table_of(config)}")
+        if end > config.max_seq_len and _follows_length(config):
+            why = "dynamic scaling rotates all sequences of a batch by the length of the longest"
+            raise ValueError(f"{asked} exceed max_seq_len={config.max_seq_len}, beyond which {why}")
+        request = _Request(
+            self._next, row.tolist(), begin, end, temperature, top_k, top_p, stop_token, generator, prefix_of
+        )
+        if max_new_tokens:
+            needed = -(-request.positions // cache.page_size)
+            if needed > cache.n_pages:
+                raise ValueError(
+                    f"{asked} need {needed} pages of {cache.page_size} positions; the cache has {cache.n_pages}"
+                )
+            self._waiting[request.number] = request
+        else:
+            self._results[request.number] = self._tokens_of(request)
+        self._next += 1
+        return request.number
+
+    @torch.no_grad()
+    def step(self) -> list[GeneratedToken]:
+        """Runs one forward pass, and returns the tokens that it made: at most one for each running request, none for
+        those whose prompt is not read to its end. Without requests nothing runs. After a step that fails or is
+        interrupted, the next one does the same again, though generators may have drawn.
+
+        Raises:
+            OutOfPages: no request is running, and sequences of the cache that are not this generator's hold pages that
+                the next one needs. Nothing has changed.
+        """
+        self._admit()
+        parts = self._parts()
+        if not parts:
+            return []
+        before = [(request, self.cache.length(request.sequence)) for request, _ in parts]
+        try:
+            logits = self._forward([request for request, _ in parts], [tokens for _, tokens in parts])
+            read = [(row, r) for row, (r, _) in enumerate(parts) if self.cache.length(r.sequence) == len(r.tokens)]
+            drawn = _draw(logits, read)
+        except BaseException:
+            for request, length in before:
+                self.cache.truncate(request.sequence, length)
+                self.cache.reserve({request.sequence: request.positions - length})
+            raise
+        made = []
+        for (_, request), token in zip(read, drawn, strict=True):
+            request.tokens.append(token)
+            last = token == request.stop_token or len(request.tokens) == request.end
+            if last:
+                self._results[request.number] = self._stop(request)
+            made.append(GeneratedToken(request.number, token, last))
+        return made
+
+    def __iter__(self) -> Iterator[GeneratedToken]:
+        """Steps until all requests are done, those that are added meanwhile included; gives each token as it comes."""
+        while self._running or self._waiting:
+            yield from self.step()
+
+    def run(self) -> dict[int, Tensor]:
+        """Steps until all requests are done. Returns, by number, what :meth:`result` does of each that is done and not
+        fetched yet."""
+        for _ in self:
+            pass
+        found, self._results = self._results, {}
+        return found
+
+    def result(self, request: int) -> Tensor:
+        """Returns the prompt and its continuation, 1-D int64 on the model's device, and forgets the request.
+
+        Raises:
+            ValueError: it is not done, or there is no such request any more.
+        """
+        if request in self._waiting or request in self._running:
+            raise ValueError(f"request {request} is not done; step() until then, or cancel it")
+        if request not in self._results:
+            raise ValueError(f"request must be one that is done and not fetched yet; got {request!r}")
+        return self._results.pop(request)
+
+    def cancel(self, request: int) -> Tensor:
+        """Ends the request, frees its pages and forgets it. Returns the prompt and the tokens that there are by now.
+
+        Raises:
+            ValueError: there is no such request any more.
+        """
+        if request in self._running:
+            return self._stop(self._running[request])
+        if request in self._waiting:
+            return self._tokens_of(self._waiting.pop(request))
+        return self.result(request)
+
+    def _stop(self, request: _Request) -> Tensor:
+        self.cache.free(request.sequence)
+        del self._running[request.number]
+        return self._tokens_of(request)
+
+    def _tokens_of(self, request: _Request) -> Tensor:
+        return torch.tensor(request.tokens, dtype=torch.int64).to(self.model.tok_embeddings.weight.device)
+
+    def _admit(self) -> None:
+        """Begins requests while there is room for them."""
+        while self._waiting and len(self._running) < self.max_batch:
+            request = next(iter(self._waiting.values()))
+            other = None if request.prefix_of is None else self._running.get(request.prefix_of)
+            shared = 0
+            if other is not None:
+                # At least one token is to be read: what follows the prompt is predicted from it.
+                alike = zip(request.tokens[:-1], other.tokens, strict=False)
+                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
+                stored = self.cache.length(other.sequence)
+                if stored < min(shared, other.begin):
+                    return  # it goes on reading
+                shared = min(shared, stored)
+            try:
+                request.sequence = self._take_pages(request.positions, other, shared)
+            except OutOfPages:
+                if not self._running:  # whose end would free some
+                    raise
+                return
+            self._running[request.number] = self._waiting.pop(request.number)
+
+    def _take_pages(self, positions: int, other: _Request | None, shared: int) -> int:
+        """A new sequence with pages for `positions`, the first `shared` of which are those of `other`.
+
+        Nobody writes to a page that is shared then: `other` goes on behind what it has stored, and where the new
+        sequence goes on within a page, `reserve` gives it a copy.
+        """
+        cache = self.cache
+        sequence = cache.add() if other is None else cache.fork(other.sequence)
+        try:
+            cache.truncate(sequence, shared)
+            cache.reserve({sequence: positions - shared})
+        except OutOfPages:
+            cache.free(sequence)
+            raise
+        return sequence
+
+    def _parts(self) -> list[tuple[_Request, list[int]]]:
+        """The running requests that this step reads tokens of, and these."""
+        parts, budget = [], self.chunk_size
+        for request in self._running.values():
+            unread = request.tokens[self.cache.length(request.sequence) :]
+            if len(unread) > 1:
+                unread = unread[:budget]
+                budget -= len(unread)
+            if unread:
+                parts.append((request, unread))
+        return parts
+
+    def _forward(self, requests: list[_Request], parts: list[list[int]]) -> Tensor:
+        """Logits ``[N, V]`` behind the last token of each part."""
+        device = self.model.tok_embeddings.weight.device
+        tokens = torch.tensor([[token for part in parts for token in part]]).to(device)
+        cu_seqlens = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32).to(device)
+        batch = self.cache.batch([request.sequence for request in requests])
+        training = [module for module in self.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            logits: Tensor = self.model(tokens, cache=batch, cu_seqlens=cu_seqlens, last_only=True)
+        finally:
+            for module in training:
+                module.training = True
+        return logits[0]
+
+    def __repr__(self) -> str:
+        return (
+            f"Generator(running={len(self._running)}, waiting={len(self._waiting)}, done={len(self._results)}, "
+            f"max_batch={self.max_batch}, chunk_size={self.chunk_size}, cache={self.cache})"
+        )
+
+
+def _draw(logits: Tensor, read: list[tuple[int, _Request]]) -> list[int]:
+    """The next token of each request, whose logits are a row of `logits` ``[N, V]``."""
+    if not read:
+        return []
+    likeliest = logits.argmax(-1)
+    rows = [
+        _choose(logits[row : row + 1], r.temperature, r.top_k, r.top_p, r.generator)
+        if r.temperature
+        else likeliest[row : row + 1]
+        for row, r in read
+    ]
+    drawn: list[int] = torch.cat(rows).tolist()
+    return drawn
+
+
+def _check_model(config: ModelConfig) -> None:
+    if not (config.causal and config.head):
+        raise ValueError("Generator needs a model with causal=True and head=True")
+    if config.context_dim is not None:
+        raise ValueError(f"Generator needs a model without a context; got context_dim={config.context_dim}")
+    if config.relative:
+        raise ValueError("Generator needs a model without relative positions, whose bias a cache in pages has not")
+
+
+def _follows_length(config: ModelConfig) -> bool:
+    """Whether a rotation beyond max_seq_len depends on the length of the sequence."""
+    return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
