@@ -16,18 +16,22 @@ _BENCH_SHAPES = {
     "cuda": ((16384, 3072, "gpt2"), (16384, 6400, "gpt2-xl"), (16384, 18176, "falcon-7b"), (1, 3072, "decode")),
 }
 
+#: The one with dropout inside, by device.
+_DROPOUT_SHAPE = {"cpu": (512, 2048, "dropout-cached"), "cuda": (16384, 4096, "dropout-large")}
+
 #: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "16384x6400-gpt2-xl", "decode")
 
 
-def _bench(op: str, rows: int, width: int, name: str) -> Case:
+def _bench(op: str, rows: int, width: int, name: str, **dropout: Any) -> Case:
     options = {"approximate": "tanh"} if op == "bias_gelu" else {}
-    return Case(f"{rows}x{width}-{name}", {"x": Arg((rows, width)), "bias": Arg((width,))}, options)
+    return Case(f"{rows}x{width}-{name}", {"x": Arg((rows, width)), "bias": Arg((width,))}, options | dropout)
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     shapes = _BENCH_SHAPES[device]
-    return tuple(_bench(op, *shape) for shape in (shapes if op == "bias_gelu" else shapes[:2]))
+    plain = (_bench(op, *shape) for shape in (shapes if op == "bias_gelu" else shapes[:2]))
+    return (*plain, _bench(op, *_DROPOUT_SHAPE[device], dropout_p=0.1, dropout_seed=0))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
@@ -64,4 +68,5 @@ _EAGER = {"bias_gelu": _eager, "bias_silu": _eager_silu, "bias_relu": _eager_rel
 
 def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return {"eager": _EAGER[op]}
+    p, eager = case.options.get("dropout_p", 0.0), _EAGER[op]
+    return {"eager": (lambda x, bias: torch.nn.functional.dropout(eager(x, bias), p)) if p else eager}

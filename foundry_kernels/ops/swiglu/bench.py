@@ -30,13 +30,16 @@ _BENCH_SHAPES = {
 #: Of these, the ones that are timed packed too.
 _BENCH_PACKED = ("cached", "llama-8b")
 
+#: The one with dropout inside, by device.
+_DROPOUT_SHAPE = {"cpu": (512, 2048, "dropout-cached"), "cuda": (16384, 4096, "dropout-large")}
+
 
 #: Endings of the cases that are timed without --full.
 BENCH_QUICK = ("cached", "large", "16384x14336-llama-8b", "16384x16384-gemma-2b", "decode")
 
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
-    options = {"approximate": "tanh"} if op == "geglu" else {}
+    options: dict[str, Any] = {"approximate": "tanh"} if op == "geglu" else {}
     cases = []
     for rows, width, name in _BENCH_SHAPES[op, device]:
         separate = {"gate": Arg((rows, width)), "up": Arg((rows, width))}
@@ -44,7 +47,9 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
         if name in _BENCH_PACKED and op == "swiglu":
             packed = {"gate": Arg((rows, 2 * width)), "up": None}
             cases.append(Case(f"{rows}x{width}-{name}-packed", packed, options))
-    return tuple(cases)
+    rows, width, name = _DROPOUT_SHAPE[device]
+    dropped = options | {"dropout_p": 0.1, "dropout_seed": 0}
+    return (*cases, Case(f"{rows}x{width}-{name}", {"gate": Arg((rows, width)), "up": Arg((rows, width))}, dropped))
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
@@ -97,4 +102,10 @@ _PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 
 def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any]]:
     """What else computes this, by name; "eager" is also what torch.compile is given."""
-    return dict(_PEERS[op])
+    if not (p := case.options.get("dropout_p", 0.0)):
+        return dict(_PEERS[op])
+
+    def before_dropout(peer: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda gate, up: torch.nn.functional.dropout(peer(gate, up), p)
+
+    return {name: before_dropout(peer) for name, peer in _PEERS[op].items()}
