@@ -11,11 +11,17 @@ first call with a DTensor.
 
 from foundry_kernels.distributed import sharding as sharding
 from foundry_kernels.distributed.context import context_parallel
-from foundry_kernels.distributed.plan import SequenceParallelNorm, VocabularyParallel, tensor_parallel_plan
+from foundry_kernels.distributed.plan import (
+    HeadParallelNorm,
+    SequenceParallelNorm,
+    VocabularyParallel,
+    tensor_parallel_plan,
+)
 from foundry_kernels.distributed.ring import ring_attention
 from foundry_kernels.distributed.zigzag import gather_sequence, sequence_positions, shard_sequence
 
 __all__ = [
+    "HeadParallelNorm",
     "SequenceParallelNorm",
     "VocabularyParallel",
     "context_parallel",

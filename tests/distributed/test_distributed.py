@@ -35,6 +35,14 @@ def test_training_equals_that_of_one_process(name, results, alone):
         same_training(result, alone)
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_of_query_and_key_norms_are_summed_over_the_devices(size, request):
+    """Under FSDP2 too, of accumulated gradients."""
+    alone = training.train(training.make_model(qk_norm=True))
+    for result in outcome(request.getfixturevalue("results" if size == 2 else "results_of_four"), "norms of heads"):
+        same_training(result, alone)
+
+
 @pytest.fixture(scope="module")
 def patched_llama() -> dict[str, Any]:
     pytest.importorskip("transformers")
@@ -228,7 +236,10 @@ def mesh_of_three():
         ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "tie_embeddings=True is not divided .* both ways"),
         ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not divided by this plan: each device"),
         ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
-        ({"dim": 24, "n_heads": 6, "qk_norm": True}, "qk_norm=True is not divided .* summed over the devices"),
+        (
+            {"dim": 24, "n_heads": 6, "qk_norm": True, "qk_norm_over": "projection"},
+            "qk_norm_over='projection' is not divided .* the norm is over the whole",
+        ),
         ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
         ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not divided .* heads by their"),
         ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not divided by this plan: experts"),
@@ -343,7 +354,7 @@ def test_example_refuses(arguments, message, script, monkeypatch, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_example_refuses_what_two_processes_cannot_divide(results):
+def test_example_refuses_what_two_sizecannot_divide(results):
     for said in outcome(results, "refusals"):
         assert said == [
             "--parallel tp with 2 processes: n_heads must be a multiple of the 2 devices that share the heads; got 3",

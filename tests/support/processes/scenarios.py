@@ -37,6 +37,7 @@ OTHERS = {
     "low precision": training.low_precision,
     "choices": training.choices,
     "refusals": example.refusals,
+    "norms of heads": training.norms_of_heads,
 }
 CONTEXT: dict[str, Callable[..., Any]] = {
     "ring": context.ring,
@@ -52,6 +53,7 @@ OF_FOUR = {
     "context, compiled": context.Train("compiled"),
     "context, dp": context.with_data_parallelism,
     "context, tp": context.with_tensor_parallelism,
+    "norms of heads": training.norms_of_heads,
     "cp 4 to ddp 1": Resume(("cp", 4), ("ddp", 1)),
     "fsdp 1 to cp 4": Resume(("fsdp", 1), ("cp", 4)),
 }
