@@ -33,9 +33,9 @@ class SequenceParallelNorm(SequenceParallel):
 
 
 class HeadParallelNorm(SequenceParallel):
-    """torch's `SequenceParallel` for a norm of each head where devices share the heads: Qwen3's and Gemma 3's of queries
-    and keys. Its input and output are plain tensors, a device's own heads; the gradient of its weight is the sum over
-    the devices' heads.
+    """torch's `SequenceParallel` for a norm of each head where devices share the heads: Qwen3's and Gemma 3's of
+    queries and keys. Its input and output are plain tensors, a device's own heads; the gradient of its weight is the
+    sum over the devices' heads.
 
     Patched models of transformers take it too: in a plan of your own, for `q_norm` and `k_norm`.
     """

@@ -405,8 +405,9 @@ class Attention(torch.nn.Module):
         assert q_norm is not None
         assert k_norm is not None
         cos, sin, positions = rope.tables(q.shape[2], positions, end)
+        weights = weight_of_norm(q_norm, q), weight_of_norm(k_norm, k)
         return qk_norm_rope(
-            q, k, weight_of_norm(q_norm, q), weight_of_norm(k_norm, k), cos, sin, eps=self.norm_eps, positions=positions,
+            q, k, *weights, cos, sin, eps=self.norm_eps, positions=positions,
             round_before_weight=q_norm.round_before_weight, interleaved=rope.interleaved,
             backend=self.backends["qk_norm_rope"],
         )  # fmt: skip

@@ -33,6 +33,7 @@ OTHERS = {
     "attention": operators.attention,
     "loss": operators.losses,
     "vocabulary": operators.vocabulary,
+    "compiled vocabulary": operators.compiled_vocabulary,
     "step": training.step_collectives,
     "low precision": training.low_precision,
     "choices": training.choices,
