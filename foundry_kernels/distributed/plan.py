@@ -124,7 +124,7 @@ _REASONS = {
     **dict.fromkeys(("embedding_dropout", "residual_dropout"), "random numbers are not divided"),
     "activation_dropout": "a device knows its columns by their number there, and would drop what the first one drops",
     "attention_dropout": "a device knows its heads by their number there, and would drop what the first one drops",
-    "n_experts": "experts are not divided",
+    "n_experts": "experts are sharded by expert_parallel, in a model that is not divided otherwise",
     "tie_embeddings": "a shared matrix cannot be divided both ways",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import EXAMPLES, patched, training
+from processes import EXAMPLES, experts, patched, training
 from processes.example import OPTIONS
 from processes.outcomes import near, outcome, same_training
 from processes.scenarios import PATCHED, RESUMING, TRAINING
@@ -35,12 +35,36 @@ def test_training_equals_that_of_one_process(name, results, alone):
         same_training(result, alone)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradients_of_query_and_key_norms_are_summed_over_the_devices(size, request):
+BY_TWO_AND_FOUR = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
+@pytest.fixture
+def by_size(request, size):
+    return request.getfixturevalue("results" if size == 2 else "results_of_four")
+
+
+@BY_TWO_AND_FOUR
+def test_gradients_of_query_and_key_norms_are_summed_over_the_devices(by_size):
     """Under FSDP2 too, of accumulated gradients."""
     alone = training.train(training.make_model(qk_norm=True))
-    for result in outcome(request.getfixturevalue("results" if size == 2 else "results_of_four"), "norms of heads"):
+    for result in outcome(by_size, "norms of heads"):
         same_training(result, alone)
+
+
+@BY_TWO_AND_FOUR
+def test_a_model_with_sharded_experts_trains_as_in_one_process(by_size):
+    alone = training.train(training.make_model(**experts.FIELDS))
+    for result in outcome(by_size, "experts"):
+        same_training(result, alone)
+
+
+@BY_TWO_AND_FOUR
+def test_sharded_experts_equal_those_of_one_process(by_size):
+    """Also where a process has no tokens, or its experts get none."""
+    for found in outcome(by_size, "mixtures of experts"):
+        assert found.keys() == experts.MIXTURES.keys()
+        for name, (actual, expected) in found.items():
+            torch.testing.assert_close(actual, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +298,31 @@ def test_plan_refuses_what_cannot_be_sharded(shape, message, mesh_of_three):
         tensor_parallel_plan(model, mesh_of_three)
     with pytest.raises(TypeError, match=r"model must be a foundry_kernels\.models\.Transformer; got Linear"):
         tensor_parallel_plan(torch.nn.Linear(2, 2), mesh_of_three)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda mesh: (None, mesh), TypeError, r"model must be a torch\.nn\.Module; got NoneType"),
+        (lambda mesh: (torch.nn.Linear(2, 2), mesh), ValueError, r"must have a foundry_kernels\.nn\.MoE; Linear has"),
+        (lambda mesh: (fk.nn.MoE(8, 8, 4, 2), mesh), ValueError, "n_experts of model must be a multiple of the 3 .* 4"),
+        (lambda mesh: (fk.nn.MoE(8, 8, 6, 2), 3), TypeError, "mesh must be a torch.* got int"),
+        (
+            lambda mesh: (fk.nn.MoE(8, 8, 6, 2), dist.device_mesh.init_device_mesh("cpu", (1, 3))),
+            ValueError,
+            "mesh must have one dimension, that of expert parallelism; got 2",
+        ),
+        (
+            lambda mesh: (fk.distributed.expert_parallel(fk.nn.MoE(8, 8, 6, 2), mesh), mesh),
+            ValueError,
+            "model must not be expert parallel yet; model is",
+        ),
+    ],
+    ids=["no-module", "no-mixture", "experts", "no-mesh", "two-dimensions", "twice"],
+)
+def test_experts_that_cannot_be_sharded_are_refused(make, error, message, mesh_of_three):
+    with pytest.raises(error, match=message):
+        fk.distributed.expert_parallel(*make(mesh_of_three))
 
 
 # --- the example ------------------------------------------------------------------------------------------------------

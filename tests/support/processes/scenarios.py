@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from processes import context, example, operators, patched, training
+from processes import context, example, experts, operators, patched, training
 from processes.example import Resume
 from processes.training import Train
 
@@ -39,6 +39,8 @@ OTHERS = {
     "choices": training.choices,
     "refusals": example.refusals,
     "norms of heads": training.norms_of_heads,
+    "mixtures of experts": experts.mixtures,
+    "experts": experts.trained,
 }
 CONTEXT: dict[str, Callable[..., Any]] = {
     "ring": context.ring,
@@ -54,7 +56,7 @@ OF_FOUR = {
     "context, compiled": context.Train("compiled"),
     "context, dp": context.with_data_parallelism,
     "context, tp": context.with_tensor_parallelism,
-    "norms of heads": training.norms_of_heads,
+    **{name: OTHERS[name] for name in ("norms of heads", "mixtures of experts", "experts")},
     "cp 4 to ddp 1": Resume(("cp", 4), ("ddp", 1)),
     "fsdp 1 to cp 4": Resume(("fsdp", 1), ("cp", 4)),
 }
