@@ -52,8 +52,8 @@ def test_gradients_of_query_and_key_norms_are_summed_over_the_devices(by_size):
 
 
 @BY_TWO_AND_FOUR
-def test_a_model_with_sharded_experts_trains_as_in_one_process(by_size):
-    alone = training.train(training.make_model(**experts.FIELDS))
+def test_a_model_with_sharded_experts_trains_as_in_one_process(size, by_size):
+    alone = training.train(training.make_model(**experts.FIELDS[size]))
     for result in outcome(by_size, "experts"):
         same_training(result, alone)
 
@@ -204,6 +204,19 @@ def test_a_patched_model_with_a_sharded_head_gathers_no_logits(results):
             near(name, sharded_loss, loss)
             for a, e in zip(sharded_grads, grads, strict=True):
                 near(name, a, e)
+
+
+def test_a_patched_model_with_transformers_own_plan_gathers_no_logits(results):
+    """And the gradients of Qwen3's norms of queries and keys are summed over the devices, as the plan has it."""
+    pytest.importorskip("transformers.distributed.tensor_parallel", reason="a transformers with plans of another kind")
+    for found in outcome(results, "own plan"):
+        assert len(found) == 4
+        for name, ((none, collectives, actual), (_, _, expected)) in found.items():
+            assert none, name
+            assert collectives.keys() == {"all_reduce"}, name
+            assert actual.keys() == expected.keys()
+            for key, value in expected.items():
+                near(f"{name}: {key}", actual[key], value)
 
 
 def test_mixtures_behave_as_torch_operations_do(results):

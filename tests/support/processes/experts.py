@@ -20,7 +20,11 @@ MIXTURES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "no tokens": ({"weight_inputs": True, "scoring": "sigmoid"}, (0, 14)),
     "no rows": ({"router_bias": True, "selection_bias": True}, (7,)),  # the first two experts get all
 }
-FIELDS: dict[str, Any] = {"n_experts": 4, "load_balancing_coef": 0.1, "router_z_coef": 0.01}
+#: Of the model that so many processes train. The balance of four is that of two by two.
+FIELDS: dict[int, dict[str, Any]] = {
+    2: {"n_experts": 4, "load_balancing_coef": 0.1, "router_z_coef": 0.01},
+    4: {"n_experts": 4, "load_balancing_coef": 0.0, "router_z_coef": 0.01},
+}
 
 
 def mixtures(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -65,16 +69,20 @@ def _step(moe: nn.Module, x: Tensor, dy: Tensor, size: int, even: bool, own: sli
 
 
 def trained(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
-    """A model whose experts are sharded, and FSDP2 over all that is not."""
+    """A model whose experts are sharded over two processes, and FSDP2: of the experts over the other dimension of the
+    mesh, where there are four, and of all else over both."""
     from torch.distributed.fsdp import fully_shard
 
     from foundry_kernels.distributed import expert_parallel
     from foundry_kernels.nn import MoE
 
     size = dist.get_world_size()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
-    model: Any = expert_parallel(make_model(**FIELDS), mesh)
-    experts = {p for module in model.modules() if isinstance(module, MoE) for p in module.experts.parameters()}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "ep"))
+    model: Any = expert_parallel(make_model(**FIELDS[size]), mesh["ep"])
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    for moe in mixtures if size > 2 else ():
+        fully_shard(moe.experts, mesh=mesh["dp"])
+    experts = {p for moe in mixtures for p in moe.experts.parameters()} if size == 2 else set()
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, ignored_params=experts)
+        fully_shard(module, mesh=mesh["dp", "ep"] if size > 2 else mesh["ep"], ignored_params=experts)
     return train(model, share=lambda batch: batch[rank::size])

@@ -66,4 +66,6 @@ def of_two() -> dict[str, Callable[..., Any]]:
     found = FIRST | TRAINING | RESUMING | CONTEXT | OTHERS
     if importlib.util.find_spec("transformers") is not None:
         found |= PATCHED | {"patched vocabulary": patched.vocabulary}
+        if importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None:
+            found |= {"own plan": patched.own_plan}
     return found
