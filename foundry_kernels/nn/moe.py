@@ -206,22 +206,20 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, where: Dispatch) -> Tensor:
         """x ``[T, D]``, weights ``[T, k]`` to ``[T, D]``."""
         exchange = self.exchange
-        gate_up, down, gate_up_bias, down_bias = (
-            p if exchange is None or p is None else exchange.own(p)
-            for p in (self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
-        )
-        assert gate_up is not None
-        assert down is not None
+
+        def own(parameter: Tensor | None) -> Any:
+            return parameter if parameter is None or exchange is None else exchange.own(parameter)
+
         return run_experts(
             x,
             weights,
             where,
-            gate_up.mT,
-            down.mT,
+            own(self.gate_up_proj).mT,
+            own(self.down_proj).mT,
             self._activate,
             self.backends,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
+            gate_up_bias=own(self.gate_up_proj_bias),
+            down_bias=own(self.down_proj_bias),
             weight_inputs=self.weight_inputs,
             exchange=exchange,
         )
