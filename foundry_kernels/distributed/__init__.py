@@ -1,9 +1,9 @@
 """The model and the operations on several devices, by PyTorch's own means.
 
 Data parallelism needs nothing from this module: ``fully_shard`` and ``DistributedDataParallel`` take the model as it
-is. This package holds the plan for tensor parallelism, context parallelism with its ring attention, and the rules by
-which DTensor runs the kernels' operators (`foundry_kernels.distributed.sharding`), registered by importing it or by the
-first call with a DTensor.
+is. This package holds the plan for tensor parallelism, expert parallelism, context parallelism with its ring attention,
+and the rules by which DTensor runs the kernels' operators (`foundry_kernels.distributed.sharding`), registered by
+importing it or by the first call with a DTensor.
 
     mesh = init_device_mesh("cuda", (8,))
     parallelize_module(model, mesh, tensor_parallel_plan(model, mesh))
@@ -11,14 +11,22 @@ first call with a DTensor.
 
 from foundry_kernels.distributed import sharding as sharding
 from foundry_kernels.distributed.context import context_parallel
-from foundry_kernels.distributed.plan import SequenceParallelNorm, VocabularyParallel, tensor_parallel_plan
+from foundry_kernels.distributed.experts import expert_parallel
+from foundry_kernels.distributed.plan import (
+    HeadParallelNorm,
+    SequenceParallelNorm,
+    VocabularyParallel,
+    tensor_parallel_plan,
+)
 from foundry_kernels.distributed.ring import ring_attention
 from foundry_kernels.distributed.zigzag import gather_sequence, sequence_positions, shard_sequence
 
 __all__ = [
+    "HeadParallelNorm",
     "SequenceParallelNorm",
     "VocabularyParallel",
     "context_parallel",
+    "expert_parallel",
     "gather_sequence",
     "ring_attention",
     "sequence_positions",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from foundry_kernels.models import Transformer
 from foundry_kernels.models.contradictions import refuse_choices
-from foundry_kernels.nn._head import PLANNED_HOOKS, PLANNED_INPUT, count_hooks
+from foundry_kernels.nn._head import PLANNED_GRADIENT, PLANNED_HOOKS, PLANNED_INPUT, count_hooks
 
 
 class SequenceParallelNorm(SequenceParallel):
@@ -30,6 +30,23 @@ class SequenceParallelNorm(SequenceParallel):
     ) -> tuple[Any, ...]:
         prepare = SequenceParallel._prepare_input_fn
         return tuple(prepare(sequence_sharding, mod, (x,), device_mesh) for x in inputs)
+
+
+class HeadParallelNorm(SequenceParallel):
+    """torch's `SequenceParallel` for a norm of each head where devices share the heads: Qwen3's and Gemma 3's of
+    queries and keys. Its input and output are plain tensors, a device's own heads; the gradient of its weight is the
+    sum over the devices' heads.
+
+    Patched models of transformers take it too: in a plan of your own, for `q_norm` and `k_norm`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sequence_dim=2, use_local_output=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        setattr(module, PLANNED_GRADIENT, [Partial()] * device_mesh.ndim)
+        return module
 
 
 def _contiguous(x: Any) -> Any:
@@ -92,7 +109,8 @@ DIVIDED: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("norm_eps", "norm_round_before_weight", "norm_bias", "embedding_norm")),
     **dict.fromkeys(("rope_base", "rope_scaling", "rope_interleaved", "rope_dim", "sliding_window")),
     **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "output_bias")),
-    **dict.fromkeys(("parallel_residual", "shared_attention_norm")),
+    **dict.fromkeys(("parallel_residual", "shared_attention_norm", "qk_norm")),
+    "qk_norm_over": ("head",),
     "positions": ("rope", "learned", "none"),
     "norm": ("rms_norm", "layer_norm"),
     "norm_placement": ("pre", "post"),
@@ -102,11 +120,11 @@ DIVIDED: dict[str, tuple[Any, ...] | None] = {
 _REASONS = {
     "positions=alibi": "each device would need the slopes of its own heads",
     "positions=sinusoidal": "the table is not divided along the sequence",
-    "qk_norm": "the gradients of its weights would have to be summed over the devices",
+    "qk_norm_over": "a device has a part of the projection, and the norm is over the whole",
     **dict.fromkeys(("embedding_dropout", "residual_dropout"), "random numbers are not divided"),
     "activation_dropout": "a device knows its columns by their number there, and would drop what the first one drops",
     "attention_dropout": "a device knows its heads by their number there, and would drop what the first one drops",
-    "n_experts": "experts are not divided",
+    "n_experts": "experts are sharded by expert_parallel, in a model that is not divided otherwise",
     "tie_embeddings": "a shared matrix cannot be divided both ways",
 }
 
@@ -171,6 +189,8 @@ def tensor_parallel_plan(
                 "attention.wq": ColwiseParallel(),
                 "attention.wk": ColwiseParallel(),
                 "attention.wv": ColwiseParallel(),
+                "attention.q_norm": HeadParallelNorm(),
+                "attention.k_norm": HeadParallelNorm(),
                 "attention.wo": _Scattering(),
                 "ffn_norm": SequenceParallelNorm(),
                 "feed_forward": _Gathered(),

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from foundry_kernels.core.checks import check_int, check_tensor
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh, parallelism: str = "context") -> None:
     """Raises TypeError or ValueError unless `mesh` is a DeviceMesh of one dimension."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh; got {type(mesh).__name__}")
     if mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, that of context parallelism; got {mesh.ndim}: {mesh}")
+        raise ValueError(f"mesh must have one dimension, that of {parallelism} parallelism; got {mesh.ndim}: {mesh}")
 
 
 class Place(NamedTuple):

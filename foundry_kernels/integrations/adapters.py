@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from foundry_kernels.nn import LayerNorm, RMSNorm
+from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu
@@ -359,12 +360,12 @@ def _rotate(
 
 
 def _fusable(q_norm: Any, k_norm: Any) -> bool:
-    """Returns whether nothing but one and the same norm happens when these are called: no hook, and no wrapper
-    around them."""
+    """Returns whether nothing but one and the same norm happens when these are called: no hook, no forward of its own
+    (with which transformers' `tp_plan` sums the weights' gradients), and no wrapper around them."""
     for norm in (q_norm, k_norm):
         if getattr(type(norm), "_foundry_class", None) is not type(norm):
             return False
-        if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        if "forward" in vars(norm) or count_hooks(norm):
             return False
     eps = q_norm._foundry_row.eps
     return type(q_norm) is type(k_norm) and getattr(q_norm, eps) == getattr(k_norm, eps)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters import Adapter, words
-from foundry_kernels.nn._head import PLANNED_INPUT, matrix_of
+from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -79,7 +80,7 @@ class CausalLM(Adapter):
     def why_not_without_logits(self, module: nn.Module) -> str | None:
         """Returns the reason why the logits are made in any case, or None."""
         head = getattr(module, "lm_head", None)
-        if matrix_of(head) is None:
+        if _matrix_of(head) is None:
             return f"its lm_head is no plain linear layer ({type(head).__name__}) or has hooks, so its logits are made"
         return None
 
@@ -145,11 +146,11 @@ def _makes_no_logits(self: Any, logits_to_keep: int | Tensor) -> bool:
     state = getattr(self, "_foundry", None)  # none once the patch is undone, if a wrapper has derived its own class
     if state is None or not self.training or "linear_cross_entropy" not in state.backends:
         return False
-    head = matrix_of(self.lm_head)
+    head = _matrix_of(self.lm_head)
     whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
     if head is None or not (whole or hasattr(self._foundry_home, "slice_logits_to_keep")):
         return False
-    if is_dtensor(head[0]) and not (whole and hasattr(self.lm_head, PLANNED_INPUT)):
+    if is_dtensor(head[0]) and not (whole and _input_of(self.lm_head)):
         return False  # who knows how the tokens lie
     return self._foundry_get_loss() is self._foundry_their_loss
 
@@ -167,7 +168,7 @@ def _loss_of_hidden(
     row: CausalLM = self._foundry_row
     if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
         hidden = self._foundry_home.slice_logits_to_keep(hidden, logits_to_keep)
-    head = matrix_of(self.lm_head)
+    head = _matrix_of(self.lm_head)
     assert head is not None  # or this forward is not taken
     targets = _next_tokens(labels, shift_labels, ignore_index).to(hidden.device)
     if is_dtensor(head[0]):
@@ -188,11 +189,40 @@ def _loss_of_hidden(
     return _by_items(loss.full_tensor() if is_dtensor(loss) else loss, num_items_in_batch)
 
 
+def _matrix_of(head: Any) -> tuple[Tensor, Tensor | None] | None:
+    """`matrix_of`, also of a head that transformers' `tp_plan` has sharded by its classes."""
+    return matrix_of(head) if _sharded_by_transformers(head) is None else (head.weight, head.bias)
+
+
+def _sharded_by_transformers(head: Any) -> Mapping[str, Any] | None:
+    """What the forward knows that the style "colwise_gather_output" has given the head in place of its own: the style
+    (`self`), `module` and `mesh`. None where the head has another."""
+    if type(head) is not nn.Linear or "forward" not in vars(head) or count_hooks(head):
+        return None
+    style = sys.modules.get("transformers.distributed.tensor_parallel")
+    if style is None or not inspect.isfunction(head.forward):
+        return None
+    known = inspect.getclosurevars(head.forward).nonlocals
+    theirs = getattr(known.get("original_forward"), "__func__", None) is nn.Linear.forward
+    given: Any = known.get("self")
+    if not theirs or type(given) is not style.ColwiseParallel or known.get("module") is not head:
+        return None
+    replicated = given.input_layouts.is_replicate() and given.output_layouts.is_replicate()
+    return known if replicated and is_dtensor(known["module"].weight) else None
+
+
+def _input_of(head: nn.Module) -> Any:
+    """The mesh of a head whose classes are sharded, and how a plain tensor lies on it; None where nobody knows."""
+    if (known := _sharded_by_transformers(head)) is not None:
+        return known["mesh"], (known["self"].input_layouts,)
+    return getattr(head, PLANNED_INPUT, None)
+
+
 def _on_mesh(hidden: Tensor, head: nn.Module) -> Tensor:
     """Returns what the head would make of its input, whose classes are sharded over devices."""
     if is_dtensor(hidden):
         return hidden
-    mesh, layouts = getattr(head, PLANNED_INPUT)
+    mesh, layouts = _input_of(head)
     tensor = importlib.import_module("torch.distributed.tensor")
     return tensor.DTensor.from_local(hidden, mesh, layouts, run_check=False)
 

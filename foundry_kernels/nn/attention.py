@@ -11,6 +11,7 @@ from torch import Tensor
 from foundry_kernels.core.checks import check_integer, check_positive, check_rank, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import Layers, layers_for
+from foundry_kernels.nn._head import weight_of_norm
 from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
 from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.nn.norm import RMSNorm
@@ -404,8 +405,9 @@ class Attention(torch.nn.Module):
         assert q_norm is not None
         assert k_norm is not None
         cos, sin, positions = rope.tables(q.shape[2], positions, end)
+        weights = weight_of_norm(q_norm, q), weight_of_norm(k_norm, k)
         return qk_norm_rope(
-            q, k, q_norm.weight, k_norm.weight, cos, sin, eps=self.norm_eps, positions=positions,
+            q, k, *weights, cos, sin, eps=self.norm_eps, positions=positions,
             round_before_weight=q_norm.round_before_weight, interleaved=rope.interleaved,
             backend=self.backends["qk_norm_rope"],
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,30 @@ class _Gather(torch.autograd.Function):
         return combine_experts(dys[0], None, slots, backend=ctx.backend), None, None, None
 
 
+def gather_rows(x: Tensor, where: Dispatch, backend: str) -> Tensor:
+    """The rows of x ``[T, D]`` by expert ``[M, D]``; `backend` is that of combine_experts."""
+    tokens = where.order // where.slots.shape[1]
+    return x[tokens] if _transformed() else _Gather.apply(x, tokens, where.slots, backend)
+
+
+#: Experts on rows ``[M, D]`` sorted by expert, of which offs ``[E]`` has the ends.
+RunRows = Callable[[Tensor, Tensor], Tensor]
+
+
+class ExpertExchange(Protocol):
+    """What runs rows through experts of several processes: `fk.distributed.expert_parallel` sets it."""
+
+    def own(self, parameter: Any) -> Tensor:
+        """A parameter of this process's experts."""
+
+    def run(self, rows: Tensor, counts: Tensor, run: RunRows, backend: str) -> Tensor:
+        """Rows ``[M, D]`` by expert, of all experts, counts ``[E]`` of them, through the experts of all processes, of
+        which `run` has this one's; `backend` is that of combine_experts."""
+
+    def mean(self, stats: RouterStats) -> RouterStats:
+        """The statistics of the tokens of all processes."""
+
+
 def run_experts(
     x: Tensor,
     weights: Tensor,
@@ -77,21 +101,25 @@ def run_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     weight_inputs: bool = False,
+    exchange: ExpertExchange | None = None,
 ) -> Tensor:
     """x ``[T, D]`` through the experts of each token, weighted by `weights` ``[T, k]``, to ``[T, D]`` of x's dtype.
 
     gate_up ``[E, D, 2N]``, down ``[E, N, D]``; gate takes ``[M, 2N]`` to ``[M, N]``; `backends` has those of grouped_mm
-    and combine_experts.
+    and combine_experts. With an `exchange` the weights are those of this process's experts.
     """
     product, combine = backends["grouped_mm"], backends["combine_experts"]
-    tokens = where.order // where.slots.shape[1]
-    rows = x[tokens] if _transformed() else _Gather.apply(x, tokens, where.slots, combine)
+    rows = gather_rows(x, where, combine)
     if weight_inputs:
         rows = (rows * weights.flatten()[where.order].unsqueeze(1)).to(rows.dtype)
     has_bias = gate_up_bias is not None or down_bias is not None
-    of_expert = _one_hot(where.offs, rows) if has_bias else None
-    h = _biased(grouped_mm(rows, gate_up, where.offs, backend=product), of_expert, gate_up_bias)
-    y = _biased(grouped_mm(gate(h), down, where.offs, backend=product), of_expert, down_bias)
+
+    def run(rows: Tensor, offs: Tensor) -> Tensor:
+        of_expert = _one_hot(offs, rows) if has_bias else None
+        h = _biased(grouped_mm(rows, gate_up, offs, backend=product), of_expert, gate_up_bias)
+        return _biased(grouped_mm(gate(h), down, offs, backend=product), of_expert, down_bias)
+
+    y = run(rows, where.offs) if exchange is None else exchange.run(rows, where.counts, run, combine)
     if weights.dtype != y.dtype:
         weights = weights.float()
     return combine_experts(y, None if weight_inputs else weights, where.slots, backend=combine).to(x.dtype)
@@ -145,6 +173,7 @@ class Experts(nn.Module):
         self.gate_options, self.dropout = dict(gate_options or {}), check_dropout(dropout)
         self.op, self._gate = GATES[activation]
         self.backends = plan(backend, (self.op, "grouped_mm", "combine_experts"))
+        self.exchange: ExpertExchange | None = None
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(n_experts, *shape, device=device, dtype=dtype))
@@ -176,17 +205,23 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, where: Dispatch) -> Tensor:
         """x ``[T, D]``, weights ``[T, k]`` to ``[T, D]``."""
+        exchange = self.exchange
+
+        def own(parameter: Tensor | None) -> Any:
+            return parameter if parameter is None or exchange is None else exchange.own(parameter)
+
         return run_experts(
             x,
             weights,
             where,
-            self.gate_up_proj.mT,
-            self.down_proj.mT,
+            own(self.gate_up_proj).mT,
+            own(self.down_proj).mT,
             self._activate,
             self.backends,
-            gate_up_bias=self.gate_up_proj_bias,
-            down_bias=self.down_proj_bias,
+            gate_up_bias=own(self.gate_up_proj_bias),
+            down_bias=own(self.down_proj_bias),
             weight_inputs=self.weight_inputs,
+            exchange=exchange,
         )
 
     def _activate(self, gate_up: Tensor) -> Tensor:
@@ -318,4 +353,7 @@ class MoE(nn.Module):
                 shared = self.shared_gate(tokens).sigmoid() * shared
             y = y + shared
         y = y.view(x.shape)
-        return (y, self.router.stats(routing.logits, where.counts)) if return_stats else y
+        if not return_stats:
+            return y
+        stats = self.router.stats(routing.logits, where.counts)
+        return y, stats if self.experts.exchange is None else self.experts.exchange.mean(stats)

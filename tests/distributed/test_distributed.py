@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import EXAMPLES, patched, training
+from processes import EXAMPLES, experts, patched, training
 from processes.example import OPTIONS
 from processes.outcomes import near, outcome, same_training
 from processes.scenarios import PATCHED, RESUMING, TRAINING
@@ -33,6 +33,38 @@ def alone() -> dict[str, Any]:
 def test_training_equals_that_of_one_process(name, results, alone):
     for result in outcome(results, name):
         same_training(result, alone)
+
+
+BY_TWO_AND_FOUR = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
+@pytest.fixture
+def by_size(request, size):
+    return request.getfixturevalue("results" if size == 2 else "results_of_four")
+
+
+@BY_TWO_AND_FOUR
+def test_gradients_of_query_and_key_norms_are_summed_over_the_devices(by_size):
+    """Under FSDP2 too, of accumulated gradients."""
+    alone = training.train(training.make_model(qk_norm=True))
+    for result in outcome(by_size, "norms of heads"):
+        same_training(result, alone)
+
+
+@BY_TWO_AND_FOUR
+def test_a_model_with_sharded_experts_trains_as_in_one_process(size, by_size):
+    alone = training.train(training.make_model(**experts.FIELDS[size]))
+    for result in outcome(by_size, "experts"):
+        same_training(result, alone)
+
+
+@BY_TWO_AND_FOUR
+def test_sharded_experts_equal_those_of_one_process(by_size):
+    """Also where a process has no tokens, or its experts get none."""
+    for found in outcome(by_size, "mixtures of experts"):
+        assert found.keys() == experts.MIXTURES.keys()
+        for name, (actual, expected) in found.items():
+            torch.testing.assert_close(actual, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +182,16 @@ def test_a_loss_over_sharded_classes_gathers_no_logits(results):
                 torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=0.0)
 
 
+def test_a_loss_over_sharded_classes_in_one_graph(results):
+    """After losses on another mesh that is equal to theirs, which DTensor's cache answers with."""
+    for found in outcome(results, "compiled vocabulary"):
+        assert found.keys() == {"all", "tokens", "mean"}
+        for name, (plain, compiled) in found.items():
+            for a, e in zip(compiled, plain, strict=True):
+                error = 2**-7 if name == "mean" else 1e-6  # a rounding to bfloat16
+                assert (a - e).abs().max() <= error * max(e.abs().max(), 1e-3), name
+
+
 def test_a_patched_model_with_a_sharded_head_gathers_no_logits(results):
     pytest.importorskip("transformers")
     for found in outcome(results, "patched vocabulary"):
@@ -162,6 +204,19 @@ def test_a_patched_model_with_a_sharded_head_gathers_no_logits(results):
             near(name, sharded_loss, loss)
             for a, e in zip(sharded_grads, grads, strict=True):
                 near(name, a, e)
+
+
+def test_a_patched_model_with_transformers_own_plan_gathers_no_logits(results):
+    """And the gradients of Qwen3's norms of queries and keys are summed over the devices, as the plan has it."""
+    pytest.importorskip("transformers.distributed.tensor_parallel", reason="a transformers with plans of another kind")
+    for found in outcome(results, "own plan"):
+        assert len(found) == 4
+        for name, ((none, collectives, actual), (_, _, expected)) in found.items():
+            assert none, name
+            assert collectives.keys() == {"all_reduce"}, name
+            assert actual.keys() == expected.keys()
+            for key, value in expected.items():
+                near(f"{name}: {key}", actual[key], value)
 
 
 def test_mixtures_behave_as_torch_operations_do(results):
@@ -228,7 +283,10 @@ def mesh_of_three():
         ({"dim": 24, "n_heads": 6, "tie_embeddings": True}, "tie_embeddings=True is not divided .* both ways"),
         ({"dim": 24, "n_heads": 6, "positions": "alibi"}, "positions='alibi' is not divided by this plan: each device"),
         ({"dim": 24, "n_heads": 6, "positions": "sinusoidal"}, "positions='sinusoidal' is not divided"),
-        ({"dim": 24, "n_heads": 6, "qk_norm": True}, "qk_norm=True is not divided .* summed over the devices"),
+        (
+            {"dim": 24, "n_heads": 6, "qk_norm": True, "qk_norm_over": "projection"},
+            "qk_norm_over='projection' is not divided .* the norm is over the whole",
+        ),
         ({"dim": 24, "n_heads": 6, "residual_dropout": 0.1}, "residual_dropout=0.1 is not divided"),
         ({"dim": 24, "n_heads": 6, "attention_dropout": 0.1}, "attention_dropout=0.1 is not divided .* heads by their"),
         ({"dim": 24, "n_heads": 6, "n_experts": 4}, "n_experts=4 is not divided by this plan: experts"),
@@ -253,6 +311,31 @@ def test_plan_refuses_what_cannot_be_sharded(shape, message, mesh_of_three):
         tensor_parallel_plan(model, mesh_of_three)
     with pytest.raises(TypeError, match=r"model must be a foundry_kernels\.models\.Transformer; got Linear"):
         tensor_parallel_plan(torch.nn.Linear(2, 2), mesh_of_three)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda mesh: (None, mesh), TypeError, r"model must be a torch\.nn\.Module; got NoneType"),
+        (lambda mesh: (torch.nn.Linear(2, 2), mesh), ValueError, r"must have a foundry_kernels\.nn\.MoE; Linear has"),
+        (lambda mesh: (fk.nn.MoE(8, 8, 4, 2), mesh), ValueError, "n_experts of model must be a multiple of the 3 .* 4"),
+        (lambda mesh: (fk.nn.MoE(8, 8, 6, 2), 3), TypeError, "mesh must be a torch.* got int"),
+        (
+            lambda mesh: (fk.nn.MoE(8, 8, 6, 2), dist.device_mesh.init_device_mesh("cpu", (1, 3))),
+            ValueError,
+            "mesh must have one dimension, that of expert parallelism; got 2",
+        ),
+        (
+            lambda mesh: (fk.distributed.expert_parallel(fk.nn.MoE(8, 8, 6, 2), mesh), mesh),
+            ValueError,
+            "model must not be expert parallel yet; model is",
+        ),
+    ],
+    ids=["no-module", "no-mixture", "experts", "no-mesh", "two-dimensions", "twice"],
+)
+def test_experts_that_cannot_be_sharded_are_refused(make, error, message, mesh_of_three):
+    with pytest.raises(error, match=message):
+        fk.distributed.expert_parallel(*make(mesh_of_three))
 
 
 # --- the example ------------------------------------------------------------------------------------------------------
@@ -343,7 +426,7 @@ def test_example_refuses(arguments, message, script, monkeypatch, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_example_refuses_what_two_processes_cannot_divide(results):
+def test_example_refuses_what_two_sizecannot_divide(results):
     for said in outcome(results, "refusals"):
         assert said == [
             "--parallel tp with 2 processes: n_heads must be a multiple of the 2 devices that share the heads; got 3",

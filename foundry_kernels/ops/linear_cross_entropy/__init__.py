@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from foundry_kernels.core import invariance
@@ -186,7 +187,8 @@ def linear_cross_entropy(
     losses.check("hidden", hidden, weight.shape[0], target, "class_weight", class_weight, options)
     function = resolve(LINEAR_CROSS_ENTROPY, backend, hidden)
     reduces = reduction != "none" and is_dtensor(hidden)  # torch reduces over devices
-    if is_dtensor(weight) and (vocab_parallel := _vocab_parallel(weight)) is not None:
+    vocab_parallel = _vocab_parallel(weight) if is_dtensor(weight) else None
+    if vocab_parallel is not None:
         for name, x in (("hidden", hidden), ("bias", bias), ("class_weight", class_weight)):
             if x is not None and not is_dtensor(x):
                 raise ValueError(f"{name} must be a DTensor where weight's classes are divided; got a plain tensor")
@@ -202,10 +204,12 @@ def linear_cross_entropy(
     if reduces:
         each, lse, zs = losses.reduced(each, lse, zs, target, class_weight, options)
     results = options.select(each, lse, zs)
-    if not options.return_predictions:
-        return results
-    more = (return_token_accuracy, return_predicted_tokens)
-    return with_predictions(results, predicted, target, ignore_index, reduction, *more)
+    if options.return_predictions:
+        more = (return_token_accuracy, return_predicted_tokens)
+        results = with_predictions(results, predicted, target, ignore_index, reduction, *more)
+    if vocab_parallel is not None and torch.compiler.is_compiling():
+        return vocab_parallel.on_mesh_of(hidden, results)
+    return results
 
 
 def _vocab_parallel(weight: Any) -> Any:

@@ -97,6 +97,18 @@ def linear_cross_entropy(
     return whole(each), whole(lse), whole(zs), whole(predicted) if options.return_predictions else None, target
 
 
+def on_mesh_of(hidden: Any, results: Any) -> Any:
+    """Returns DTensors on the mesh of `hidden`, as the object that it is. AOTAutograd finds the mesh of an output by
+    its identity, and DTensor's cache answers with any that is equal, of a call before."""
+    if isinstance(results, tuple):
+        return tuple(on_mesh_of(hidden, x) for x in results)
+    if not isinstance(results, DTensor):
+        return results
+    mesh, where = hidden.device_mesh, results.placements
+    shape, stride = results.shape, results.stride()
+    return DTensor.from_local(results.to_local(), mesh, where, run_check=False, shape=shape, stride=stride)
+
+
 class _VocabParallel(torch.autograd.Function):
     """The loss from the tensors of one device, and their gradients."""
 

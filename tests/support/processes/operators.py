@@ -310,6 +310,38 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
+def compiled_vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Losses whose classes are sharded, in one graph, and as they are without the compiler."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import foundry_kernels as fk
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for dtype, placement, name in (
+        (torch.float32, Shard(1), "all"),
+        (torch.float32, Replicate(), "tokens"),
+        (torch.bfloat16, Replicate(), "mean"),
+    ):
+        hidden, weight = torch.randn(2, 6, 8, generator=generator), torch.randn(11, 8, generator=generator)
+        target = torch.randint(11, (2, 6), generator=generator)
+        target[0, 1] = -100
+
+        def loss(x: Tensor, w: Tensor, target: Tensor, name: str = name) -> Any:
+            found = fk.linear_cross_entropy(x, w, target, **VOCABULARY[name])
+            return found if isinstance(found, tuple) else (found,)
+
+        results = []
+        for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            x, w = (distribute_tensor(t.to(dtype), mesh, [p]) for t, p in ((hidden, placement), (weight, Shard(0))))
+            outputs = function(x.requires_grad_(), w.requires_grad_(), target)
+            (outputs[0] * 3.0).backward()
+            results.append([full(t) for t in (*outputs, x.grad, w.grad)])
+        found[name] = results
+    return found
+
+
 def norm_collectives(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     """A norm under sequence parallelism: forward, backward, and what reading the weight's gradient costs."""
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -62,6 +62,57 @@ def vocabulary(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     return found
 
 
+def own_plan(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """One step of patched models that transformers shards by their own `tp_plan`, before the patch and after it, or
+    whose heads are sharded by styles, and of one process: whether there are logits, collectives, the loss and every
+    gradient."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    import foundry_kernels as fk
+    from foundry_kernels.integrations.tiny import tiny_model
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
+    tokens = torch.arange(3, 15).view(2, 6)
+    found = {}
+    for family, order in (
+        ("llama", "tp patch"),
+        ("qwen3", "tp patch"),
+        ("qwen3", "patch tp"),
+        ("qwen3", "patch styles"),
+    ):
+        steps = []
+        for sharded in (True, False):
+            model = tiny_model(family).train()
+            for what in order.split():
+                if what == "patch":
+                    fk.patch(model)
+                elif sharded and what == "styles":
+                    _heads_parallel(model, mesh)
+                elif sharded:  # as `from_pretrained` does, which needs accelerate
+                    plan = model._resolve_parallel_plans(DistributedConfig(tp_size=SIZE))[0]
+                    apply_tensor_parallelism(model, mesh, plan)
+            with Collectives() as collectives:
+                output = model(tokens, labels=tokens, use_cache=False)
+            output.loss.backward()
+            grads = {name: full(p.grad) for name, p in model.named_parameters()}
+            kinds = dict(collectives.counts)
+            steps.append((output.logits is None, kinds, {"loss": output.loss.detach(), **grads}))
+        found[f"{family}, {order}"] = steps
+    return found
+
+
+def _heads_parallel(model: Any, mesh: Any) -> None:
+    """Heads sharded, with norms of queries and keys."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from foundry_kernels.distributed import HeadParallelNorm
+
+    styles: dict[str, Any] = {f"{name}_proj": ColwiseParallel() for name in "qkv"}
+    styles |= {"o_proj": RowwiseParallel(), "q_norm": HeadParallelNorm(), "k_norm": HeadParallelNorm()}
+    parallelize_module(model, mesh, {f"model.layers.*.self_attn.{name}": style for name, style in styles.items()})
+
+
 class Sharded:
     """Train a patched model as `kind` divides it, then take the patch back: the numbers, and what became of both."""
 

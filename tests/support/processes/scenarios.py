@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from processes import context, example, operators, patched, training
+from processes import context, example, experts, operators, patched, training
 from processes.example import Resume
 from processes.training import Train
 
@@ -33,10 +33,14 @@ OTHERS = {
     "attention": operators.attention,
     "loss": operators.losses,
     "vocabulary": operators.vocabulary,
+    "compiled vocabulary": operators.compiled_vocabulary,
     "step": training.step_collectives,
     "low precision": training.low_precision,
     "choices": training.choices,
     "refusals": example.refusals,
+    "norms of heads": training.norms_of_heads,
+    "mixtures of experts": experts.mixtures,
+    "experts": experts.trained,
 }
 CONTEXT: dict[str, Callable[..., Any]] = {
     "ring": context.ring,
@@ -52,6 +56,7 @@ OF_FOUR = {
     "context, compiled": context.Train("compiled"),
     "context, dp": context.with_data_parallelism,
     "context, tp": context.with_tensor_parallelism,
+    **{name: OTHERS[name] for name in ("norms of heads", "mixtures of experts", "experts")},
     "cp 4 to ddp 1": Resume(("cp", 4), ("ddp", 1)),
     "fsdp 1 to cp 4": Resume(("fsdp", 1), ("cp", 4)),
 }
@@ -61,4 +66,6 @@ def of_two() -> dict[str, Callable[..., Any]]:
     found = FIRST | TRAINING | RESUMING | CONTEXT | OTHERS
     if importlib.util.find_spec("transformers") is not None:
         found |= PATCHED | {"patched vocabulary": patched.vocabulary}
+        if importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None:
+            found |= {"own plan": patched.own_plan}
     return found

@@ -18,12 +18,11 @@ from processes import SIZE, Collectives, end, full
 STEPS, BATCH, LENGTH = 4, 4, 13  # a length that two processes cannot halve
 
 
-def make_model() -> nn.Module:
+def make_model(**fields: Any) -> nn.Module:
     from foundry_kernels.models import ModelConfig, Transformer
 
     torch.manual_seed(0)
-    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, max_seq_len=32, init_std=0.2)
-    return Transformer(config)
+    return Transformer(ModelConfig(32, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields))
 
 
 def batches() -> Iterator[Tensor]:
@@ -88,6 +87,23 @@ class Train:
         return result | {"collectives": collectives.counts}
 
 
+def norms_of_heads(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Norms of queries and keys under tensor parallelism of two, FSDP2 over the other processes, if any, and the
+    gradients of two parts of a batch accumulated."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from foundry_kernels.distributed import tensor_parallel_plan
+
+    replicas = dist.get_world_size() // 2
+    mesh = dist.device_mesh.init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = make_model(qk_norm=True)
+    model = parallelize_module(model, mesh["tp"], tensor_parallel_plan(model, mesh["tp"]))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    return train(model, share=lambda batch: batch[rank // 2 :: replicas], parts=2)
+
+
 def loss_parallel(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:
     """Tensor parallelism in which no process ever has all logits."""
     from torch.distributed.tensor import Shard
@@ -131,7 +147,8 @@ SHARDED: dict[str, dict[str, Any]] = {
     "falcon": {"norm": "layer_norm", "activation": "gelu", "parallel_residual": True, "shared_attention_norm": True}
     | {"sliding_window": 5},
     "neox": {"norm": "layer_norm", "activation": "geglu", "parallel_residual": True, "embedding_norm": True},
-    "post": {"positions": "none", "norm_placement": "post", "activation": "relu"},
+    "post": {"positions": "none", "norm_placement": "post", "activation": "relu", "qk_norm": True},
+    "qwen3": {"qk_norm": True, "sliding_window": 5},
 }
 
 
@@ -140,7 +157,6 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
     from torch.distributed.tensor.parallel import parallelize_module
 
     from foundry_kernels.distributed import tensor_parallel_plan
-    from foundry_kernels.models import ModelConfig, Transformer
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
 
@@ -151,8 +167,7 @@ def choices(rank: int, folder: Path, ports: list[int]) -> dict[str, tuple[dict[s
 
     found = {}
     for name, fields in SHARDED.items():
-        torch.manual_seed(0)
-        whole = Transformer(ModelConfig(32, 2, 4, 2, vocab_size=64, max_seq_len=32, init_std=0.2, **fields))
+        whole = make_model(**fields)
         with torch.no_grad():
             for parameter in whole.parameters():  # biases of 0 would hide where they are added
                 parameter.add_(0.1 * torch.randn(parameter.shape))
