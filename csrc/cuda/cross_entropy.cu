@@ -203,12 +203,18 @@ int threads_for(int64_t n, int most) {
   return threads;
 }
 
+// Whether logits are read by 16 bytes. One row is read as several that lie one behind the other would be: its sum has
+// the same bits alone.
+bool by_vectors(const void* logits, Dtype type, const Rows& rows, const RowStrides& strides, int64_t n_cols) {
+  return aligned(logits, type, rows, strides) && (rows.count() > 1 || aligned(logits, type, {n_cols}));
+}
+
 }  // namespace
 
 cudaError_t cross_entropy_forward(const CrossEntropyForward& a, cudaStream_t stream) {
   const int64_t rows = a.rows.count();
   if (rows > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const bool vectors = aligned(a.logits, a.type, a.rows, a.logits_strides);
+  const bool vectors = by_vectors(a.logits, a.type, a.rows, a.logits_strides, a.n_cols);
   return with_kinds(a.type, a.options, vectors, [&](auto x, auto vec, auto cap, auto smooth) {
     constexpr int kVec = decltype(vec)::value;
     const auto kernel = forward_kernel<FK_TYPE(x), kVec, decltype(cap)::value, decltype(smooth)::value>;
@@ -223,7 +229,8 @@ cudaError_t cross_entropy_reduce(const CrossEntropyReduce& a, cudaStream_t strea
 
 cudaError_t cross_entropy_backward(const CrossEntropyBackward& a, cudaStream_t stream) {
   const RowStrides out{{a.n_cols, a.n_cols, a.n_cols}};
-  const bool vectors = aligned(a.logits, a.type, a.rows, a.logits_strides) && aligned(a.dlogits, a.type, a.rows, out);
+  const bool vectors =
+      by_vectors(a.logits, a.type, a.rows, a.logits_strides, a.n_cols) && aligned(a.dlogits, a.type, a.rows, out);
   return with_kinds(a.type, a.options, vectors, [&](auto x, auto vec, auto cap, auto smooth) {
     constexpr int kVec = decltype(vec)::value;
     const auto kernel = backward_kernel<FK_TYPE(x), kVec, decltype(cap)::value, decltype(smooth)::value>;

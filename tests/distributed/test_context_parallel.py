@@ -228,8 +228,9 @@ def test_what_a_divided_model_is_called_with(mesh):
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="tokens must be two chunks of a sequence; got 3 tokens"):
         model(torch.zeros(1, 3, dtype=torch.int64))
+    learned = Transformer(ModelConfig(8, 1, 2, vocab_size=8, max_seq_len=8, positions="learned"))
     with pytest.raises(ValueError, match="tokens hold 12 positions; max_seq_len is 8"):
-        model(torch.zeros(1, 4, dtype=torch.int64))
+        fk.distributed.context_parallel(learned, mesh["cp"])(torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="attn_mask must not be given to a context parallel model"):
         model(tokens, attn_mask=torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="cache must not be given to a context parallel model"):

@@ -124,7 +124,7 @@ def test_a_selection_bias_is_moved_by_one_process_alone(text_file):
     routers = [m for m in done.model.modules() if isinstance(m, Router)]
     assert all(router.selection_bias.abs().max() > 0.0 for router in routers)
     with pytest.raises(ParallelError, match="selection_bias: each of the processes would move it by its own tokens"):
-        Parallel.check(SimpleNamespace(kind="ddp", size=2), biased.model, 4)
+        Parallel.check(SimpleNamespace(kind="ddp", size=2), biased.model, 4, 16)
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------

@@ -113,11 +113,11 @@ def test_the_native_operator(row: Row) -> None:
     x, weight = draw(10, 8, 16)
     operator = fk.OPS["grouped_mm"].impl("native").fn
     for each in (weight, weight.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
-        torch.library.opcheck(operator, (x, each, ends(4, 9)))
-    first, second = (torch.autograd.grad(operator(x, weight, ends(4, 9)).sum(), (x, weight)) for _ in range(2))
+        torch.library.opcheck(operator, (x, each, ends(4, 9), False))
+    first, second = (torch.autograd.grad(operator(x, weight, ends(4, 9), False).sum(), (x, weight)) for _ in range(2))
     assert all(map(torch.equal, first, second))
     with pytest.raises(RuntimeError, match=r"grouped_mm has no second derivative.*create_graph=True"):
-        torch.autograd.grad(operator(x, weight, ends(4, 9)).sum(), x, create_graph=True)
+        torch.autograd.grad(operator(x, weight, ends(4, 9), False).sum(), x, create_graph=True)
 
 
 def test_the_reference_has_second_derivatives_and_transforms() -> None:

@@ -142,7 +142,7 @@ def run_rms_norm(text: str, shape: tuple[int, int]) -> tuple[str, dict[str, Tens
 def source_text() -> str:
     """The kernels with the shared headers in place, so that all of it can be broken."""
     text = "#include <stdexcept>\n#include <string>\n" + (ROOT / "csrc" / "cuda" / "rms_norm.cu").read_text()
-    for header in ("dispatch.cuh", "dropout.cuh", "launch.cuh"):
+    for header in ("dropout.cuh", "dispatch.cuh", "launch.cuh"):  # each before those that it includes
         include = f'#include "{header}"\n'
         assert include in text
         content = (ROOT / "csrc" / "cuda" / header).read_text().replace("#pragma once", "")
