@@ -77,6 +77,9 @@ def suitable(row: Row, most: int | None) -> Iterator[tuple[Case, dict[str, Any],
     for case in row.cases:
         if most is not None and numel(case) > most:
             continue
+        # CUDA's kernels read rows that are not aligned by single numbers, and a part of a batch is a copy that is.
+        if row.cuda_on_cpu and any(arg is not None and arg.layout != "contiguous" for arg in case.args.values()):
+            continue
         options = options_for(row, case)
         if (dims := batch_dims(row, case, options)) is not None:
             yield case, options, dims
