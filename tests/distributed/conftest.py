@@ -40,20 +40,18 @@ def script() -> Any:
 
 
 @pytest.fixture(scope="session")
-def resumed(script: Any) -> Callable[[dict[str, Any]], None]:
+def resumed(script: Any) -> Callable[..., None]:
     """Asserts that a run of the example which was continued is that of one process which was not interrupted."""
     from examples.training import loop, text
 
     recipe = script.make_recipe(script.parse(OPTIONS), 5)
     whole = loop.train(recipe, "auto", text.read_text(None, recipe.seq_len), None, progress=False)
 
-    def check(result: dict[str, Any]) -> None:
+    def check(result: dict[str, Any], weights_within: float = 1e-5) -> None:
         assert len(result["losses"]) == 6
         assert result["losses"] == pytest.approx(whole.losses, abs=1e-5)
         assert result["held_out"] == pytest.approx(whole.held_out, abs=1e-5)
         for key, weight in whole.model.state_dict().items():
-            # AdamW makes a whole step of a gradient that is nothing but rounding: two backends in one process differ by
-            # 4e-5 here.
-            assert (result["weights"][key] - weight).abs().max() <= 1e-4 * weight.abs().max(), key
+            assert (result["weights"][key] - weight).abs().max() <= weights_within * weight.abs().max(), key
 
     return check

@@ -156,7 +156,9 @@ def test_a_step_sends_rings_and_one_sum(results):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cp 4 to ddp 1", "fsdp 1 to cp 4"])
 def test_a_checkpoint_of_four_processes_is_continued_by_one_and_the_other_way(name, results_of_four, resumed):
-    resumed(outcome(results_of_four, name)[0])
+    # AdamW makes a whole step of a gradient that is nothing but rounding, which is another one in four processes:
+    # 1.4e-5 was seen; two backends in one process differ by 4e-5.
+    resumed(outcome(results_of_four, name)[0], weights_within=1e-4)
 
 
 @pytest.mark.slow

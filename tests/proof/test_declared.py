@@ -322,7 +322,7 @@ NOT_DECODED = {"causal": "a cache needs causal=True", "context_dim": "context mu
 PAIRED = {"router_groups", "router_top_groups"}
 
 #: The choices in `OTHER` that tensor parallelism and QK-clip refuse.
-NOT_SHARDED = {"tie_embeddings", "positions", "qk_norm", "embedding_dropout", "residual_dropout", "attention_dropout"}
+NOT_SHARDED = {"tie_embeddings", "positions", "embedding_dropout", "residual_dropout", "attention_dropout"}
 NOT_SHARDED |= {"n_experts", *EXPERT_FIELDS}
 ENCODERS = {"context_dim", "head", "relative_buckets", "relative_max_distance", "token_types"}
 NOT_SHARDED |= {*ENCODERS, "activation_dropout", "output_dropout", "causal", "logit_scale", "attention_scale"}
