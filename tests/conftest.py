@@ -46,11 +46,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import slow
 
     slow.mark(items)
+    left_out = []
     if (third := config.getoption("--third")) is not None:
         left_out = [item for item in items if slow.is_slow(item) and slow.third_of(item.nodeid) != third]
+    if (held := config.getoption("--held-to")) is not None:
+        left_out += [item for item in items if slow.instruction_set_of(item) in _others_than(held)]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+def _others_than(held: str) -> set[str]:
+    """The instruction sets, by name, in which no kernel of ours runs on a processor that has this one as its best."""
+    from foundry_kernels.core import extension
+
+    return {*extension.build_info()["usable_instruction_sets"]} - {held}
 
 
 _counted: list[int] = []

@@ -49,13 +49,23 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
             return f"several cases in {dtype}"
     elif emulated and dtype not in (None, torch.float32) and numel(case) > FEW_ELEMENTS:
         return f"emulated in {dtype}"
-    name = parameters.get("name", parameters.get("instruction_set"))
+    name = instruction_set_in(parameters)
     if name in instruction_sets:
         if name not in {instruction_sets[0], "avx2", instruction_sets[-1]}:
             return f"instruction set {name}"
         if dtype not in (None, *SWEPT_DTYPES):
             return f"instruction sets in {dtype}"
     return None
+
+
+def instruction_set_in(parameters: dict[str, Any]) -> Any:
+    """What a test calls `name` or `instruction_set`; the first may be the name of something else."""
+    return parameters.get("name", parameters.get("instruction_set"))
+
+
+def instruction_set_of(item: pytest.Item) -> Any:
+    call = getattr(item, "callspec", None)
+    return None if call is None else instruction_set_in(call.params)
 
 
 def third_of(nodeid: str) -> int:
