@@ -22,10 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from examples.ablation.page import fill, table
-from examples.ablation.settings import HELD_OUT, UsageError, add_options, keep, load, save, settle, use_threads
+from examples.ablation.settings import (
+    HELD_OUT,
+    UsageError,
+    add_options,
+    exit_code,
+    keep,
+    load,
+    save,
+    settle,
+    use_threads,
+)
 from examples.ablation.training import load_model, load_run, losses_by_position, train_all
 from examples.ablation.variants import config_of
-from examples.training.text import Text, TextError, read_text
+from examples.training.text import Text, read_text
 from foundry_kernels import RopeScaling
 from foundry_kernels.models import ModelConfig
 
@@ -206,13 +216,7 @@ def report(folder: Path, trained: int, lengths: Sequence[int], seeds: Sequence[i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(parse(argv))
-    except (UsageError, TextError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: run(parse(argv)))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import time
 from collections.abc import Sequence
 
 from examples.ablation import report, speed, tables
-from examples.ablation.settings import Settings, UsageError, add_options, keep, load, settle, use_threads
+from examples.ablation.settings import Settings, UsageError, add_options, exit_code, keep, load, settle, use_threads
 from examples.ablation.training import train_all
 from examples.ablation.variants import check_parameters, config_of, names, title
-from examples.training.text import TextError
 from foundry_kernels.models import ModelConfig
 
 PHASES = ("train", "speed", "tables", "report")
@@ -108,13 +107,7 @@ def listing(settings: Settings, configs: dict[str, ModelConfig]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(parse(None if argv is None else list(argv)))
-    except (UsageError, TextError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: run(parse(None if argv is None else list(argv))))
 
 
 if __name__ == "__main__":

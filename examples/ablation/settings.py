@@ -7,7 +7,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from examples.ablation.variants import Shape, split
+from examples.training.text import TextError
 
 #: Predicted bytes of the held-out text, at most.
 HELD_OUT = 98304
@@ -23,6 +25,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class UsageError(Exception):
     """Options that cannot be run, or a folder that does not fit them; the message is for the user."""
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Returns what a command does, or 2 after an error that is the user's, which is printed, and 130 where it is
+    interrupted."""
+    try:
+        return run()
+    except (UsageError, TextError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from examples.ablation.settings import UsageError, check_device, use_threads
+from examples.ablation.settings import UsageError, check_device, exit_code, use_threads
 from examples.claims import longest, page, results, studies, timings
-from examples.training.text import TextError
 
 PHASES = ("train", "memory", "timings", "page")
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
@@ -73,13 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(parse(None if argv is None else list(argv)))
-    except (UsageError, TextError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: run(parse(None if argv is None else list(argv))))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import dropout
 from foundry_kernels.core.checks import check_device, check_float, check_shape
-from foundry_kernels.core.registry import resolve
+from foundry_kernels.core.registry import OpSpec, resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.bias_gelu import reference
 
@@ -97,9 +97,7 @@ def bias_silu(
         y = BIAS_SILU.direct(backend, x, bias)
         if y is not None:
             return y
-    _check(x, bias)
-    drop = dropout.arguments(x, dropout_p, dropout_seed)
-    return resolve(BIAS_SILU, backend, x)(x, bias, *drop)
+    return _call(BIAS_SILU, x, bias, dropout_p, dropout_seed, backend)
 
 
 def bias_relu(
@@ -125,9 +123,15 @@ def bias_relu(
         y = BIAS_RELU.direct(backend, x, bias)
         if y is not None:
             return y
+    return _call(BIAS_RELU, x, bias, dropout_p, dropout_seed, backend)
+
+
+def _call(
+    op: OpSpec, x: Tensor, bias: Tensor | None, dropout_p: float, dropout_seed: Tensor | int | None, backend: str
+) -> Tensor:
+    """What the direct path does not do, of an activation without options."""
     _check(x, bias)
-    drop = dropout.arguments(x, dropout_p, dropout_seed)
-    return resolve(BIAS_RELU, backend, x)(x, bias, *drop)
+    return resolve(op, backend, x)(x, bias, *dropout.arguments(x, dropout_p, dropout_seed))
 
 
 def _check(x: Tensor, bias: Tensor | None) -> None:

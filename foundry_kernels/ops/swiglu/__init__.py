@@ -39,7 +39,7 @@ from foundry_kernels.core.checks import (
     check_positive,
     check_shape,
 )
-from foundry_kernels.core.registry import resolve
+from foundry_kernels.core.registry import OpSpec, resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.swiglu import reference
 
@@ -163,9 +163,7 @@ def glu(
         y = GLU.direct(backend, gate, up)
         if y is not None:
             return y
-    _check(gate, up)
-    drop = dropout.arguments(gate, dropout_p, dropout_seed, "gate")
-    return resolve(GLU, backend, gate)(gate, up, *drop)
+    return _call(GLU, gate, up, dropout_p, dropout_seed, backend)
 
 
 def reglu(
@@ -191,9 +189,15 @@ def reglu(
         y = REGLU.direct(backend, gate, up)
         if y is not None:
             return y
+    return _call(REGLU, gate, up, dropout_p, dropout_seed, backend)
+
+
+def _call(
+    op: OpSpec, gate: Tensor, up: Tensor | None, dropout_p: float, dropout_seed: Tensor | int | None, backend: str
+) -> Tensor:
+    """What the direct path does not do, of a gate without options."""
     _check(gate, up)
-    drop = dropout.arguments(gate, dropout_p, dropout_seed, "gate")
-    return resolve(REGLU, backend, gate)(gate, up, *drop)
+    return resolve(op, backend, gate)(gate, up, *dropout.arguments(gate, dropout_p, dropout_seed, "gate"))
 
 
 def _check(gate: Tensor, up: Tensor | None) -> None:

@@ -1,0 +1,11 @@
+"""Comparison bit by bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether all bits are equal."""
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
