@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foundry_kernels.diagnostics.health import Health, LayerHealth
+from foundry_kernels.diagnostics.health import RANK_KEPT, Health, LayerHealth
 
 
 class HealthHistory:
@@ -40,9 +40,13 @@ class HealthHistory:
         self.steps.append(step)
         self.healths.append(health)
 
-    def concerns(self) -> list[str]:
-        """Returns the concerns about the last health, those since the first one too; empty if there are none."""
-        return self.healths[-1].concerns(since=self.healths[0]) if self.healths else []
+    def concerns(self, *, rank_kept: float = RANK_KEPT) -> list[str]:
+        """Returns the concerns about the last health, those since the first one too; empty if there are none.
+
+        Args:
+            rank_kept: as for :meth:`Health.concerns`.
+        """
+        return self.healths[-1].concerns(since=self.healths[0], rank_kept=rank_kept) if self.healths else []
 
     def __len__(self) -> int:
         return len(self.steps)

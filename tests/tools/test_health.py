@@ -115,6 +115,10 @@ def test_a_query_key_product_of_rank_one() -> None:
     fallen = recorder.health()
     assert fallen.concerns() == []
     [line] = fallen.concerns(since=before, rank_kept=0.5)
+    history = HealthHistory()
+    for step, health in enumerate((before, fallen)):
+        history.append(step, health)
+    assert (history.concerns(rank_kept=0.5), history.concerns(rank_kept=0.01)) == ([line], [])
     assert "the rank of the query-key product of head 1 has fallen, from 7." in line
 
 
