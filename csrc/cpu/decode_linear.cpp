@@ -20,7 +20,7 @@ void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const flo
   float found[kRows * ld];
   const T* rows = static_cast<const T*>(matrix.data) + begin * matrix.stride;
   // Rows lie one after the other: those that come next are what follows the registers' share.
-  const Stream<T> stream{rows, matrix.stride, rows + kSums / kRows * matrix.stride, matrix.stride};
+  const Stream<T> stream{rows, matrix.stride, rows + kSums / kRows * matrix.stride};
   multiply_keys<kRows>(x, a.width, stream, end - begin, found, ld);
   for (int64_t r = 0; r < a.n_rows; ++r)
     for_each_vec(end - begin, [&](int64_t i, auto at, int) FK_INLINE {

@@ -107,8 +107,7 @@ inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v, b
   const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
                         kAttentionKeys * (kAttentionRows + d + dv + dv / 2) + attention_bias_scratch(bias);
-  const int64_t decode = kAttentionDecodeRows * (d + dv + kAttentionDecodeKeys + kAttentionPad) +
-                         kAttentionDecodeKeys * (d + dv);  // of pages, a tile of keys and of values
+  const int64_t decode = kAttentionDecodeRows * (d + dv + kAttentionDecodeKeys + kAttentionPad);
   return tiles > decode ? tiles : decode;
 }
 

@@ -14,7 +14,7 @@ namespace {
 
 // kVecs registers of columns of `steps_of` keys: with pairs, of this key and the next, or zero for a next that is not.
 template <class E, int kVecs, class Access, class T>
-inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, Access at,
+inline FK_INLINE void load_values(const T* row, const T* next_row, bool has_next, Access at,
                                                       Vec (&out)[kVecs]) {
 #if defined(FK_PAIRS)
   if constexpr (kPer<E> == 2) {
@@ -23,13 +23,13 @@ inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, A
       Vec a, b{};
       if constexpr (kVecs > 1) {
         a = load_lanes<E>(Whole{}, row + v * kLanes);
-        if (has_next) b = load_lanes<E>(Whole{}, row + stride + v * kLanes);
+        if (has_next) b = load_lanes<E>(Whole{}, next_row + v * kLanes);
         out[v + 1] = columns_paired<1>(a, b);
       } else {
         Part part{kLanes};
         if constexpr (std::is_same_v<Access, Part>) part = at;
         a = load_lanes<E>(part, row);
-        if (has_next) b = load_lanes<E>(part, row + stride);
+        if (has_next) b = load_lanes<E>(part, next_row);
       }
       out[v] = columns_paired<0>(a, b);
     }
@@ -42,8 +42,8 @@ inline FK_INLINE void load_values(const T* row, int64_t stride, bool has_next, A
 
 // out[row] = out[row] * scale[row] + sum over keys of weights[row][key] values[key], for kVecs registers.
 template <int kRows, int kVecs, class E, class Access, class T>
-inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, const float* scale, float* out,
-                       int64_t ld_out, int64_t column, Access at) {
+inline void add_values(const E* weights, int64_t ld, ScatteredStream<T> values, int64_t n, const float* scale,
+                       float* out, int64_t ld_out, int64_t column, Access at) {
   Vec acc[kRows][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
@@ -51,7 +51,7 @@ inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n
     for (int v = 0; v < kVecs; ++v) acc[r][v] = Vec{};
   for (int64_t key = 0; key < n; key += kPer<E>) {
     Vec right[kVecs];
-    load_values<E>(values.data + key * values.stride + column, values.stride, key + 1 < n, at, right);
+    load_values<E>(values.row(key) + column, values.row(key + 1) + column, key + 1 < n, at, right);
 #pragma GCC unroll 16
     for (int j = 0; j < kPer<E>; ++j)
 #pragma GCC unroll 16
@@ -74,7 +74,7 @@ inline void add_values(const E* weights, int64_t ld, Stream<T> values, int64_t n
 
 // The same for columns [first, head_dim_v), kVecs registers at a time while there are so many.
 template <int kRows, int kVecs, class E, class T>
-void add_all_values(const E* weights, int64_t ld, Stream<T> values, int64_t n, const float* scale, float* out,
+void add_all_values(const E* weights, int64_t ld, ScatteredStream<T> values, int64_t n, const float* scale, float* out,
                     int64_t ld_out, int64_t first, int64_t head_dim_v) {
   int64_t i = first;
   for (; i + kVecs * kLanes <= head_dim_v; i += kVecs * kLanes)
@@ -167,25 +167,22 @@ void softmax_rows(const AttentionForward& a, const AttentionTask& task, DecodeRo
   }
 }
 
-// Keys or values in memory, one after the other.
-template <class T> struct KeyRows {
-  const T* data;
-  int64_t stride;
-};
+// Where the keys or values of a tile lie.
+template <class T> struct TileRows {
+  const T* at[kAttentionDecodeKeys + kSums];
 
-// Those of [key, key + n), which are in pages: where one page has them all; else copied to `memory`.
-template <class T>
-KeyRows<T> paged_rows(const AttentionForward& a, const AttentionTask& task, const void* memory_of, int64_t width,
-                      const HeadStrides& strides, int64_t key, int64_t n, T* memory) {
-  const T* data = static_cast<const T*>(memory_of);
-  if (in_one_page(a, task.sequence, key, n))
-    return {data + key_offset_in_page(a, strides, task.sequence, task.kv_head, key), strides.token};
-  for_each_page(a, strides, task.sequence, task.kv_head, key, n, [&](int64_t first, int64_t count, int64_t offset) {
-    for (int64_t i = 0; i < count; ++i)
-      std::memcpy(memory + (first + i) * width, data + offset + i * strides.token, width * sizeof(T));
-  });
-  return {memory, width};
-}
+  // Those of [key, key + n), n > 0. What is behind them is their last, so that all may be prefetched.
+  void find(const AttentionForward& a, const AttentionTask& task, const void* memory, const HeadStrides& strides,
+            int64_t key, int64_t n) {
+    const T* data = static_cast<const T*>(memory);
+    const auto add = [&](int64_t first, int64_t count, int64_t offset) {
+      for (int64_t i = 0; i < count; ++i) at[first + i] = data + offset + i * strides.token;
+    };
+    if (a.pages.table) for_each_page(a, strides, task.sequence, task.kv_head, key, n, add);
+    else add(0, n, key_offset(strides, a.sequences[task.sequence], task.kv_head, key));
+    std::fill(at + n, at + kAttentionDecodeKeys + kSums, at[n - 1]);
+  }
+};
 
 template <int kRows, class T>
 void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, const float* queries, float* out,
@@ -195,22 +192,16 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
   constexpr int64_t ld = kAttentionDecodeKeys + kSums;
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
-  const T* k_pages = static_cast<const T*>(a.k);
-  const T* k = k_pages + key_offset(a.k_strides, s, task.kv_head, 0);
-  const T* v = static_cast<const T*>(a.v) + key_offset(a.v_strides, s, task.kv_head, 0);
+  TileRows<T> keys, values, next;
   for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionDecodeKeys) {
     const int64_t n = std::min<int64_t>(kAttentionDecodeKeys, b.key_end - tile);
     const auto first_key = int32_t(tile - task.key_begin);
     if (a.masked() && !b.words.look(a, s, task.kv_head * a.group, b, tile, n, first_key)) continue;
-    KeyRows<T> keys{k + tile * a.k_strides.token, a.k_strides.token},
-        values{v + tile * a.v_strides.token, a.v_strides.token};
-    if (a.pages.table) {
-      T* memory = reinterpret_cast<T*>(scores + kAttentionDecodeRows * ld);
-      keys = paged_rows(a, task, a.k, a.head_dim, a.k_strides, tile, n, memory);
-      values = paged_rows(a, task, a.v, a.head_dim_v, a.v_strides, tile, n, memory + kAttentionDecodeKeys * a.head_dim);
-    }
-    multiply_keys<kRows>(queries, a.head_dim, Stream<T>{keys.data, keys.stride, values.data, values.stride}, n, scores,
-                         ld);
+    const int64_t next_tile = tile + kAttentionDecodeKeys < b.key_end ? tile + kAttentionDecodeKeys : tile;
+    keys.find(a, task, a.k, a.k_strides, tile, n);
+    values.find(a, task, a.v, a.v_strides, tile, n);
+    next.find(a, task, a.k, a.k_strides, next_tile, std::min<int64_t>(kAttentionDecodeKeys, b.key_end - next_tile));
+    multiply_keys<kRows>(queries, a.head_dim, ScatteredStream<T>{keys.at, values.at}, n, scores, ld);
     if (a.bias || a.aligned()) softmax_rows(a, task, b, scores, ld, tile, n);
     else
       for (int r = 0; r < b.count; ++r) softmax_row<false>(a, b, r, {}, scores + r * ld, n, first_key);
@@ -221,12 +212,8 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
         for (int64_t j = 0; j < n; j += kLanes)
           Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
     }
-    const bool has_next = tile + kAttentionDecodeKeys < b.key_end;
-    const T* next = has_next ? keys.data + kAttentionDecodeKeys * keys.stride : keys.data;
-    if (has_next && a.pages.table)  // those of its first page; what lies behind it is not read
-      next = k_pages + key_offset_in_page(a, a.k_strides, task.sequence, task.kv_head, tile + kAttentionDecodeKeys);
-    const Stream<T> stream{values.data, values.stride, next, a.k_strides.token};
-    add_all_values<kRows, kVecs>(weights, ld * kPer<E>, stream, n, b.scale, out, dv, 0, a.head_dim_v);
+    add_all_values<kRows, kVecs>(weights, ld * kPer<E>, ScatteredStream<T>{values.at, next.at}, n, b.scale, out, dv, 0,
+                                 a.head_dim_v);
   }
 }
 

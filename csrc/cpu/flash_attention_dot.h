@@ -61,17 +61,28 @@ inline Vec load_lanes(Access at, const T* p) {
 // Rows of memory that are read, and those that come after them. The processor's own prefetching knows nothing of the
 // change between keys and values; without this it reads memory at half its rate.
 template <class T> struct Stream {
+  typedef T Element;
   const T* data;
   int64_t stride;
   const T* next;
-  int64_t next_stride;
 
-  void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next + key * next_stride + i, 0, 2); }
+  const T* row(int64_t key) const { return data + key * stride; }
+  void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next + key * stride + i, 0, 2); }
 };
 
-// scores[row][key] = query . key for kRows rows, `n` keys; `scores` has room for kSums more.
-template <int kRows, class T>
-void multiply_keys(const float* queries, int64_t head_dim, Stream<T> keys, int64_t n, float* scores, int64_t ld) {
+// The same of rows that lie anywhere, as those in pages do.
+template <class T> struct ScatteredStream {
+  typedef T Element;
+  const T *const *rows, *const *next;  // `next` has kSums more than there are
+
+  const T* row(int64_t key) const { return rows[key]; }
+  void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next[key] + i, 0, 2); }
+};
+
+// scores[row][key] = query . key for kRows rows, `n` keys of a stream; `scores` has room for kSums more.
+template <int kRows, class Keys>
+void multiply_keys(const float* queries, int64_t head_dim, const Keys& keys, int64_t n, float* scores, int64_t ld) {
+  typedef typename Keys::Element T;
   typedef Product<T> E;
   constexpr int kKeys = kSums / kRows;
   constexpr int64_t kStep = kLanes * kPer<E>;
@@ -79,7 +90,7 @@ void multiply_keys(const float* queries, int64_t head_dim, Stream<T> keys, int64
   for (int64_t key = 0; key < n; key += kKeys) {
     const T* rows[kKeys];
 #pragma GCC unroll 16
-    for (int j = 0; j < kKeys; ++j) rows[j] = keys.data + std::min(key + j, n - 1) * keys.stride;
+    for (int j = 0; j < kKeys; ++j) rows[j] = keys.row(std::min(key + j, n - 1));
     Vec acc[kSums] = {};
     const auto step = [&](int64_t i, auto at) FK_INLINE {
       Vec k[kKeys];

@@ -84,7 +84,7 @@ void multiply_rows(const GradientBlock& b, bool decoded, Tile<E> tile, int64_t n
                        kAttentionRows, Start::zero);
   constexpr int64_t ld = kAttentionKeys + kSums;
   float products[kAttentionDecodeRows * ld];
-  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data, tile.ld}, n, products, ld);
+  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data}, n, products, ld);
   for (int64_t j = 0; j < n; ++j)
     for (int64_t r = 0; r < b.vecs * kLanes; ++r)
       out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
