@@ -1,8 +1,11 @@
-"""Keeps a run within its time: what each comparison is expected to take, and what is cut where that is too much.
+"""Keeps a run within its time: what each comparison is expected to take, in which order, and what is cut where that is
+too much.
 
-Rounds are cut first; then whole shapes, the largest first, so that every row that is shown has its peers. The smallest
-shape of an operation and whole models go last. Estimates are corrected as rows are done, and what to cut is decided
-anew before each comparison begins: what was to be cut comes back where the machine turns out to be faster.
+What is needed comes first: of each operation the smallest shapes that have every direction and dtype of it. Then come
+host times and models, then all other shapes and growth, the smallest first. Rounds are cut to a half, no further, or
+noise would hide what they show; then whole shapes from the end, so that every row that is shown has its peers.
+Estimates are corrected as rows are done, and what to cut is decided anew before each comparison begins: what was to be
+cut comes back where the machine turns out to be faster.
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 #: Minutes of the quick set; the full one has no limit unless it is given one.
-DEFAULT = 8.0
+DEFAULT = 5.0
 #: Fractions of the rounds, the first that fits.
-EFFORTS = (1.0, 0.5, 0.25)
+EFFORTS = (1.0, 0.5)
 #: Fraction of the time that is planned for: what comes last can be longer than expected.
 _PLANNED = 0.95
 #: Seconds that an estimate weighs as, beside what was measured.
 _PRIOR = 5.0
+
+
+#: Places in the order of a run.
+NEEDED, LATER, REST = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,8 @@ class Unit:
 
     shape: what is cut as a whole, in words. kind: estimates of a kind are wrong by the same factor. fixed, rounds,
     a_row: seconds that do not depend on how many rounds there are, of all rounds, and more for each row. size: what
-    "largest" means. op: the operation, where the row is of one shape of it. last: whether it is cut after all that are
-    not.
+    "largest" means. op: the operation, where the row is of one shape of it, and what: its direction and dtype. place:
+    `NEEDED`, `LATER` or `REST`; what comes first is cut last.
     """
 
     id: str
@@ -38,7 +45,8 @@ class Unit:
     rounds: float = 0.0
     size: float = 0.0
     op: str = ""
-    last: bool = False
+    what: str = ""
+    place: int = REST
     a_row: float = 0.0
     rows: int = 1
 
@@ -47,17 +55,36 @@ class Unit:
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
-    """Returns the units of rows that each bring their own: counted, and the smallest shape of each operation spared."""
+    """Returns the units of rows that each bring their own: counted, and what is `NEEDED` placed so."""
     found: dict[str, Unit] = {}
     for unit in rows:
         known = found.get(unit.id)
         found[unit.id] = unit if known is None else replace(known, rows=known.rows + 1)
-    smallest: dict[str, Unit] = {}
-    for unit in found.values():
-        if unit.op and (unit.op not in smallest or unit.size < smallest[unit.op].size):
-            smallest[unit.op] = unit
-    spared = {unit.shape for unit in smallest.values()}
-    return [replace(u, last=u.last or u.shape in spared) for u in found.values()]
+    needed = _needed([unit for unit in found.values() if unit.op])
+    return [replace(u, place=NEEDED) if u.shape in needed else u for u in found.values()]
+
+
+def _needed(units: Sequence[Unit]) -> set[str]:
+    """Returns the shapes that together have every direction and dtype of every operation: one that has most of those
+    that are left, and of these the smallest."""
+    has: dict[str, set[tuple[str, str]]] = {}
+    sizes: dict[str, float] = {}
+    for u in units:
+        has.setdefault(u.shape, set()).add((u.op, u.what))
+        sizes[u.shape] = max(sizes.get(u.shape, 0.0), u.size)
+    left, chosen = {(u.op, u.what) for u in units}, set()
+    while left:
+        shape = max(has, key=lambda s: (len(has[s] & left), -sizes[s]))
+        chosen.add(shape)
+        left -= has[shape]
+    return chosen
+
+
+def ordered(units: Sequence[Unit]) -> list[Unit]:
+    """Returns the units in the order in which they are measured, those of a shape in succession: what comes last is
+    what is cut first."""
+    place = {shape: index for index, shape in enumerate(reversed(_largest_first(units)))}
+    return sorted(units, key=lambda u: place[u.shape])
 
 
 @dataclass(frozen=True)
@@ -90,11 +117,13 @@ def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | N
 
 
 def _largest_first(units: Sequence[Unit]) -> list[str]:
-    sizes: dict[str, tuple[bool, float]] = {}
+    """Returns the shapes in the order in which they are cut: the rest and then models, the largest first; then from the
+    end."""
+    sizes: dict[str, tuple[int, float, int]] = {}
     for u in units:
-        before = sizes.get(u.shape, (True, 0.0))
-        sizes[u.shape] = (before[0] and u.last, max(before[1], u.size))
-    return sorted(sizes, key=lambda s: (sizes[s][0], -sizes[s][1]))
+        place, size, index = sizes.get(u.shape, (u.place, 0.0, len(sizes)))
+        sizes[u.shape] = (min(place, u.place), max(size, u.size) if u.place != NEEDED else 0.0, index)
+    return sorted(sizes, key=lambda s: sizes[s], reverse=True)
 
 
 @dataclass
@@ -165,21 +194,15 @@ class Budget:
         if found.effort < 1:
             lines.append(f"  fewer rounds: {found.effort:.0%} of them")
         if found.cut:
-            lines.append(f"  left out unless time is left: {listed(found.cut)}")
+            lines.append(f"  left out unless time is left: {len(found.cut)} shapes, {listed(found.cut[::-1])}")
         return lines
 
     def progress(self) -> str:
-        """Returns how far the run is, and what is left of the time."""
-        behind = sum(u.rows for u in self.units if u.id in self.decided)
-        text = f"{behind} of {sum(u.rows for u in self.units)} rows in {minutes(self.gone)}"
-        text += f", about {minutes(self.remaining().seconds)} to go"
-        return text + (f", {minutes(max(self.left, 0))} left of {self.minutes:g}" if self.minutes else "")
-
-    @property
-    def done(self) -> float:
-        """The fraction of the work that is done, by its estimates."""
-        ended = sum(u.seconds() for u in self.units if u.id in self.decided)
-        return ended / max(sum(u.seconds() for u in self.units), 1e-9)
+        """Returns how far the run is: the rows that are done, of those that there is time for."""
+        left = self.remaining()
+        done = sum(u.rows for u in self.units if self.decided.get(u.id) is not None)
+        to_go = sum(u.rows for u in self.units if u.id not in self.decided and u.shape not in left.cut)
+        return f"{minutes(self.gone)}: {done} of {done + to_go} rows, about {minutes(left.seconds)} to go"
 
     def kept(self) -> dict[str, object]:
         """Returns what a page says of it."""
