@@ -126,6 +126,6 @@ def test_the_largest_shapes_keep_64_threads_busy() -> None:
         assert of["flash_attention"]["8"] < 1.1
     shown = tables.schedules({"rows": [row(1, 1, axis="threads", schedule=of["rms_norm"])]})
     assert "| operation | 1 threads | 2 threads | 4 threads | 8 threads |" in shown
-    assert "| `rms_norm` | 1.00 | 1.00 |" in shown
+    assert "| `rope` | 1.00 | 1.00 |" in shown
     said = verdict.growth([row(1, 1, axis="threads", theory={"time": -1.0}, schedule={"1": 1.0, "64": 1.25})])
     assert said == ["Divided among 64 threads (computed): at most 1.25 times an even share (rope)."]
