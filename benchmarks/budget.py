@@ -3,9 +3,10 @@ too much.
 
 What is needed comes first: of each operation the smallest shapes that have every direction and dtype of it. Then come
 host times and models, then all other shapes and growth, the smallest first. Rounds are cut to a half, no further, or
-noise would hide what they show; then whole shapes from the end, so that every row that is shown has its peers.
-Estimates are corrected as rows are done, and what to cut is decided anew before each comparison begins: what was to be
-cut comes back where the machine turns out to be faster.
+noise would hide what they show; then whole shapes from the end, so that every row that is shown has its peers. Where
+not even what is needed has the time, its peers that are compiled are cut, and shapes of it last. Estimates are
+corrected as rows are done, and what to cut is decided anew before each comparison begins: what was to be cut comes back
+where the machine turns out to be faster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Unit:
     shape: what is cut as a whole, in words. kind: estimates of a kind are wrong by the same factor. fixed, rounds,
     a_row: seconds that do not depend on how many rounds there are, of all rounds, and more for each row. size: what
     "largest" means. op: the operation, where the row is of one shape of it, and what: its direction and dtype. place:
-    `NEEDED`, `LATER` or `REST`; what comes first is cut last.
+    `NEEDED`, `LATER` or `REST`; what comes first is cut last. waits: seconds of `fixed` in which peers are compiled.
     """
 
     id: str
@@ -49,9 +50,15 @@ class Unit:
     place: int = REST
     a_row: float = 0.0
     rows: int = 1
+    waits: float = 0.0
 
     def seconds(self, effort: float = 1.0) -> float:
         return self.fixed + self.a_row * self.rows + self.rounds * effort
+
+    @property
+    def plain(self) -> Unit:
+        """The same without the peers that are compiled."""
+        return replace(self, fixed=self.fixed - self.waits, waits=0.0, kind="operation") if self.waits else self
 
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
@@ -89,31 +96,48 @@ def ordered(units: Sequence[Unit]) -> list[Unit]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fraction of the rounds that is measured, the shapes that are cut, and the seconds that the rest takes."""
+    """The fraction of the rounds that is measured, the shapes that are cut, the seconds that the rest takes, and the
+    shapes of it without peers that are compiled."""
 
     effort: float
     cut: tuple[str, ...]
     seconds: float
+    plain: tuple[str, ...] = ()
 
 
 def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | None = None) -> Plan:
     """Decides what to do with `units` in `seconds`, by estimates that are multiplied by their kind's factor."""
     by = factors or {}
 
-    def total(chosen: Sequence[Unit], effort: float) -> float:
+    def total(chosen: Iterable[Unit], effort: float) -> float:
         return sum(u.seconds(effort) * by.get(u.kind, 1.0) for u in chosen)
 
     for effort in EFFORTS:
-        if (needed := total(units, effort)) <= seconds:
-            return Plan(effort, (), needed)
+        if (left := total(units, effort)) <= seconds:
+            return Plan(effort, (), left)
+    shapes: dict[str, list[Unit]] = {}
+    for u in units:
+        shapes.setdefault(u.shape, []).append(u)
+    takes = {shape: total(of, effort) for shape, of in shapes.items()}
     cut: list[str] = []
-    rest = list(units)
-    for shape in _largest_first(units):
-        if (needed := total(rest, EFFORTS[-1])) <= seconds:
+    plain: list[str] = []
+    for shape, compiled in _steps(units):
+        if left <= seconds:
             break
-        cut.append(shape)
-        rest = [u for u in rest if u.shape != shape]
-    return Plan(EFFORTS[-1], tuple(cut), total(rest, EFFORTS[-1]))
+        now = total((u.plain for u in shapes[shape]), effort) if compiled else 0.0
+        (plain if compiled else cut).append(shape)
+        left += now - takes[shape]
+        takes[shape] = now
+    return Plan(effort, tuple(cut), left, tuple(shape for shape in plain if shape not in cut))
+
+
+def _steps(units: Sequence[Unit]) -> list[tuple[str, bool]]:
+    """Returns what is cut in turn: shapes, or (True) what is compiled of them."""
+    needed = {u.shape for u in units if u.place == NEEDED}
+    order = _largest_first(units)
+    last = [shape for shape in order if shape in needed]
+    first = [(shape, False) for shape in order if shape not in needed]
+    return [*first, *((shape, True) for shape in last), *((shape, False) for shape in last)]
 
 
 def _largest_first(units: Sequence[Unit]) -> list[str]:
@@ -137,6 +161,8 @@ class Budget:
     #: By id of a unit: the fraction of its rounds, None where it was cut.
     decided: dict[str, float | None] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
+    #: Ids of units whose compiled peers were cut.
+    plain: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._by_id = {u.id: u for u in self.units}
@@ -164,6 +190,7 @@ class Budget:
         for name, seconds in self.spent.items():
             unit, effort = self._by_id[name], self.decided.get(name)
             if effort is not None:
+                unit = unit.plain if name in self.plain else unit
                 found = sums.setdefault(unit.kind, [_PRIOR, _PRIOR])
                 found[0] += seconds
                 found[1] += unit.seconds(effort)
@@ -175,7 +202,10 @@ class Budget:
             return 1.0
         if name not in self.decided:
             found = self.remaining()
-            self.decided[name] = None if self._by_id[name].shape in found.cut else found.effort
+            unit = self._by_id[name]
+            self.decided[name] = None if unit.shape in found.cut else found.effort
+            if unit.shape in found.plain and unit.waits:
+                self.plain.add(name)
         return self.decided[name]
 
     def spend(self, name: str, seconds: float) -> None:
@@ -193,6 +223,8 @@ class Budget:
         lines = [text]
         if found.effort < 1:
             lines.append(f"  fewer rounds: {found.effort:.0%} of them")
+        if found.plain:
+            lines.append(f"  without what is compiled, unless time is left: {listed(found.plain[::-1])}")
         if found.cut:
             lines.append(f"  left out unless time is left: {len(found.cut)} shapes, {listed(found.cut[::-1])}")
         return lines
@@ -215,6 +247,7 @@ class Budget:
             "comparisons": len(self.decided),
             "cut": {s: [sum(u.rows for u in of if u.shape == s) for of in (cut, self.units)] for s in shapes},
             "fewer_rounds": len(fewer),
+            **({"not_compiled": len(self.plain)} if self.plain else {}),
         }
 
 

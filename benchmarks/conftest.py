@@ -139,6 +139,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
     if budget is not None and name and budget.admit(name) is None:
         pytest.skip(f"budget: no time for it within {budget.minutes:g} min")
+    if budget is not None and name in budget.plain:
+        from benchmarks.suite import COMPILED
+
+        if item.callspec.params["name"] in COMPILED:  # type: ignore[attr-defined]
+            pytest.skip(f"budget: no time to compile it within {budget.minutes:g} min")
 
 
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:
@@ -161,6 +166,8 @@ class Record:
         budget = request.config.stash.get(_BUDGET, None)
         #: Of the rounds.
         self.fraction = 1.0 if budget is None else budget.admit(request.node.stash.get(_UNIT, "")) or 1.0
+        #: Whether the peers that are compiled have no time.
+        self.plain = budget is not None and request.node.stash.get(_UNIT, "") in budget.plain
 
     def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
         row |= isa.current.row()

@@ -64,10 +64,11 @@ def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
     fixed, rounds = _times(group, names, machine, QUICK)
     size = machine.seconds(group.bytes_moved, group.flops or 0.0)
     passes = 1 if group.direction == "forward" else 2
-    fixed += passes * (_COMPILE + (_SEARCH if SEARCHED in names else 0)) if compiled else 0
+    waits = passes * (_COMPILE + (_SEARCH if SEARCHED in names else 0)) if compiled else 0
     shape = f"{group.op.name} {shape_of({'case': group.case.id})}"
     what = f"{group.direction} {short_dtype(group.dtype)}"
-    return Unit(group.id, shape, "compiled" if compiled else "operation", fixed, rounds, size, group.op.name, what)
+    kind = "compiled" if compiled else "operation"
+    return Unit(group.id, shape, kind, fixed + waits, rounds, size, group.op.name, what, waits=waits)
 
 
 def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[float, int]) -> tuple[float, float]:

@@ -32,6 +32,7 @@ LIMITS = ("memcpy", "fresh memcpy", "GEMM")
 #: write each result over the last, are out: results are kept. See `graph_us` for what graphs give.
 SEARCHED, SEARCH = "torch.compile, max-autotune", "max-autotune-no-cudagraphs"
 _MODES: dict[str, str | None] = {"torch.compile": None, SEARCHED: SEARCH}
+COMPILED = tuple(_MODES)
 #: Above this many operations a byte a call is compute-bound.
 _INTENSITY = 32
 #: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.

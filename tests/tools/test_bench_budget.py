@@ -64,6 +64,26 @@ def test_what_is_needed_is_measured_first_and_cut_last() -> None:
     assert plan(units, 10).cut == ("rope large", "swiglu large", "growth", "model", "swiglu small")
 
 
+def test_what_is_compiled_is_cut_before_what_is_needed() -> None:
+    units = [
+        unit("rope", 30, 20, kind="compiled", waits=20, place=budget.NEEDED),
+        unit("swiglu", 30, 20, kind="compiled", waits=20, place=budget.NEEDED),
+        unit("large", 20, size=1),
+    ]
+    assert plan(units, 100) == budget.Plan(0.5, (), 100)
+    assert plan(units, 99) == budget.Plan(0.5, ("large",), 80)
+    assert plan(units, 79) == budget.Plan(0.5, ("large",), 60, ("swiglu",))
+    assert plan(units, 59) == budget.Plan(0.5, ("large",), 40, ("swiglu", "rope"))
+    assert plan(units, 39) == budget.Plan(0.5, ("large", "swiglu"), 20, ("rope",))
+    assert plan(units, 59, {"compiled": 2.0}) == budget.Plan(0.5, ("large",), 40, ("swiglu", "rope"))
+    kept = Budget(units, 1, 100.0, Clock())
+    assert kept.admit("rope") == 0.5
+    assert kept.plain == {"rope"}
+    kept.spend("rope", 40)
+    assert kept.factors == {"operation": pytest.approx(45 / 25)}
+    assert "torch.compile left out of 1 comparisons to keep the time." in tables.cuts(kept.kept())
+
+
 def test_the_shapes_that_are_needed_have_every_direction_and_dtype() -> None:
     """The smallest shape has no backward pass: the next one has everything, and is the one that is needed."""
     both = ("forward float32", "forward bfloat16", "backward float32", "backward bfloat16")
