@@ -240,6 +240,8 @@ class Budget:
         """Returns what a page says of it."""
         cut = [self._by_id[name] for name, effort in self.decided.items() if effort is None]
         shapes = dict.fromkeys(u.shape for u in cut)
+        measured = {self._by_id[name].op for name, effort in self.decided.items() if effort is not None}
+        none_of = [op for op in dict.fromkeys(u.op for u in cut) if op and op not in measured]
         fewer = [effort for effort in self.decided.values() if effort is not None and effort < 1]
         return {
             "minutes": self.minutes,
@@ -248,6 +250,7 @@ class Budget:
             "cut": {s: [sum(u.rows for u in of if u.shape == s) for of in (cut, self.units)] for s in shapes},
             "fewer_rounds": len(fewer),
             **({"not_compiled": len(self.plain)} if self.plain else {}),
+            **({"none_of": none_of} if none_of else {}),
         }
 
 

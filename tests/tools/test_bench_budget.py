@@ -170,6 +170,14 @@ def test_estimates_of_one_kind_do_not_correct_another() -> None:
     assert clock == 0
 
 
+def test_operations_without_any_row_are_named() -> None:
+    units = [unit("rope", 30, op="rope"), unit("swiglu", 50, op="swiglu"), unit("swiglu large", 50, op="swiglu")]
+    kept, _ = run(collected(units), 1)
+    assert kept.kept()["none_of"] == ["swiglu"]
+    assert "No row of swiglu: this machine was too slow, or too busy." in tables.cuts(kept.kept())
+    assert "none_of" not in run(collected(units), 2.2)[0].kept()
+
+
 def test_without_a_budget_nothing_is_cut() -> None:
     kept, _ = run([unit(str(i), 1000, 1000) for i in range(10)], 0, slower=5)
     assert set(kept.decided.values()) == {1.0}
