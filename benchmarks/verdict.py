@@ -107,8 +107,15 @@ def _ours(rows: Sequence[Row]) -> list[Row]:
     return [r for r in kernels if _over(r)]
 
 
-def _over(row: Row, ours: Sequence[str] = OURS) -> dict[str, float]:
+def _models_too(rows: Sequence[Row]) -> list[Row]:
+    """Returns these, and the rows of our models."""
+    models = (r for r in rows if r.get("kind") == "model" and r["row"] in OUR_MODELS)
+    return [*_ours(rows), *(r for r in models if _over(r))]
+
+
+def _over(row: Row) -> dict[str, float]:
     """Returns how many times as fast as each peer; our other kernels or models are none."""
+    ours = OUR_MODELS if row.get("kind") == "model" else OURS
     return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in ours}
 
 
@@ -134,7 +141,8 @@ def _named(rows: Sequence[Row]) -> list[str]:
     named = []
     for row in rows[:_MOST]:
         peer, ratio = _least(row)
-        what = f"{row['op']} {row['direction']} {row['dtype']} {shape_of(row)}, {row['memory']}"
+        what = f"{row['op']} {row['direction']} {row['dtype']} {shape_of(row)}, "
+        what += row["row"] if row.get("kind") == "model" else row["memory"]
         named.append(f"  {what}: {ratio:.2f}x {peer}{_itself([row], peer)}")
     return [*named, *([f"  and {len(rows) - _MOST} more"] if len(rows) > _MOST else [])]
 
@@ -163,13 +171,13 @@ def growth(rows: Sequence[Row]) -> list[str]:
 
 
 def _noisy_rows(rows: Sequence[Row]) -> list[str]:
-    mine = _ours(rows)
+    mine = _models_too(rows)
     noisy = _called(mine, "noisy")
     return [f"Too noisy to call, {len(noisy)} of {len(mine)} rows:", *_named(noisy)] if noisy else []
 
 
 def _behind(rows: Sequence[Row]) -> list[str]:
-    mine = _ours(rows)
+    mine = _models_too(rows)
     behind = _called(mine, "slower")
     if not behind:
         return [f"{TITLE}: none of {len(mine)} rows."] if mine else []
@@ -216,7 +224,7 @@ def too_noisy(kept: dict[str, Any]) -> list[Slower]:
 def _compared(kept: dict[str, Any]) -> list[Slower]:
     rows = [(f"`{r['op']}`", r, _over(r)) for r in _ours(kept["rows"])]
     models = (r for r in of_kind(kept, "model") if r["row"] in OUR_MODELS)
-    rows += [(f"{r['op']}, {r['row']}", r, _over(r, OUR_MODELS)) for r in models]
+    rows += [(f"{r['op']}, {r['row']}", r, _over(r)) for r in models]
     rows += [(f"host time of `{r['op']}`", r, _over(r)) for r in _host_times(kept)]
     found = [Slower(ratio, p, what, row) for what, row, over in rows for p, ratio in over.items()]
     return sorted(found, key=lambda s: s.ratio)

@@ -330,6 +330,7 @@ def test_the_verdict_says_where_it_pays_and_where_not() -> None:
         row("swiglu", {"eager": 0.5}, direction="backward"),
         row("geglu", {}, wrong="max error 1"),
         row("transformer", {"reference": 1.33, "ours": 1.0}, kind="model", direction="step", case="small", row="ours"),
+        row("generation", {"reference, compiled": 0.9}, kind="model", direction="decode", case="3m", row="ours"),
         {"kind": "scaling", "row": "native", "op": "rope"},
     ]
     assert verdict.lines(rows) == [
@@ -341,9 +342,10 @@ def test_the_verdict_says_where_it_pays_and_where_not() -> None:
         "It does not pay here:",
         "  swiglu backward: 0.50x eager; behind on 1",
         "Wrong results, so without ratios: geglu forward native.",
-        "Slower than a peer, 2 of 5 rows:",
+        "Slower than a peer, 3 of 7 rows:",
         "  swiglu backward float32 2x4, cold: 0.50x eager",
         "  rms_norm forward bfloat16 1x4, decode, cold: 0.80x torch.compile",
+        "  generation decode float32 3m, ours: 0.90x reference, compiled",
     ]
     assert verdict.so_far(rows) == [
         "median 1.5x torch.compile, 4.0x eager",
