@@ -10,12 +10,15 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/linear.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cmath>
+#include <initializer_list>
 
+#include "torch/cross_entropy.h"
 #include "torch/numbers.h"
 #include "torch/operators.h"
 
@@ -76,6 +79,12 @@ class Arguments {
     return ok_ && PyUnicode_CompareWithASCIIString(*next_++, first) == 0;
   }
 
+  const Tensor& indices() {
+    const Tensor& t = any_tensor();
+    need(ok_ && (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt));
+    return t;
+  }
+
   double not_negative() {
     const double value = real();
     need(is_not_negative(value));
@@ -93,12 +102,24 @@ class Arguments {
   void optional_positive(std::optional<double>& value) {
     if (!take_none()) need(is_positive_number(*(value = real())));
   }
+  void not_negative(double& value) { value = not_negative(); }
+  void fraction(double& value) { need((value = not_negative()) <= 1.0); }
+  void integer(int64_t& value) {
+    need(ok_ && PyLong_CheckExact(*next_));
+    if (!ok_) return;
+    int overflow = 0;
+    value = PyLong_AsLongLongAndOverflow(*next_++, &overflow);
+    need(overflow == 0);
+  }
+  void reduction(c10::string_view& value) {
+    for (const char* name : {"mean", "none", "sum"})
+      if (ok_ && is_text(*next_, name, name)) value = name;
+    need(!value.empty());
+    next_ += ok_;
+  }
   void zero(std::optional<double>&) { need(real() == 0.0); }  // None for it
   void positions(OptionalTensor& value) {
-    if (take_none()) return;
-    const Tensor& t = any_tensor();
-    need(ok_ && (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt));
-    value = t;
+    if (!take_none()) value = indices();
   }
   // The sides of a window, each a number that is not negative or None; None may stand for the pair.
   void first_of_pair(OptionalInt& value) {
@@ -318,6 +339,50 @@ PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, weight_options, rope_options); });
 }
 
+// Whether there is a target for each token of x [..., N], and the weights of classes are constants.
+bool are_targets(const Tensor& x, const Tensor& target, const OptionalTensor& weight, int64_t n_classes) {
+  return x.dim() > 0 && x.size(-1) > 0 && target.sizes() == x.sizes().slice(0, x.dim() - 1) &&
+         (!weight || (weight->dim() == 1 && weight->size(0) == n_classes && !weight->requires_grad()));
+}
+
+PyObject* call_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 4 + LossOptions::kArguments);
+  const Tensor &logits = in.tensor(), &target = in.indices();
+  const OptionalTensor weight = in.optional_tensor();
+  LossOptions options;
+  options.read_from(in);
+  in.need(in.ok() && logits.dim() > 0 && are_targets(logits, target, weight, logits.size(-1)));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return std::get<0>(cross_entropy(logits, target, weight, options, false, false)); });
+}
+
+// Few logits, of float32 copies of 16-bit inputs, and no gradients: the strategies have nothing to spare there. The
+// bounds are those of linear_cross_entropy/chunks.py: multiplications of a small product, and tokens of a chunk.
+PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
+  constexpr int64_t kMultiplications = 1 << 22, kTokens = 256;
+  Arguments in(arguments, given, 7 + LossOptions::kArguments);
+  const Tensor &hidden = in.tensor(), &weight = in.tensor(), &target = in.indices();
+  const OptionalTensor bias = in.optional_tensor(), class_weight = in.optional_tensor();
+  LossOptions options;
+  options.read_from(in);
+  const double logit_scale = in.real();
+  in.need(is_number(logit_scale) && !at::autocast::is_autocast_enabled(at::kCPU));
+  in.need(in.ok() && weight.dim() == 2 && weight.size(0) > 0 && target.numel() > 0 && target.numel() <= kTokens &&
+          are_targets(hidden, target, class_weight, weight.size(0)) && weight.size(1) == hidden.size(-1) &&
+          hidden.numel() * weight.size(0) <= kMultiplications && weight.scalar_type() == hidden.scalar_type());
+  in.need(in.ok() && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) &&
+                                bias->scalar_type() == hidden.scalar_type())));
+  in.need(in.ok() && !(at::GradMode::is_enabled() &&
+                       (hidden.requires_grad() || weight.requires_grad() || (bias && bias->requires_grad()))));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] {
+    const auto wide = [](const Tensor& t) { return t.to(at::kFloat); };
+    const Tensor logits = at::linear(wide(hidden), wide(weight), bias ? OptionalTensor(wide(*bias)) : bias);
+    return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
+                                     options, false, false));
+  });
+}
+
 bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
   if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return false;
   if (k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type()) return false;
@@ -369,6 +434,8 @@ PyMethodDef* direct_calls() {
       method<call_rope>("rope"),
       method<call_qk_norm_rope>("qk_norm_rope"),
       method<call_flash_attention>("flash_attention"),
+      method<call_cross_entropy>("cross_entropy"),
+      method<call_linear_cross_entropy>("linear_cross_entropy"),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;

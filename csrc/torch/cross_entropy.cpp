@@ -54,19 +54,19 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
   }
 };
 
+}  // namespace cross_entropy_schema
+
 std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
                                                  const OptionalTensor& weight, const LossOptions& options,
                                                  bool return_lse, bool return_z_loss) {
   if (any_requires_grad(logits)) {
-    auto out = CrossEntropyFunction::apply(logits, target, weight, options, return_z_loss);
+    auto out = cross_entropy_schema::CrossEntropyFunction::apply(logits, target, weight, options, return_z_loss);
     return {out[0], out[1], out[2]};
   }
   auto [loss, lse, lse_low, z, total_weight] =
-      call_fwd(logits, target, weight, options, return_lse, return_z_loss, false);
+      cross_entropy_schema::call_fwd(logits, target, weight, options, return_lse, return_z_loss, false);
   return {loss, lse, z};
 }
-
-}  // namespace cross_entropy_schema
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   const std::string inputs = "Tensor logits, Tensor target, Tensor? weight, ", options = LossOptions::schema();
@@ -78,9 +78,7 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
                          "Tensor? total_weight, " + options + ") -> Tensor dlogits");
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
-  m.impl("cross_entropy", flat_kernel<&cross_entropy_schema::cross_entropy>);
-}
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("cross_entropy", flat_kernel<&cross_entropy>); }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
   m.impl("cross_entropy_fwd", flat_kernel<&cross_entropy_schema::fwd_meta>);

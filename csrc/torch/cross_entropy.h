@@ -12,16 +12,21 @@
 
 namespace foundry {
 
-#define FK_LOSS_OPTIONS(OPTION)                        \
-  OPTION(int64_t, ignore_index, not_an_argument)       \
-  OPTION(c10::string_view, reduction, not_an_argument) \
-  OPTION(double, label_smoothing, not_an_argument)     \
-  OPTION(double, z_loss, not_an_argument)              \
-  OPTION(std::optional<double>, softcap, not_an_argument)
+#define FK_LOSS_OPTIONS(OPTION)                  \
+  OPTION(int64_t, ignore_index, integer)         \
+  OPTION(c10::string_view, reduction, reduction) \
+  OPTION(double, label_smoothing, fraction)      \
+  OPTION(double, z_loss, not_negative)           \
+  OPTION(std::optional<double>, softcap, optional_positive)
 
 struct LossOptions {
   FK_OPTIONS(FK_LOSS_OPTIONS)
 };
+
+// The operator, for direct.cpp: returns (loss, lse, z_loss).
+std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
+                                                 const OptionalTensor& weight, const LossOptions& options,
+                                                 bool return_lse, bool return_z_loss);
 
 enum class Reduction { none, mean, sum };
 
@@ -62,7 +67,7 @@ inline CrossEntropyOutputs empty_cross_entropy_fwd(const Tensor& logits, const T
   check_cross_entropy(logits, target, weight);
   const auto options = logits.options().dtype(at::kFloat);
   const auto rows = target.sym_sizes();
-  const auto nothing = [&] { return at::empty({0}, options); };
+  const auto nothing = [&] { return absent(logits, at::kFloat); };
   const auto reduced = [&] {
     return reduction == Reduction::none ? at::empty_symint(rows, options) : at::empty({}, options);
   };

@@ -15,7 +15,9 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels.core import extension
-from foundry_kernels.ops.linear_cross_entropy import chunks, linear_cross_entropy
+from foundry_kernels.core.registry import no_direct_call
+from foundry_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunks, linear_cross_entropy
+from foundry_kernels.ops.linear_cross_entropy.cases import CASES
 
 ROWS = [r for r in rows("reference", "triton", "native") if r.op.name == "linear_cross_entropy"]
 BACKENDS = [pytest.param(r.backend, r.device, id=r.id) for r in ROWS]
@@ -304,3 +306,36 @@ def test_a_sum_of_products_refuses_what_does_not_fit() -> None:
         operator(total, a.float(), b)
     with pytest.raises(ValueError, match="sum must be contiguous"):
         operator(torch.zeros(2, 4).t(), a, b)
+
+
+@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_small_call_without_gradients_skips_the_strategies(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It equals the general path, and takes no gradients, no more tokens than a chunk has, and no other options."""
+    spec, taken = LINEAR_CROSS_ENTROPY, []
+    own = spec.direct
+
+    def counted(*args: Any) -> Any:
+        out = own(*args)
+        taken.append(out is not None)
+        return out
+
+    for case in CASES["linear_cross_entropy"]:
+        args = case.make(dtype)
+        with torch.no_grad(), monkeypatch.context() as patch:
+            patch.setattr(spec, "direct", counted)
+            got = linear_cross_entropy(**args, **case.options, backend="native")
+            patch.setattr(spec, "direct", no_direct_call)
+            general = linear_cross_entropy(**args, **case.options, backend="native")
+        torch.testing.assert_close(got, general, equal_nan=True, rtol=1e-5, atol=1e-6)
+    assert any(taken)
+    hidden, weight, target = draw("cpu", dtype)
+    assert own("native", hidden, weight, target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
+    hidden, weight = hidden.detach(), weight.detach()
+    assert own("native", hidden, weight, target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is not None
+    assert own("native", hidden, weight.double(), target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
+    many = torch.zeros(257, WIDTH, dtype=dtype)
+    zeros = torch.zeros(257, dtype=torch.int64)
+    assert own("native", many, weight, zeros, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None

@@ -95,9 +95,36 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
 def test_who_takes_which_strategy(
     dtype: torch.dtype, chunk_size: int | None, learns: bool, tiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles where they spare a float32 sum, and products of bfloat16 are fast: here they are said to be."""
+    """Tiles where they spare a float32 sum, of tokens too many for a single chunk, and products of bfloat16 are fast:
+    here they are said to be."""
     monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
+    monkeypatch.setattr(native, "_ONE_CHUNK", 2 * 20 * 30 - 1)
     hidden = torch.randn(20, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(30, 8, dtype=dtype, requires_grad=learns)
     loss = linear_cross_entropy(hidden, weight, torch.arange(20), chunk_size=chunk_size, backend="native")
     assert (weight.data_ptr() in {t.data_ptr() for t in loss.grad_fn.saved_tensors if t is not None}) == tiled
+
+
+def test_a_single_chunk_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are complete as they are made: no float32 copy of the weight's is kept."""
+    monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
+    monkeypatch.setattr(native, "_ONE_CHUNK", 2 * 20 * 30)
+    hidden = torch.randn(20, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=torch.bfloat16, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.arange(20), backend="native")
+    saved = {t.shape: t.dtype for t in loss.grad_fn.saved_tensors if t.numel() > 1}
+    assert saved == {hidden.shape: torch.bfloat16, weight.shape: torch.bfloat16}
+    each = linear_cross_entropy(hidden, weight, torch.arange(20), reduction="none", backend="native")
+    assert weight.data_ptr() in {t.data_ptr() for t in each.grad_fn.saved_tensors if t is not None}
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32-products", "fast-products"])
+@pytest.mark.parametrize(
+    "case", [c for c in CASES["linear_cross_entropy"] if "chunk_size" not in c.options], ids=lambda case: case.id
+)
+def test_a_single_chunk_in_bfloat16(case: fk.testing.Case, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
+    if low:
+        monkeypatch.setattr(chunks, "_SMALL", 0)
+        monkeypatch.setattr(chunks, "fast_products", lambda dtype: True)
+    assert_parity(LINEAR_CROSS_ENTROPY, case, backend="native", dtype=torch.bfloat16)

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import (
     check_bool,
@@ -134,6 +135,17 @@ def cross_entropy(
     gradient once, and leaves all inputs as they are. There is no second derivative. Accuracy and predictions cost one
     more pass over the logits, by PyTorch's argmax; scaling costs one logit a token.
     """
+    if (
+        return_lse is return_z_loss is return_token_accuracy is return_predicted_tokens is token_scaling is False
+        and not is_dynamo_compiling()
+        and (
+            loss := CROSS_ENTROPY.direct(
+                backend, logits, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap
+            )
+        )
+        is not None
+    ):
+        return loss
     check_float("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have a last dimension of at least 1; got shape {tuple(logits.shape)}")

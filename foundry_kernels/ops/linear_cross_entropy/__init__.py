@@ -29,6 +29,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
@@ -145,11 +146,11 @@ def linear_cross_entropy(
     Under autocast hidden, weight and bias are rounded to its dtype first, as a linear layer's are. There is no second
     derivative.
 
-    Memory of chunks, beyond inputs and the gradients that are returned: the logits of one chunk and their gradient, by
-    default of a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on a CPU of 256; with gradients and a
-    reduced loss the gradients in float32, which for float32 inputs and a loss that is the root of a graph that is
-    not retained, on the CPU, are the ones returned. With reduction "none": lse and what its rounding took. Nothing is
-    made for an input that needs no gradient. Three matrix products, or four with "none".
+    Memory of chunks, beyond inputs and the gradients that are returned: the logits of one chunk, and on a GPU their
+    gradient (on a CPU it replaces them), by default of a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on
+    a CPU of 256; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that
+    is the root of a graph that is not retained, on the CPU, are the ones returned. With reduction "none": lse and what
+    its rounding took. Nothing is made for an input that needs no gradient. Three matrix products, or four with "none".
 
     Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
     in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many
@@ -158,7 +159,8 @@ def linear_cross_entropy(
     that is 192 MiB where chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8. On
     the CPU: forward the logits of one chunk; backward at a time two million logits, or those of 256 classes, and
     hidden's gradient in float32. The CPU takes this path by itself for a bfloat16 weight that gets a gradient, where
-    oneDNN has instructions for such products.
+    oneDNN has instructions for such products; but if all logits fit into 32 MiB and the loss is reduced, a single chunk
+    and three products, whose gradients are rounded as they are made and no float32 sum exists either.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
     float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small
@@ -170,6 +172,20 @@ def linear_cross_entropy(
     all-reduces give the loss, in chunks of tokens (`vocab_parallel.py`). `target` may be a plain tensor there, the same
     on all devices.
     """
+    if (
+        return_lse is return_z_loss is return_token_accuracy is return_predicted_tokens is token_scaling is False
+        and chunk_size is None
+        and batch_invariant is invariance.on is False
+        and not is_dynamo_compiling()
+        and (
+            loss := LINEAR_CROSS_ENTROPY.direct(
+                backend, hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss,
+                softcap, logit_scale,
+            )
+        )
+        is not None
+    ):  # fmt: skip
+        return loss
     check_float("hidden", hidden)
     if (low := autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(low), weight.to(low) if isinstance(weight, Tensor) else weight

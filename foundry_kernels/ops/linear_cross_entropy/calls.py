@@ -54,7 +54,8 @@ class Outputs(NamedTuple):
 
 
 def empty_outputs(inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs | None = None) -> Outputs:
-    """All that is asked for, in new memory, in the dtype of the arithmetic; predictions are int64."""
+    """All that is asked for, in new memory, in the dtype of the arithmetic; predictions are int64. Gradients of one
+    chunk are rounded."""
     hidden, weight = inputs.hidden, inputs.weight
     need_dhidden, need_dweight, need_dbias = needs or (False, False, False)
     rows = hidden.shape[:-1]
@@ -66,6 +67,8 @@ def empty_outputs(inputs: Inputs, options: LinearLossOptions, saves: Saves, need
     )  # fmt: skip
     dtype = wide_dtype(hidden.dtype)
     found = [hidden.new_empty(shape if wanted else (0,), dtype=dtype) for wanted, shape in shapes]
+    if options.one_chunk:
+        found[-3:] = [gradient.to(hidden.dtype) for gradient in found[-3:]]
     found.append(hidden.new_empty(rows if saves.predicted else (0,), dtype=torch.int64))
     return Outputs(*found)
 

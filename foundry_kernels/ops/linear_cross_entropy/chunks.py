@@ -85,11 +85,13 @@ class Tokens:
         self.x, self.weight = x.to(within), weight.to(within)
         self.bias = None if bias is None else bias.to(within)
         self.logit_scale, self.cpu, self.chunk_size = options.logit_scale, cpu, options.chunk_size or None
+        self.one_chunk = options.one_chunk
         self.memory: Tensor | None = None
 
     def chunks(self) -> list[slice]:
         n, size = self.target.numel(), self.chunk_size
         size = default_size(n, self.x.element_size(), self.cpu) if size is None else int(size)
+        size = max(n, 1) if self.one_chunk else size
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def logits(self, part: slice) -> Tensor:
@@ -117,14 +119,25 @@ class Tokens:
 
 
 class Gradients:
-    """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic."""
+    """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic; of one chunk in that
+    of the products, as nothing is added to them."""
 
     def __init__(self, tokens: Tokens, needs: Needs) -> None:
         n_classes, width = tokens.weight.shape
-        empty = tokens.x.new_empty((0,), dtype=tokens.dtype)
+        empty = tokens.x.new_empty((0,), dtype=tokens.x.dtype if tokens.one_chunk else tokens.dtype)
         self.tokens, self.needs = tokens, needs
         self.dx = empty.new_empty(tokens.x.shape) if needs.hidden else empty
-        self.dweight = empty.new_zeros((n_classes, width)) if needs.weight else empty
+        #: Whether the first chunk's part of the weight's gradient is yet to be written to memory that holds nothing.
+        self.is_new = (
+            tokens.cpu
+            and not tokens.batch_invariant
+            and tokens.target.numel() > 0
+            and tokens.x.dtype == empty.dtype
+            and not torch.compiler.is_compiling()
+        )
+        self.dweight = empty
+        if needs.weight:
+            self.dweight = (empty.new_empty if self.is_new else empty.new_zeros)((n_classes, width))
         self.dbias = empty.new_zeros(n_classes) if needs.bias else empty
 
     def add(self, part: slice, dlogits: Tensor) -> None:
@@ -136,7 +149,10 @@ class Gradients:
             rows_of(self.dx, part).copy_(product)
         if needs.weight and tokens.batch_invariant and tokens.cpu:
             self.dweight += linear(dlogits.t(), rows_of(tokens.x, part).t())
-        elif needs.weight and dlogits.dtype == tokens.dtype:
+        elif needs.weight and self.is_new:
+            torch.mm(dlogits.t(), rows_of(tokens.x, part), out=self.dweight)  # spares the zeros, and reading them
+            self.is_new = False
+        elif needs.weight and dlogits.dtype == self.dweight.dtype:
             self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
         elif needs.weight and dlogits.dtype == torch.bfloat16 and tokens.cpu and accumulate_product is not None:
             accumulate_product(self.dweight, dlogits.t(), rows_of(tokens.x, part))
@@ -151,15 +167,19 @@ class Gradients:
                 else:
                     total.addmm_(d.to(tokens.dtype).t(), x)
         if needs.bias:
-            self.dbias += dlogits.sum(0, dtype=tokens.dtype)
+            self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
-    def of(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def of(self, hidden: Tensor, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients, `rounded` to the dtype of hidden or as they are."""
         dhidden = self.tokens.whole(self.dx).view(hidden.shape) if self.needs.hidden else self.dx
+        if rounded:
+            return dhidden.to(hidden.dtype), self.dweight.to(hidden.dtype), self.dbias.to(hidden.dtype)
         return dhidden, self.dweight, self.dbias
 
 
 class Kernels(NamedTuple):
-    """The operators of a cross-entropy; and whether values may be looked at (see `Tokens`)."""
+    """The operators of a cross-entropy, of which the backward one may write to the logits; and whether values may be
+    looked at (see `Tokens`)."""
 
     forward: Any
     backward: Any
@@ -223,7 +243,7 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
         whole(2) if saves.stats else absent(),
         reduced(3) if saves.z_loss else absent(),
         absent() if gradients is None else share.clone() if late else one,
-        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden)),
+        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden, options.one_chunk)),
         predictions_of_all() if saves.predicted else absent().long(),
     )
 

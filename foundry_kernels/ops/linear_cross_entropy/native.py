@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
 from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
+from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES
 
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 _OPS = torch.ops.foundry_kernels
@@ -26,18 +28,38 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 _FAST_PRODUCTS = chunks.fast_products(torch.bfloat16)  # looked up here, where no compiler traces it
 
 
-def _prefers_tiles(hidden: Tensor, weight: Tensor, learns: bool) -> bool:
-    """They spare the float32 sum of a bfloat16 weight's gradient, in the same time (docs/performance.md)."""
-    return learns and hidden.dtype == torch.bfloat16 and _FAST_PRODUCTS
+#: Bytes of logits that a single chunk may have: as many as a chunk of float32 has by default over 32768 classes.
+_ONE_CHUNK = 1 << 25
+
+
+def _chunk_size(hidden: Tensor, weight: Tensor, learns: bool, reduces: bool) -> int | None:
+    """Neither way takes the float32 sum of a bfloat16 weight's gradient: of few tokens a single chunk, in three
+    products; of many tiles, in four (docs/performance.md)."""
+    if not learns or hidden.dtype != torch.bfloat16 or not _FAST_PRODUCTS:
+        return None
+    n_tokens = hidden.numel() // hidden.shape[-1]
+    return ALL if reduces and 2 * n_tokens * weight.shape[0] <= _ONE_CHUNK else TILES
+
+
+def _gradients_in_place(
+    dloss: Tensor, logits: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, lse_low: Tensor,
+    total_weight: None, ignore_index: int, reduction: str, *options: Any,
+) -> Tensor:  # fmt: skip
+    """`cross_entropy_bwd` of tokens' losses. A second block of a chunk's size would take longer to be handed out by the
+    system than to be written."""
+    cross_entropy_bwd_classes_(
+        logits, dloss, target, class_weight, lse, lse_low, 0, logits.shape[1], ignore_index, *options
+    )
+    return logits
 
 
 linear_cross_entropy = make_backend(
     "",
     _define,
     Strategy(
-        chunks.Kernels(_OPS.cross_entropy_fwd.default, _OPS.cross_entropy_bwd.default, cpu=True),
+        chunks.Kernels(_OPS.cross_entropy_fwd.default, _gradients_in_place, cpu=True),
         tiles_forward=None,
         tiles_backward=vocabulary_blocks.backward,
-        prefers_tiles=_prefers_tiles,
+        chunk_size=_chunk_size,
     ),
 )

@@ -19,7 +19,7 @@ from foundry_kernels.ops.linear_cross_entropy.calls import (
     scaled,
     target_probabilities,
 )
-from foundry_kernels.ops.linear_cross_entropy.options import TILES, LinearLossOptions
+from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
 _NEEDS = "bool need_dhidden, bool need_dweight, bool need_dbias"
@@ -45,14 +45,14 @@ class Strategy(NamedTuple):
     """What a backend's operators do.
 
     kernels: the cross-entropy of the chunks. tiles_forward, tiles_backward: what is done for "tiles"; without a forward
-    one it is that of chunks. prefers_tiles: whether tiles are better where no chunk size is given, of hidden, weight,
-    and whether weight gets a gradient.
+    one it is that of chunks. chunk_size: the size where none is given, of hidden, weight, whether weight gets a
+    gradient and whether the loss is reduced; None where it depends on the tokens that count.
     """
 
     kernels: chunks.Kernels
     tiles_forward: Callable[[Inputs, LinearLossOptions, Saves], tuple[Tensor, ...]] | None
     tiles_backward: Callable[..., tuple[Tensor, ...]]
-    prefers_tiles: Callable[[Tensor, Tensor, bool], bool]
+    chunk_size: Callable[[Tensor, Tensor, bool, bool], int | None]
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
@@ -93,16 +93,16 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         define(prefix + BWD, strategy.backward, _fake_backward),
     )
     forward = _OPERATORS[prefix][0]
-    prefers_tiles, forward_of_chunks = strategy.prefers_tiles, strategy.tiles_forward is None
+    chunk_size, forward_of_chunks = strategy.chunk_size, strategy.tiles_forward is None
 
     def linear_cross_entropy(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
         options: LinearLossOptions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         records = torch.is_grad_enabled()
-        may_tile = options.chunk_size is None and not options.batch_invariant
-        if may_tile and prefers_tiles(hidden, weight, records and weight.requires_grad):
-            options = options._replace(chunk_size=TILES)
+        if options.chunk_size is None and not options.batch_invariant:
+            size = chunk_size(hidden, weight, records and weight.requires_grad, options.reduction != "none")
+            options = options._replace(chunk_size=size)
         inputs = Inputs(hidden, weight, target, bias, class_weight)
         if options.token_scaling and options.tiles:
             # Whose backward pass makes the logits anew anyway: a gradient for each token costs nothing.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from foundry_kernels.core.options import Options
 from foundry_kernels.ops.cross_entropy.options import LossOptions
 
-#: The `chunk_size` by which "tiles" comes to the operators.
-TILES = 0
+#: The `chunk_size` by which "tiles" comes to the operators, and the one of a single chunk, whose gradients are whole.
+TILES, ALL = 0, -1
 
 
 class LinearLossOptions(
@@ -32,6 +32,10 @@ class LinearLossOptions(
     @property
     def tiles(self) -> bool:
         return self.chunk_size == TILES
+
+    @property
+    def one_chunk(self) -> bool:
+        return self.chunk_size == ALL
 
     def of_logits(self, reduction: str) -> LossOptions:
         """The options of the cross-entropy of logits that exist, scaled."""

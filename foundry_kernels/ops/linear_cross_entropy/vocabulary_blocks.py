@@ -63,7 +63,10 @@ def backward(
         elif needs.hidden:
             dx.addmm_(logits.to(wide), w.to(wide))
         if needs.weight:
-            dweight[here] = _times(torch.mm(logits.t(), x), factor)
+            if factor is None and x.dtype == dweight.dtype:
+                torch.mm(logits.t(), x, out=dweight[here])
+            else:
+                dweight[here] = _times(torch.mm(logits.t(), x), factor)
         if needs.bias:
             dbias[here] = _times(logits.sum(0, dtype=wide), factor)
     if needs.hidden:

@@ -9,6 +9,7 @@ import foundry_kernels.ops.cross_entropy.triton  # noqa: F401  # whose operators
 from foundry_kernels._triton.operators import define
 from foundry_kernels.ops.linear_cross_entropy import chunks
 from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
+from foundry_kernels.ops.linear_cross_entropy.options import TILES
 from foundry_kernels.ops.linear_cross_entropy.triton import tiles
 
 _OPS = torch.ops.foundry_kernels
@@ -23,9 +24,9 @@ def chunks_take(n_tokens: int, shape: tuple[int, ...], dtype: torch.dtype, learn
     return 2 * logits + (4 * n_classes * width if learns and dtype.itemsize == 2 else 0)
 
 
-def _prefers_tiles(hidden: Tensor, weight: Tensor, learns: bool) -> bool:
+def _chunk_size(hidden: Tensor, weight: Tensor, learns: bool, reduces: bool) -> int | None:
     n_tokens = hidden.numel() // hidden.shape[-1]
-    return chunks_take(n_tokens, weight.shape, hidden.dtype, learns) > CHUNKS_MAY_TAKE
+    return TILES if chunks_take(n_tokens, weight.shape, hidden.dtype, learns) > CHUNKS_MAY_TAKE else None
 
 
 linear_cross_entropy = make_backend(
@@ -35,6 +36,6 @@ linear_cross_entropy = make_backend(
         chunks.Kernels(_OPS.triton_cross_entropy_fwd.default, _OPS.triton_cross_entropy_bwd.default, cpu=False),
         tiles_forward=tiles.forward,
         tiles_backward=tiles.backward,
-        prefers_tiles=_prefers_tiles,
+        chunk_size=_chunk_size,
     ),
 )
