@@ -110,6 +110,26 @@ class Arguments {
     if (ok_ && *next_ != Py_None) value = count(PyTuple_GET_ITEM(*next_, 1));
     next_ += ok_;
   }
+  void not_negative(double& value) { value = not_negative(); }
+  void positive(double& value) { need(is_positive_number(value = real())); }
+  void positive(int64_t& value) {
+    const OptionalInt number = next_count();
+    need(number.has_value() && *number > 0);
+    if (ok_) value = number->expect_int();
+  }
+  void count(c10::SymInt& value) {
+    const OptionalInt number = next_count();
+    need(number.has_value());
+    if (ok_) value = *number;
+  }
+  void optional_count(OptionalInt& value) { value = next_count(); }
+  void text(c10::string_view& value) {  // valid as long as the argument
+    need(ok_ && PyUnicode_CheckExact(*next_));
+    Py_ssize_t size = 0;
+    const char* data = ok_ ? PyUnicode_AsUTF8AndSize(*next_++, &size) : nullptr;
+    need(data != nullptr);
+    if (ok_) value = {data, static_cast<size_t>(size)};
+  }
   void alignment(bool& bottom_right) { bottom_right = word("bottom_right", "top_left"); }
 
  private:
@@ -136,6 +156,8 @@ class Arguments {
     need(overflow == 0 && value >= 0);
     return value;
   }
+
+  OptionalInt next_count() { return ok_ ? count(*next_++) : std::nullopt; }
 
   PyObject* const* next_;
   bool ok_;
@@ -345,6 +367,27 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
 }
 
+PyObject* call_decode_block(PyObject* const* arguments, Py_ssize_t given) {
+  constexpr int kWeights = 7, kNorms = 2;
+  Arguments in(arguments, given, 7 + kWeights + kNorms + BlockOptions::kArguments);
+  const OptionalTensor branch = in.optional_tensor();
+  const Tensor& stream = in.tensor();
+  Tensor weights[kWeights], norms[kNorms];
+  for (Tensor& weight : weights) weight = in.tensor();
+  for (Tensor& norm : norms) norm = in.tensor();
+  const Tensor &cos = in.tensor(), &sin = in.tensor(), &k_cache = in.tensor(), &v_cache = in.tensor();
+  BlockOptions options;
+  options.read_from(in);
+  if (!in.ok()) Py_RETURN_NONE;
+  try {
+    return result_of([&] { return decode_block(branch, stream, weights, norms, cos, sin, k_cache, v_cache, options); });
+  } catch (const c10::ValueError&) {  // before anything is done
+    Py_RETURN_NONE;
+  } catch (const c10::TypeError&) {
+    Py_RETURN_NONE;
+  }
+}
+
 template <auto call>
 PyMethodDef method(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded<call>)), METH_FASTCALL,
@@ -369,6 +412,7 @@ PyMethodDef* direct_calls() {
       method<call_rope>("rope"),
       method<call_qk_norm_rope>("qk_norm_rope"),
       method<call_flash_attention>("flash_attention"),
+      method<call_decode_block>("decode_block"),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;
