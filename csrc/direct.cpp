@@ -14,7 +14,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <array>
 #include <cmath>
+#include <vector>
 
 #include "torch/numbers.h"
 #include "torch/operators.h"
@@ -51,6 +53,12 @@ class Arguments {
       : next_(arguments),
         ok_(given == wanted && common_thread() && is_text(*arguments, "auto", "native")) {
     if (ok_) ++next_;  // the backend
+  }
+  // Those that a call has together in a tuple.
+  Arguments(PyObject* tuple, Py_ssize_t wanted)
+      : next_(nullptr),
+        ok_(PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == wanted) {
+    if (ok_) next_ = PySequence_Fast_ITEMS(tuple);
   }
 
   bool ok() const { return ok_; }
@@ -367,22 +375,43 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
 }
 
-PyObject* call_decode_block(PyObject* const* arguments, Py_ssize_t given) {
-  constexpr int kWeights = 7, kNorms = 2;
-  Arguments in(arguments, given, 7 + kWeights + kNorms + BlockOptions::kArguments);
+// What decode_block takes beside the stream, from a tuple.
+struct Block {
+  std::array<Tensor, 7> weights;
+  std::array<Tensor, 2> norms;
+  Tensor cos, sin, k_cache, v_cache;
+  BlockOptions options;
+
+  bool read_from(PyObject* tuple) {
+    Arguments in(tuple, 7 + 2 + 4 + BlockOptions::kArguments);
+    for (Tensor& weight : weights) weight = in.tensor();
+    for (Tensor& norm : norms) norm = in.tensor();
+    for (Tensor* t : {&cos, &sin, &k_cache, &v_cache}) *t = in.tensor();
+    options.read_from(in);
+    return in.ok();
+  }
+};
+
+// Blocks that follow each other, a tuple each in a list.
+PyObject* call_decode_blocks(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 4);
   const OptionalTensor branch = in.optional_tensor();
   const Tensor& stream = in.tensor();
-  Tensor weights[kWeights], norms[kNorms];
-  for (Tensor& weight : weights) weight = in.tensor();
-  for (Tensor& norm : norms) norm = in.tensor();
-  const Tensor &cos = in.tensor(), &sin = in.tensor(), &k_cache = in.tensor(), &v_cache = in.tensor();
-  BlockOptions options;
-  options.read_from(in);
+  std::vector<Block> blocks(in.ok() && PyList_CheckExact(arguments[3]) ? PyList_GET_SIZE(arguments[3]) : 0);
+  in.need(!blocks.empty());
+  for (size_t i = 0; i < blocks.size(); ++i)
+    in.need(in.ok() && blocks[i].read_from(PyList_GET_ITEM(arguments[3], Py_ssize_t(i))));
   if (!in.ok()) Py_RETURN_NONE;
   try {
-    return result_of([&] { return decode_block(branch, stream, weights, norms, cos, sin, k_cache, v_cache, options); });
-  } catch (const c10::ValueError&) {  // before anything is done
-    Py_RETURN_NONE;
+    return result_of([&] {
+      std::tuple<Tensor, Tensor> found{unwrap(branch), stream};
+      for (const Block& b : blocks)
+        found = decode_block(wrap(std::get<0>(found)), std::get<1>(found), b.weights, b.norms, b.cos, b.sin, b.k_cache,
+                             b.v_cache, b.options);
+      return found;
+    });
+  } catch (const c10::ValueError&) {
+    Py_RETURN_NONE;  // what is in the caches by now will be written again
   } catch (const c10::TypeError&) {
     Py_RETURN_NONE;
   }
@@ -412,7 +441,7 @@ PyMethodDef* direct_calls() {
       method<call_rope>("rope"),
       method<call_qk_norm_rope>("qk_norm_rope"),
       method<call_flash_attention>("flash_attention"),
-      method<call_decode_block>("decode_block"),
+      method<call_decode_blocks>("decode_blocks"),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;

@@ -1,15 +1,17 @@
-"""A whole block in one call, where few rows continue a cache on the CPU.
+"""Whole blocks in one call, where few rows continue a cache on the CPU.
 
 In decoding a block's products read its weights as fast as memory gives them, and what lies between them takes as long
-as a quarter of that: calls of modules and operators, and threads that are woken a dozen times. The operator
-`decode_block` runs the same kernels, with the same bits, in one parallel region. Nothing is kept between calls.
+as a third of that: calls of modules and operators, and threads that are woken a dozen times. The operator
+`decode_block` runs the same kernels, with the same bits, in one parallel region; and Python looks at all blocks before
+the first, while what it looks with is in the processor's caches. Nothing is kept between calls.
 
-It is for what a block usually is, which is listed here (`decode`): all else is called part by part, as it is wherever
-someone may want to see a part: a hook, a subclass, a mode of torch, an implementation that a test has replaced.
+This is for what a block usually is, which is listed in `decode_all`. All else is called part by part: so is a block
+wherever someone may want to see a part, by a hook, a subclass, a mode of torch or an implementation put in its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,67 +25,121 @@ from foundry_kernels.nn._layers import is_observed, is_plain
 
 if TYPE_CHECKING:
     from foundry_kernels.models.blocks import TransformerBlock
+    from foundry_kernels.models.cache import KVCache
 
 if MISSING is None:
-    from foundry_kernels.ops.decode_linear.native import decode_block, decode_block_direct
+    from foundry_kernels.ops.decode_linear.native import decode_block, decode_blocks_direct
 
-_FEED_FORWARDS = (GatedMLP, SwiGLU)
-#: By the name of a gated activation, what the operator calls it.
+#: The gated activation: what the operator calls it, by name.
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "glu": "sigmoid", "reglu": "relu"}
 _NATIVE = ("auto", "native")
-#: What the operator does beside its products; a gate's operation is looked up by its name.
-_PARTS = tuple(OPS[name] for name in ("rms_norm", "add_rms_norm", "rope", "flash_attention"))
+#: What the operator does beside its products.
+_PARTS = tuple(
+    OPS[name] for name in ("rms_norm", "add_rms_norm", "rope", "flash_attention", "swiglu", "geglu", "glu", "reglu")
+)
+
+
+def decode_all(blocks: Iterable[Any], kind: type, stream: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+    """Returns branch and stream of the last of a model's `blocks`, with new keys and values in the cache; None where
+    they are to be called.
+
+    Taken are few rows on the CPU, without gradients, autocast or transforms (`decodes`), outside of
+    `fk.batch_invariant` and torch.compile (which traces block by block), through blocks of the class `kind` itself, all
+    with
+
+    - two :class:`RMSNorm` alike, of vectors, with weights;
+    - causal :class:`Attention` of x to itself, of queries and keys that a :class:`RotaryEmbedding` rotates, without
+      norms or slopes;
+    - a :class:`GatedMLP`;
+    - `nn.Linear` without biases, and no dropout in training;
+    - native kernels, and no hooks on any module.
+    """
+    if torch.compiler.is_compiling() or not _continues(stream):
+        return None
+    found = []
+    for index, block in enumerate(blocks):
+        if type(block) is not kind or is_observed(block):
+            return None
+        arguments = _arguments(block, stream, cache.layer(index), False)
+        if arguments is None:
+            return None
+        found.append(arguments)
+    # None again where torch, or one of the tensors, is in another state than usual.
+    pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", None, stream, found)
+    return pair
 
 
 def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
-    """Returns the block's branch and stream, its new keys and values in `cache`; None where its parts are to be called.
+    """The same of one block, also while torch.compile traces."""
+    if not _continues(stream):
+        return None
+    tracing = torch.compiler.is_compiling()
+    found = _arguments(block, stream, cache, tracing)
+    if found is None:
+        return None
+    if not tracing:
+        pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", branch, stream, [found])
+        return pair
+    weights, norms, (cos, sin, k, v, *options) = list(found[:7]), list(found[7:9]), found[9:]
+    if not _fit(branch, stream, weights, norms, block.attention, options[2]):
+        return None
+    return decode_block(branch, stream, weights, norms, cos, sin, k, v, *options)  # type: ignore[no-any-return]
 
-    Taken are few rows on the CPU without gradients (`decodes`) with a :class:`KVCache`, outside of
-    `fk.batch_invariant`, of a block of two RMSNorms with weights, causal self-attention with rotated queries and keys,
-    and a gated feed-forward, all of this package's own classes, without biases, norms of queries and keys, slopes,
-    dropout or hooks, on native kernels.
-    """
-    if MISSING is not None or invariance.on or not isinstance(cache, KeyValueMemory):
+
+def _continues(stream: Tensor) -> bool:
+    """Whether the operator may be called at all."""
+    return MISSING is None and not invariance.on and decodes(stream) and all(part.native_on_cpu for part in _PARTS)
+
+
+def _arguments(block: TransformerBlock, stream: Tensor, cache: Any, tracing: bool) -> tuple[Any, ...] | None:
+    """What the operator takes beside branch and stream, weights and norms one by one; None for another block.
+
+    Written for time: submodules and weights are found where `nn.Module` keeps them, not by its attributes."""
+    parts = block._modules
+    attention, feed_forward, norm, second = map(parts.get, ("attention", "feed_forward", "attention_norm", "ffn_norm"))
+    if not isinstance(cache, KeyValueMemory) or type(attention) is not Attention:
         return None
-    attention, feed_forward, norms = block.attention, block.feed_forward, (block.attention_norm, block.ffn_norm)
-    if type(attention) is not Attention or type(feed_forward) not in _FEED_FORWARDS:
+    if type(feed_forward) is not SwiGLU and type(feed_forward) is not GatedMLP:
         return None
-    rope = attention.rope
-    if type(rope) is not RotaryEmbedding or not _norms_alike(*norms) or not _attends_plainly(attention):
+    if is_observed(attention) or is_observed(feed_forward) or not _norms_alike(norm, second):
         return None
-    if (block.training and _drops(block, attention, feed_forward)) or not _on_native(attention, feed_forward, *norms):
+    inner, outer = attention._modules, feed_forward._modules
+    rope: Any = inner.get("rope")
+    if type(rope) is not RotaryEmbedding or is_observed(rope) or not _attends_plainly(attention):
         return None
-    if any(is_observed(module) for module in (attention, feed_forward, rope, *norms)):
+    if block.training and (block.dropout or attention.dropout or feed_forward.dropout):
         return None
-    layers = (attention.wq, attention.wk, attention.wv, attention.wo, feed_forward.w1, feed_forward.w3, feed_forward.w2)
-    if not all(map(is_plain, layers)) or not decodes(stream) or stream.shape[-1] != attention.dim:
+    names = attention.backends["flash_attention"], rope.backends["rope"], feed_forward.backends[feed_forward.op]
+    if names != ("auto", "auto", "auto") and not all(name in _NATIVE for name in names):
         return None
-    tracing, start = torch.compiler.is_compiling(), cache.length
+    layers = inner["wq"], inner["wk"], inner["wv"], inner["wo"], outer["w1"], outer["w3"], outer["w2"]
+    for layer in layers:
+        if layer is None or not is_plain(layer):
+            return None
+    if stream.dim() != 3 or stream.shape[-1] != attention.dim:
+        return None
+    start = cache.length
     end = start + stream.shape[1]
     if end > rope.cos.shape[0] and (rope.follows_length or tracing):
         return None  # a few rows are computed for this call alone
     cos, sin = rope.reserve(end)
     k, v = cache.memory(stream, attention.n_kv_heads, attention.head_dim)
-    norm, window = norms[0], attention.sliding_window
-    weights, norm_weights = [layer.weight for layer in layers], [each.weight for each in norms]
-    options = (
+    scale, window = attention.scale, attention.sliding_window
+    return (
+        *[layer._parameters["weight"] for layer in (*layers, norm, second)], cos, sin, k, v,
         torch.finfo(torch.float32).eps if norm.eps is None else norm.eps, norm.weight_offset, norm.round_before_weight,
-        rope.interleaved, attention.n_heads, start,
-        attention.head_dim**-0.5 if attention.scale is None else attention.scale,
+        rope.interleaved, attention.n_heads, start, attention.head_dim**-0.5 if scale is None else scale,
         None if window is None else window - 1, _ACTIVATIONS[feed_forward.activation],
     )  # fmt: skip
-    if not tracing:  # None again where torch, or one of the tensors, is in another state than usual
-        return decode_block_direct("auto", branch, stream, *weights, *norm_weights, cos, sin, k, v, *options)
-    if not _fit(branch, stream, weights, norm_weights, attention, norm.round_before_weight):
-        return None
-    return decode_block(branch, stream, weights, norm_weights, cos, sin, k, v, *options)
 
 
 def _norms_alike(first: Any, second: Any) -> bool:
-    """Whether both are RMSNorms of vectors with weights, of the same options."""
+    """Whether both are RMSNorms of vectors with weights, of the same options, on native kernels."""
     return (
         type(first) is RMSNorm
         and type(second) is RMSNorm
+        and not is_observed(first)
+        and not is_observed(second)
         and first.elementwise_affine
         and second.elementwise_affine
         and len(first.normalized_shape) == 1
@@ -91,11 +147,14 @@ def _norms_alike(first: Any, second: Any) -> bool:
         and first.eps == second.eps
         and first.weight_offset == second.weight_offset
         and first.round_before_weight == second.round_before_weight
+        and first.backends["rms_norm"] in _NATIVE
+        and first.backends["add_rms_norm"] in _NATIVE
+        and second.backends["add_rms_norm"] in _NATIVE
     )
 
 
 def _attends_plainly(attention: Attention) -> bool:
-    """Whether it is causal attention of x to itself, of rotated queries and keys and nothing besides."""
+    """Whether it is causal attention of x to itself and nothing besides."""
     return (
         attention.causal
         and attention.attend is None
@@ -103,23 +162,6 @@ def _attends_plainly(attention: Attention) -> bool:
         and attention.q_norm is None
         and attention.k_norm is None
         and attention.context_dim == attention.dim
-    )
-
-
-def _drops(block: TransformerBlock, attention: Attention, feed_forward: GatedMLP) -> bool:
-    return bool(block.dropout or attention.dropout or feed_forward.dropout)
-
-
-def _on_native(attention: Attention, feed_forward: GatedMLP, *norms: RMSNorm) -> bool:
-    """Whether calling the parts would run the native kernels."""
-    assert attention.rope is not None
-    return (
-        all(part.native_on_cpu for part in _PARTS)
-        and OPS[feed_forward.op].native_on_cpu
-        and attention.backends["flash_attention"] in _NATIVE
-        and attention.rope.backends["rope"] in _NATIVE
-        and feed_forward.backends[feed_forward.op] in _NATIVE
-        and all(backend in _NATIVE for norm in norms for backend in norm.backends.values())
     )
 
 
@@ -131,7 +173,7 @@ def _fit(
     attention: Attention,
     round_before_weight: bool,
 ) -> bool:
-    """Whether the operator takes these tensors, which are fakes."""
+    """Whether the operator takes these tensors, which are fakes: where they are not, its direct call says it."""
     dim, hidden = stream.shape[-1], weights[4].shape[0]
     q_width, kv_width = (heads * attention.head_dim for heads in (attention.n_heads, attention.n_kv_heads))
     shapes = [(q_width, dim), *[(kv_width, dim)] * 2, (dim, q_width), *[(hidden, dim)] * 2, (dim, hidden)]

@@ -7,12 +7,13 @@ from torch import nn
 
 def is_observed(module: nn.Module) -> bool:
     """Whether something else is to happen when the module is called: hooks, or a `forward` of its own."""
+    own = module.__dict__
     return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or "forward" in module.__dict__
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_pre_hooks"]
+        or own["_backward_hooks"]
+        or "forward" in own
     )
 
 

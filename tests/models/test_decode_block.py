@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import foundry_kernels as fk
 from foundry_kernels.core.extension import _C, build_info
 from foundry_kernels.core.registry import OPS, override
-from foundry_kernels.models import KVCache, ModelConfig, Transformer, blocks, generate
-from foundry_kernels.models.decode_block import decode
+from foundry_kernels.models import KVCache, ModelConfig, Transformer, blocks, generate, transformer
+from foundry_kernels.models.decode_block import decode, decode_all
 from foundry_kernels.nn import RMSNorm, _decode
 
 pytestmark = pytest.mark.skipif(_decode.MISSING is not None, reason=str(_decode.MISSING))
@@ -48,8 +48,8 @@ def make(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, allowed: bool = True) -> Iterator[list[bool]]:
-    """Whether each block was one call; where not `allowed`, none is."""
+def counted(monkeypatch: pytest.MonkeyPatch, allowed: bool = True, together: bool = False) -> Iterator[list[bool]]:
+    """Whether each block was one call, or all of them; where not `allowed`, none is. All in one are tried before."""
     taken: list[bool] = []
 
     def call(*args: Any) -> Any:
@@ -57,21 +57,32 @@ def counted(monkeypatch: pytest.MonkeyPatch, allowed: bool = True) -> Iterator[l
         taken.append(found is not None)
         return found
 
+    def call_all(layers: Any, *args: Any) -> Any:
+        found = decode_all(layers, *args) if allowed and together else None
+        taken.extend([True] * len(layers) if found is not None else [])
+        return found
+
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "decode", call)
+        patch.setattr(transformer, "decode_all", call_all)
         yield taken
 
 
 @torch.no_grad()
 def step(
-    model: Transformer, tokens: Tensor, start: int, monkeypatch: pytest.MonkeyPatch, allowed: bool = True
+    model: Transformer,
+    tokens: Tensor,
+    start: int,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: bool = True,
+    together: bool = False,
 ) -> tuple[list[Tensor], list[bool]]:
     """Logits of the tokens behind `start` and all keys and values, and whether each block was one call."""
     cache = model.make_cache(len(tokens), tokens.shape[1] + 1)
     with counted(monkeypatch, allowed=False):
         if start:
             model(tokens[:, :start], cache=cache)
-    with counted(monkeypatch, allowed) as taken:
+    with counted(monkeypatch, allowed, together) as taken:
         logits = model(tokens[:, start:], cache=cache)
     stored = [t[:, :, : cache.length] for t in (*cache.k, *cache.v)]
     return [logits, *stored], taken
@@ -83,12 +94,13 @@ def draw_tokens(batch: int, count: int) -> Tensor:
 
 def assert_same_bits(model: Transformer, batch: int, count: int, start: int, patch: pytest.MonkeyPatch) -> None:
     tokens = draw_tokens(batch, start + count)
-    got, taken = step(model, tokens, start, patch)
     expected, never = step(model, tokens, start, patch, allowed=False)
-    assert taken == [True] * len(model.layers)
     assert not any(never)
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(one, other)
+    for together in (False, True):
+        got, taken = step(model, tokens, start, patch, together=together)
+        assert taken == [True] * len(model.layers)
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,6 +135,14 @@ def test_any_number_of_threads_has_them(threads: int, monkeypatch: pytest.Monkey
         torch.set_num_threads(before)
 
 
+def test_a_hook_on_a_block_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = make(), []
+    model.layers[1].register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    _, taken = step(model, draw_tokens(1, 4), 3, monkeypatch, together=True)
+    assert seen == [2, 2]
+    assert taken == [True, True]  # inside of it, there is none
+
+
 def test_float32_norms_of_a_bfloat16_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(torch.bfloat16)
     for module in model.modules():
@@ -142,6 +162,10 @@ def _bias(layer: nn.Linear) -> None:
     layer.bias = nn.Parameter(torch.ones(layer.out_features))
 
 
+def _own_forward(module: nn.Module) -> None:
+    module.forward = module.forward
+
+
 def _subclass(module: nn.Module) -> None:
     module.__class__ = type("Other", (type(module),), {})
 
@@ -152,6 +176,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "hook-norm": ("ffn_norm", _hook),
     "hook-feed-forward": ("feed_forward", _hook),
     "hook-down": ("feed_forward.w2", _hook),
+    "forward-of-its-own": ("feed_forward.w2", _own_forward),
     "bias": ("attention.wo", _bias),
     "subclass-of-block": ("", _subclass),
     "subclass-of-attention": ("attention", _subclass),
@@ -174,6 +199,9 @@ def test_a_block_that_is_more_is_called_by_parts(change: str, monkeypatch: pytes
     got, taken = step(model, tokens, 5, monkeypatch)
     expected, _ = step(model, tokens, 5, monkeypatch, allowed=False)
     assert taken == ([True] if change == "subclass-of-block" else [True, False])  # a subclass is not asked
+    assert all(map(torch.equal, got, expected))
+    got, taken = step(model, tokens, 5, monkeypatch, together=True)
+    assert taken == ([True] if change == "subclass-of-block" else [True, False])  # one by one
     assert all(map(torch.equal, got, expected))
 
 
@@ -199,7 +227,7 @@ def test_where_no_block_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = make(), draw_tokens(1, 4)
 
     def taken(tokens: Tensor = tokens, start: int = 3, model: Transformer = model) -> bool:
-        return any(step(model, tokens, start, monkeypatch)[1])
+        return any(any(step(model, tokens, start, monkeypatch, together=each)[1]) for each in (False, True))
 
     assert taken()
     with fk.batch_invariant():
@@ -232,10 +260,10 @@ def test_a_cache_that_does_not_fit_is_named_as_ever() -> None:
     cache = KVCache(model.config, 1, 1).layer(0)
     with pytest.raises(ValueError, match=r"k must fit \[1, 4, at most 1, 16\]"):
         block(None, x, cache)
-    with pytest.raises(ValueError, match="k must be torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"k must be torch\.bfloat16"):
         block(None, x, KVCache(model.config, 1, 4, dtype=torch.bfloat16).layer(0))
+    block.attention_norm = RMSNorm(32)
     with pytest.raises(ValueError, match="must have dim=64"):
-        block.attention_norm = RMSNorm(32)
         block(None, x[..., :32], KVCache(model.config, 1, 4).layer(0))
 
 
@@ -301,10 +329,10 @@ def test_the_operator_refuses(changes: dict[str, Any], error: type[Exception], m
 def test_the_operator_is_for_inference() -> None:
     with pytest.raises(ValueError, match="no gradient"):
         torch.ops.foundry_kernels.decode_block(*arguments())
+    caches = {name: torch.zeros(3, 2, 9, 8) for name in ("k_cache", "v_cache")}
+    many = arguments(branch=None, stream=torch.ones(3, 3, 24), **caches)
     with torch.no_grad(), pytest.raises(ValueError, match="at most 8 rows"):
-        many = {"branch": None, "stream": torch.ones(3, 3, 24)}
-        caches = {name: torch.zeros(3, 2, 9, 8) for name in ("k_cache", "v_cache")}
-        torch.ops.foundry_kernels.decode_block(*arguments(**many, **caches))
+        torch.ops.foundry_kernels.decode_block(*many)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,5 +8,6 @@ from foundry_kernels.core.extension import _C
 decode_linear = torch.ops.foundry_kernels.decode_linear.default
 #: A block of a decoder, of few rows: its new branch and stream, and new keys and values in a cache.
 decode_block = torch.ops.foundry_kernels.decode_block.default
-#: The same without torch's binding, "auto" first and each weight by itself; None where the call is not a common one.
-decode_block_direct = _C.direct.decode_block
+#: Blocks that follow each other: "auto", branch, stream, and a list with the other arguments of each, in a tuple with
+#: weights and norms one by one. Without torch's binding; None where the call is not a common one.
+decode_blocks_direct = _C.direct.decode_blocks
