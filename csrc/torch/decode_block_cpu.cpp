@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor> check_and_make(const OptionalTensor& branch, const Te
 class Block {
  public:
   Block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights, at::TensorList norms,
-        const Tensor& cos, const Tensor& sin, const Tensor& k_cache, const Tensor& v_cache,
-        const BlockOptions& options, const Tensor& branch_out, const Tensor& stream_out)
+        const Tensor& cos, const Tensor& sin, const Tensor& k_cache, const Tensor& v_cache, const BlockOptions& options,
+        const Tensor& branch_out, const Tensor& stream_out)
       : type_(dtype_of(stream)),
         size_(stream.element_size()),
         batch_(stream.size(0)),
@@ -127,24 +127,23 @@ class Block {
       if (norm >= 0) args.x = normed(thread);
       kernel(args, block, block + 1);
     };
-    Phases phases(
-        {{blocks(qkv), [this](int64_t thread) { normalize(0, thread); },
-          [&](int64_t block, int64_t thread) { multiply(qkv, 0, block, thread); },
-          [this](int64_t thread) {
-            keep_sum(0, thread);
-            append();
-          }},
-         {n_attention_tasks(), {}, [this](int64_t task, int64_t thread) { attend(task, thread); }, {}},
-         {blocks(out), {}, [&](int64_t block, int64_t thread) { multiply(out, -1, block, thread); }, {}},
-         {n_gates, [this](int64_t thread) { normalize(1, thread); },
-          [&](int64_t block, int64_t thread) {
-            multiply(gate_up, 1, block, thread);
-            multiply(gate_up, 1, n_gates + block, thread);
-            activate(block);
-          },
-          [this](int64_t thread) { keep_sum(1, thread); }},
-         {blocks(down), {}, [&](int64_t block, int64_t thread) { multiply(down, -1, block, thread); }, {}}},
-        n_threads_);
+    Phases phases({{blocks(qkv), [this](int64_t thread) { normalize(0, thread); },
+                    [&](int64_t block, int64_t thread) { multiply(qkv, 0, block, thread); },
+                    [this](int64_t thread) {
+                      keep_sum(0, thread);
+                      append();
+                    }},
+                   {n_attention_tasks(), {}, [this](int64_t task, int64_t thread) { attend(task, thread); }, {}},
+                   {blocks(out), {}, [&](int64_t block, int64_t thread) { multiply(out, -1, block, thread); }, {}},
+                   {n_gates, [this](int64_t thread) { normalize(1, thread); },
+                    [&](int64_t block, int64_t thread) {
+                      multiply(gate_up, 1, block, thread);
+                      multiply(gate_up, 1, n_gates + block, thread);
+                      activate(block);
+                    },
+                    [this](int64_t thread) { keep_sum(1, thread); }},
+                   {blocks(down), {}, [&](int64_t block, int64_t thread) { multiply(down, -1, block, thread); }, {}}},
+                  n_threads_);
     phases.run();
   }
 
@@ -263,8 +262,8 @@ class Block {
     for (int64_t b = 0; b < batch_; ++b)
       for (int64_t h = 0; h < n_kv_heads_; ++h)
         for (int64_t t = 0; t < tokens_; ++t)
-          std::memcpy(values + keys.y_strides.offset(b, h, t) * size_, new_values + keys.x_strides.offset(b, h, t) * size_,
-                      width_ * size_);
+          std::memcpy(values + keys.y_strides.offset(b, h, t) * size_,
+                      new_values + keys.x_strides.offset(b, h, t) * size_, width_ * size_);
   }
 
   void set_attention(const BlockOptions& options) {

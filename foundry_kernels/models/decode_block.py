@@ -20,7 +20,7 @@ from torch import Tensor
 from foundry_kernels.core import invariance
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.nn import Attention, GatedMLP, RMSNorm, RotaryEmbedding, SwiGLU
-from foundry_kernels.nn._decode import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes
+from foundry_kernels.nn._decode import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes, whole_tables
 from foundry_kernels.nn._layers import is_observed, is_plain
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _PARTS = tuple(
 )
 
 
-def decode_all(blocks: Iterable[Any], kind: type, stream: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+def decode_all(blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
     """Returns branch and stream of the last of a model's `blocks`, with new keys and values in the cache; None where
     they are to be called.
 
@@ -56,11 +56,11 @@ def decode_all(blocks: Iterable[Any], kind: type, stream: Tensor, cache: KVCache
     """
     if torch.compiler.is_compiling() or not _continues(stream):
         return None
-    found = []
+    found: list[tuple[Any, ...]] = []
+    tables: dict[RotaryEmbedding, Any] = {}
     for index, block in enumerate(blocks):
-        if type(block) is not kind or is_observed(block):
-            return None
-        arguments = _arguments(block, stream, cache.layer(index), False)
+        plain = type(block) is kind and not is_observed(block)
+        arguments = _arguments(block, stream, cache.layer(index), tables) if plain else None
         if arguments is None:
             return None
         found.append(arguments)
@@ -73,17 +73,16 @@ def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache
     """The same of one block, also while torch.compile traces."""
     if not _continues(stream):
         return None
-    tracing = torch.compiler.is_compiling()
-    found = _arguments(block, stream, cache, tracing)
+    found = _arguments(block, stream, cache, {})
     if found is None:
         return None
-    if not tracing:
+    if not torch.compiler.is_compiling():
         pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", branch, stream, [found])
         return pair
     weights, norms, (cos, sin, k, v, *options) = list(found[:7]), list(found[7:9]), found[9:]
     if not _fit(branch, stream, weights, norms, block.attention, options[2]):
         return None
-    return decode_block(branch, stream, weights, norms, cos, sin, k, v, *options)  # type: ignore[no-any-return]
+    return decode_block(branch, stream, weights, norms, cos, sin, k, v, *options)
 
 
 def _continues(stream: Tensor) -> bool:
@@ -91,12 +90,18 @@ def _continues(stream: Tensor) -> bool:
     return MISSING is None and not invariance.on and decodes(stream) and all(part.native_on_cpu for part in _PARTS)
 
 
-def _arguments(block: TransformerBlock, stream: Tensor, cache: Any, tracing: bool) -> tuple[Any, ...] | None:
-    """What the operator takes beside branch and stream, weights and norms one by one; None for another block.
+def _arguments(
+    block: TransformerBlock, stream: Tensor, cache: Any, tables: dict[RotaryEmbedding, Any]
+) -> tuple[Any, ...] | None:
+    """What the operator takes beside branch and stream, weights and norms one by one; None for another block. `tables`
+    are those that earlier blocks of the call have.
 
     Written for time: submodules and weights are found where `nn.Module` keeps them, not by its attributes."""
     parts = block._modules
-    attention, feed_forward, norm, second = map(parts.get, ("attention", "feed_forward", "attention_norm", "ffn_norm"))
+    attention: Any = parts.get("attention")
+    feed_forward: Any = parts.get("feed_forward")
+    norm: Any = parts.get("attention_norm")
+    second: Any = parts.get("ffn_norm")
     if not isinstance(cache, KeyValueMemory) or type(attention) is not Attention:
         return None
     if type(feed_forward) is not SwiGLU and type(feed_forward) is not GatedMLP:
@@ -104,7 +109,7 @@ def _arguments(block: TransformerBlock, stream: Tensor, cache: Any, tracing: boo
     if is_observed(attention) or is_observed(feed_forward) or not _norms_alike(norm, second):
         return None
     inner, outer = attention._modules, feed_forward._modules
-    rope: Any = inner.get("rope")
+    rope = inner.get("rope")
     if type(rope) is not RotaryEmbedding or is_observed(rope) or not _attends_plainly(attention):
         return None
     if block.training and (block.dropout or attention.dropout or feed_forward.dropout):
@@ -112,21 +117,21 @@ def _arguments(block: TransformerBlock, stream: Tensor, cache: Any, tracing: boo
     names = attention.backends["flash_attention"], rope.backends["rope"], feed_forward.backends[feed_forward.op]
     if names != ("auto", "auto", "auto") and not all(name in _NATIVE for name in names):
         return None
-    layers = inner["wq"], inner["wk"], inner["wv"], inner["wo"], outer["w1"], outer["w3"], outer["w2"]
+    layers = [*map(inner.get, ("wq", "wk", "wv", "wo")), *map(outer.get, ("w1", "w3", "w2"))]
     for layer in layers:
         if layer is None or not is_plain(layer):
             return None
     if stream.dim() != 3 or stream.shape[-1] != attention.dim:
         return None
     start = cache.length
-    end = start + stream.shape[1]
-    if end > rope.cos.shape[0] and (rope.follows_length or tracing):
-        return None  # a few rows are computed for this call alone
-    cos, sin = rope.reserve(end)
+    if (found := tables.get(rope)) is None:
+        found = tables[rope] = whole_tables(rope, start + stream.shape[1])
+    if found is None:
+        return None
     k, v = cache.memory(stream, attention.n_kv_heads, attention.head_dim)
     scale, window = attention.scale, attention.sliding_window
     return (
-        *[layer._parameters["weight"] for layer in (*layers, norm, second)], cos, sin, k, v,
+        *[layer._parameters.get("weight") for layer in (*layers, norm, second)], *found, k, v,
         torch.finfo(torch.float32).eps if norm.eps is None else norm.eps, norm.weight_offset, norm.round_before_weight,
         rope.interleaved, attention.n_heads, start, attention.head_dim**-0.5 if scale is None else scale,
         None if window is None else window - 1, _ACTIVATIONS[feed_forward.activation],

@@ -99,15 +99,23 @@ class Decoding(Layers):
         if rope.backends["rope"] not in ("auto", "native"):
             return None
         start, end = cache.length, cache.length + packed.shape[1]
-        if end > rope.cos.shape[0] and (rope.follows_length or torch.compiler.is_compiling()):
-            return None  # a few rows are computed for this call alone
-        cos, sin = rope.reserve(end)
+        if (tables := whole_tables(rope, end)) is None:
+            return None
+        cos, sin = tables
         k, v = cache.memory(packed, n_kv_heads, head_dim)
         q = rope_append(packed, cos, sin, rope.interleaved, k, v, n_heads, start)
         return q, k.narrow(2, 0, end), v.narrow(2, 0, end)
 
 
 _LAYERS, _DECODING = Layers(), Decoding()
+
+
+def whole_tables(rope: RotaryEmbedding, end: int) -> tuple[Tensor, Tensor] | None:
+    """cos and sin with rows for positions below `end`; None where a few rows are computed for the call alone."""
+    if end > rope.cos.shape[0] and (rope.follows_length or torch.compiler.is_compiling()):
+        return None
+    cos, sin = rope.reserve(end)
+    return cos, sin
 
 
 def decodes(x: Tensor) -> bool:

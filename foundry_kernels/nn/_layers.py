@@ -24,4 +24,5 @@ def is_linear(layer: nn.Module) -> bool:
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether calling `layer` is `F.linear` with its weight and nothing more."""
-    return type(layer) is nn.Linear and layer.bias is None and not is_observed(layer)
+    # The attribute would be looked for in four places. A bias that is no parameter counts as one.
+    return type(layer) is nn.Linear and layer._parameters.get("bias", layer) is None and not is_observed(layer)

@@ -166,6 +166,12 @@ def _own_forward(module: nn.Module) -> None:
     module.forward = module.forward
 
 
+def _plain_weight(layer: nn.Linear) -> None:
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight
+
+
 def _subclass(module: nn.Module) -> None:
     module.__class__ = type("Other", (type(module),), {})
 
@@ -177,6 +183,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "hook-feed-forward": ("feed_forward", _hook),
     "hook-down": ("feed_forward.w2", _hook),
     "forward-of-its-own": ("feed_forward.w2", _own_forward),
+    "weight-that-is-no-parameter": ("feed_forward.w2", _plain_weight),
     "bias": ("attention.wo", _bias),
     "subclass-of-block": ("", _subclass),
     "subclass-of-attention": ("attention", _subclass),
