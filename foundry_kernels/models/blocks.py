@@ -156,7 +156,7 @@ class TransformerBlock(nn.Module):
         three tensors of :class:`foundry_kernels.nn.RouterStats` where there is a router. If the block `drops_late`, a
         branch is dropped out where it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of
         its attention, or nothing."""
-        if type(self) is TransformerBlock and cache is not None and not seen:
+        if type(self) is TransformerBlock and cache is not None and len(seen) == 0:
             decoded = decode(self, branch, stream, cache)
             if decoded is not None:
                 return decoded

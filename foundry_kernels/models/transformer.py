@@ -279,7 +279,7 @@ class Transformer(nn.Module):
             read = Context([read] * config.n_layers, mask)
         branch: Tensor | None = None
         stats: list[RouterStats] = []
-        plain = isinstance(stored, KVCache) and not seen and read is None
+        plain = isinstance(stored, KVCache) and len(seen) == 0 and read is None
         decoded = decode_all(self.layers, TransformerBlock, stream, stored) if plain else None  # type: ignore[arg-type]
         if decoded is not None:
             branch, stream = decoded
