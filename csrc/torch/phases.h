@@ -66,7 +66,9 @@ class Phases {
     int64_t done = 0;
     for (int64_t i = 0; i < n_threads_; ++i) {
       const int64_t part = (thread + i) % n_threads_, end = begin_of(p, part + 1);
-      for (int64_t task; (task = next(p, part).fetch_add(1, std::memory_order_relaxed)) < end; ++done) {
+      std::atomic<int64_t>& next_task = next(p, part);
+      if (next_task.load(std::memory_order_relaxed) >= end) continue;  // many threads may read at a time
+      for (int64_t task; (task = next_task.fetch_add(1, std::memory_order_relaxed)) < end; ++done) {
         if (done == 0 && phase.prepare) phase.prepare(thread);
         phase.run(task, thread);
       }
