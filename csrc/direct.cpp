@@ -15,8 +15,10 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <array>
 #include <cmath>
 #include <initializer_list>
+#include <vector>
 
 #include "torch/cross_entropy.h"
 #include "torch/numbers.h"
@@ -54,6 +56,12 @@ class Arguments {
       : next_(arguments),
         ok_(given == wanted && common_thread() && is_text(*arguments, "auto", "native")) {
     if (ok_) ++next_;  // the backend
+  }
+  // Those that a call has together in a tuple.
+  Arguments(PyObject* tuple, Py_ssize_t wanted)
+      : next_(nullptr),
+        ok_(PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == wanted) {
+    if (ok_) next_ = PySequence_Fast_ITEMS(tuple);
   }
 
   bool ok() const { return ok_; }
@@ -131,6 +139,26 @@ class Arguments {
     if (ok_ && *next_ != Py_None) value = count(PyTuple_GET_ITEM(*next_, 1));
     next_ += ok_;
   }
+  void not_negative(double& value) { value = not_negative(); }
+  void positive(double& value) { need(is_positive_number(value = real())); }
+  void positive(int64_t& value) {
+    const OptionalInt number = next_count();
+    need(number.has_value() && *number > 0);
+    if (ok_) value = number->expect_int();
+  }
+  void count(c10::SymInt& value) {
+    const OptionalInt number = next_count();
+    need(number.has_value());
+    if (ok_) value = *number;
+  }
+  void optional_count(OptionalInt& value) { value = next_count(); }
+  void text(c10::string_view& value) {  // valid as long as the argument
+    need(ok_ && PyUnicode_CheckExact(*next_));
+    Py_ssize_t size = 0;
+    const char* data = ok_ ? PyUnicode_AsUTF8AndSize(*next_++, &size) : nullptr;
+    need(data != nullptr);
+    if (ok_) value = {data, static_cast<size_t>(size)};
+  }
   void alignment(bool& bottom_right) { bottom_right = word("bottom_right", "top_left"); }
 
  private:
@@ -157,6 +185,8 @@ class Arguments {
     need(overflow == 0 && value >= 0);
     return value;
   }
+
+  OptionalInt next_count() { return ok_ ? count(*next_++) : std::nullopt; }
 
   PyObject* const* next_;
   bool ok_;
@@ -410,6 +440,48 @@ PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return std::get<0>(flash_attention(q, k, v, options, false, false)); });
 }
 
+// What decode_block takes beside the stream, from a tuple.
+struct Block {
+  std::array<Tensor, 7> weights;
+  std::array<Tensor, 2> norms;
+  Tensor cos, sin, k_cache, v_cache;
+  BlockOptions options;
+
+  bool read_from(PyObject* tuple) {
+    Arguments in(tuple, 7 + 2 + 4 + BlockOptions::kArguments);
+    for (Tensor& weight : weights) weight = in.tensor();
+    for (Tensor& norm : norms) norm = in.tensor();
+    for (Tensor* t : {&cos, &sin, &k_cache, &v_cache}) *t = in.tensor();
+    options.read_from(in);
+    return in.ok();
+  }
+};
+
+// Blocks that follow each other, a tuple each in a list.
+PyObject* call_decode_blocks(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 4);
+  const OptionalTensor branch = in.optional_tensor();
+  const Tensor& stream = in.tensor();
+  std::vector<Block> blocks(in.ok() && PyList_CheckExact(arguments[3]) ? PyList_GET_SIZE(arguments[3]) : 0);
+  in.need(!blocks.empty());
+  for (size_t i = 0; i < blocks.size(); ++i)
+    in.need(in.ok() && blocks[i].read_from(PyList_GET_ITEM(arguments[3], Py_ssize_t(i))));
+  if (!in.ok()) Py_RETURN_NONE;
+  try {
+    return result_of([&] {
+      std::tuple<Tensor, Tensor> found{unwrap(branch), stream};
+      for (const Block& b : blocks)
+        found = decode_block(wrap(std::get<0>(found)), std::get<1>(found), b.weights, b.norms, b.cos, b.sin, b.k_cache,
+                             b.v_cache, b.options);
+      return found;
+    });
+  } catch (const c10::ValueError&) {
+    Py_RETURN_NONE;  // what is in the caches by now will be written again
+  } catch (const c10::TypeError&) {
+    Py_RETURN_NONE;
+  }
+}
+
 template <auto call>
 PyMethodDef method(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded<call>)), METH_FASTCALL,
@@ -436,6 +508,7 @@ PyMethodDef* direct_calls() {
       method<call_flash_attention>("flash_attention"),
       method<call_cross_entropy>("cross_entropy"),
       method<call_linear_cross_entropy>("linear_cross_entropy"),
+      method<call_decode_blocks>("decode_blocks"),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;

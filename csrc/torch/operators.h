@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "common.h"
+#include "decode_block_options.h"
 #include "flash_attention_options.h"
 #include "rms_norm_options.h"
 #include "rope_options.h"
@@ -34,5 +35,9 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const 
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                                            const AttentionOptions& options, bool return_lse,
                                                            bool return_stats);
+// For inference on the CPU alone.
+std::tuple<Tensor, Tensor> decode_block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights,
+                                        at::TensorList norms, const Tensor& cos, const Tensor& sin,
+                                        const Tensor& k_cache, const Tensor& v_cache, const BlockOptions& options);
 
 }  // namespace foundry

@@ -111,6 +111,8 @@ class OpSpec:
             for dtype in native.dtypes
         )
         self.direct = native.direct if native is not None and supported else no_direct_call
+        #: Whether "auto" and "native" are the native kernels on a CPU, which no `override` has replaced.
+        self.native_on_cpu = self.direct is not no_direct_call
 
     def _first(self, backend: str, device: str, dtype: torch.dtype) -> Impl | None:
         """The first implementation that supports such a tensor, of those that `backend` allows."""

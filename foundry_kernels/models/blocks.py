@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.decode_block import decode
 from foundry_kernels.nn import (
     MLP,
     AlibiSlopes,
@@ -155,6 +156,10 @@ class TransformerBlock(nn.Module):
         three tensors of :class:`foundry_kernels.nn.RouterStats` where there is a router. If the block `drops_late`, a
         branch is dropped out where it is added. `seen` are `attn_mask`, `positions`, `cu_seqlens` and `max_seqlen` of
         its attention, or nothing."""
+        if type(self) is TransformerBlock and cache is not None and len(seen) == 0:
+            decoded = decode(self, branch, stream, cache)
+            if decoded is not None:
+                return decoded
         if branch is None:
             y = self.attention_norm(stream)
         else:

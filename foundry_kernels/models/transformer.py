@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.models.blocks import add_branch, make_norm, operations
+from foundry_kernels.models.blocks import TransformerBlock, add_branch, make_norm, operations
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.cross_blocks import block_class
+from foundry_kernels.models.decode_block import decode_all
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
 from foundry_kernels.models.extend import extended
 from foundry_kernels.models.generate import generate
@@ -278,7 +279,11 @@ class Transformer(nn.Module):
             read = Context([read] * config.n_layers, mask)
         branch: Tensor | None = None
         stats: list[RouterStats] = []
-        for index, block in enumerate(self.layers):
+        plain = isinstance(stored, KVCache) and len(seen) == 0 and read is None
+        decoded = decode_all(self.layers, TransformerBlock, stream, stored) if plain else None  # type: ignore[arg-type]
+        if decoded is not None:
+            branch, stream = decoded
+        for index, block in enumerate(self.layers if decoded is None else ()):
             layer_cache = None if stored is None else stored.layer(index)
             passed = seen if read is None else (read.layers[index], read.mask, *seen)
             branch, stream, *of_router = block(branch, stream, layer_cache, balances or return_router_stats, *passed)

@@ -22,8 +22,8 @@ from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops.decode_linear import DECODE_LINEAR, MAX_ROWS
 from foundry_kernels.ops.rope import ROPE
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, nn.Parameter)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = (Tensor, nn.Parameter)
 
 #: Why no forward pass decodes in this process, if that is so.
 MISSING = DECODE_LINEAR.why_not("native", "cpu") or ROPE.why_not("native", "cpu")
@@ -99,9 +99,9 @@ class Decoding(Layers):
         if rope.backends["rope"] not in ("auto", "native"):
             return None
         start, end = cache.length, cache.length + packed.shape[1]
-        if end > rope.cos.shape[0] and (rope.follows_length or torch.compiler.is_compiling()):
-            return None  # a few rows are computed for this call alone
-        cos, sin = rope.reserve(end)
+        if (tables := whole_tables(rope, end)) is None:
+            return None
+        cos, sin = tables
         k, v = cache.memory(packed, n_kv_heads, head_dim)
         q = rope_append(packed, cos, sin, rope.interleaved, k, v, n_heads, start)
         return q, k.narrow(2, 0, end), v.narrow(2, 0, end)
@@ -110,27 +110,38 @@ class Decoding(Layers):
 _LAYERS, _DECODING = Layers(), Decoding()
 
 
-def layers_for(x: Tensor, backend: str) -> Layers:
-    """How a forward pass on `x` ``[..., dim]`` calls its linear layers; `backend` is that of its operations."""
-    decodes = (
+def whole_tables(rope: RotaryEmbedding, end: int) -> tuple[Tensor, Tensor] | None:
+    """cos and sin with rows for positions below `end`; None where a few rows are computed for the call alone."""
+    if end > rope.cos.shape[0] and (rope.follows_length or torch.compiler.is_compiling()):
+        return None
+    cos, sin = rope.reserve(end)
+    return cos, sin
+
+
+def decodes(x: Tensor) -> bool:
+    """Whether a forward pass on `x` ``[..., dim]`` is of few rows, on the CPU, and nothing watches what it calls."""
+    return (
         MISSING is None
-        and backend in ("auto", "native")
         and not torch.is_grad_enabled()
         and type(x) is Tensor
         and x.is_cpu
-        and x.dtype in _DTYPES
+        and x.dtype in DTYPES
         and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
         and not torch.is_autocast_enabled("cpu")
         and not _transformed()
         and not _has_any_global_hook()
     )
-    return _DECODING if decodes else _LAYERS
+
+
+def layers_for(x: Tensor, backend: str) -> Layers:
+    """How a forward pass on `x` ``[..., dim]`` calls its linear layers; `backend` is that of its operations."""
+    return _DECODING if backend in ("auto", "native") and decodes(x) else _LAYERS
 
 
 def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     """`x` times the transposes of `weights` in one pass; None where the operator does not take one of them."""
     for weight in weights:
-        plain = type(weight) in _PLAIN and weight.layout is torch.strided
+        plain = type(weight) in PLAIN and weight.layout is torch.strided
         if not plain or weight.dtype != x.dtype or not weight.is_cpu:
             return None
     y: Tensor = decode_linear(x, weights)

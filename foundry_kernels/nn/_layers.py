@@ -7,12 +7,13 @@ from torch import nn
 
 def is_observed(module: nn.Module) -> bool:
     """Whether something else is to happen when the module is called: hooks, or a `forward` of its own."""
+    own = module.__dict__
     return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or "forward" in module.__dict__
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_pre_hooks"]
+        or own["_backward_hooks"]
+        or "forward" in own
     )
 
 
@@ -23,4 +24,5 @@ def is_linear(layer: nn.Module) -> bool:
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether calling `layer` is `F.linear` with its weight and nothing more."""
-    return type(layer) is nn.Linear and layer.bias is None and not is_observed(layer)
+    # The attribute would be looked for in four places. A bias that is no parameter counts as one.
+    return type(layer) is nn.Linear and layer._parameters.get("bias", layer) is None and not is_observed(layer)

@@ -25,6 +25,7 @@ from foundry_kernels.core import extension  # noqa: E402
 FILES = (
     "tests/proof/test_parity.py::test_parity",
     "tests/nn/test_decode.py",
+    "tests/models/test_decode_block.py",
     "tests/ops/test_decode_linear.py",
     "tests/models/test_generate.py",
     "tests/models/test_model.py",

@@ -1,3 +1,3 @@
-"""The operator is for inference on one device: it takes no DTensors."""
+"""The operators are for inference on one device: they take no DTensors."""
 
-UNSHARDED = ("decode_linear",)
+UNSHARDED = ("decode_linear", "decode_block")

@@ -1,0 +1,191 @@
+"""Whole blocks in one call, where few rows continue a cache on the CPU.
+
+In decoding a block's products read its weights as fast as memory gives them, and what lies between them takes as long
+as a third of that: calls of modules and operators, and threads that are woken a dozen times. The operator
+`decode_block` runs the same kernels, with the same bits, in one parallel region; and Python looks at all blocks before
+the first, while what it looks with is in the processor's caches. Nothing is kept between calls.
+
+This is for what a block usually is, which is listed in `decode_all`. All else is called part by part: so is a block
+wherever someone may want to see a part, by a hook, a subclass, a mode of torch or an implementation put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foundry_kernels.core import invariance
+from foundry_kernels.core.registry import OPS
+from foundry_kernels.nn import Attention, GatedMLP, RMSNorm, RotaryEmbedding, SwiGLU
+from foundry_kernels.nn._decode import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes, whole_tables
+from foundry_kernels.nn._layers import is_observed, is_plain
+
+if TYPE_CHECKING:
+    from foundry_kernels.models.blocks import TransformerBlock
+    from foundry_kernels.models.cache import KVCache
+
+if MISSING is None:
+    from foundry_kernels.ops.decode_linear.native import decode_block, decode_blocks_direct
+
+#: The gated activation: what the operator calls it, by name.
+_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "glu": "sigmoid", "reglu": "relu"}
+_NATIVE = ("auto", "native")
+#: What the operator does beside its products.
+_PARTS = tuple(
+    OPS[name] for name in ("rms_norm", "add_rms_norm", "rope", "flash_attention", "swiglu", "geglu", "glu", "reglu")
+)
+
+
+def decode_all(blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+    """Returns branch and stream of the last of a model's `blocks`, with new keys and values in the cache; None where
+    they are to be called.
+
+    Taken are few rows on the CPU, without gradients, autocast or transforms (`decodes`), outside of
+    `fk.batch_invariant` and torch.compile (which traces block by block), through blocks of the class `kind` itself, all
+    with
+
+    - two :class:`RMSNorm` alike, of vectors, with weights;
+    - causal :class:`Attention` of x to itself, of queries and keys that a :class:`RotaryEmbedding` rotates, without
+      norms or slopes;
+    - a :class:`GatedMLP`;
+    - `nn.Linear` without biases, and no dropout in training;
+    - native kernels, and no hooks on any module.
+    """
+    if torch.compiler.is_compiling() or not _continues(stream):
+        return None
+    found: list[tuple[Any, ...]] = []
+    tables: dict[RotaryEmbedding, Any] = {}
+    for index, block in enumerate(blocks):
+        plain = type(block) is kind and not is_observed(block)
+        arguments = _arguments(block, stream, cache.layer(index), tables) if plain else None
+        if arguments is None:
+            return None
+        found.append(arguments)
+    # None again where torch, or one of the tensors, is in another state than usual.
+    pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", None, stream, found)
+    return pair
+
+
+def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
+    """The same of one block, also while torch.compile traces."""
+    if not _continues(stream):
+        return None
+    found = _arguments(block, stream, cache, {})
+    if found is None:
+        return None
+    if not torch.compiler.is_compiling():
+        pair: tuple[Tensor, Tensor] | None = decode_blocks_direct("auto", branch, stream, [found])
+        return pair
+    weights, norms, (cos, sin, k, v, *options) = list(found[:7]), list(found[7:9]), found[9:]
+    if not _fit(branch, stream, weights, norms, block.attention, options[2]):
+        return None
+    return decode_block(branch, stream, weights, norms, cos, sin, k, v, *options)
+
+
+def _continues(stream: Tensor) -> bool:
+    """Whether the operator may be called at all."""
+    return MISSING is None and not invariance.on and decodes(stream) and all(part.native_on_cpu for part in _PARTS)
+
+
+def _arguments(
+    block: TransformerBlock, stream: Tensor, cache: Any, tables: dict[RotaryEmbedding, Any]
+) -> tuple[Any, ...] | None:
+    """What the operator takes beside branch and stream, weights and norms one by one; None for another block. `tables`
+    are those that earlier blocks of the call have.
+
+    Written for time: submodules and weights are found where `nn.Module` keeps them, not by its attributes."""
+    parts = block._modules
+    attention: Any = parts.get("attention")
+    feed_forward: Any = parts.get("feed_forward")
+    norm: Any = parts.get("attention_norm")
+    second: Any = parts.get("ffn_norm")
+    if not isinstance(cache, KeyValueMemory) or type(attention) is not Attention:
+        return None
+    if type(feed_forward) is not SwiGLU and type(feed_forward) is not GatedMLP:
+        return None
+    if is_observed(attention) or is_observed(feed_forward) or not _norms_alike(norm, second):
+        return None
+    inner, outer = attention._modules, feed_forward._modules
+    rope = inner.get("rope")
+    if type(rope) is not RotaryEmbedding or is_observed(rope) or not _attends_plainly(attention):
+        return None
+    if block.training and (block.dropout or attention.dropout or feed_forward.dropout):
+        return None
+    names = attention.backends["flash_attention"], rope.backends["rope"], feed_forward.backends[feed_forward.op]
+    if names != ("auto", "auto", "auto") and not all(name in _NATIVE for name in names):
+        return None
+    layers = [*map(inner.get, ("wq", "wk", "wv", "wo")), *map(outer.get, ("w1", "w3", "w2"))]
+    for layer in layers:
+        if layer is None or not is_plain(layer):
+            return None
+    if stream.dim() != 3 or stream.shape[-1] != attention.dim:
+        return None
+    start = cache.length
+    if (found := tables.get(rope)) is None:
+        found = tables[rope] = whole_tables(rope, start + stream.shape[1])
+    if found is None:
+        return None
+    k, v = cache.memory(stream, attention.n_kv_heads, attention.head_dim)
+    scale, window = attention.scale, attention.sliding_window
+    return (
+        *[layer._parameters.get("weight") for layer in (*layers, norm, second)], *found, k, v,
+        torch.finfo(torch.float32).eps if norm.eps is None else norm.eps, norm.weight_offset, norm.round_before_weight,
+        rope.interleaved, attention.n_heads, start, attention.head_dim**-0.5 if scale is None else scale,
+        None if window is None else window - 1, _ACTIVATIONS[feed_forward.activation],
+    )  # fmt: skip
+
+
+def _norms_alike(first: Any, second: Any) -> bool:
+    """Whether both are RMSNorms of vectors with weights, of the same options, on native kernels."""
+    return (
+        type(first) is RMSNorm
+        and type(second) is RMSNorm
+        and not is_observed(first)
+        and not is_observed(second)
+        and first.elementwise_affine
+        and second.elementwise_affine
+        and len(first.normalized_shape) == 1
+        and first.normalized_shape == second.normalized_shape
+        and first.eps == second.eps
+        and first.weight_offset == second.weight_offset
+        and first.round_before_weight == second.round_before_weight
+        and first.backends["rms_norm"] in _NATIVE
+        and first.backends["add_rms_norm"] in _NATIVE
+        and second.backends["add_rms_norm"] in _NATIVE
+    )
+
+
+def _attends_plainly(attention: Attention) -> bool:
+    """Whether it is causal attention of x to itself and nothing besides."""
+    return (
+        attention.causal
+        and attention.attend is None
+        and attention.alibi is None
+        and attention.q_norm is None
+        and attention.k_norm is None
+        and attention.context_dim == attention.dim
+    )
+
+
+def _fit(
+    branch: Tensor | None,
+    stream: Tensor,
+    weights: list[Tensor],
+    norms: list[Tensor],
+    attention: Attention,
+    round_before_weight: bool,
+) -> bool:
+    """Whether the operator takes these tensors, which are fakes: where they are not, its direct call says it."""
+    dim, hidden = stream.shape[-1], weights[4].shape[0]
+    q_width, kv_width = (heads * attention.head_dim for heads in (attention.n_heads, attention.n_kv_heads))
+    shapes = [(q_width, dim), *[(kv_width, dim)] * 2, (dim, q_width), *[(hidden, dim)] * 2, (dim, hidden)]
+    floats = [stream.dtype] if round_before_weight else DTYPES
+    return (
+        all(type(t) in PLAIN and t.layout is torch.strided and t.is_cpu for t in (*weights, *norms))
+        and all(t.dtype == stream.dtype for t in (*weights, *([] if branch is None else [branch])))
+        and all(tuple(w.shape) == shape for w, shape in zip(weights, shapes, strict=True))
+        and all(tuple(w.shape) == (dim,) and w.dtype in floats for w in norms)
+    )
