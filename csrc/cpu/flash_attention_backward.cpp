@@ -177,7 +177,7 @@ void attention_delta(const AttentionDelta& a, int64_t sequence, int64_t token_be
       const T* out = static_cast<const T*>(a.out) + row_offset(a.out_strides, s, 0, a.n_heads, row);
       const T* dout = static_cast<const T*>(a.dout) + row_offset(a.dout_strides, s, 0, a.n_heads, row);
       int64_t i = 0;
-      if constexpr (kSplit<T>)
+      if constexpr (kReadSplit<T>)
         for (; i + kSplitStep <= a.head_dim_v; i += kSplitStep) {
           const Vec2 x = Whole2<true>::load(out + i), y = Whole2<true>::load(dout + i);
           products += x.a * y.a;

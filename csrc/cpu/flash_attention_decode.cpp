@@ -12,7 +12,7 @@ namespace FK_ISA {
 namespace {
 
 // Whether columns of values are read as multiply_keys reads keys, kVecs registers at a time.
-template <class T, int kVecs> constexpr bool kSplitColumns = kSplit<T> && kVecs > 1;
+template <class T, int kVecs> constexpr bool kSplitColumns = kReadSplit<T> && kVecs > 1;
 
 // out[row] = out[row] * scale[row] + sum over keys of weights[row][key] values[key], for kVecs registers.
 template <int kRows, int kVecs, class Access, class T>
@@ -181,7 +181,8 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
     keys.find(a, task, a.k, a.k_strides, tile, n);
     values.find(a, task, a.v, a.v_strides, tile, n);
     next.find(a, task, a.k, a.k_strides, next_tile, std::min<int64_t>(kAttentionDecodeKeys, b.key_end - next_tile));
-    multiply_keys<kRows>(queries, round_up(a.head_dim, kAttentionPad), a.head_dim, ScatteredStream<T>{keys.at, values.at}, n, scores, ld);
+    multiply_keys<kRows>(queries, round_up(a.head_dim, kAttentionPad), a.head_dim,
+                         ScatteredStream<T>{keys.at, values.at}, n, scores, ld);
     if (a.bias || a.aligned()) softmax_rows(a, task, b, scores, ld, tile, n);
     else
       for (int r = 0; r < b.count; ++r) softmax_row<false>(a, b, r, {}, scores + r * ld, n, first_key);
@@ -209,7 +210,8 @@ void attention_decode(const AttentionForward& a, const AttentionTask& task, floa
   with_type(a.type, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     for (int64_t i = 0; i < b.count; ++i)
-      read_row<float>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim, queries + i * d, d);
+      read_row<float>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim, queries + i * d,
+                      d);
     order_queries<T>(queries, b.count, a.head_dim, d);
     if (b.count > 4) attend<8, T>(a, task, b, queries, out, scores);
     else if (b.count > 2) attend<4, T>(a, task, b, queries, out, scores);

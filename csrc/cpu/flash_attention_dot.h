@@ -43,12 +43,12 @@ inline float sum_of(Vec v) {
   return lanes[0];
 }
 
-// Whether rows of T are read as 32-bit words, the even elements of which go to one register and the odd ones to the next:
-// a shift and a mask, where elements in order would be moved across lanes. What goes with them lies in that order, see
-// split_in_place; what is left of a row beyond a multiple of kSplitStep is in order. The processor's products of pairs
-// (vdpbf16ps) would want pairs of rows of values, which take a permutation for each register, and are no faster than
-// the two products that take their place.
-template <class T> constexpr bool kSplit = std::is_same_v<T, BFloat16>;
+// Whether rows of T are read as 32-bit words, the even elements of which go to one register and the odd ones to the
+// next: a shift and a mask, where elements in order would be moved across lanes. What goes with them lies in that
+// order, see split_in_place; what is left of a row beyond a multiple of kSplitStep is in order. The processor's
+// products of pairs (vdpbf16ps) would want pairs of rows of values, which take a permutation for each register, and are
+// no faster than the two products that take their place.
+template <class T> constexpr bool kReadSplit = std::is_same_v<T, BFloat16>;
 constexpr int kSplitStep = 2 * kLanes;
 
 // Rows of memory that are read, and those that come after them. The processor's own prefetching knows nothing of the
@@ -75,7 +75,7 @@ template <class T> struct ScatteredStream {
 // Queries of floats as multiply_keys<T> wants them.
 template <class T>
 inline void order_queries(float* queries, int64_t rows, int64_t head_dim, int64_t ld) {
-  if constexpr (kSplit<T>)
+  if constexpr (kReadSplit<T>)
     for (int64_t r = 0; r < rows; ++r) split_in_place(queries + r * ld, head_dim);
 }
 
@@ -91,7 +91,7 @@ void multiply_keys(const float* queries, int64_t ld_queries, int64_t head_dim, c
 #pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j) rows[j] = keys.row(std::min(key + j, n - 1));
     Vec acc[kSums] = {};
-    const auto add = [&](int64_t i, const Vec (&k)[kKeys]) FK_INLINE {
+    const auto add = [&](int64_t i, const Vec(&k)[kKeys]) FK_INLINE {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const Vec q = Whole::load(queries + r * ld_queries + i);
@@ -109,7 +109,7 @@ void multiply_keys(const float* queries, int64_t ld_queries, int64_t head_dim, c
       add(i, k);
     };
     int64_t i = 0;
-    if constexpr (kSplit<T>) {
+    if constexpr (kReadSplit<T>) {
       for (; i + kSplitStep <= head_dim; i += kSplitStep) {
         Vec even[kKeys], odd[kKeys];
 #pragma GCC unroll 16
