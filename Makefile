@@ -89,7 +89,7 @@ fuzz: setup-test
 sanitize: setup-test
 	$(PY) tests/support/sanitize.py --seconds $(or $(SECONDS),120)
 
-# The quick set, within eight minutes (BUDGET=0: all of it). Then `python -m benchmarks report build/bench.json NAME` keeps
+# The quick set, within five minutes (BUDGET=0: all of it; ARGS=-v: every row). Then `python -m benchmarks report build/bench.json NAME` keeps
 # the run and makes its page and pictures, `python -m benchmarks readme` README.md's part of it. ISA=avx2 holds our kernels, torch, oneDNN and MKL to that instruction set.
 bench: setup-test
 	mkdir -p build

@@ -1,8 +1,12 @@
-"""Keeps a run within its time: what each comparison is expected to take, and what is cut where that is too much.
+"""Keeps a run within its time: what each comparison is expected to take, in which order, and what is cut where that is
+too much.
 
-Rounds are cut first; then whole shapes, the largest first, so that every row that is shown has its peers. The smallest
-shape of an operation and whole models go last. Estimates are corrected as rows are done, and what to cut is decided
-anew before each comparison begins: what was to be cut comes back where the machine turns out to be faster.
+What is needed comes first: of each operation the smallest shapes that have every direction and dtype of it. Then come
+host times and models, then all other shapes and growth, the smallest first. Rounds are cut to a half, no further, or
+noise would hide what they show; then whole shapes from the end, so that every row that is shown has its peers. Where
+not even what is needed has the time, its peers that are compiled are cut, and shapes of it last. Estimates are
+corrected as rows are done, and what to cut is decided anew before each comparison begins: what was to be cut comes back
+where the machine turns out to be faster.
 """
 
 from __future__ import annotations
@@ -12,13 +16,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 #: Minutes of the quick set; the full one has no limit unless it is given one.
-DEFAULT = 8.0
+DEFAULT = 5.0
 #: Fractions of the rounds, the first that fits.
-EFFORTS = (1.0, 0.5, 0.25)
+EFFORTS = (1.0, 0.5)
 #: Fraction of the time that is planned for: what comes last can be longer than expected.
 _PLANNED = 0.95
 #: Seconds that an estimate weighs as, beside what was measured.
 _PRIOR = 5.0
+
+
+#: Places in the order of a run.
+NEEDED, LATER, REST = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,8 @@ class Unit:
 
     shape: what is cut as a whole, in words. kind: estimates of a kind are wrong by the same factor. fixed, rounds,
     a_row: seconds that do not depend on how many rounds there are, of all rounds, and more for each row. size: what
-    "largest" means. op: the operation, where the row is of one shape of it. last: whether it is cut after all that are
-    not.
+    "largest" means. op: the operation, where the row is of one shape of it, and what: its direction and dtype. place:
+    `NEEDED`, `LATER` or `REST`; what comes first is cut last. waits: seconds of `fixed` in which peers are compiled.
     """
 
     id: str
@@ -38,63 +46,108 @@ class Unit:
     rounds: float = 0.0
     size: float = 0.0
     op: str = ""
-    last: bool = False
+    what: str = ""
+    place: int = REST
     a_row: float = 0.0
     rows: int = 1
+    waits: float = 0.0
 
     def seconds(self, effort: float = 1.0) -> float:
         return self.fixed + self.a_row * self.rows + self.rounds * effort
 
+    @property
+    def plain(self) -> Unit:
+        """The same without the peers that are compiled."""
+        return replace(self, fixed=self.fixed - self.waits, waits=0.0, kind="operation") if self.waits else self
+
 
 def collected(rows: Iterable[Unit]) -> list[Unit]:
-    """Returns the units of rows that each bring their own: counted, and the smallest shape of each operation spared."""
+    """Returns the units of rows that each bring their own: counted, and what is `NEEDED` placed so."""
     found: dict[str, Unit] = {}
     for unit in rows:
         known = found.get(unit.id)
         found[unit.id] = unit if known is None else replace(known, rows=known.rows + 1)
-    smallest: dict[str, Unit] = {}
-    for unit in found.values():
-        if unit.op and (unit.op not in smallest or unit.size < smallest[unit.op].size):
-            smallest[unit.op] = unit
-    spared = {unit.shape for unit in smallest.values()}
-    return [replace(u, last=u.last or u.shape in spared) for u in found.values()]
+    needed = _needed([unit for unit in found.values() if unit.op])
+    return [replace(u, place=NEEDED) if u.shape in needed else u for u in found.values()]
+
+
+def _needed(units: Sequence[Unit]) -> set[str]:
+    """Returns the shapes that together have every direction and dtype of every operation: one that has most of those
+    that are left, and of these the smallest."""
+    has: dict[str, set[tuple[str, str]]] = {}
+    sizes: dict[str, float] = {}
+    for u in units:
+        has.setdefault(u.shape, set()).add((u.op, u.what))
+        sizes[u.shape] = max(sizes.get(u.shape, 0.0), u.size)
+    left, chosen = {(u.op, u.what) for u in units}, set()
+    while left:
+        shape = max(has, key=lambda s: (len(has[s] & left), -sizes[s]))
+        chosen.add(shape)
+        left -= has[shape]
+    return chosen
+
+
+def ordered(units: Sequence[Unit]) -> list[Unit]:
+    """Returns the units in the order in which they are measured, those of a shape in succession: what comes last is
+    what is cut first."""
+    place = {shape: index for index, shape in enumerate(reversed(_largest_first(units)))}
+    return sorted(units, key=lambda u: place[u.shape])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The fraction of the rounds that is measured, the shapes that are cut, and the seconds that the rest takes."""
+    """The fraction of the rounds that is measured, the shapes that are cut, the seconds that the rest takes, and the
+    shapes of it without peers that are compiled."""
 
     effort: float
     cut: tuple[str, ...]
     seconds: float
+    plain: tuple[str, ...] = ()
 
 
 def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | None = None) -> Plan:
     """Decides what to do with `units` in `seconds`, by estimates that are multiplied by their kind's factor."""
     by = factors or {}
 
-    def total(chosen: Sequence[Unit], effort: float) -> float:
+    def total(chosen: Iterable[Unit], effort: float) -> float:
         return sum(u.seconds(effort) * by.get(u.kind, 1.0) for u in chosen)
 
     for effort in EFFORTS:
-        if (needed := total(units, effort)) <= seconds:
-            return Plan(effort, (), needed)
+        if (left := total(units, effort)) <= seconds:
+            return Plan(effort, (), left)
+    shapes: dict[str, list[Unit]] = {}
+    for u in units:
+        shapes.setdefault(u.shape, []).append(u)
+    takes = {shape: total(of, effort) for shape, of in shapes.items()}
     cut: list[str] = []
-    rest = list(units)
-    for shape in _largest_first(units):
-        if (needed := total(rest, EFFORTS[-1])) <= seconds:
+    plain: list[str] = []
+    for shape, compiled in _steps(units):
+        if left <= seconds:
             break
-        cut.append(shape)
-        rest = [u for u in rest if u.shape != shape]
-    return Plan(EFFORTS[-1], tuple(cut), total(rest, EFFORTS[-1]))
+        now = total((u.plain for u in shapes[shape]), effort) if compiled else 0.0
+        (plain if compiled else cut).append(shape)
+        left += now - takes[shape]
+        takes[shape] = now
+    return Plan(effort, tuple(cut), left, tuple(shape for shape in plain if shape not in cut))
+
+
+def _steps(units: Sequence[Unit]) -> list[tuple[str, bool]]:
+    """Returns what is cut in turn: shapes, or (True) what is compiled of them."""
+    needed = {u.shape for u in units if u.place == NEEDED}
+    order = _largest_first(units)
+    last = [shape for shape in order if shape in needed]
+    first = [(shape, False) for shape in order if shape not in needed]
+    return [*first, *((shape, True) for shape in last), *((shape, False) for shape in last)]
 
 
 def _largest_first(units: Sequence[Unit]) -> list[str]:
-    sizes: dict[str, tuple[bool, float]] = {}
+    """Returns the shapes in the order in which they are cut: the rest and then models, the largest first; then from the
+    end."""
+    sizes: dict[str, tuple[int, float, int]] = {}
     for u in units:
-        before = sizes.get(u.shape, (True, 0.0))
-        sizes[u.shape] = (before[0] and u.last, max(before[1], u.size))
-    return sorted(sizes, key=lambda s: (sizes[s][0], -sizes[s][1]))
+        place, size, index = sizes.get(u.shape, (u.place, 0.0, len(sizes)))
+        sizes[u.shape] = (min(place, u.place), max(size, u.size) if u.place != NEEDED else 0.0, index)
+    return sorted(sizes, key=lambda s: sizes[s], reverse=True)
 
 
 @dataclass
@@ -108,6 +161,8 @@ class Budget:
     #: By id of a unit: the fraction of its rounds, None where it was cut.
     decided: dict[str, float | None] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
+    #: Ids of units whose compiled peers were cut.
+    plain: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._by_id = {u.id: u for u in self.units}
@@ -135,6 +190,7 @@ class Budget:
         for name, seconds in self.spent.items():
             unit, effort = self._by_id[name], self.decided.get(name)
             if effort is not None:
+                unit = unit.plain if name in self.plain else unit
                 found = sums.setdefault(unit.kind, [_PRIOR, _PRIOR])
                 found[0] += seconds
                 found[1] += unit.seconds(effort)
@@ -146,7 +202,10 @@ class Budget:
             return 1.0
         if name not in self.decided:
             found = self.remaining()
-            self.decided[name] = None if self._by_id[name].shape in found.cut else found.effort
+            unit = self._by_id[name]
+            self.decided[name] = None if unit.shape in found.cut else found.effort
+            if unit.shape in found.plain and unit.waits:
+                self.plain.add(name)
         return self.decided[name]
 
     def spend(self, name: str, seconds: float) -> None:
@@ -164,27 +223,25 @@ class Budget:
         lines = [text]
         if found.effort < 1:
             lines.append(f"  fewer rounds: {found.effort:.0%} of them")
+        if found.plain:
+            lines.append(f"  without what is compiled, unless time is left: {listed(found.plain[::-1])}")
         if found.cut:
-            lines.append(f"  left out unless time is left: {listed(found.cut)}")
+            lines.append(f"  left out unless time is left: {len(found.cut)} shapes, {listed(found.cut[::-1])}")
         return lines
 
     def progress(self) -> str:
-        """Returns how far the run is, and what is left of the time."""
-        behind = sum(u.rows for u in self.units if u.id in self.decided)
-        text = f"{behind} of {sum(u.rows for u in self.units)} rows in {minutes(self.gone)}"
-        text += f", about {minutes(self.remaining().seconds)} to go"
-        return text + (f", {minutes(max(self.left, 0))} left of {self.minutes:g}" if self.minutes else "")
-
-    @property
-    def done(self) -> float:
-        """The fraction of the work that is done, by its estimates."""
-        ended = sum(u.seconds() for u in self.units if u.id in self.decided)
-        return ended / max(sum(u.seconds() for u in self.units), 1e-9)
+        """Returns how far the run is: the rows that are done, of those that there is time for."""
+        left = self.remaining()
+        done = sum(u.rows for u in self.units if self.decided.get(u.id) is not None)
+        to_go = sum(u.rows for u in self.units if u.id not in self.decided and u.shape not in left.cut)
+        return f"{minutes(self.gone)}: {done} of {done + to_go} rows, about {minutes(left.seconds)} to go"
 
     def kept(self) -> dict[str, object]:
         """Returns what a page says of it."""
         cut = [self._by_id[name] for name, effort in self.decided.items() if effort is None]
         shapes = dict.fromkeys(u.shape for u in cut)
+        measured = {self._by_id[name].op for name, effort in self.decided.items() if effort is not None}
+        none_of = [op for op in dict.fromkeys(u.op for u in cut) if op and op not in measured]
         fewer = [effort for effort in self.decided.values() if effort is not None and effort < 1]
         return {
             "minutes": self.minutes,
@@ -192,6 +249,8 @@ class Budget:
             "comparisons": len(self.decided),
             "cut": {s: [sum(u.rows for u in of if u.shape == s) for of in (cut, self.units)] for s in shapes},
             "fewer_rounds": len(fewer),
+            **({"not_compiled": len(self.plain)} if self.plain else {}),
+            **({"none_of": none_of} if none_of else {}),
         }
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from benchmarks import isa
-from benchmarks.budget import DEFAULT, Budget, collected, minutes
+from benchmarks.budget import DEFAULT, Budget, collected, minutes, ordered
 
 _STARTED = time.monotonic()
 _ABSENT = pytest.StashKey[list[dict[str, Any]]]()
 _ROWS = pytest.StashKey[list[dict[str, Any]]]()
 _BUDGET = pytest.StashKey[Budget]()
-_TENTHS = pytest.StashKey[int]()
+_SAID = pytest.StashKey[int]()
 _UNIT = pytest.StashKey[str]()
 _SOURCES = pytest.StashKey[dict[str, str]]()
 _FIGURES = "figures"
@@ -52,19 +52,21 @@ _minutes.__name__ = "minutes"  # as argparse calls it where it refuses a value
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A table short enough to read, the rows of one comparison together; a line for each row as it is done."""
+    """A line of verdict a minute, and with -v one for each row as it is done and a table of the rounds."""
     if (name := config.getoption("isa", None)) is not None:
         try:
             isa.force(name)
         except ValueError as error:
             raise pytest.UsageError(f"--isa {name}: {error}") from None
-    config.stash[_ABSENT], config.stash[_ROWS], config.stash[_TENTHS] = [], [], 0
+    config.stash[_ABSENT], config.stash[_ROWS], config.stash[_SAID] = [], [], 0
     if hasattr(config.option, "benchmark_columns"):
         config.option.benchmark_columns = ["median", "iqr", "rounds"]
         config.option.benchmark_group_by = "group"
         config.option.benchmark_sort = "name"
-    if config.option.verbose == -1:  # as pyproject.toml sets it for the tests
+    if config.option.verbose >= 0:  # -v: pyproject.toml sets -q for the tests
         config.option.verbose = 1
+    elif hasattr(config.option, "benchmark_quiet"):
+        config.option.benchmark_quiet = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,15 +88,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     config.stash[_SOURCES] = sources.digests(DEVICE)  # as they are now, whatever is edited meanwhile
     machine = estimates.machine()
-    units = []
+    found = []
     for item in items:
         unit = item.module.unit(item.callspec.params, machine)  # type: ignore[attr-defined]
         item.stash[_UNIT] = unit.id
-        units.append(unit)
+        found.append(unit)
     limit = config.getoption("budget", None)
     if limit is None:
         limit = 0.0 if config.getoption("full", False) else DEFAULT
-    config.stash[_BUDGET] = Budget(collected(units), limit, _STARTED)
+    units = collected(found)
+    if limit:
+        units = ordered(units)
+        place = {unit.id: index for index, unit in enumerate(units)}
+        session.items.sort(key=lambda item: place.get(item.stash.get(_UNIT, ""), -1))
+    config.stash[_BUDGET] = Budget(units, limit, _STARTED)
     _write(config, ["", *config.stash[_BUDGET].announced()])
 
 
@@ -110,7 +117,7 @@ def _write(config: pytest.Config, lines: list[str]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Counts the time of a row, and says what is left of it about ten times a run."""
+    """Counts the time of a row; the first that ends after another minute says what is known by then."""
     budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
     if budget is None or not name:
         return (yield)
@@ -120,24 +127,34 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         budget.spend(name, time.monotonic() - start)
-        tenths = int(budget.done * 10)
-        if item.config.stash[_TENTHS] < tenths < 10:
-            item.config.stash[_TENTHS] = tenths
-            _write(item.config, [f"--- {budget.done:.0%}: {budget.progress()}"])
+        if item.config.stash[_SAID] < (passed := int(budget.gone // 60)):
+            from benchmarks import verdict
+
+            item.config.stash[_SAID] = passed
+            rows = item.config.stash[_ROWS]
+            _write(item.config, ["; ".join([budget.progress(), *verdict.so_far(rows)])])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
     if budget is not None and name and budget.admit(name) is None:
         pytest.skip(f"budget: no time for it within {budget.minutes:g} min")
+    if budget is not None and name in budget.plain:
+        from benchmarks.suite import COMPILED
+
+        if item.callspec.params["name"] in COMPILED:  # type: ignore[attr-defined]
+            pytest.skip(f"budget: no time to compile it within {budget.minutes:g} min")
 
 
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:
-    """The figures in place of PASSED."""
-    if not isinstance(report, pytest.TestReport) or report.when != "call" or not report.passed:
+    """The figures in place of PASSED, and no dots between the lines of verdict."""
+    if not isinstance(report, pytest.TestReport) or report.failed:
         return None
+    quiet = config.option.verbose < 0 and _BUDGET in config.stash
+    if report.skipped:
+        return ("skipped", "", "SKIPPED") if quiet else None
     figures = dict(report.user_properties).get(_FIGURES)
-    return ("passed", ".", str(figures)) if figures else None
+    return ("passed", "" if quiet else ".", str(figures)) if figures and report.when == "call" else None
 
 
 class Record:
@@ -149,6 +166,8 @@ class Record:
         budget = request.config.stash.get(_BUDGET, None)
         #: Of the rounds.
         self.fraction = 1.0 if budget is None else budget.admit(request.node.stash.get(_UNIT, "")) or 1.0
+        #: Whether the peers that are compiled have no time.
+        self.plain = budget is not None and request.node.stash.get(_UNIT, "") in budget.plain
 
     def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
         row |= isa.current.row()
@@ -201,13 +220,14 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> Generator[None, object, object]:
-    """Prints what the run says, before the tables of it."""
+    """Prints what the run says behind all tables of it: it ends with what is slower than a peer."""
+    result = yield
     rows, budget = config.stash.get(_ROWS, []), config.stash.get(_BUDGET, None)
     if rows and budget is not None:
         from benchmarks import tables, verdict
 
         held = f", held to {isa.current.forced}" if isa.current.forced else ""
         terminalreporter.write_sep("=", f"verdict: {len(rows)} rows in {minutes(budget.gone)}{held}")
-        for line in (*verdict.lines(rows), *tables.cuts(budget.kept(), most=6)):
+        for line in verdict.lines(rows, tables.cuts(budget.kept(), most=6)):
             terminalreporter.write_line(line)
-    return (yield)
+    return result

@@ -9,21 +9,22 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.budget import Unit
+from benchmarks.budget import LATER, REST, Unit
 from benchmarks.measure import cache_bytes, timer
 from benchmarks.models import REQUESTS, ModelGroup
+from benchmarks.noise import LEAST
 from benchmarks.rows import QUICK
-from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, checked_bytes, memories, rotates, set_count
+from benchmarks.suite import DEVICE, LIMITS, SEARCHED, Group, case_bytes, checked_bytes, memories, rotates, set_count
 from benchmarks.tables import shape_of
-from foundry_kernels.core.registry import OpSpec
+from foundry_kernels.core.registry import OpSpec, short_dtype
 
 #: How much longer than at the machine's limit the contenders' calls take, on average; eager is among them.
 _OVER_LIMIT = 4
 #: Runs of each contender beside the rounds: the first, warm-up, check, and those that show the memory.
 _RUNS = 7
-#: Seconds: making and first touching a gigabyte; what each row takes anyhow; compiling a function forward, and a model
-#: of two layers; one row of host time. Processors differ by less than these vary.
-_TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _HOST = 1.5, 0.1, 2.0, 25.0, 0.3
+#: Seconds: making and first touching a gigabyte; what each row takes anyhow; compiling a function forward, a model of
+#: two layers, and searching for a product; one row of host time. Processors differ by less than these vary.
+_TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _SEARCH, _HOST = 1.5, 0.1, 2.0, 25.0, 20.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,12 @@ def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
     compiled = "torch.compile" in names and group.memory == first
     fixed, rounds = _times(group, names, machine, QUICK)
     size = machine.seconds(group.bytes_moved, group.flops or 0.0)
-    fixed += _COMPILE * (1 if group.direction == "forward" else 2) if compiled else 0
+    passes = 1 if group.direction == "forward" else 2
+    waits = passes * (_COMPILE + (_SEARCH if SEARCHED in names else 0)) if compiled else 0
     shape = f"{group.op.name} {shape_of({'case': group.case.id})}"
-    return Unit(group.id, shape, "compiled" if compiled else "operation", fixed, rounds, size, group.op.name)
+    what = f"{group.direction} {short_dtype(group.dtype)}"
+    kind = "compiled" if compiled else "operation"
+    return Unit(group.id, shape, kind, fixed + waits, rounds, size, group.op.name, what, waits=waits)
 
 
 def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[float, int]) -> tuple[float, float]:
@@ -78,7 +82,7 @@ def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[f
     scrub = machine.seconds(2 * cache_bytes(DEVICE)) if scrubbed else 0
     warm_ups = 4 if group.memory == "warm" else 0
     a_round = count * call * (1 + warm_ups) + len(names) * scrub
-    rounds = a_round * min(effort[1], max(5, math.ceil(effort[0] / a_round)))
+    rounds = a_round * min(effort[1], max(LEAST, math.ceil(effort[0] / a_round)))
     used = sets if group.memory == "cold" and group.limit == "memcpy" else 0
     made = case_bytes(group.case, group.dtype) * sets + 2 * cache_bytes(DEVICE) * (group.memory != "warm")
     checked = checked_bytes(group)
@@ -90,14 +94,16 @@ def growth(name: str, shape: str, groups: Sequence[Group], machine: Machine) -> 
     """Returns the estimate for all sizes along an axis; `groups` holds one for each."""
     fixed = rounds = 0.0
     for group in groups:
-        more = _times(group, [n for n in group.names if n not in ("torch.compile", "eager")], machine, (0.2, 7))
+        names = [n for n in group.names if n not in ("torch.compile", SEARCHED, "eager")]
+        more = _times(group, names, machine, (0.2, 7))
         fixed, rounds = fixed + more[0], rounds + more[1]
     size = max(machine.seconds(g.bytes_moved, g.flops or 0.0) for g in groups)
     return Unit(name, shape, "growth", fixed, rounds, size)
 
 
 def model(group: ModelGroup, machine: Machine) -> Unit:
-    """Returns the estimate for the models that are compared at a task, whose step is compiled already."""
+    """Returns the estimate for the models that are compared at a task. What is compiled for a step is for both passes
+    too."""
     c, trains = group.config, group.task in ("forward+backward", "step")
     parameters = c.n_layers * c.dim * (2 * c.dim + 3 * c.ffn_width) + 2 * c.vocab_size * c.dim
     call = machine.seconds(0, 2 * parameters * group.tokens * (3 if trains else 1)) * 2 + 1e-3 * c.n_layers
@@ -105,12 +111,15 @@ def model(group: ModelGroup, machine: Machine) -> Unit:
     if group.task == "requests":
         steps = machine.seconds(4 * parameters, 0) + 1e-3 * c.n_layers  # each reads the weights
         call = machine.seconds(0, 2 * parameters * sum(REQUESTS)) * 2 + group.tokens * steps
-    compiled = sum("compiled" in n for n in group.names) if group.task != "step" else 0
+    compiled = sum("compiled" in n or "max-autotune" in n for n in group.names)
+    compiled *= group.task != "forward+backward"
     fixed = len(group.names) * (0.5 + 3 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
-    rounds = max(2.5, 3 * len(group.names) * call)
-    return Unit(group.id, group.id, "compiled model" if compiled else "model", fixed, rounds, call, last=True)
+    rounds = max(2.5, (3 if group.task == "requests" else LEAST) * len(group.names) * call)
+    kind = "compiled model" if compiled else "model"
+    place = LATER if group.task in ("step", "decode") else REST
+    return Unit(group.id, group.id, kind, fixed, rounds, fixed + rounds, place=place)
 
 
 def overhead(op: OpSpec, kind: str) -> Unit:
     """Returns the estimate for the host time of an operation."""
-    return Unit(f"{op.name}-{kind}", f"{op.name} {kind}", "overhead", 0.0, last=True, a_row=_HOST)
+    return Unit(f"{op.name}-{kind}", f"{op.name} {kind}", "overhead", 0.0, place=LATER, a_row=_HOST)

@@ -144,7 +144,7 @@ def bench() -> dict[str, Any]:
     target = OUT / "benchmarks.json"
     # Operations and host time; models and growth take minutes more: pytest benchmarks --benchmark-only.
     files = ["benchmarks/test_ops.py", "benchmarks/test_overhead.py"]
-    command = [sys.executable, "-m", "pytest", *files, "--benchmark-only", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *files, "--benchmark-only", "-v", "-p", "no:cacheprovider"]
     command.append(f"--budget={(LIMITS['bench'] - 20) / 60:.2f}")
     result = run("bench", [*command, f"--benchmark-json={target}"], LIMITS["bench"])
     if target.exists() and target.stat().st_size:

@@ -131,9 +131,9 @@ def graph_time(runs: Sequence[Callable[[], object]], replays: int = 11) -> float
     return statistics.median(replayed[1:]) / len(runs)
 
 
-def host_time(call: Callable[[], object], batch: int = 100, batches: int = 15) -> float:
-    """Seconds that the calling thread is busy with a call: median over batches of calls, none of which is waited for.
-    On a CPU the call must do next to nothing, or its work is measured too."""
+def host_times(call: Callable[[], object], batch: int = 100, batches: int = 15) -> list[float]:
+    """Seconds that the calling thread is busy with a call, by batches of calls, none of which is waited for. On a CPU
+    the call must do next to nothing, or its work is measured too."""
     for _ in range(20):
         call()
     times = []
@@ -142,7 +142,7 @@ def host_time(call: Callable[[], object], batch: int = 100, batches: int = 15) -
         for _ in range(batch):
             call()
         times.append((time.perf_counter() - start) / batch)
-    return statistics.median(times)
+    return times
 
 
 def cache_bytes(device: str, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
@@ -233,9 +233,10 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
 
-def last_exponent(x: Sequence[float], y: Sequence[float], count: int = 3) -> float | None:
-    """`exponent` of the `count` largest sizes: what the growth tends to. A quadratic term shows here first."""
-    largest = sorted(zip(x, y, strict=True))[-count:]
+def last_exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """`exponent` of the upper half of the sizes, three at least: what the growth tends to. A quadratic term shows here
+    first."""
+    largest = sorted(zip(x, y, strict=True))[-max(3, (len(x) + 1) // 2) :]
     return exponent([a for a, _ in largest], [b for _, b in largest])
 
 

@@ -16,16 +16,27 @@ import foundry_kernels as fk
 from benchmarks import isa, liger
 from benchmarks.calls import unavailable
 from benchmarks.measure import Prepare
-from benchmarks.suite import DEVICE, needs_too_much
+from benchmarks.suite import DEVICE, SEARCH, needs_too_much
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.models import Generator, ModelConfig, PagedKVCache, Transformer, generate
 
 FAMILIES = {
-    "transformer": ("reference", "reference, compiled", "ours", "ours, compiled"),
-    "hugging-face": ("Hugging Face", "patched by ours", "patched by Liger"),
-    "generation": ("reference", "reference, compiled", "ours", "ours, compiled", "Hugging Face, static cache"),
+    "transformer": ("reference", "reference, compiled", "reference, max-autotune", "ours", "ours, compiled"),
+    "hugging-face": (
+        *("Hugging Face", "Hugging Face, compiled"),
+        *("patched by ours", "patched by ours, compiled", "patched by Liger"),
+    ),
+    "generation": (
+        *("reference", "reference, compiled", "reference, max-autotune", "ours", "ours, compiled"),
+        *("Hugging Face, static cache", "Hugging Face, static cache, compiled"),
+    ),
     "serving": ("one after the other", "continuous batching"),
 }
+#: What takes too long to compile for the quick set.
+_FULL = (
+    *("reference, max-autotune", "Hugging Face, compiled", "patched by ours, compiled"),
+    "Hugging Face, static cache, compiled",
+)
 _TRAINING = ("forward", "forward+backward", "step")
 TASKS = {
     "transformer": _TRAINING,
@@ -78,6 +89,7 @@ class ModelGroup:
     task: str
     dtype: torch.dtype
     compiled: bool = True
+    full: bool = False
 
     @property
     def id(self) -> str:
@@ -85,7 +97,9 @@ class ModelGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(n for n in FAMILIES[self.family] if self.compiled or "compiled" not in n)
+        return tuple(
+            n for n in FAMILIES[self.family] if (self.compiled or "compiled" not in n) and (self.full or n not in _FULL)
+        )
 
     @property
     def config(self) -> ModelConfig:
@@ -114,7 +128,7 @@ def model_groups(full: bool) -> list[ModelGroup]:
         compiled = full or DEVICE != "cpu" or family != "generation"
         all_sizes = full and (family != "serving" or DEVICE != "cpu")
         for size in sizes if all_sizes else sizes[:1]:
-            groups += [ModelGroup(family, size, task, dtype, compiled) for dtype in dtypes for task in tasks]
+            groups += [ModelGroup(family, size, task, dtype, compiled, full) for dtype in dtypes for task in tasks]
     return groups
 
 
@@ -190,7 +204,13 @@ def _make(group: ModelGroup, name: str) -> nn.Module | Any:
         return _hugging_face(group, name)
     backend = "auto" if name.startswith("ours") or group.family == "serving" else "reference"
     model = Transformer(group.config, backend, device=DEVICE, dtype=group.dtype)
-    return torch.compile(model) if "compiled" in name and not group.generates else model
+    return model if group.generates else _compile(model, name)
+
+
+def _compile(model: nn.Module, name: str) -> Any:
+    if "max-autotune" in name:
+        return torch.compile(model, mode=SEARCH)
+    return torch.compile(model) if "compiled" in name else model
 
 
 def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
@@ -217,12 +237,12 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
         eos_token_id=None,
     )
     model = transformers.LlamaForCausalLM(config).to(device=DEVICE, dtype=group.dtype)
-    if name == "patched by ours":
+    if name.startswith("patched by ours"):
         fk.patch(model)
     elif name == "patched by Liger":
         _patch_by_liger(model)
     assert isinstance(model, nn.Module)
-    return model
+    return model if group.generates else _compile(model, name)
 
 
 #: Our names of weights (Meta's), and those of Hugging Face's Llama, whose values are the same with `rope_interleaved`
@@ -321,9 +341,14 @@ def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare
     if group.task == "decode":
         prompt = batch[:, :_PROMPT]
         if not isinstance(model, Transformer):
-            options = {"do_sample": False, "cache_implementation": "static", "attention_mask": torch.ones_like(prompt)}
+            options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static"}
+            options["attention_mask"] = torch.ones_like(prompt)
+            if "compiled" in name:  # as it does by itself on a GPU
+                options["compile_config"] = importlib.import_module("transformers").CompileConfig(mode="default")
+                options["compile_config"]._compile_all_devices = True
             return lambda: lambda: model.generate(prompt, max_new_tokens=_NEW, **options)
-        return lambda: lambda: generate(model, prompt, _NEW, compile="compiled" in name)
+        how: Any = {"mode": SEARCH} if "max-autotune" in name else "compiled" in name
+        return lambda: lambda: generate(model, prompt, _NEW, compile=how)
     if group.task == "forward":
 
         def forward() -> object:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import foundry_kernels as fk
-from benchmarks import tables, verdict
+from benchmarks import noise, tables, verdict
+from benchmarks.budget import DEFAULT
 from benchmarks.report import RESULTS, ROOT, all_kept, named_pictures, page
 
 START, END = "<!-- slower -->", "<!-- end of slower -->"
@@ -136,7 +137,10 @@ def _headline(root: Path, kept: dict[str, Any], source: Path) -> str:
         for r in steps:
             if r["row"] == row and base in r.get("speedup_over", {}):
                 memory = r["peak_bytes"] / peaks[r["op"], r["case"], r["dtype"], base]
-                speed = f"**{r['speedup_over'][base]:.2f}x** as fast in **{memory:.2f}x** the memory"
+                speed = f"**{r['speedup_over'][base]:.2f}x** as fast"
+                if noise.call(r, base) == "noisy":
+                    speed = f"too noisily to call it faster or slower ({r['speedup_over'][base]:.2f}x)"
+                speed += f" in **{memory:.2f}x** the memory"
                 found.append(f"a training step of {what} {r['dtype']}, runs {speed}")
                 break
     where = f"Measured on {kept['device']}, without a GPU ({kept['date']}, {tables.of_commit(kept)})"
@@ -155,7 +159,7 @@ def _slower(root: Path, found: Results, source: Path) -> str:
     folder = source.resolve().parent.relative_to(root).as_posix()
     link = f"{folder}/{source.stem}.md"
     about = f"All shapes, backward passes, models, memory, host time and growth: [{link}]({link}). Your own machine: "
-    about += "`pytest benchmarks --benchmark-only`, 8 minutes, with a verdict. Slower than a peer:"
+    about += f"`pytest benchmarks --benchmark-only`, {DEFAULT:g} minutes, with a verdict. Slower than a peer:"
     # Of the results that are shown, and of the newest on a GPU.
     gpu = {path: of for path, of in found.items() if on_gpu(of)}
     whole = {source, newest(gpu)} if gpu else {source}
@@ -168,5 +172,5 @@ def _behind(folder: str, path: Path, kept: dict[str, Any], whole: bool) -> str:
     found, held = verdict.slower(kept)
     anchor = verdict.TITLE.lower().replace(" ", "-")
     line = f"- {kept['device']}, {kept['date']}, {tables.of_commit(kept)}: "
-    line += f"{verdict.counted(found, held)[:-1]} ([all]({folder}/{path.stem}.md#{anchor}))"
+    line += f"{verdict.counted(found, held, verdict.too_noisy(kept))[:-1]} ([all]({folder}/{path.stem}.md#{anchor}))"
     return tables.wrapped(line + (f": {verdict.worst(found)}." if found and whole else "."))

@@ -30,12 +30,15 @@ def keep(source: Path, target: Path) -> None:
             raise SystemExit(
                 f"error: {source} has no {key!r}: it is not a result of pytest benchmarks --benchmark-json"
             )
+    rows = [b["extra_info"] for b in run["benchmarks"]]
+    # What a run needs most comes first in it; here the rows of a kind and an operation stand together.
+    kinds, ops = (list(dict.fromkeys(row.get(key) for row in rows)) for key in ("kind", "op"))
     kept = {
         "date": run["datetime"][:10],
         "device": device(run),
         "environment": run["environment"],
         "full": run.get("full", False),
-        "rows": [b["extra_info"] for b in run["benchmarks"]],
+        "rows": sorted(rows, key=lambda row: (kinds.index(row.get("kind")), ops.index(row.get("op")))),
         "absent": run.get("absent", []),
         **{key: run[key] for key in ("isa", "budget", "sources") if key in run},
         **({"commit": found} if (found := commit(run)) else {}),
@@ -109,6 +112,7 @@ def page(source: Path, draw: bool = True) -> Path:
         ("Models", tables.models(kept)),
         ("Host time a call", tables.overhead(kept)),
         ("Growth", tables.scaling(kept)),
+        ("Threads that are not here", tables.schedules(kept)),
         ("Without figures", tables.absent(kept)),
     ):
         if text:

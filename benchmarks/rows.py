@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import noise
 from benchmarks.calls import MATMUL, Contenders
 from benchmarks.checks import Check
 from benchmarks.measure import (
@@ -20,6 +21,7 @@ from benchmarks.measure import (
     saved_bytes,
     settle,
 )
+from benchmarks.noise import LEAST
 from benchmarks.suite import DEVICE, LIMITS, Group
 from foundry_kernels.core.registry import short_dtype
 
@@ -38,20 +40,17 @@ class Measured:
         effort: tuple[float, int] = QUICK,
         names: tuple[str, ...] | None = None,
         *,
-        least: int = 5,
+        least: int = LEAST,
         checked: bool = True,
         fraction: float = 1.0,
     ) -> None:
         self.group = group
-        seconds, rounds = effort[0] * fraction, max(round(effort[1] * fraction), 3)
+        seconds, rounds = effort[0] * fraction, max(round(effort[1] * fraction), least)
         with self.memory():
             contenders = Contenders(group, names)
             self.prepare, self.why_not = contenders.prepare, contenders.why_not
             # After a few runs the caches hold what fits.
             warm_ups = 4 if group.memory == "warm" else 0
-            # Of products calls are long, and vary little.
-            if fraction < 1 or (effort == QUICK and group.limit == "GEMM"):
-                least = 3
             self.untimed = contenders.untimed
             with self.untimed():
                 settle(self.prepare, 8 if group.memory == "cold" and group.limit == "memcpy" else 1)
@@ -109,11 +108,9 @@ class Measured:
             return row | {"wrong": self.wrong[name]}
         if group.limit in self.times:
             row["of_limit"] = round(self._of_limit(name), 4)
-        row["speedup_over"] = {
-            n: round(median_ratio(t, mine), 3)
-            for n, t in self.times.items()
-            if n not in (*LIMITS, name) and n not in self.wrong
-        }
+        others = {n: t for n, t in self.times.items() if n not in (*LIMITS, name) and n not in self.wrong}
+        row["speedup_over"] = {n: round(median_ratio(t, mine), 3) for n, t in others.items()}
+        row["noise"] = {n: noise.of_peer(t, mine) for n, t in others.items()}
         if group.direction != "forward":
             args = group.case.make(group.dtype, DEVICE)
             row["saved_bytes"] = saved_bytes(lambda: group.function(name)(**args))

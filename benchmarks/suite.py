@@ -28,6 +28,11 @@ DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16
 OURS = ("triton", "native", "reference")
 #: What rows are compared with: a copy of the same bytes into memory that exists, or a matrix product of the same dtype.
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
+#: The peer that torch.compile makes where it tries the forms of products that it has, and the mode. CUDA graphs, which
+#: write each result over the last, are out: results are kept. See `graph_us` for what graphs give.
+SEARCHED, SEARCH = "torch.compile, max-autotune", "max-autotune-no-cudagraphs"
+_MODES: dict[str, str | None] = {"torch.compile": None, SEARCHED: SEARCH}
+COMPILED = tuple(_MODES)
 #: Above this many operations a byte a call is compute-bound.
 _INTENSITY = 32
 #: Sets of inputs that rotate at most; where it would take more to fill the caches, two do and the caches are scrubbed.
@@ -71,11 +76,15 @@ class Group:
 
     @cached_property
     def peers(self) -> dict[str, Callable[..., Any] | str]:
-        """Returns what the op names, torch.compile of "eager", and Liger."""
+        """Returns what the op names, torch.compile of "eager", where it may help also as it searches longest, and
+        Liger."""
         found = dict(self.bench.peers(self.op.name, self.case, DEVICE))
         if "eager" in found:
             eager, key = found["eager"], (self.op.name, self.case.id, self.dtype)
-            found["torch.compile"] = eager if isinstance(eager, str) else _compiled(eager, key)
+            for name, mode in _MODES.items():
+                if name == SEARCHED and DEVICE == "cpu" and self.flops is None:
+                    continue  # on a CPU it searches for products alone
+                found[name] = eager if isinstance(eager, str) else _compiled(eager, key, mode)
         if self.case.options.get("dropout_p"):  # its forms have no dropout
             return found
         return found | liger.peers(self.op.name, DEVICE)
@@ -90,11 +99,12 @@ class Group:
         return (*self.ours, *self.peers, *self.limits)
 
     def chosen(self, full: bool) -> tuple[str, ...]:
-        """`names`; the quick set leaves out what a CPU takes minutes to compile for all shapes of attention, and the
-        slowest form of it but for the eager one."""
-        if full or DEVICE != "cpu" or self.flops is None:
+        """`names`; the quick set leaves out torch.compile's longest search, and on a CPU what takes minutes to compile
+        for all shapes of attention and the slowest form of it but for the eager one."""
+        if full:
             return self.names
-        return tuple(n for n in self.names if n not in ("torch.compile", "FlexAttention", "SDPA math"))
+        slow = ("torch.compile", "FlexAttention", "SDPA math") if DEVICE == "cpu" and self.flops is not None else ()
+        return tuple(n for n in self.names if n not in (SEARCHED, *slow))
 
     @property
     def limit(self) -> str:
@@ -195,18 +205,23 @@ def _shapes(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:
 
 
 _compiled_for: tuple[str, str, torch.dtype] | None = None
-_compiled_function: Callable[..., Any] | None = None
+_compiled_functions: dict[str | None, Callable[..., Any]] = {}
 
 
-def _compiled(eager: Callable[..., Any], key: tuple[str, str, torch.dtype]) -> Callable[..., Any]:
+def _compiled(
+    eager: Callable[..., Any], key: tuple[str, str, torch.dtype], mode: str | None = None
+) -> Callable[..., Any]:
     """torch.compile of `eager`, compiled anew for each `key`: the first shape must not make the next one's dynamic."""
 
     def call(**args: Any) -> Any:
-        global _compiled_for, _compiled_function
-        if _compiled_for != key or _compiled_function is None:
+        global _compiled_for
+        if _compiled_for != key:
             torch.compiler.reset()
-            _compiled_for, _compiled_function = key, torch.compile(eager)
-        return _compiled_function(**args)
+            _compiled_for = key
+            _compiled_functions.clear()
+        if mode not in _compiled_functions:
+            _compiled_functions[mode] = torch.compile(eager, mode=mode)
+        return _compiled_functions[mode](**args)
 
     return call
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import noise
 from benchmarks.budget import listed
 
 OURS = ("triton", "native", "reference")
@@ -15,7 +16,7 @@ Row = dict[str, Any]
 
 
 def header(kept: dict[str, Any], source: str) -> str:
-    return paragraph(
+    text = (
         f"Measured {kept['date']} on {kept['device']} ({_versions(kept)}), {of_commit(kept)}, from "
         f"[{source}]({source}). Times are "
         "medians over rounds in which all contenders took turns. `× peer` is the peer's time over ours: above 1, ours "
@@ -23,6 +24,10 @@ def header(kept: dict[str, Any], source: str) -> str:
         "`% of GEMM` over that of a square matrix product of the same dtype. `warm`: the inputs are in the caches; "
         "`cold`: they rotate, so that they are not; `fresh`: cold, and outputs are new memory, page faults included."
     )
+    if about_noise := noise.in_short(kept["rows"], (*OURS, *OUR_MODELS)):
+        text += f" {about_noise} A ratio that is no further from 1 than that, or whose own median is not known to lie "
+        text += "on one side of 1 (95 %), is marked ≈: too noisy to call."
+    return paragraph(text)
 
 
 def of_commit(kept: dict[str, Any]) -> str:
@@ -64,6 +69,10 @@ def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
     found = [f"Left out to keep {budget['minutes']:g} min: {left_out}."] if left_out else []
     if budget["fewer_rounds"]:
         found.append(f"Fewer rounds in {budget['fewer_rounds']} of {budget['comparisons']} comparisons.")
+    if none_of := budget.get("none_of"):
+        found.append(f"No row of {', '.join(none_of)}: this machine was too slow, or too busy.")
+    if plain := budget.get("not_compiled"):
+        found.append(f"torch.compile left out of {plain} comparisons to keep the time.")
     return found
 
 
@@ -117,8 +126,13 @@ def shape_of(row: Row) -> str:
 def _ratio(row: Row, peer: str) -> str:
     if "wrong" in row:
         return "wrong"
-    over = row.get("speedup_over", {})
-    return f"{over[peer]:.2f}" if peer in over else "–"
+    return _over(row, peer) if peer in row.get("speedup_over", {}) else "–"
+
+
+def _over(row: Row, peer: str) -> str:
+    """Returns how many times as fast as a peer, marked where it is too noisy to call."""
+    mark = "≈ " if noise.call(row, peer) == "noisy" else ""
+    return f"{mark}{row['speedup_over'][peer]:.2f}"
 
 
 def _of_limit(row: Row, limit: str) -> str:
@@ -231,7 +245,7 @@ def rival(row: Row) -> str:
 
 
 #: Rows of models that are ours.
-OUR_MODELS = ("ours", "ours, compiled", "patched by ours", "continuous batching")
+OUR_MODELS = ("ours", "ours, compiled", "patched by ours", "patched by ours, compiled", "continuous batching")
 
 
 def steps(kept: dict[str, Any]) -> str:
@@ -241,8 +255,7 @@ def steps(kept: dict[str, Any]) -> str:
     others = [n for n in dict.fromkeys(r["row"] for r in rows) if n not in OUR_MODELS]
     lines = []
     for r in rows:
-        over = r.get("speedup_over", {}) | {r["row"]: 1.0}
-        ratios = ["wrong" if "wrong" in r else f"{over[n]:.2f}" if n in over else "–" for n in others]
+        ratios = ["1.00" if n == r["row"] and "wrong" not in r else _ratio(r, n) for n in others]
         lines.append([f"{r['op']} {r['case']}, {r['dtype']}", r["row"], *ratios, _mega(r, "peak_bytes")])
     return markdown(["training step of", "", *(f"× {n}" for n in others), "peak MB"], lines)
 
@@ -251,9 +264,8 @@ def models(kept: dict[str, Any]) -> str:
     """Whole models, each compared with the first of its family."""
     lines = []
     for r in of_kind(kept, "model"):
-        over = r.get("speedup_over", {})
         base = r.get("base", "")
-        speed = "1" if r["row"] == base else f"{over[base]:.2f}" if base in over else "wrong" if "wrong" in r else "–"
+        speed = "1" if r["row"] == base else _ratio(r, base)
         rate, peak = f"{r['tokens/s']:,.0f}", _mega(r, "peak_bytes")
         lines.append([f"{r['op']}, {r['case']}", r["direction"], r["dtype"], r["row"], rate, speed, peak])
     return markdown(["model", "task", "dtype", "", "tokens/s", "speed", "peak MB"], lines)
@@ -274,23 +286,51 @@ def overhead(kept: dict[str, Any]) -> str:
 
 
 def scaling(kept: dict[str, Any]) -> str:
-    """Exponents of time and memory; ours in bold where they pass what the operation asks for: a line, and of attention
-    over its tokens a square in time."""
+    """Exponents of time and memory beside those that theory allows; ours in bold where they pass these."""
+    rows = of_kind(kept, "scaling")
+    known = any("theory" in r for r in rows)
     lines = []
-    for r in of_kind(kept, "scaling"):
+    for r in rows:
         for name, line in r["lines"].items():
             if "time_exponent" not in line:
                 continue
-            square = any(line.get("TFLOP/s", ())) and r["axis"] == "T"
-            allowed = {"time": 2.25 if square else 1.25, "memory": 1.25}
             cells = [f"`{r['op']}`", r["direction"], r["dtype"], _sizes(r), name]
             for kind in ("time", "memory"):
                 for key in (f"{kind}_exponent", f"last_{kind}_exponent"):
                     text = f"{line[key]:.2f}" if key in line else "–"
-                    cells.append(f"**{text}**" if name in OURS and line.get(key, 0) > allowed[kind] else text)
+                    past = key in line and line[key] > allowed(r, kind, line) + SLACK
+                    cells.append(f"**{text}**" if name in OURS and past else text)
+                if known:
+                    cells.append(f"{r['theory'][kind]:.2f}" if kind in r.get("theory", {}) else "–")
             lines.append(cells)
-    heads = ["operation", "direction", "dtype", "over", "", "time", "last 3", "memory", "last 3"]
+    theory = ["theory"] if known else []
+    heads = ["operation", "direction", "dtype", "over", "", "time", "largest", *theory, "memory", "largest", *theory]
     return markdown(heads, lines)
+
+
+#: By how much an exponent may pass that of theory: caches that are outgrown, and noise.
+SLACK = 0.25
+
+
+def allowed(row: Row, kind: str, line: Row) -> float:
+    """Returns the exponent that theory has; of rows that were kept without it a line's, and of attention over its
+    tokens a square's in time."""
+    if "theory" in row:
+        return float(row["theory"].get(kind, 1.0)) if row["axis"] != "threads" else 1.0
+    return 2.0 if kind == "time" and row["axis"] == "T" and any(line.get("TFLOP/s", ())) else 1.0
+
+
+def schedules(kept: dict[str, Any]) -> str:
+    """Returns how evenly work is divided among threads, by operation."""
+    rows = [r for r in of_kind(kept, "scaling") if r.get("schedule")]
+    counts = list(dict.fromkeys(n for r in rows for n in r["schedule"]))
+    caption = (
+        "The forward pass's work, as the kernel divides it on the quick set's largest shape: how many times longer so "
+        "many threads take than if it were split evenly and nobody waited. Computed, not measured."
+    )
+    lines = [[f"`{r['op']}`", *(f"{r['schedule'][n]:.2f}" for n in counts)] for r in rows]
+    table = markdown(["operation", *(f"{n} threads" for n in counts)], lines)
+    return f"{paragraph(caption)}\n\n{table}" if rows else ""
 
 
 def _sizes(row: Row) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import estimates
+from benchmarks import estimates, noise
 from benchmarks.budget import Unit
 from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
@@ -28,8 +28,9 @@ class _Measured:
         with reused_memory():
             self.contenders = ModelContenders(group)
             prepare = self.contenders.prepare
-            seconds, rounds = (8 if full else 2.5) * fraction, max(round(15 * fraction), 3)
-            least = 5 if fraction == 1 else 3
+            seconds, rounds = (8 if full else 2.5) * fraction, max(round(15 * fraction), noise.LEAST)
+            # Requests take seconds a round.
+            least = 3 if group.task == "requests" and not full else noise.LEAST
             self.times = interleaved(prepare, seconds, rounds, warm_ups=0, least=least) if prepare else {}
 
     def row(self, name: str) -> dict[str, Any]:
@@ -47,6 +48,7 @@ class _Measured:
             return row | {"wrong": found.wrong[name]}
         others = {n: t for n, t in self.times.items() if n != name and n not in found.wrong}
         row["speedup_over"] = {n: round(median_ratio(t, mine), 3) for n, t in others.items()}
+        row["noise"] = {n: noise.of_peer(t, mine) for n, t in others.items()}
         row["base"] = base
         return row
 

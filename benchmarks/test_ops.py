@@ -22,7 +22,7 @@ from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
 from benchmarks.measure import latest, replay
 from benchmarks.rows import FULL, QUICK, Measured
-from benchmarks.suite import Group, groups
+from benchmarks.suite import COMPILED, Group, groups
 
 
 def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
@@ -46,7 +46,7 @@ def test_op(benchmark: Any, group: Group, name: str, record: Record) -> None:
         benchmark.pedantic(contenders.prepare[name]())
         return
     effort = FULL if record.full else QUICK
-    names = group.chosen(record.full)
+    names = tuple(n for n in group.chosen(record.full) if not (record.plain and n in COMPILED))
     measured = latest.get(group.id, lambda: Measured(group, effort, names, fraction=record.fraction))
     with measured.memory():
         row = measured.row(name)

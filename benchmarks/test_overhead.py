@@ -5,6 +5,7 @@ Without a GPU also that of the Triton kernels, ours and Liger's, with a stub in 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from benchmarks.budget import Unit
 from benchmarks.calls import unavailable
 from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
-from benchmarks.measure import host_time, replay
+from benchmarks.measure import host_times, replay
+from benchmarks.noise import LEAST, against_itself
 from benchmarks.suite import DEVICE, LIMITS, Group, case_bytes, smallest_case, timed_cases
 from foundry_kernels.core.registry import OpSpec
 from foundry_kernels.testing import Case
@@ -41,6 +43,11 @@ def unit(params: Mapping[str, Any], machine: Machine) -> Unit:
     return estimates.overhead(op, kind)
 
 
+def _figures(times: list[float]) -> dict[str, Any]:
+    middle = round(statistics.median(times) * 1e6, 2)
+    return {"median_us": middle, "host_us": middle, "itself": round(against_itself(times) or 0.0, 4)}
+
+
 @pytest.mark.benchmark(timer=replay)
 @pytest.mark.parametrize(("group", "name"), _rows())
 def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> None:
@@ -62,10 +69,10 @@ def test_overhead(benchmark: Any, group: Group, name: str, record: Record) -> No
         if benchmark.disabled:
             benchmark.pedantic(function, kwargs=args)
             return
-        seconds = host_time(lambda: function(**args), batches=max(round(15 * record.fraction), 5))
+        times = host_times(lambda: function(**args), batches=max(round(15 * record.fraction), LEAST))
     benchmark.group = f"{group.op.name}-overhead"
-    replay.give(benchmark, [seconds])
-    record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})
+    replay.give(benchmark, times)
+    record(benchmark, row | _figures(times))
 
 
 # --- the launch stubbed -----------------------------------------------------------------------------------------------
@@ -118,10 +125,10 @@ def test_stubbed_overhead(benchmark: Any, op: OpSpec, name: str, direction: str,
         if benchmark.disabled:
             benchmark.pedantic(call)
             return
-        seconds = host_time(call, batches=max(round(15 * record.fraction), 5))
+        times = host_times(call, batches=max(round(15 * record.fraction), LEAST))
     benchmark.group = f"{op.name}-stubbed-overhead-{direction}"
-    replay.give(benchmark, [seconds])
-    record(benchmark, row | {"median_us": round(seconds * 1e6, 2), "host_us": round(seconds * 1e6, 2)})
+    replay.give(benchmark, times)
+    record(benchmark, row | _figures(times))
 
 
 def _forward(function: Callable[..., Any], case: Case) -> Callable[[], object]:

@@ -1,5 +1,6 @@
-"""How time and memory grow with the shape and with threads, and the fitted exponents: this shows what should be linear
-and is quadratic. A row is one operation along one axis; its figures hold a line for each contender."""
+"""How time and memory grow with the shape and with threads, and the fitted exponents beside those that theory has: this
+shows what should be linear and is quadratic. A row is one operation along one axis; its figures hold a line for each
+contender. Of threads it holds also how evenly the kernel's work is divided among as many as no machine here has."""
 
 from __future__ import annotations
 
@@ -21,17 +22,21 @@ from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
 from benchmarks.measure import exponent, last_exponent, release, replay
 from benchmarks.rows import Measured
-from benchmarks.suite import DEVICE, DTYPES, Group, case_bytes, groups, smallest_case
+from benchmarks.suite import DEVICE, DTYPES, SEARCHED, Group, case_bytes, groups, smallest_case
 from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
 #: Seconds and rounds a point.
 _QUICK, _FULL = (0.2, 7), (1.0, 15)
+#: What a call of the quick set moves and computes at most on a CPU, but for the first three points.
+_QUICK_BYTES, _QUICK_FLOPS = 3e8, 1e10
+#: Numbers of threads for which the division of work is computed.
+_COMPUTED = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """An operation at growing sizes of `axis`: N, T, S as the op says, or threads."""
+    """An operation at growing sizes of `axis`, a letter as the op says, or threads."""
 
     op: OpSpec
     axis: str
@@ -45,11 +50,14 @@ class Scaling:
 
 
 def scalings(full: bool) -> Iterator[Scaling]:
-    """Quick: in one dtype, forward, and backward where the axis is the tokens of attention."""
+    """Quick: in one dtype, over the first axis and threads, forward, and backward where the axis is the tokens of
+    products."""
     for op in fk.OPS.values():
         if op.bench is None:
             continue
         axes = dict(op.bench.scaling_cases(op.name, DEVICE))
+        if not full:
+            axes = {axis: _quick(op, points) for axis, points in list(axes.items())[:1]}
         if DEVICE == "cpu":
             axes |= _threads(op)
         for axis, points in axes.items():
@@ -61,14 +69,28 @@ def scalings(full: bool) -> Iterator[Scaling]:
                     yield Scaling(op, axis, direction, dtype, points)
 
 
+def _quick(op: OpSpec, points: tuple[tuple[int, Case], ...]) -> tuple[tuple[int, Case], ...]:
+    if DEVICE != "cpu":
+        return points
+    groups = [Group(op, case, DTYPES[0], "forward") for _, case in points]
+    few = [g.bytes_moved <= _QUICK_BYTES and (g.flops or 0) <= _QUICK_FLOPS for g in groups]
+    return points[: max(3, sum(few))]
+
+
 def _threads(op: OpSpec) -> dict[str, tuple[tuple[int, Case], ...]]:
-    cases = {g.case.id: g.case for g in groups(False) if g.op is op}
+    cases = _largest_first(op)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not cases or cores < 2:
         return {}
-    largest = max(cases.values(), key=lambda c: case_bytes(c, torch.float32) * ("decode" not in c.id))
     counts = [2**i for i in range(cores.bit_length()) if 2**i < cores] + [cores]
-    return {"threads": tuple((n, largest) for n in counts)}
+    return {"threads": tuple((n, cases[0]) for n in counts)}
+
+
+def _largest_first(op: OpSpec) -> list[Case]:
+    """Returns the shapes of the quick set, those of one token last."""
+    cases = {g.case.id: g.case for g in groups(False) if g.op is op}
+    size = {id: case_bytes(c, torch.float32) * ("decode" not in id) for id, c in cases.items()}
+    return sorted(cases.values(), key=lambda c: size[c.id], reverse=True)
 
 
 @contextmanager
@@ -84,7 +106,7 @@ def _with_threads(count: int | None) -> Iterator[None]:
 
 def _names(group: Group, full: bool) -> tuple[str, ...]:
     """Leaves out forms that are compiled, which would be compiled for each shape, and slow ones."""
-    left_out = ("torch.compile", "FlexAttention", *(() if full else ("eager", "SDPA math")))
+    left_out = ("torch.compile", SEARCHED, "FlexAttention", *(() if full else ("eager", "SDPA math")))
     return tuple(n for n in group.names if n not in left_out)
 
 
@@ -107,11 +129,34 @@ def _measure(scaling: Scaling, effort: tuple[float, int], fraction: float) -> di
         release()
     sizes = [size for size, _ in scaling.points]
     fitted = {name: {**line, **fit(sizes, line)} for name, line in lines.items()}
-    return {"axis": scaling.axis, "sizes": sizes, "lines": fitted}
+    return {"axis": scaling.axis, "sizes": sizes, "lines": fitted, **theory(scaling), **schedule(scaling)}
+
+
+def theory(scaling: Scaling) -> dict[str, dict[str, float]]:
+    """Returns the exponents that theory allows over the same sizes, the upper half: of time that of the operations or
+    bytes of a call, whichever grows faster, of memory that of the bytes. Time takes turns with threads."""
+    if scaling.axis == "threads":
+        return {"theory": {"time": -1.0}}
+    sizes = [size for size, _ in scaling.points]
+    of = [Group(scaling.op, case, scaling.dtype, scaling.direction) for _, case in scaling.points]
+    moved = last_exponent(sizes, [g.bytes_moved for g in of]) or 0.0
+    computed = last_exponent(sizes, [g.flops or 1 for g in of]) or 0.0
+    return {"theory": {"time": round(max(moved, computed), 2), "memory": round(moved, 2)}}
+
+
+def schedule(scaling: Scaling) -> dict[str, dict[str, float]]:
+    """Returns by number of threads how many times longer they take than if the work were split evenly: computed, so
+    that the machine need not have as many. Of our kernel's forward pass of the largest shape that it is known of."""
+    op, bench = scaling.op, scaling.op.bench
+    if scaling.axis != "threads" or bench is None:
+        return {}
+    case = next((c for c in _largest_first(op) if bench.slowdown(op.name, c, 1) is not None), None)
+    of = {} if case is None else {str(n): bench.slowdown(op.name, case, n) for n in _COMPUTED}
+    return {"schedule": {n: round(value, 3) for n, value in of.items() if value is not None}}
 
 
 def fit(sizes: Sequence[float], line: dict[str, list[Any]]) -> dict[str, float]:
-    """Exponents of time and memory over the sizes that were measured; `last_`: over the three largest."""
+    """Exponents of time and memory over the sizes that were measured; `last_`: over the upper half of them."""
     found = {}
     for name, key in (("time", "median_us"), ("memory", "peak_bytes")):
         known = [(x, y) for x, y in zip(sizes, line.get(key, ()), strict=False) if y]
@@ -155,7 +200,7 @@ def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
         record.absent(row | {"why_not": next(r for r in line["why_not"] if r)})
     measured = [us for us in line["median_us"] if us]
     row["median_us"] = statistics.median(measured)
-    row |= {key: line[key] for key in ("time_exponent", "memory_exponent") if key in line}
+    row |= {key: line[key] for key in ("time_exponent", "memory_exponent", "last_time_exponent") if key in line}
     benchmark.group = scaling.id
     replay.give(benchmark, [us / 1e6 for us in measured])
     record(benchmark, row)

@@ -1,5 +1,5 @@
-"""Says where our kernels pay on this machine and where they do not, from the rows of a run: in a screen, and what is
-slower than a peer one and all."""
+"""Says where our kernels pay on this machine, where they do not and where it is too noisy to tell, from the rows of a
+run: in a screen, in a line while it lasts, and what is slower than a peer one and all."""
 
 from __future__ import annotations
 
@@ -8,64 +8,97 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.tables import LIMITS, OUR_MODELS, OURS, markdown, of_kind, shape_of
+from benchmarks import noise
+from benchmarks.tables import LIMITS, OUR_MODELS, OURS, SLACK, markdown, of_kind, shape_of
 
 Row = dict[str, Any]
 
-#: Within this of 1, a ratio says nothing: runs of the same code differ by as much.
-MARGIN = 1.05
+TITLE = "Slower than a peer"
 #: What each of our models is compared with.
 _PAIRS = {
     "ours": "reference",
     "ours, compiled": "reference, compiled",
     "patched by ours": "Hugging Face",
+    "patched by ours, compiled": "Hugging Face, compiled",
     "continuous batching": "one after the other",
 }
-_MOST = 8
+_TITLES = {
+    "faster": "It pays here:",
+    "even": "No difference (within 5 %):",
+    "slower": "It does not pay here:",
+    "noisy": "Too noisy to call:",
+}
+_MOST = 12
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Returns the verdict; empty where no row of ours was compared with a peer."""
+def lines(rows: Sequence[Row], left_out: Sequence[str] = ()) -> list[str]:
+    """Returns the verdict, which ends with what is slower than a peer; empty where no row of ours was compared with
+    one. `left_out`: what was cut, in sentences."""
     found = [*_operations(rows), *_models(rows)]
     parts: list[str] = []
-    for title, low, high in (
-        ("It pays here:", MARGIN, float("inf")),
-        ("No difference (within 5 %):", 1 / MARGIN, MARGIN),
-        ("It does not pay here:", 0.0, 1 / MARGIN),
-    ):
-        of = [text for ratio, text in found if low <= ratio < high]
+    for called, title in _TITLES.items():
+        of = [text for each, text in found if each == called]
         parts += [title, *(f"  {text}" for text in of)] if of else []
-    return parts + _behind(rows) + _wrong(rows)
+    about_noise = [text] if (text := noise.in_short(rows, (*OURS, *OUR_MODELS))) else []
+    of = [*growth(rows), *_wrong(rows), *left_out, *about_noise]
+    return [*parts, *of, *_noisy_rows(rows), *_behind(rows)]
 
 
-def _operations(rows: Sequence[Row]) -> list[tuple[float, str]]:
-    """Returns by operation, direction and kernel the median over the peer that is hardest to beat, and a sentence."""
+def so_far(rows: Sequence[Row]) -> list[str]:
+    """Returns what is known while a run lasts: how ours compare in the median, how many are behind, and the worst."""
+    mine = _ours(rows)
+    if not mine:
+        return []
+    peers = [p for p in ("torch.compile", "eager") if any(p in _over(row) for row in mine)]
+    of = {p: statistics.median(over[p] for row in mine if p in (over := _over(row))) for p in peers}
+    parts = [f"median {', '.join(f'{ratio:.1f}x {p}' for p, ratio in of.items())}"] if of else []
+    behind, noisy = _called(mine, "slower"), _called(mine, "noisy")
+    worst = ""
+    if behind:
+        row, (peer, ratio) = behind[0], _least(behind[0])
+        worst = f" ({row['op']} {row['direction']} {ratio:.2f}x {peer})"
+    parts.append(f"behind so far: {len(behind)}{worst}")
+    return [*parts, f"too noisy to call: {len(noisy)}"] if noisy else parts
+
+
+def _operations(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Returns by operation, direction and kernel what it is called, and a sentence: the median over the peer that is
+    hardest to beat, of the rows that are not too noisy to call."""
     by: dict[tuple[str, str, str], list[Row]] = {}
     for row in _ours(rows):
         by.setdefault((row["op"], row["direction"], row["row"]), []).append(row)
     several = len({name for _, _, name in by}) > 1
     found = []
     for (op, direction, name), mine in by.items():
-        ratios = [_over(row) for row in mine]
+        clear = [row for row in mine if _call(row) != "noisy"]
+        ratios = [_over(row) for row in clear or mine]
         peers = dict.fromkeys(p for over in ratios for p in over)
         over = {p: statistics.median(r[p] for r in ratios if p in r) for p in peers}
         hardest = min(over, key=lambda p: over[p])
         shown = [hardest, *(p for p in ("eager",) if p in over and p != hardest)]
-        behind = sum(_least(row)[1] < 1 / MARGIN for row in mine)
-        text = f"{op} {direction}{f' ({name})' if several else ''}: {', '.join(f'{over[p]:.2f}x {p}' for p in shown)}"
-        text += f" (median of {len(mine)} rows)" if len(mine) > 1 else ""
-        found.append((over[hardest], text + (f"; behind on {behind}" if behind else "")))
+        text = f"{op} {direction}{f' ({name})' if several else ''}: "
+        text += ", ".join(f"{over[p]:.2f}x {p}{_itself(clear or mine, p)}" for p in shown)
+        text += f" (median of {len(ratios)} rows)" if len(ratios) > 1 else ""
+        text += f"; behind on {n}" if (n := len(_called(mine, "slower"))) else ""
+        text += f"; {n} too noisy to call" if clear and (n := len(mine) - len(clear)) else ""
+        found.append((noise.of_ratio(over[hardest]) if clear else "noisy", text))
     return found
 
 
-def _models(rows: Sequence[Row]) -> list[tuple[float, str]]:
+def _models(rows: Sequence[Row]) -> list[tuple[str, str]]:
     found = []
     for row in rows:
         peer = _PAIRS.get(row["row"], "") if row.get("kind") == "model" else ""
         if (ratio := row.get("speedup_over", {}).get(peer)) is not None:
             text = f"{row['op']} {row['case']}, {row['direction']}: {row['row']} {ratio:.2f}x {peer}"
-            found.append((ratio, text))
+            found.append((noise.call(row, peer), text + _itself([row], peer)))
     return found
+
+
+def _itself(rows: Sequence[Row], peer: str) -> str:
+    """Returns how far the peer was from itself, in the median of the rows."""
+    known = [value for row in rows if (value := noise.itself(row, peer)) is not None]
+    return f" {noise.percent(statistics.median(known))}" if known else ""
 
 
 def _ours(rows: Sequence[Row]) -> list[Row]:
@@ -74,28 +107,81 @@ def _ours(rows: Sequence[Row]) -> list[Row]:
     return [r for r in kernels if _over(r)]
 
 
-def _over(row: Row, ours: Sequence[str] = OURS) -> dict[str, float]:
+def _models_too(rows: Sequence[Row]) -> list[Row]:
+    """Returns these, and the rows of our models."""
+    models = (r for r in rows if r.get("kind") == "model" and r["row"] in OUR_MODELS)
+    return [*_ours(rows), *(r for r in models if _over(r))]
+
+
+def _over(row: Row) -> dict[str, float]:
     """Returns how many times as fast as each peer; our other kernels or models are none."""
+    ours = OUR_MODELS if row.get("kind") == "model" else OURS
     return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in ours}
 
 
 def _least(row: Row) -> tuple[str, float]:
-    """Returns the peer that the row is furthest behind, or least ahead of, and the ratio."""
-    return min(_over(row).items(), key=lambda item: item[1])
+    """Returns the peer that the row is furthest behind, or least ahead of, and the ratio: of those that it is slower
+    than, if there are any."""
+    over = _over(row)
+    slower = [p for p in over if noise.call(row, p) == "slower"]
+    return min(((p, over[p]) for p in slower or over), key=lambda item: item[1])
+
+
+def _call(row: Row) -> str:
+    """Returns what the row is called beside the peer that is hardest to beat; see `noise.call`."""
+    return noise.call(row, _least(row)[0])
+
+
+def _called(rows: Sequence[Row], called: str) -> list[Row]:
+    """Returns the rows that are called so, those with the smallest ratio first."""
+    return sorted((r for r in rows if _call(r) == called), key=lambda r: _least(r)[1])
+
+
+def _named(rows: Sequence[Row]) -> list[str]:
+    named = []
+    for row in rows[:_MOST]:
+        peer, ratio = _least(row)
+        what = f"{row['op']} {row['direction']} {row['dtype']} {shape_of(row)}, "
+        what += row["row"] if row.get("kind") == "model" else row["memory"]
+        named.append(f"  {what}: {ratio:.2f}x {peer}{_itself([row], peer)}")
+    return [*named, *([f"  and {len(rows) - _MOST} more"] if len(rows) > _MOST else [])]
+
+
+def growth(rows: Sequence[Row]) -> list[str]:
+    """Returns the exponents of ours over the upper half of the sizes beside those that theory has, those that pass it
+    furthest first, and how evenly work is divided among more threads than there are."""
+    found = []
+    for row in (r for r in rows if r.get("kind") == "scaling" and "theory" in r and r["axis"] != "threads"):
+        line, parts, past = row["lines"][row["row"]], [], -1.0
+        for kind, theory in row["theory"].items():
+            if (exponent := line.get(f"last_{kind}_exponent")) is not None:
+                parts.append(f"{kind} {exponent:.2f} ({theory:.2f})")
+                past = max(past, exponent - theory)
+        if parts:
+            found.append((past, f"  {row['op']} {row['direction']} over {row['axis']}: {', '.join(parts)}"))
+    found.sort(reverse=True)
+    title = f"Exponents (and theory's): {sum(past > SLACK for past, _ in found)} of {len(found)} grow faster:"
+    shown = [title, *(text for _, text in found[:_MOST])] if found else []
+    divided = [(r["schedule"], r["op"]) for r in rows if r.get("schedule")]
+    if divided:
+        most = max((int(n) for of, _ in divided for n in of), default=1)
+        worst_of, op = max((of.get(str(most), 1.0), op) for of, op in divided)
+        shown.append(f"Divided among {most} threads (computed): at most {worst_of:.2f} times an even share ({op}).")
+    return shown
+
+
+def _noisy_rows(rows: Sequence[Row]) -> list[str]:
+    mine = _models_too(rows)
+    noisy = _called(mine, "noisy")
+    return [f"Too noisy to call, {len(noisy)} of {len(mine)} rows:", *_named(noisy)] if noisy else []
 
 
 def _behind(rows: Sequence[Row]) -> list[str]:
-    mine = _ours(rows)
-    slower = sorted((r for r in mine if _least(r)[1] < 1 / MARGIN), key=lambda r: _least(r)[1])
-    if not slower:
-        return [f"Behind a peer: none of {len(mine)} rows."] if mine else []
-    named = []
-    for row in slower[:_MOST]:
-        peer, ratio = _least(row)
-        what = f"{row['op']} {row['direction']} {row['dtype']} {shape_of(row)}, {row['memory']}"
-        named.append(f"  {what}: {ratio:.2f}x {peer}")
-    more = [f"  and {len(slower) - _MOST} more"] if len(slower) > _MOST else []
-    return [f"Behind a peer, {len(slower)} of {len(mine)} rows:", *named, *more]
+    mine = _models_too(rows)
+    behind = _called(mine, "slower")
+    if not behind:
+        return [f"{TITLE}: none of {len(mine)} rows."] if mine else []
+    return [f"{TITLE}, {len(behind)} of {len(mine)} rows:", *_named(behind)]
 
 
 def _wrong(rows: Sequence[Row]) -> list[str]:
@@ -105,12 +191,10 @@ def _wrong(rows: Sequence[Row]) -> list[str]:
 
 # --- what is slower than a peer, one and all --------------------------------------------------------------------------
 
-TITLE = "Slower than a peer"
-
 
 @dataclass(frozen=True)
 class Slower:
-    """A row of ours that takes longer than a peer; `ratio`, below 1, is the peer's time over ours."""
+    """A row of ours that takes longer than a peer, or may; `ratio` is the peer's time over ours."""
 
     ratio: float
     peer: str
@@ -124,28 +208,42 @@ class Slower:
 
 
 def slower(kept: dict[str, Any]) -> tuple[list[Slower], int]:
-    """Returns each row of ours and each peer that it is behind, by however little, the worst first; and how many
-    rows of ours were compared with a peer at all. Calls of operations, models, and host times."""
+    """Returns each row of ours and each peer that it is behind, by however little but by more than the noise, the
+    worst first; and how many rows of ours were compared with a peer at all. Calls of operations, models, and host
+    times."""
+    compared = _compared(kept)
+    rows = len({id(s.row) for s in compared})
+    return [s for s in compared if s.ratio < 1 and not noise.drowned(s.row, s.peer)], rows
+
+
+def too_noisy(kept: dict[str, Any]) -> list[Slower]:
+    """Returns each row of ours and each peer where noise hides which is faster, the smallest ratio first."""
+    return [s for s in _compared(kept) if noise.call(s.row, s.peer) == "noisy"]
+
+
+def _compared(kept: dict[str, Any]) -> list[Slower]:
     rows = [(f"`{r['op']}`", r, _over(r)) for r in _ours(kept["rows"])]
     models = (r for r in of_kind(kept, "model") if r["row"] in OUR_MODELS)
-    rows += [(f"{r['op']}, {r['row']}", r, _over(r, OUR_MODELS)) for r in models]
-    rows += [(f"host time of `{r['op']}`", r, over) for r, over in _host_times(kept)]
-    held = [(what, row, over) for what, row, over in rows if over]
-    found = [Slower(ratio, p, what, row) for what, row, over in held for p, ratio in over.items() if ratio < 1]
-    return sorted(found, key=lambda s: s.ratio), len(held)
+    rows += [(f"{r['op']}, {r['row']}", r, _over(r)) for r in models]
+    rows += [(f"host time of `{r['op']}`", r, _over(r)) for r in _host_times(kept)]
+    found = [Slower(ratio, p, what, row) for what, row, over in rows for p, ratio in over.items()]
+    return sorted(found, key=lambda s: s.ratio)
 
 
-def _host_times(kept: dict[str, Any]) -> list[tuple[Row, dict[str, float]]]:
-    """Our kernels' rows, and by peer its time over ours. A row's name is a contender's, and how it was called."""
+def _host_times(kept: dict[str, Any]) -> list[Row]:
+    """Returns our kernels' rows with, by peer, its time over ours, and the noise of both. A row's name is a
+    contender's, and how it was called."""
     by: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in of_kind(kept, "overhead"):
         name, _, how = row["row"].partition(", ")
         by.setdefault((row["op"], row["case"], how), {})[name] = row
     found = []
     for alike in by.values():
-        peers = {n: r["host_us"] for n, r in alike.items() if n not in (*OURS, *LIMITS)}
-        mine = [r for n, r in alike.items() if n in ("native", "triton")]
-        found += [(r, {n: us / r["host_us"] for n, us in peers.items()}) for r in mine]
+        peers = {n: r for n, r in alike.items() if n not in (*OURS, *LIMITS)}
+        for mine in (r for n, r in alike.items() if n in ("native", "triton")):
+            over = {n: r["host_us"] / mine["host_us"] for n, r in peers.items()}
+            known = {n: r["itself"] + mine["itself"] for n, r in peers.items() if "itself" in r and "itself" in mine}
+            found.append({**mine, "speedup_over": over, "noise": {n: {"itself": both} for n, both in known.items()}})
     return found
 
 
@@ -153,14 +251,35 @@ def slower_table(kept: dict[str, Any]) -> str:
     found, held = slower(kept)
     if not held:
         return ""
+    noisy = too_noisy(kept)
+    parts = [f"{counted(found, held, noisy)} Runs of the same code differ by up to 5 %.", _table(found)]
+    if noisy:
+        parts += [
+            "Too noisy to call, as the peer differs as much from itself in the same rounds, or ours:",
+            _table(noisy),
+        ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(found: Sequence[Slower]) -> str:
+    itself = [noise.itself(s.row, s.peer) for s in found]
+    heads = ["×", "peer", "", "direction", "dtype", "shape, memory"]
     lines = [[f"{s.ratio:.2f}", s.peer, s.what, *s.where.split(", ", 2)] for s in found]
-    table = markdown(["×", "peer", "", "direction", "dtype", "shape, memory"], lines)
-    return f"{counted(found, held)} Runs of the same code differ by up to 5 %.\n\n{table}".strip()
+    if any(value is not None for value in itself):
+        heads.append("peer against itself")
+        lines = [[*line, "–" if i is None else noise.percent(i)] for line, i in zip(lines, itself, strict=True)]
+    return markdown(heads, lines)
 
 
-def counted(found: Sequence[Slower], held: int) -> str:
+def counted(found: Sequence[Slower], held: int, noisy: Sequence[Slower] = ()) -> str:
     behind = len({id(s.row) for s in found})
-    return f"{behind or 'None'} of {held} rows of ours {'are' if behind > 1 else 'is'} slower than a peer."
+    text = f"{behind or 'None'} of {held} rows of ours {'are' if behind > 1 else 'is'} slower than a peer"
+    hidden = {_name(s) for s in noisy} - {_name(s) for s in found}
+    return f"{text}, {len(hidden)} too noisy to call." if hidden else f"{text}."
+
+
+def _name(s: Slower) -> tuple[str, str, str]:
+    return s.what, s.where, str(s.row["row"])
 
 
 def worst(found: Sequence[Slower]) -> str:

@@ -121,7 +121,7 @@ def test_options_that_make_no_sense_are_refused_by_name(arguments: tuple[str, ..
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="--isa is the CPU's")
 def test_a_forced_run_and_one_without_time(tmp_path: Path) -> None:
-    """It announces a plan, says its verdict before the tables, and what it was held to; in no time, all is left out."""
+    """It announces a plan, ends with its verdict, and says what it was held to; in no time, all is left out."""
     usable = extension.build_info().get("usable_instruction_sets", [])
     if "avx2" not in usable:
         pytest.skip("our kernels have no AVX2 here")
@@ -129,9 +129,9 @@ def test_a_forced_run_and_one_without_time(tmp_path: Path) -> None:
     choice = "rms_norm and overhead and not add and not stubbed and not compile"
     done = command("--isa=avx2", "-k", choice, f"--benchmark-json={run_file}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"rows in \d comparisons, about \d\.\d min; budget 8 min", done.stdout)
+    assert re.search(r"rows in \d comparisons, about \d\.\d min; budget 5 min", done.stdout)
     assert "verdict: " in done.stdout
-    assert done.stdout.index("verdict: ") < done.stdout.index("Name (time in")
+    assert "Name (time in" not in done.stdout  # with -v
     run = json.loads(run_file.read_text())
     assert run["isa"]["forced"] == run["isa"]["ours"] == "avx2"
     assert run["isa"]["obeyed"]

@@ -33,7 +33,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if torch.cuda.is_available():
         chosen = "rms_norm-forward-bfloat16-1x4096-decode-warm or rms_norm-overhead"
     done = command(
-        "pytest", "benchmarks", "--benchmark-only", "-k", f"({chosen}) and not add", f"--benchmark-json={path}"
+        "pytest", "benchmarks", "--benchmark-only", "-v", "-k", f"({chosen}) and not add", f"--benchmark-json={path}"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " us, " in done.stdout  # progress: the figures, row by row

@@ -322,6 +322,16 @@ def test_models_are_timed_in_every_form() -> None:
     assert names == {n for family in models.FAMILIES.values() for n in family}
 
 
+def test_what_takes_long_to_compile_is_left_to_full_runs() -> None:
+    quick = {n for g in models.model_groups(False) for n in g.names}
+    assert not any("max-autotune" in n or n == "Hugging Face, compiled" for n in quick)
+    assert {"reference, compiled", "Hugging Face"} <= quick
+    for g in suite.groups(False):
+        assert suite.SEARCHED not in g.chosen(False)
+        searched = "eager" in g.peers and (suite.DEVICE != "cpu" or g.flops is not None)
+        assert (suite.SEARCHED in g.chosen(True)) == searched, g.id
+
+
 def test_what_liger_exchanges_for_all_models_is_exchanged_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     home = types.ModuleType("a_modeling_module")
     exec("rotate = lambda: 'plain'", vars(home))

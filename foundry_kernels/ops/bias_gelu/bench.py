@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.testing.schedules import of_tiles
 
 #: Shapes to time, by device: rows, width of the feed-forward layer, name.
 _BENCH_SHAPES = {
@@ -35,9 +36,20 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
-    """Growing shapes: N is the width."""
+    """Growing shapes: N is the width, T the rows."""
     rows, top = (512, 13) if device == "cpu" else (16384, 15)
-    return {"N": tuple((2**i, _bench(op, rows, 2**i, "width")) for i in range(7, top + 1, 2))}
+    return {
+        "N": tuple((2**i, _bench(op, rows, 2**i, "width")) for i in range(7, top + 1, 2)),
+        "T": tuple((2**i, _bench(op, 2**i, 2048, "rows")) for i in range(6, 15, 2)),
+    }
+
+
+def slowdown(op: str, case: Case, threads: int) -> float:
+    """Of tiles, as the forward pass divides them."""
+    x = case.args["x"]
+    assert x is not None
+    rows, width = x.shape
+    return of_tiles(rows, width, threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.combine_experts.cases import slots
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.testing.schedules import GRAIN, of_rows
 
 #: Shapes to time, by device: tokens, experts of each, width, name.
 _BENCH_SHAPES = {
@@ -45,9 +46,12 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
-    """Growing shapes: T is the tokens."""
+    """Growing shapes: T is the tokens, N the width."""
     tokens = range(5, 13) if device == "cpu" else range(7, 16, 2)
-    return {"T": tuple((2**i, _bench(2**i, 4, 2048, "tokens")) for i in tokens)}
+    return {
+        "T": tuple((2**i, _bench(2**i, 4, 2048, "tokens")) for i in tokens),
+        "N": tuple((2**i, _bench(512, 4, 2**i, "width")) for i in range(7, 14, 2)),
+    }
 
 
 def parity_case(case: Case) -> Case:
@@ -58,6 +62,15 @@ def parity_case(case: Case) -> Case:
 def sample(case: Case) -> Sample | None:
     """Tokens; x has a row for each expert of one, and is taken whole."""
     return sample_rows(case, {"weights": 0, "slots": 0})
+
+
+def slowdown(op: str, case: Case, threads: int) -> float:
+    """Of tokens, as the forward pass divides them."""
+    x, chosen = case.args["x"], case.args["slots"]
+    assert x is not None
+    assert chosen is not None
+    n_tokens, k = chosen.shape
+    return of_rows(n_tokens, GRAIN // (x.shape[1] * k), threads)
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

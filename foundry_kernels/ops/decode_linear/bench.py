@@ -29,6 +29,16 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(make_case((rows,), k, n, name) for rows, k, n, name in _BENCH_SHAPES) if device == "cpu" else ()
 
 
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: N is the rows of the weight, B the rows of x."""
+    if device != "cpu":
+        return {}
+    return {
+        "N": tuple((2**i, make_case((1,), 2048, (2**i,), "rows-decode")) for i in range(9, 16)),
+        "B": tuple((2**i, make_case((2**i,), 2048, (4096,), "batch-decode")) for i in range(6)),
+    }
+
+
 def parity_case(case: Case) -> Case:
     """`case`: its rows are few."""
     return case

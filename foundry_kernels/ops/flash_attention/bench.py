@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from foundry_kernels.core import extension
 from foundry_kernels.core.contract import SAMPLED, Sample
 from foundry_kernels.ops.flash_attention import bench_encoder, bench_masked, bench_paged
 from foundry_kernels.testing import Arg, Case
+from foundry_kernels.testing.schedules import Task, of_tasks
 
 #: (B, H, Hk, T, D), by device. On a GPU 16384 tokens each, the heads of Llama-3-8B.
 _SHAPES: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
@@ -87,15 +89,30 @@ def bench_cases(op: str, device: str) -> tuple[Case, ...]:
 
 
 def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
-    """Growing shapes: T is the tokens, S the keys of a cache that one new query sees."""
+    """Growing shapes: T is the tokens, B the sequences, D the width of a head, S the keys of a cache that one new query
+    sees."""
     if op != "flash_attention":
         return {}
     b, h, hk, d = (1, 8, 2, 64) if device == "cpu" else (1, 32, 8, 128)
-    tokens = range(7, 12) if device == "cpu" else range(9, 15)
+    tokens, some = (range(7, 15), 512) if device == "cpu" else (range(9, 15), 2048)
     return {
         "T": tuple((2**i, bench_case(b, h, hk, 2**i, d, True)) for i in tokens),
+        "B": tuple((2**i, bench_case(2**i, h, hk, some, d, True)) for i in range(5)),
+        "D": tuple((2**i, bench_case(b, h, hk, some, 2**i, True)) for i in range(5, 9)),
         "S": tuple((keys, decode_case(1, keys)) for keys in _DECODE_KEYS),
     }
+
+
+def slowdown(op: str, case: Case, threads: int) -> float | None:
+    """Of the forward pass's list of tasks, as the kernel makes it."""
+    q, k = case.args["q"], case.args["k"]
+    if extension.MISSING is not None or q is None or k is None or _packed(q) or bench_masked.is_masked(case):
+        return None
+    b, h, t, _ = q.shape
+    hk, s = k.shape[1:3]
+    window = (None, 0 if case.options["causal"] else None)
+    tasks = extension._C.attention_tasks([t] * b, [s] * b, hk, h // hk, *window, True)
+    return of_tasks([Task(*task) for task in tasks["forward"]], threads)
 
 
 def parity_case(case: Case) -> Case:
@@ -218,6 +235,15 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
 
 
+def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: int) -> Tensor:
+    """PyTorch's own of packed sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = (cu_seqlens_q, cu_seqlens_k, longest, longest)
+    out: Any = varlen_attn(q, k, v, *ends, window_size=(-1, 0), enable_gqa=True)
+    return out
+
+
 def _one_by_one(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`attend` for each of the packed sequences."""
 
@@ -240,7 +266,11 @@ def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] |
         if case.options.get("dropout_p"):
             return {"eager": _one_by_one(bench_masked.eager_with_dropout)}
         flash = partial(_sdpa, causal=True, kernel=SDPBackend.FLASH_ATTENTION)
-        return {"eager": _one_by_one(partial(_eager, causal=True)), "SDPA flash": _one_by_one(flash)}
+        packed: dict[str, Callable[..., Any] | str] = {"eager": _one_by_one(partial(_eager, causal=True))}
+        packed["SDPA flash"] = _one_by_one(flash)
+        longest = int(case.options["max_seqlen_q"])
+        packed["varlen_attn"] = "has no CPU kernel" if device == "cpu" else partial(_varlen_attn, longest=longest)
+        return packed
     if bench_encoder.is_padded(case.args):
         return bench_encoder.peers(case, device)
     if bench_masked.is_masked(case):

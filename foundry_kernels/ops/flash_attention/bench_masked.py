@@ -105,11 +105,11 @@ def peers(case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
         return lambda q, k, v, attn_mask=dense: call(q, k, v, attn_mask, dropout_p)
 
     found: dict[str, Callable[..., Any] | str] = {PLAIN: _plain, "eager": given(_eager)}
-    kernels = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-    if device == "cpu":  # where the kernel named flash takes masks
-        kernels = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
+    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}  # on a CPU "flash" takes masks
+    if device != "cpu":
+        kernels |= {"cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
     for name, kernel in kernels.items():
-        refused = (learns or dropout_p) and name == "flash"
+        refused = device == "cpu" and (learns or dropout_p) and name == "flash"
         found[f"SDPA {name}"] = "has no such CPU kernel" if refused else given(partial(_sdpa, kernel=kernel))
     found["FlexAttention"] = "has no dropout" if dropout_p else _flex_attention
     return found

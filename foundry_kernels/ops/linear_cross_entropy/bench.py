@@ -21,7 +21,7 @@ _BENCH_SHAPES = {
     "cuda": ((8192, 4096, 128256, "llama-3-8b"), (8192, 2048, 128256, "llama-3-1b"), (8192, 768, 50257, "gpt-2")),
 }
 
-BENCH_QUICK = ("few-tokens", "llama-3-8b")
+BENCH_QUICK = ("tiny", "few-tokens", "llama-3-8b")
 
 #: The forward pass makes the gradients.
 DIRECTIONS = ("forward", "both")
@@ -38,6 +38,16 @@ def _bench_case(tokens: int, width: int, n_classes: int, name: str) -> Case:
 
 def bench_cases(op: str, device: str) -> tuple[Case, ...]:
     return tuple(_bench_case(*each) for each in _BENCH_SHAPES[device])
+
+
+def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...]]:
+    """Growing shapes: T is the tokens, N the width, V the vocabulary."""
+    t, n, v, more = (256, 256, 8192, 0) if device == "cpu" else (2048, 2048, 32768, 2)
+    return {
+        "T": tuple((2**i, _bench_case(2**i, n, v, "tokens")) for i in range(7 + more, 13 + more)),
+        "N": tuple((2**i, _bench_case(t, 2**i, v, "width")) for i in range(6 + more, 12 + more)),
+        "V": tuple((2**i, _bench_case(t, n, 2**i, "vocabulary")) for i in range(10 + more, 16 + more)),
+    }
 
 
 def parity_case(case: Case) -> Case:

@@ -3,10 +3,8 @@ no number of threads changes a bit of the result."""
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import foundry_kernels as fk
 from benchmarks.measure import peak_bytes
 from foundry_kernels.core import extension
+from foundry_kernels.testing.schedules import Task
+from foundry_kernels.testing.schedules import of_tasks as slowdown
 
 pytestmark = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 
 CORES = 64
 NONE = -1
-
-
-class Task(NamedTuple):
-    sequence: int
-    kv_head: int
-    row_begin: int
-    row_end: int
-    key_begin: int
-    key_end: int
-    work: int
-    next_of_rows: int = NONE
-    next_of_keys: int = NONE
 
 
 def tasks_of(
@@ -46,33 +34,6 @@ def tasks_of(
 ) -> dict[str, list[Task]]:
     found = extension._C.attention_tasks(q_lens, k_lens or q_lens, hk, group, *window, bottom_right)
     return {name: [Task(*t) for t in tasks] for name, tasks in found.items()}
-
-
-def slowdown(tasks: Sequence[Task], workers: int) -> float:
-    """How many times longer `workers` take than if work were split evenly and nobody waited: each takes the next task
-    that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
-    waits = Counter(n for t in tasks for n in t[-2:] if n != NONE)
-    behind = [0] * len(tasks)
-    for i in reversed(range(len(tasks))):
-        assert all(n == NONE or n > i for n in tasks[i][-2:])
-        behind[i] = tasks[i].work + max((behind[n] for n in tasks[i][-2:] if n != NONE), default=0)
-    ready = [(-behind[i], i) for i in range(len(tasks)) if not waits[i]]
-    heapq.heapify(ready)
-    running: list[tuple[int, int]] = []
-    now = done = 0
-    while ready or running:
-        while ready and len(running) < workers:
-            i = heapq.heappop(ready)[1]
-            heapq.heappush(running, (now + tasks[i].work, i))
-        now, i = heapq.heappop(running)
-        done += 1
-        for n in tasks[i][-2:]:
-            if n != NONE:
-                waits[n] -= 1
-                if not waits[n]:
-                    heapq.heappush(ready, (-behind[n], n))
-    assert done == len(tasks), "some wait for each other"
-    return now / (sum(t.work for t in tasks) / workers)
 
 
 @pytest.mark.parametrize("group", [1, 4])

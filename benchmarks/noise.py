@@ -1,0 +1,118 @@
+"""How much a ratio can be trusted: what the same rounds say of the peer against itself, and where the median of the
+ratio lies. A ratio that is no further from 1 than that is not called.
+
+Two statistics, both of logarithms. `against_itself`: the peer's rounds take turns with the peer's, so the true ratio is
+1; what they say instead is noise. It is the larger of the ratio of odd to even rounds, as it was measured, and of the
+distance within which 95 of 100 such ratios of all rounds lie. `interval`: where the median of the ratio lies, with
+95 %, by ranks: it supposes nothing of how times are distributed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+#: Within this of 1, a ratio says nothing: runs of the same code differ by as much, by where their memory lies.
+MARGIN = 1.05
+#: Rounds that are measured at least: from nine on, limits of 95 % leave out the smallest and the largest ratio, so that
+#: one round that the machine has spoiled does not matter.
+LEAST = 9
+#: Standard deviations that hold 95 %; of a median in those of a mean; median deviations in a standard deviation.
+_WITHIN, _MEDIAN, _DEVIATION = 1.96, 1.2533, 1 / 0.6745
+#: Student's factors in place of the first, for as few rounds.
+_STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+
+
+def against_itself(times: Sequence[float]) -> float | None:
+    """Returns how far from 1 a ratio of these times to themselves would be, 0.01 for 1 %; None for fewer than three
+    rounds."""
+    logs = [math.log(t) for t in times]
+    if len(logs) < 3:
+        return None
+    halves = statistics.median(odd - even for even, odd in zip(logs[::2], logs[1::2], strict=False))
+    # Of neighbours: a machine that slows down during all rounds slows the contenders of a round alike.
+    steps = statistics.median(abs(b - a) for a, b in itertools.pairwise(logs))
+    around = _STUDENT.get(len(logs), _WITHIN) * _MEDIAN * _DEVIATION * steps / math.sqrt(len(logs))
+    return math.expm1(max(abs(halves), around))
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Returns the limits within which the median of `ratios` lies with 95 %; of two to five by
+    Student's t."""
+    found, n = sorted(ratios), len(ratios)
+    if n > max(_STUDENT):
+        rank, outside = 0, 2 * 0.5**n  # probability that the median is beyond the smallest or the largest
+        while (outside := outside + 2 * math.comb(n, rank + 1) * 0.5**n) <= 0.05:
+            rank += 1
+        return found[rank], found[n - 1 - rank]
+    logs = [math.log(r) for r in found]
+    around = _STUDENT[n] * statistics.stdev(logs) / math.sqrt(n)
+    middle = statistics.median(logs)
+    return math.exp(middle - around), math.exp(middle + around)
+
+
+def of_peer(peer: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
+    """Returns what a row keeps of the ratio of a peer's times to ours, round by round."""
+    if len(ours) < 2:
+        return {}
+    low, high = interval([p / o for p, o in zip(peer, ours, strict=True)])
+    found = {"low": round(low, 3), "high": round(high, 3)}
+    itself = against_itself(peer)
+    return found if itself is None else found | {"itself": round(itself, 4)}
+
+
+# --- what a row may be called -----------------------------------------------------------------------------------------
+
+
+def itself(row: Row, peer: str) -> float | None:
+    """Returns how far a peer was from itself in the rounds of a row; None where that was not kept."""
+    value = row.get("noise", {}).get(peer, {}).get("itself")
+    return None if value is None else float(value)
+
+
+def drowned(row: Row, peer: str) -> bool:
+    """Returns whether the ratio over a peer is no further from 1 than the noise; False where that was not kept."""
+    known = row.get("noise", {}).get(peer, {})
+    ratio = max(row["speedup_over"][peer], 1e-9)
+    return known.get("low", ratio) <= 1 <= known.get("high", ratio) or (
+        abs(math.log(ratio)) <= math.log1p(known.get("itself", 0.0)) and "itself" in known
+    )
+
+
+def call(row: Row, peer: str) -> str:
+    """Returns "faster", "slower", "even" (within `MARGIN`), or "noisy": too noisy to call, as the noise hides the ratio
+    and reaches beyond that margin."""
+    ratio, known = row["speedup_over"][peer], row.get("noise", {}).get(peer, {})
+    reach = max(known.get("high", 1.0), 1 / max(known.get("low", 1.0), 1e-9), 1 + known.get("itself", 0.0))
+    if drowned(row, peer) and reach > MARGIN:
+        return "noisy"
+    return of_ratio(ratio)
+
+
+def of_ratio(ratio: float) -> str:
+    """Returns what a ratio is called that no noise hides."""
+    if 1 / MARGIN <= ratio < MARGIN:
+        return "even"
+    return "faster" if ratio > 1 else "slower"
+
+
+def in_short(rows: Sequence[Row], ours: Sequence[str]) -> str:
+    """Returns a sentence: how far the peers of a run were from themselves; empty where that was not kept. `ours`: the
+    names of rows that have peers, and are none."""
+    pairs = [(p, row) for row in rows if row.get("row") in ours for p in row.get("noise", {}) if p not in ours]
+    known = [(value, p, row) for p, row in pairs if (value := itself(row, p)) is not None]
+    if not known:
+        return ""
+    worst, peer, row = max(known, key=lambda one: one[0])
+    middle = statistics.median(one[0] for one in known)
+    where = f"{peer} beside {row['op']} {row['direction']}"
+    return f"A peer against itself: {percent(middle)} (median of {len(known)}), at most {percent(worst)} ({where})."
+
+
+def percent(value: float) -> str:
+    return f"±{value:.1%}" if value < 0.1 else f"±{value:.0%}"

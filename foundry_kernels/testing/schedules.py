@@ -1,0 +1,71 @@
+"""How evenly the kernels of the CPU divide a call among threads, of which there may be more than the machine has: by
+the lists of tasks that the kernels make, or by their rule."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+#: Of csrc/torch/cpu_common.h: elements that are worth waking a thread for, and those that take an exponential.
+GRAIN = 1 << 15
+EXP_GRAIN = GRAIN // 2
+#: Of csrc/cpu/tiles.h: columns of a row that gated activations take at a time.
+TILE = 8192
+_NONE = -1
+
+
+class Task(NamedTuple):
+    """A task of attention, as csrc/cpu/flash_attention_tasks.h makes it, its work, and which tasks wait for it."""
+
+    sequence: int
+    kv_head: int
+    row_begin: int
+    row_end: int
+    key_begin: int
+    key_end: int
+    work: int
+    next_of_rows: int = _NONE
+    next_of_keys: int = _NONE
+
+
+def of_rows(count: int, grain: int, threads: int) -> float:
+    """Returns how many times longer `threads` take for `count` rows than if these were split evenly, as
+    at::parallel_for splits them: among no more threads than there are grains, in ranges of as many rows."""
+    if count == 0:
+        return 1.0
+    used = min(threads, -(-count // max(grain, 1)))
+    return -(-count // used) * threads / count
+
+
+def of_tiles(rows: int, width: int, threads: int) -> float:
+    """Returns the same of an activation's rows, cut into tiles."""
+    return of_rows(rows * -(-width // TILE), EXP_GRAIN // min(width, TILE), threads)
+
+
+def of_tasks(tasks: Sequence[Task], threads: int) -> float:
+    """Returns how many times longer `threads` take than if work were split evenly and nobody waited: each takes the
+    next task that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
+    waits = Counter(n for t in tasks for n in t[-2:] if n != _NONE)
+    behind = [0] * len(tasks)
+    for i in reversed(range(len(tasks))):
+        assert all(n == _NONE or n > i for n in tasks[i][-2:])
+        behind[i] = tasks[i].work + max((behind[n] for n in tasks[i][-2:] if n != _NONE), default=0)
+    ready = [(-behind[i], i) for i in range(len(tasks)) if not waits[i]]
+    heapq.heapify(ready)
+    running: list[tuple[int, int]] = []
+    now = done = 0
+    while ready or running:
+        while ready and len(running) < threads:
+            i = heapq.heappop(ready)[1]
+            heapq.heappush(running, (now + tasks[i].work, i))
+        now, i = heapq.heappop(running)
+        done += 1
+        for n in tasks[i][-2:]:
+            if n != _NONE:
+                waits[n] -= 1
+                if not waits[n]:
+                    heapq.heappush(ready, (-behind[n], n))
+    assert done == len(tasks), "some wait for each other"
+    return now / (sum(t.work for t in tasks) / threads)
