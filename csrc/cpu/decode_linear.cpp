@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "flash_attention_dot.h"
-#include "flash_attention_pairs.h"
+#include "flash_attention_tile_io.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -21,7 +21,7 @@ void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const flo
   const T* rows = static_cast<const T*>(matrix.data) + begin * matrix.stride;
   // Rows lie one after the other: those that come next are what follows the registers' share.
   const Stream<T> stream{rows, matrix.stride, rows + kSums / kRows * matrix.stride};
-  multiply_keys<kRows>(x, a.width, stream, end - begin, found, ld);
+  multiply_keys<kRows>(x, round_up(a.width, kAttentionPad), a.width, stream, end - begin, found, ld);
   for (int64_t r = 0; r < a.n_rows; ++r)
     for_each_vec(end - begin, [&](int64_t i, auto at, int) FK_INLINE {
       at.store(y + r * a.n_cols + begin + i, Whole::load(found + r * ld + i));
@@ -30,14 +30,14 @@ void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const flo
 
 template <int kRows, class T>
 void multiply_all(const DecodeLinear& a, int64_t begin, int64_t end) {
-  typedef Product<T> E;
-  const int64_t lanes = lanes_of<E>(a.width);
+  const int64_t ld = round_up(a.width, kAttentionPad);
   const T* in = static_cast<const T*>(a.x);
   const float* x = reinterpret_cast<const float*>(in);
   std::vector<float> copy;
-  if (!std::is_same_v<T, E> || a.n_rows != kRows || lanes * kPer<E> != a.width) {
-    copy.resize(kRows * lanes);
-    for (int64_t r = 0; r < a.n_rows; ++r) read_row<E>(a.type, in, r * a.width, a.width, &copy[r * lanes], lanes);
+  if (!std::is_same_v<T, float> || a.n_rows != kRows || ld != a.width) {
+    copy.resize(kRows * ld);
+    for (int64_t r = 0; r < a.n_rows; ++r) read_row<float>(a.type, in, r * a.width, a.width, &copy[r * ld], ld);
+    order_queries<T>(copy.data(), a.n_rows, a.width, ld);
     x = copy.data();
   }
   T* y = static_cast<T*>(a.y);

@@ -106,7 +106,7 @@ inline int64_t attention_bias_scratch(bool bias) { return bias ? 2 * kAttentionR
 inline int64_t attention_forward_scratch(int64_t head_dim, int64_t head_dim_v, bool bias) {
   const int64_t d = round_up(head_dim, kAttentionPad), dv = round_up(head_dim_v, kAttentionPad);
   const int64_t tiles = kAttentionBlocks * kAttentionRows * (d + dv) + kAttentionRows * (d > dv ? d : dv) +
-                        kAttentionKeys * (kAttentionRows + d + dv + dv / 2) + attention_bias_scratch(bias);
+                        kAttentionKeys * (2 * kAttentionRows + d + dv + 3 * dv / 2) + attention_bias_scratch(bias);
   const int64_t decode = kAttentionDecodeRows * (d + dv + kAttentionDecodeKeys + kAttentionPad);
   return tiles > decode ? tiles : decode;
 }

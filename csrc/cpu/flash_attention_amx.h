@@ -8,6 +8,8 @@
 namespace foundry {
 namespace FK_ISA {
 
+constexpr int kTileBlock = 32;  // rows and columns of two by two tiles, and numbers in a row of a factor's tile
+
 #if defined(__AMX_BF16__)
 constexpr bool kTiles = true;
 constexpr int kTileRows = 16, kTilePairs = 16;  // and 16 columns of floats
@@ -69,7 +71,7 @@ inline void multiply_tile_block(const char* a, int64_t lda, const char* b, int64
 // As multiply of flash_attention_gemm.h, of whole tiles: rows and depth are multiples of 16, and depth is no more than
 // kAttentionKeys / 2 where A's rows are not those of memory. Sums over several tiles have C as their first term.
 inline void multiply_tiles(int64_t rows, int64_t vecs, const BFloat16* a, int64_t row, int64_t step, const float* b,
-                           int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add, const float* factor) {
+                           int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add) {
   static_assert(kLanes == kTilePairs && kAttentionKeys / 2 % kTilePairs == 0);
   alignas(64) float transposed[2 * kTileRows * kAttentionKeys / 2];
   for (int64_t i = 0; i < rows; i += 2 * kTileRows) {
@@ -82,10 +84,6 @@ inline void multiply_tiles(int64_t rows, int64_t vecs, const BFloat16* a, int64_
       left = reinterpret_cast<const char*>(transposed);
       lda = kAttentionKeys / 2 * sizeof(float);
     }
-    if (factor)
-      for (int64_t r = i; r < i + (two ? 2 : 1) * kTileRows; ++r)
-        for (int64_t v = 0; v < vecs * kLanes; v += kLanes)
-          Whole::store(c + r * ldc + v, Whole::load(c + r * ldc + v) * Whole::load(factor + v));
     asm volatile("" ::: "memory");  // the loads of tiles do not say that they read memory
     for (int64_t v = 0; v < vecs; v += 2) {
       const auto run = [&](auto kernel) {
@@ -98,9 +96,86 @@ inline void multiply_tiles(int64_t rows, int64_t vecs, const BFloat16* a, int64_
     asm volatile("" ::: "memory");
   }
 }
+
+// A product as multiply_tiles makes it, in blocks of two by two tiles: `rows` and `columns` of these, and `steps` of
+// kTilePairs pairs. Strides are in bytes.
+struct TileProduct {
+  const char *a, *b;
+  char* c;
+  int64_t lda, ldb, ldc;
+  int rows, columns, steps;
+  bool add;
+};
+
+// Products that are made a step at a time between other instructions, in the order in which they were added: tiles are
+// multiplied while the units for registers do something else. What is multiplied is not written in between.
+class TileQueue {
+ public:
+  void add(const TileProduct& product) {
+    asm volatile("" ::: "memory");  // as in multiply_tiles
+    products_[count_++] = product;
+  }
+
+  FK_INLINE void step() {
+    if (next_ < count_) multiply();
+  }
+
+  void finish() {
+    while (next_ < count_) multiply();
+    count_ = next_ = 0;
+    asm volatile("" ::: "memory");
+  }
+
+ private:
+  __attribute__((noinline)) void multiply() {
+    const TileProduct& p = products_[next_];
+    char* const c = p.c + row_ * kTileBlock * p.ldc + column_ * 128;
+    char* const below = c + kTileRows * p.ldc;
+    if (step_ == 0) {
+      if (p.add) {
+        _tile_loadd(0, c, p.ldc);
+        _tile_loadd(1, c + 64, p.ldc);
+        _tile_loadd(2, below, p.ldc);
+        _tile_loadd(3, below + 64, p.ldc);
+      } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+    }
+    const char* a = p.a + row_ * kTileBlock * p.lda + step_ * 64;
+    const char* b = p.b + step_ * kTilePairs * p.ldb + column_ * 128;
+    _tile_loadd(4, a, p.lda);
+    _tile_loadd(6, b, p.ldb);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + 64, p.ldb);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + kTileRows * p.lda, p.lda);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    if (++step_ < p.steps) return;
+    step_ = 0;
+    _tile_stored(0, c, p.ldc);
+    _tile_stored(1, c + 64, p.ldc);
+    _tile_stored(2, below, p.ldc);
+    _tile_stored(3, below + 64, p.ldc);
+    if (++column_ < p.columns) return;
+    column_ = 0;
+    if (++row_ < p.rows) return;
+    row_ = 0;
+    ++next_;
+  }
+
+  TileProduct products_[2];
+  int count_ = 0, next_ = 0, row_ = 0, column_ = 0, step_ = 0;
+};
 #else
 constexpr bool kTiles = false;
 struct TileRegisters {};
+struct TileQueue {
+  void step() {}
+};
 #endif
 
 }  // namespace FK_ISA

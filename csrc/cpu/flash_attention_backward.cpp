@@ -121,12 +121,12 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
     if (a.dq && task.first_of_rows) std::fill_n(dq, padded_d * kAttentionRows, 0.0f);
     Tile<E> queries{}, dout{};
     if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
+    const bool decoded = is_decoded(a, row, n_rows);
     if (b.key_begin < b.key_end) {
-      read_block<E>(a, s, head, b, scratch);
+      read_block<E>(a, s, head, b, decoded, scratch);
       queries = pack_pairs(as_tile(scratch.queries, lanes), b.count, a.head_dim, scratch.query_pairs);
       dout = pack_pairs(as_tile(scratch.dout, value_lanes), b.count, a.head_dim_v, scratch.dout_pairs);
     }
-    const bool decoded = is_decoded(a, row, n_rows);
     for (int64_t begin = b.key_begin; begin < b.key_end; begin += kAttentionKeys) {
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       if (const int64_t next = row + kAttentionRows; shared && next < task.row_end)
@@ -135,10 +135,10 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
       const auto first_key = int32_t(begin - task.key_begin);
       if (!looks_at(a, s, head, b, begin, n, first_key)) continue;
       const auto keys = tiles.keys(begin, n, scratch.keys);
-      multiply_rows<E>(b, decoded, keys, n, a.head_dim, scratch.queries, scratch.queries_t, scratch.weights);
+      tiles.multiply_keys_of(b, decoded, begin, n, keys, scratch);
       if (need_scores) {
         const auto values = tiles.values(begin, n, scratch.values);
-        multiply_rows<E>(b, decoded, values, n, a.head_dim_v, scratch.dout, scratch.dout_t, scratch.dscores);
+        tiles.multiply_values_of(b, decoded, begin, n, values, scratch);
       }
       differentiate<E>(a, s, head, b, scratch, begin, n, first_key, a.own_dbias);
       if (a.own_dbias) write_bias_tile(a, s, head, b, begin, n, scratch.bias_rows, scratch.bias);
@@ -176,9 +176,15 @@ void attention_delta(const AttentionDelta& a, int64_t sequence, int64_t token_be
       typedef std::remove_pointer_t<decltype(type)> T;
       const T* out = static_cast<const T*>(a.out) + row_offset(a.out_strides, s, 0, a.n_heads, row);
       const T* dout = static_cast<const T*>(a.dout) + row_offset(a.dout_strides, s, 0, a.n_heads, row);
-      for_each_vec(a.head_dim_v, [&](int64_t i, auto access, int) FK_INLINE {
-        products += access.load(out + i) * access.load(dout + i);
-      });
+      int64_t i = 0;
+      if constexpr (kReadSplit<T>)
+        for (; i + kSplitStep <= a.head_dim_v; i += kSplitStep) {
+          const Vec2 x = Whole2<true>::load(out + i), y = Whole2<true>::load(dout + i);
+          products += x.a * y.a;
+          products += x.b * y.b;
+        }
+      for (; i + kLanes <= a.head_dim_v; i += kLanes) products += Whole::load(out + i) * Whole::load(dout + i);
+      if (const Part at{int(a.head_dim_v - i)}; at.count > 0) products += at.load(out + i) * at.load(dout + i);
     });
     const float into_lse = a.dlse ? a.dlse[at] : 0.0f;
     a.delta[at] = a.lse[at] == kNone ? 0.0f : sum_of(products) - into_lse;

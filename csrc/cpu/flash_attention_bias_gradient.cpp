@@ -110,16 +110,14 @@ void add_block(const AttentionBackward& a, const AttentionBiasTask& task, int64_
   b.set(a, s, sequence, head, row, task.row_end, task.key_begin, task.key_end);
   if (b.key_begin >= b.key_end) return;
   if (a.drops()) b.words.dropout.set(a, b, sequence, head);
-  read_block<E>(a, s, head, b, scratch);
   const bool decoded = is_decoded(a, row, s.q_len * a.group);
+  read_block<E>(a, s, head, b, decoded, scratch);
   for (int64_t key = b.key_begin; key < b.key_end; key += kAttentionKeys) {
     const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - key);
     const auto counted = int32_t(key - task.key_begin);
     if (!looks_at(a, s, head, b, key, n, counted)) continue;
-    multiply_rows<E>(b, decoded, tiles.keys(key, n, scratch.keys), n, a.head_dim, scratch.queries, scratch.queries_t,
-                     scratch.weights);
-    multiply_rows<E>(b, decoded, tiles.values(key, n, scratch.values), n, a.head_dim_v, scratch.dout, scratch.dout_t,
-                     scratch.dscores);
+    tiles.multiply_keys_of(b, decoded, key, n, tiles.keys(key, n, scratch.keys), scratch);
+    tiles.multiply_values_of(b, decoded, key, n, tiles.values(key, n, scratch.values), scratch);
     differentiate<E>(a, s, head, b, scratch, key, n, counted, true);
     sums.add(b, scratch.bias_rows, key, n);
   }

@@ -2,7 +2,6 @@
 // used straight from memory, with the head dimension along the lanes. Compiled once per instruction set (see isa.h).
 #include "flash_attention_bias.h"
 #include "flash_attention_dot.h"
-#include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
 #include "flash_attention_words.h"
 #include "transpose.h"
@@ -12,55 +11,37 @@ namespace FK_ISA {
 
 namespace {
 
-// kVecs registers of columns of `steps_of` keys: with pairs, of this key and the next, or zero for a next that is not.
-template <class E, int kVecs, class Access, class T>
-inline FK_INLINE void load_values(const T* row, const T* next_row, bool has_next, Access at,
-                                                      Vec (&out)[kVecs]) {
-#if defined(FK_PAIRS)
-  if constexpr (kPer<E> == 2) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVecs; v += 2) {
-      Vec a, b{};
-      if constexpr (kVecs > 1) {
-        a = load_lanes<E>(Whole{}, row + v * kLanes);
-        if (has_next) b = load_lanes<E>(Whole{}, next_row + v * kLanes);
-        out[v + 1] = columns_paired<1>(a, b);
-      } else {
-        Part part{kLanes};
-        if constexpr (std::is_same_v<Access, Part>) part = at;
-        a = load_lanes<E>(part, row);
-        if (has_next) b = load_lanes<E>(part, next_row);
-      }
-      out[v] = columns_paired<0>(a, b);
-    }
-    return;
-  }
-#endif
-#pragma GCC unroll 16
-  for (int v = 0; v < kVecs; ++v) out[v] = at.load(row + v * kLanes);
-}
+// Whether columns of values are read as multiply_keys reads keys, kVecs registers at a time.
+template <class T, int kVecs> constexpr bool kSplitColumns = kReadSplit<T> && kVecs > 1;
 
 // out[row] = out[row] * scale[row] + sum over keys of weights[row][key] values[key], for kVecs registers.
-template <int kRows, int kVecs, class E, class Access, class T>
-inline void add_values(const E* weights, int64_t ld, ScatteredStream<T> values, int64_t n, const float* scale,
+template <int kRows, int kVecs, class Access, class T>
+inline void add_values(const float* weights, int64_t ld, ScatteredStream<T> values, int64_t n, const float* scale,
                        float* out, int64_t ld_out, int64_t column, Access at) {
   Vec acc[kRows][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; ++v) acc[r][v] = Vec{};
-  for (int64_t key = 0; key < n; key += kPer<E>) {
+  for (int64_t key = 0; key < n; ++key) {
     Vec right[kVecs];
-    load_values<E>(values.row(key) + column, values.row(key + 1) + column, key + 1 < n, at, right);
+    const T* row = values.row(key) + column;
+    constexpr int kStep = kSplitColumns<T, kVecs> ? 2 : 1;
 #pragma GCC unroll 16
-    for (int j = 0; j < kPer<E>; ++j)
-#pragma GCC unroll 16
-      for (int v = 0; v < kVecs; v += kPer<E>) values.prefetch(key + j, column + v * kLanes);
+    for (int v = 0; v < kVecs; v += kStep) {
+      if constexpr (kStep == 2) {
+        const Vec2 both = Whole2<true>::load(row + v * kLanes);
+        right[v] = both.a, right[v + 1] = both.b;
+      } else {
+        right[v] = at.load(row + v * kLanes);
+      }
+      values.prefetch(key, column + v * kLanes);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Vec left = spread(weights + r * ld + key);
+      const Vec left = splat(weights[r * ld + key]);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVecs; ++v) accumulate<E>(acc[r][v], left, right[v]);
+      for (int v = 0; v < kVecs; ++v) acc[r][v] += left * right[v];
     }
   }
 #pragma GCC unroll 16
@@ -73,9 +54,9 @@ inline void add_values(const E* weights, int64_t ld, ScatteredStream<T> values, 
 }
 
 // The same for columns [first, head_dim_v), kVecs registers at a time while there are so many.
-template <int kRows, int kVecs, class E, class T>
-void add_all_values(const E* weights, int64_t ld, ScatteredStream<T> values, int64_t n, const float* scale, float* out,
-                    int64_t ld_out, int64_t first, int64_t head_dim_v) {
+template <int kRows, int kVecs, class T>
+void add_all_values(const float* weights, int64_t ld, ScatteredStream<T> values, int64_t n, const float* scale,
+                    float* out, int64_t ld_out, int64_t first, int64_t head_dim_v) {
   int64_t i = first;
   for (; i + kVecs * kLanes <= head_dim_v; i += kVecs * kLanes)
     add_values<kRows, kVecs>(weights, ld, values, n, scale, out, ld_out, i, Whole{});
@@ -187,7 +168,6 @@ template <class T> struct TileRows {
 template <int kRows, class T>
 void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b, const float* queries, float* out,
             float* scores) {
-  typedef Product<T> E;
   constexpr int kVecs = std::min(8, kSums / kRows);
   constexpr int64_t ld = kAttentionDecodeKeys + kSums;
   const AttentionSequence& s = a.sequences[task.sequence];
@@ -201,20 +181,17 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
     keys.find(a, task, a.k, a.k_strides, tile, n);
     values.find(a, task, a.v, a.v_strides, tile, n);
     next.find(a, task, a.k, a.k_strides, next_tile, std::min<int64_t>(kAttentionDecodeKeys, b.key_end - next_tile));
-    multiply_keys<kRows>(queries, a.head_dim, ScatteredStream<T>{keys.at, values.at}, n, scores, ld);
+    multiply_keys<kRows>(queries, round_up(a.head_dim, kAttentionPad), a.head_dim,
+                         ScatteredStream<T>{keys.at, values.at}, n, scores, ld);
     if (a.bias || a.aligned()) softmax_rows(a, task, b, scores, ld, tile, n);
     else
       for (int r = 0; r < b.count; ++r) softmax_row<false>(a, b, r, {}, scores + r * ld, n, first_key);
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
-    E* weights = reinterpret_cast<E*>(scores);
-    if constexpr (kPer<E> == 2) {
-      for (int r = 0; r < kRows; ++r)  // in place, each before what it is written over
-        for (int64_t j = 0; j < n; j += kLanes)
-          Whole::store(weights + r * ld * 2 + j, Whole::load(scores + r * ld + j));
-    }
-    add_all_values<kRows, kVecs>(weights, ld * kPer<E>, ScatteredStream<T>{values.at, next.at}, n, b.scale, out, dv, 0,
+    add_all_values<kRows, kVecs>(scores, ld, ScatteredStream<T>{values.at, next.at}, n, b.scale, out, dv, 0,
                                  a.head_dim_v);
   }
+  if constexpr (kSplitColumns<T, kVecs>)
+    for (int64_t r = 0; r < b.count; ++r) put_in_order(out + r * dv, a.head_dim_v);
 }
 
 }  // namespace
@@ -233,8 +210,9 @@ void attention_decode(const AttentionForward& a, const AttentionTask& task, floa
   with_type(a.type, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> T;
     for (int64_t i = 0; i < b.count; ++i)
-      read_row<Product<T>>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim,
-                           queries + i * lanes_of<Product<T>>(a.head_dim), lanes_of<Product<T>>(a.head_dim));
+      read_row<float>(a.type, a.q, row_offset(a.q_strides, s, head, a.group, b.row + i), a.head_dim, queries + i * d,
+                      d);
+    order_queries<T>(queries, b.count, a.head_dim, d);
     if (b.count > 4) attend<8, T>(a, task, b, queries, out, scores);
     else if (b.count > 2) attend<4, T>(a, task, b, queries, out, scores);
     else if (b.count > 1) attend<2, T>(a, task, b, queries, out, scores);

@@ -9,6 +9,7 @@
 
 #include "flash_attention_gemm.h"
 #include "transpose.h"
+#include "vec2.h"
 
 namespace foundry {
 namespace FK_ISA {
@@ -42,21 +43,13 @@ inline float sum_of(Vec v) {
   return lanes[0];
 }
 
-// What products of T's factors are made of, see flash_attention_gemm.h.
-template <class T> using Product = std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, BFloat16, float>;
-
-// A register of E's lanes from memory.
-template <class E, class Access, class T>
-inline Vec load_lanes(Access at, const T* p) {
-  if constexpr (kPer<E> == 1) {
-    return at.load(p);
-  } else {
-    Vec bits{};
-    if constexpr (std::is_same_v<Access, Whole>) std::memcpy(&bits, p, sizeof(bits));
-    else std::memcpy(&bits, p, at.count * sizeof(T));
-    return bits;
-  }
-}
+// Whether rows of T are read as 32-bit words, the even elements of which go to one register and the odd ones to the
+// next: a shift and a mask, where elements in order would be moved across lanes. What goes with them lies in that
+// order, see split_in_place; what is left of a row beyond a multiple of kSplitStep is in order. The processor's
+// products of pairs (vdpbf16ps) would want pairs of rows of values, which take a permutation for each register, and are
+// no faster than the two products that take their place.
+template <class T> constexpr bool kReadSplit = std::is_same_v<T, BFloat16>;
+constexpr int kSplitStep = 2 * kLanes;
 
 // Rows of memory that are read, and those that come after them. The processor's own prefetching knows nothing of the
 // change between keys and values; without this it reads memory at half its rate.
@@ -79,35 +72,57 @@ template <class T> struct ScatteredStream {
   void prefetch(int64_t key, int64_t i) const { __builtin_prefetch(next[key] + i, 0, 2); }
 };
 
-// scores[row][key] = query . key for kRows rows, `n` keys of a stream; `scores` has room for kSums more.
+// Queries of floats as multiply_keys<T> wants them.
+template <class T>
+inline void order_queries(float* queries, int64_t rows, int64_t head_dim, int64_t ld) {
+  if constexpr (kReadSplit<T>)
+    for (int64_t r = 0; r < rows; ++r) split_in_place(queries + r * ld, head_dim);
+}
+
+// scores[row][key] = query . key for kRows rows, `n` keys of a stream; `scores` has room for kSums more. After
+// order_queries.
 template <int kRows, class Keys>
-void multiply_keys(const float* queries, int64_t head_dim, const Keys& keys, int64_t n, float* scores, int64_t ld) {
+void multiply_keys(const float* queries, int64_t ld_queries, int64_t head_dim, const Keys& keys, int64_t n,
+                   float* scores, int64_t ld) {
   typedef typename Keys::Element T;
-  typedef Product<T> E;
   constexpr int kKeys = kSums / kRows;
-  constexpr int64_t kStep = kLanes * kPer<E>;
-  const int64_t lanes = lanes_of<E>(head_dim);
   for (int64_t key = 0; key < n; key += kKeys) {
     const T* rows[kKeys];
 #pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j) rows[j] = keys.row(std::min(key + j, n - 1));
     Vec acc[kSums] = {};
+    const auto add = [&](int64_t i, const Vec(&k)[kKeys]) FK_INLINE {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Vec q = Whole::load(queries + r * ld_queries + i);
+#pragma GCC unroll 16
+        for (int j = 0; j < kKeys; ++j) acc[r * kKeys + j] += q * k[j];
+      }
+    };
     const auto step = [&](int64_t i, auto at) FK_INLINE {
       Vec k[kKeys];
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j) {
-        k[j] = load_lanes<E>(at, rows[j] + i);
+        k[j] = at.load(rows[j] + i);
         keys.prefetch(key + j, i);
       }
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const Vec q = Whole::load(queries + r * lanes + i / kPer<E>);
-#pragma GCC unroll 16
-        for (int j = 0; j < kKeys; ++j) accumulate<E>(acc[r * kKeys + j], q, k[j]);
-      }
+      add(i, k);
     };
     int64_t i = 0;
-    for (; i + kStep <= head_dim; i += kStep) step(i, Whole{});
+    if constexpr (kReadSplit<T>) {
+      for (; i + kSplitStep <= head_dim; i += kSplitStep) {
+        Vec even[kKeys], odd[kKeys];
+#pragma GCC unroll 16
+        for (int j = 0; j < kKeys; ++j) {
+          const Vec2 k = Whole2<true>::load(rows[j] + i);
+          even[j] = k.a, odd[j] = k.b;
+          keys.prefetch(key + j, i);
+        }
+        add(i, even);
+        add(i + kLanes, odd);
+      }
+    }
+    for (; i + kLanes <= head_dim; i += kLanes) step(i, Whole{});
     if (i < head_dim) step(i, Part{int(head_dim - i)});
     float found[kSums];
 #pragma GCC unroll 16

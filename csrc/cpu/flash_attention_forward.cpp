@@ -1,8 +1,7 @@
 // Attention's forward pass. Compiled once per instruction set (see isa.h).
 #include "flash_attention_bias.h"
-#include "flash_attention_pairs.h"
 #include "flash_attention_softmax.h"
-#include "flash_attention_words.h"
+#include "flash_attention_weights.h"
 #include "transpose.h"
 
 namespace foundry {
@@ -10,14 +9,8 @@ namespace FK_ISA {
 
 namespace {
 
-struct Block : BlockRows {
-  float *queries, *out;  // transposed: [D, kAttentionRows], [Dv, kAttentionRows]
-  alignas(64) float max[kAttentionRows], sum[kAttentionRows], entropy[kAttentionRows];
-  BlockWords words;
-};
-
 struct Scratch {
-  float *queries, *out, *by_rows, *scores, *keys, *values, *value_pairs, *bias, *bias_rows;
+  float *queries, *out, *by_rows, *scores[2], *keys, *values, *value_pairs, *values_t[2], *bias, *bias_rows;
 
   Scratch(const AttentionForward& a, float* p) {
     const int64_t d = round_up(a.head_dim, kAttentionPad), dv = round_up(a.head_dim_v, kAttentionPad);
@@ -25,10 +18,11 @@ struct Scratch {
     queries = take(kAttentionBlocks * kAttentionRows * d);
     out = take(kAttentionBlocks * kAttentionRows * dv);
     by_rows = take(kAttentionRows * std::max(d, dv));
-    scores = take(kAttentionKeys * kAttentionRows);
+    for (float*& tile : scores) tile = take(kAttentionKeys * kAttentionRows);
     keys = take(kAttentionKeys * d);
     values = take(kAttentionKeys * dv);
     value_pairs = take(kAttentionKeys * dv / 2);
+    for (float*& tile : values_t) tile = take(kAttentionKeys * dv / 2);
     bias = take(kAttentionKeys * kAttentionRows);
     bias_rows = p;
   }
@@ -42,60 +36,6 @@ void read_queries(const AttentionForward& a, const AttentionSequence& s, int64_t
                 lanes);
   std::fill(by_rows + b.count * lanes, by_rows + rows * lanes, 0.0f);
   transpose(by_rows, lanes, rows, lanes, b.queries, kAttentionRows);
-}
-
-// One tile of scores [n, rows] becomes weights, relative to the largest logit so far; `scale` is left the factor by
-// which that changes what was summed before. The first key is `key`, counted as in BlockRows. Of E bfloat16 the weights
-// of two keys share a row.
-template <class E, Hidden kHidden, bool kDrops, bool kBias, bool kEntropy>
-void softmax_tile(const AttentionForward& a, Block& b, const TileOptions& with, float* scores, int64_t n, int32_t key,
-                  float* scale) {
-  const Vec unit = splat(kBias ? 1.0f : a.scale);  // of the scores in `scores`
-  for (int v = 0; v < b.vecs; ++v) {
-    [[maybe_unused]] const PickedLanes lanes(v);
-    float* column = scores + v * kLanes;
-    Vec top[2] = {splat(kNone), splat(kNone)};
-    for (int64_t j = 0; j < n; ++j) {
-      Vec s = Whole::load(column + j * kAttentionRows);
-      if constexpr (kBias) {
-        s = capped(a, s);
-        if (a.alibi_slopes) s -= alibi(b, v, key + int32_t(j));
-        if (with.bias) s += Whole::load(with.bias + j * kAttentionRows + v * kLanes);
-      }
-      if constexpr (kHidden == Hidden::edge) s = seen(b, v, key + int32_t(j), s, kNone);
-      if constexpr (kHidden == Hidden::words) s = lanes.pick(with.seen + j, s, kNone);
-      if constexpr (kBias || kHidden != Hidden::nothing) Whole::store(column + j * kAttentionRows, s);
-      top[j & 1] = larger(s, top[j & 1]);
-    }
-    const auto row = [&](float* of) { return of + v * kLanes; };
-    const Vec before = Whole::load(row(b.max)), now = larger(larger(top[0], top[1]) * unit, before);
-    const Vec at = now == splat(kNone) ? Vec{} : now;  // a row that has seen no key yet
-    const Vec moved = before - at, factor = exp(moved);
-    Vec sum{}, entropy{};  // of this tile
-    const auto weight = [&](int64_t j) FK_INLINE {
-      const Vec t = Whole::load(column + j * kAttentionRows) * unit - at, p = exp(t);
-      sum += p;
-      if constexpr (kEntropy) entropy += p > Vec{} ? p * t : Vec{};
-      if constexpr (kDrops) return lanes.pick(with.kept + j, p * a.dropout.scale, 0.0f);
-      else return p;
-    };
-    if constexpr (kPer<E> == 1) {
-      for (int64_t j = 0; j < n; ++j) Whole::store(column + j * kAttentionRows, weight(j));
-    } else {
-      for (int64_t j = 0; j < n; j += 2) {
-        const Vec p = weight(j);
-        store_pairs(column + j / 2 * kAttentionRows, p, j + 1 < n ? weight(j + 1) : Vec{});
-      }
-    }
-    const Vec sum_before = Whole::load(row(b.sum));
-    Whole::store(row(b.max), now);
-    Whole::store(row(b.sum), sum_before * factor + sum);
-    if constexpr (kEntropy) {
-      const Vec all_before = Whole::load(row(b.entropy)) + moved * sum_before;
-      Whole::store(row(b.entropy), entropy + (factor > Vec{} ? factor * all_before : Vec{}));
-    }
-    Whole::store(row(scale), factor);
-  }
 }
 
 void write_block(const AttentionForward& a, const AttentionTask& task, const Block& b, float* by_rows) {
@@ -114,13 +54,138 @@ bool look(const AttentionForward& a, const AttentionTask& task, Block& b, int64_
                       int32_t(tile - task.key_begin));
 }
 
+// Keys that a block sees, of one tile: [begin, begin + n). The factors of its two products, and its scores.
+template <class E> struct BlockKeys {
+  Block* block;
+  int64_t tile, begin, n;
+  Factor<E> keys, values;
+  float* scores;
+};
+
+// What is done with a block and its keys: scores, weights, and the sum of values. Of whole tiles of AMX, the products
+// of one part are made during the softmax of another.
+template <class E> class Parts {
+ public:
+  Parts(const AttentionForward& a, const AttentionTask& task, const Scratch& scratch)
+      : a_(a),
+        task_(task),
+        scratch_(scratch) {}
+
+  // Whether whole parts are made of whole tiles, as `add` wants them.
+  static bool tiled(const AttentionForward& a) {
+    return kTiles && kPer<E> == 2 && !a.aligned() && !a.bias && a.head_dim % kTileBlock == 0 &&
+           a.head_dim_v % kTileBlock == 0;
+  }
+
+  // `part` has scores yet to be made.
+  void add(BlockKeys<E> part) {
+    part.scores = scratch_.scores[index_ ^= 1];
+#if defined(__AMX_BF16__)
+    if constexpr (kPer<E> == 2) {
+      if (tiled(a_) && part.n % kTileBlock == 0 && part.block->vecs % 2 == 0) {
+        begin_values();
+        queue_.add(product_of_keys(part));
+        if (current_.block) softmax(current_), before_ = current_;
+        queue_.finish();
+        if (before_.block) rescale(before_);
+        current_ = part;
+        return;
+      }
+      finish();
+    }
+#endif
+    const Block& b = *part.block;
+    multiply<E>(part.n, b.vecs, part.keys, b.queries, kAttentionRows, steps_of<E>(a_.head_dim), part.scores,
+                kAttentionRows, Start::zero);
+    softmax(part);
+    multiply<E>(a_.head_dim_v, b.vecs, part.values, part.scores, kAttentionRows, steps_of<E>(part.n), b.out,
+                kAttentionRows, Start::scaled, scale_);
+  }
+
+  // Does what is left of the parts.
+  void finish() {
+#if defined(__AMX_BF16__)
+    begin_values();
+    if (current_.block) softmax(current_);
+    queue_.finish();
+    if (current_.block) rescale(current_), before_ = current_;
+    begin_values();
+    queue_.finish();
+    current_ = {};
+#endif
+  }
+
+ private:
+  void softmax(const BlockKeys<E>& part) {
+    Block& b = *part.block;
+    const AttentionSequence& s = a_.sequences[task_.sequence];
+    Hidden hidden = part.begin < b.full_begin || part.begin + part.n > b.full_end ? Hidden::edge : Hidden::nothing;
+    TileOptions with{b.words.seen, b.words.kept, nullptr, nullptr};
+    if (a_.aligned()) {
+      if (!a_.masked()) look(a_, task_, b, part.tile);
+      hidden = b.words.finish(a_, b, part.tile);
+    }
+    if (a_.bias) {
+      read_bias_tile(a_, s, task_.kv_head * a_.group, b, part.begin, part.n, scratch_.bias_rows, scratch_.bias);
+      with.bias = scratch_.bias;
+    }
+    with_hidden(hidden, a_.drops(), [&](auto by, auto drops) {
+      with_bools(
+          [&](auto bias, auto entropy) {
+            softmax_tile<E, by.value, drops.value, bias.value, entropy.value>(
+                a_, b, with, part.scores, part.n, int32_t(part.begin - task_.key_begin), scale_, queue_);
+          },
+          has_bias(a_), a_.entropy != nullptr);
+    });
+  }
+
+#if defined(__AMX_BF16__)
+  // Queues the product with values that waits.
+  void begin_values() {
+    if (before_.block) queue_.add(product_of_values(before_));
+    before_ = {};
+  }
+
+  void rescale(const BlockKeys<E>& part) {
+    scale_columns(part.block->out, kAttentionRows, a_.head_dim_v, part.block->vecs, scale_);
+  }
+
+  static TileProduct product(Factor<E> left, const float* right, float* out, int64_t rows, int64_t vecs, int64_t depth,
+                             bool add) {
+    return {reinterpret_cast<const char*>(left.data),
+            reinterpret_cast<const char*>(right),
+            reinterpret_cast<char*>(out),
+            left.row * int64_t(sizeof(E)),
+            kAttentionRows * int64_t(sizeof(float)),
+            kAttentionRows * int64_t(sizeof(float)),
+            int(rows / kTileBlock),
+            int(vecs / 2),
+            int(depth / kTilePairs),
+            add};
+  }
+  TileProduct product_of_keys(const BlockKeys<E>& part) const {
+    return product(part.keys, part.block->queries, part.scores, part.n, part.block->vecs, a_.head_dim / 2, false);
+  }
+  TileProduct product_of_values(const BlockKeys<E>& part) const {
+    return product(part.values, part.scores, part.block->out, a_.head_dim_v, part.block->vecs, part.n / 2, true);
+  }
+#endif
+
+  const AttentionForward& a_;
+  const AttentionTask& task_;
+  const Scratch& scratch_;
+  TileQueue queue_;
+  BlockKeys<E> before_{}, current_{};  // with weights and with scores, whose products with values are yet to be made
+  int index_ = 0;
+  alignas(64) float scale_[kAttentionRows];
+};
+
 template <class E>
 void forward(const AttentionForward& a, const AttentionTask& task, float* scratch_memory) {
   const Scratch scratch(a, scratch_memory);
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t head = task.kv_head * a.group;
   const int64_t lanes = lanes_of<E>(a.head_dim), dv = round_up(a.head_dim_v, kAttentionPad);
-  alignas(64) float scale[kAttentionRows];
   Block blocks[kAttentionBlocks];
   int n_blocks = 0;
   int64_t key_begin = task.key_end, key_end = task.key_begin;
@@ -139,9 +204,15 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
     key_end = std::max(key_end, b.key_end);
   }
 
+  // Of keys that some rows of a block see, all those of a whole tile are multiplied and hidden again.
+  const int64_t unit = Parts<E>::tiled(a) ? kTileBlock : kPer<E>;  // pairs stay together
+  if (unit > kPer<E> && key_begin < key_end)
+    key_end = std::min(task.key_end, key_begin + round_up(key_end - key_begin, unit));
+  Parts<E> parts(a, task, scratch);
   const int64_t k_base = key_offset(a.k_strides, s, task.kv_head, 0);
   const int64_t v_base = key_offset(a.v_strides, s, task.kv_head, 0);
-  for (int64_t tile = key_begin; tile < key_end; tile += kAttentionKeys) {
+  int64_t n_tiles = 0;
+  for (int64_t tile = key_begin; tile < key_end; tile += kAttentionKeys, ++n_tiles) {
     const int64_t n_tile = std::min<int64_t>(kAttentionKeys, key_end - tile);
     if (a.masked()) {
       bool any = false;
@@ -156,33 +227,24 @@ void forward(const AttentionForward& a, const AttentionTask& task, float* scratc
     const auto keys = read(a.k, a.k_strides, k_base, a.head_dim, scratch.keys);
     const auto values = pack_pairs(read(a.v, a.v_strides, v_base, a.head_dim_v, scratch.values), n_tile, a.head_dim_v,
                                    scratch.value_pairs);
-    for (int i = 0; i < n_blocks; ++i) {
-      Block& b = blocks[i];
-      int64_t skipped = std::max<int64_t>(0, b.key_begin - tile);
-      skipped -= skipped % kPer<E>;  // pairs stay together
-      const int64_t begin = tile + skipped, end = std::min(tile + n_tile, b.key_end), n = end - begin;
-      if (n <= 0 || (a.masked() && b.words.all == Seen::none)) continue;
-      multiply<E>(n, b.vecs, {keys.data + skipped * keys.ld, keys.ld, kPer<E>}, b.queries, kAttentionRows,
-                  steps_of<E>(a.head_dim), scratch.scores, kAttentionRows, Start::zero);
-      Hidden hidden = begin < b.full_begin || end > b.full_end ? Hidden::edge : Hidden::nothing;
-      TileOptions with{b.words.seen, b.words.kept, nullptr, nullptr};
-      if (a.aligned()) {
-        if (!a.masked()) look(a, task, b, tile);
-        hidden = b.words.finish(a, b, tile);
-      }
-      if (a.bias) read_bias_tile(a, s, head, b, begin, n, scratch.bias_rows, scratch.bias), with.bias = scratch.bias;
-      with_hidden(hidden, a.drops(), [&](auto by, auto drops) {
-        with_bools(
-            [&](auto bias, auto entropy) {
-              softmax_tile<E, by.value, drops.value, bias.value, entropy.value>(a, b, with, scratch.scores, n,
-                                                                                int32_t(begin - task.key_begin), scale);
-            },
-            has_bias(a), a.entropy != nullptr);
-      });
-      multiply<E>(a.head_dim_v, b.vecs, {values.data + skipped / kPer<E> * values.ld, kPer<E>, values.ld},
-                  scratch.scores, kAttentionRows, steps_of<E>(n), b.out, kAttentionRows, Start::scaled, scale);
+    // Tiles want the pairs of a column side by side. Two of them, as products of the last tile are still to be made.
+    float* const values_t = scratch.values_t[n_tiles % 2];
+    constexpr bool kTransposed = kTiles && kPer<E> == 2;
+    if constexpr (kTransposed)
+      transpose(scratch.value_pairs, dv, round_up(steps_of<E>(n_tile), kLanes), dv, values_t, kAttentionKeys / 2);
+    for (Block* b = blocks; b < blocks + n_blocks; ++b) {
+      int64_t skipped = std::max<int64_t>(0, b->key_begin - tile);
+      skipped -= skipped % unit;
+      const int64_t end = std::min(tile + n_tile, tile + round_up(b->key_end - tile, unit > kPer<E> ? unit : 1));
+      const int64_t begin = tile + skipped, n = end - begin;
+      if (n <= 0 || (a.masked() && b->words.all == Seen::none)) continue;
+      const Factor<E> value_columns =
+          kTransposed ? Factor<E>{reinterpret_cast<const E*>(values_t) + skipped, kAttentionKeys, kPer<E>}
+                      : Factor<E>{values.data + skipped / kPer<E> * values.ld, kPer<E>, values.ld};
+      parts.add({b, tile, begin, n, {keys.data + skipped * keys.ld, keys.ld, kPer<E>}, value_columns, nullptr});
     }
   }
+  parts.finish();
   for (int i = 0; i < n_blocks; ++i) write_block(a, task, blocks[i], scratch.by_rows);
 }
 

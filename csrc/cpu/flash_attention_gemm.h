@@ -10,6 +10,8 @@
 // Where the processor has tiles (AMX), these take the whole ones of such a product.
 #pragma once
 
+#include <algorithm>
+
 #include "flash_attention.h"
 #include "flash_attention_amx.h"
 #include "vec.h"
@@ -166,6 +168,15 @@ inline void multiply_registers(int64_t rows, int64_t vecs, Factor<E> a, const fl
                     : multiply_any<false>(rows, vecs, a, b, ldb, depth, c, ldc, start, factor);
 }
 
+// C [rows, vecs registers] times a factor a column, of which most are 1 most of the time.
+inline void scale_columns(float* c, int64_t ldc, int64_t rows, int64_t vecs, const float* factor) {
+  for (int64_t v = 0; v < vecs * kLanes; v += kLanes) {
+    if (std::all_of(factor + v, factor + v + kLanes, [](float x) { return x == 1.0f; })) continue;
+    const Vec by = Whole::load(factor + v);
+    for (int64_t r = 0; r < rows; ++r) Whole::store(c + r * ldc + v, Whole::load(c + r * ldc + v) * by);
+  }
+}
+
 // C [rows, vecs registers] = A [rows, depth] B [depth, vecs registers] + what `start` says; `factor` has one number a
 // column. One of A's strides is that of neighbours, kPer<E>.
 template <class E>
@@ -175,8 +186,8 @@ inline void multiply(int64_t rows, int64_t vecs, Factor<E> a, const float* b, in
   if constexpr (kPer<E> == 2) {
     const int64_t whole_rows = rows / kTileRows * kTileRows, whole_depth = depth / kTilePairs * kTilePairs;
     if (whole_rows > 0 && whole_depth > 0 && (a.step == kPer<E> || whole_depth <= kAttentionKeys / 2)) {
-      multiply_tiles(whole_rows, vecs, a.data, a.row, a.step, b, ldb, whole_depth, c, ldc, start != Start::zero,
-                     start == Start::scaled ? factor : nullptr);
+      if (start == Start::scaled) scale_columns(c, ldc, whole_rows, vecs, factor);
+      multiply_tiles(whole_rows, vecs, a.data, a.row, a.step, b, ldb, whole_depth, c, ldc, start != Start::zero);
       if (whole_depth < depth)
         multiply_registers<E>(whole_rows, vecs, {a.data + whole_depth * a.step, a.row, a.step}, b + whole_depth * ldb,
                               ldb, depth - whole_depth, c, ldc, Start::add, nullptr);

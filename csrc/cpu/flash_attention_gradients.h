@@ -12,8 +12,8 @@ namespace foundry {
 namespace FK_ISA {
 
 struct GradientScratch {
-  // Queries and gradients of the output: a row after the other, transposed, and in pairs of rows. The gradient of the
-  // queries, transposed.
+  // Queries and gradients of the output: a row after the other, transposed, and in pairs of rows; of rows that decode
+  // did, floats as multiply_keys wants them take the place of the transposed. The gradient of the queries, transposed.
   float *queries, *queries_t, *query_pairs, *dout, *dout_t, *dout_pairs, *dq;
   float *weights, *dscores;  // a tile of each, [keys, rows]; of bfloat16 the gradients in pairs of keys
   BFloat16* dscores_rows;    // with pairs: the same gradients, a row for each key
@@ -50,7 +50,7 @@ struct GradientBlock : BlockRows {
 };
 
 template <class E>
-void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b,
+void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t head, GradientBlock& b, bool decoded,
                 const GradientScratch& scratch) {
   const int64_t rows = b.vecs * kLanes;
   const auto read = [&](const void* data, const HeadStrides& strides, int64_t width, float* out, float* transposed) {
@@ -58,7 +58,14 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
     for (int64_t i = 0; i < b.count; ++i)
       read_row<E>(a.type, data, row_offset(strides, s, head, a.group, b.row + i), width, out + i * lanes, lanes);
     std::fill(out + b.count * lanes, out + rows * lanes, 0.0f);
-    transpose(out, lanes, rows, lanes, transposed, kAttentionRows);
+    if (!decoded) return transpose(out, lanes, rows, lanes, transposed, kAttentionRows);
+    const int64_t ld = round_up(width, kAttentionPad);
+    std::fill(transposed, transposed + kAttentionDecodeRows * ld, 0.0f);
+    for (int64_t i = 0; i < b.count; ++i)
+      read_row<float>(a.type, data, row_offset(strides, s, head, a.group, b.row + i), width, transposed + i * ld, ld);
+    with_type(a.type, [&](auto* type) {
+      order_queries<std::remove_pointer_t<decltype(type)>>(transposed, b.count, width, ld);
+    });
   };
   read(a.q, a.q_strides, a.head_dim, scratch.queries, scratch.queries_t);
   read(a.dout, a.dout_strides, a.head_dim_v, scratch.dout, scratch.dout_t);
@@ -74,17 +81,23 @@ void read_block(const AttentionBackward& a, const AttentionSequence& s, int64_t 
   std::fill(b.delta + b.count, b.delta + rows, 0.0f);
 }
 
-// out [n, rows] = the products of a tile's rows with those of the block, which are given as they lie and transposed.
-// For rows that decode did, by its products: lse was made of them.
+// out [n, rows] = the products of a tile's rows with those of the block, which read_block has left in `rows`.
 template <class E>
-void multiply_rows(const GradientBlock& b, bool decoded, Tile<E> tile, int64_t n, int64_t width, const float* rows,
-                   const float* rows_t, float* out) {
-  if (!decoded)
-    return multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows_t, kAttentionRows, steps_of<E>(width), out,
-                       kAttentionRows, Start::zero);
+void multiply_tile(const GradientBlock& b, Tile<E> tile, int64_t n, int64_t width, const float* rows, float* out) {
+  multiply<E>(n, b.vecs, {tile.data, tile.ld, kPer<E>}, rows, kAttentionRows, steps_of<E>(width), out, kAttentionRows,
+              Start::zero);
+}
+
+// The same for rows that decode did, by its products, of which lse was made: of the rows of memory from `offset` on.
+inline void multiply_decoded(const AttentionBackward& a, const GradientBlock& b, const void* data, int64_t offset,
+                             int64_t stride, int64_t n, int64_t width, const float* rows, float* out) {
   constexpr int64_t ld = kAttentionKeys + kSums;
   float products[kAttentionDecodeRows * ld];
-  multiply_keys<kAttentionDecodeRows>(rows, width, Stream<E>{tile.data, tile.ld, tile.data}, n, products, ld);
+  with_type(a.type, [&](auto* type) {
+    const auto* first = static_cast<decltype(type)>(const_cast<void*>(data)) + offset;
+    const Stream<std::remove_pointer_t<decltype(type)>> stream{first, stride, first};
+    multiply_keys<kAttentionDecodeRows>(rows, round_up(width, kAttentionPad), width, stream, n, products, ld);
+  });
   for (int64_t j = 0; j < n; ++j)
     for (int64_t r = 0; r < b.vecs * kLanes; ++r)
       out[j * kAttentionRows + r] = r < b.count ? products[r * ld + j] : 0.0f;
@@ -164,6 +177,20 @@ template <class E> struct KeyTiles {
   }
   Tile<E> values(int64_t key, int64_t n, float* scratch) const {
     return read_tile<E>(a.type, a.v, v_base + key * a.v_strides.token, a.v_strides.token, n, a.head_dim_v, scratch);
+  }
+
+  // Their products with a block's queries and with its gradients of the output; `tile` is that of `keys` or `values`.
+  void multiply_keys_of(const GradientBlock& b, bool decoded, int64_t key, int64_t n, Tile<E> tile,
+                        const GradientScratch& scratch) const {
+    if (!decoded) return multiply_tile<E>(b, tile, n, a.head_dim, scratch.queries_t, scratch.weights);
+    multiply_decoded(a, b, a.k, k_base + key * a.k_strides.token, a.k_strides.token, n, a.head_dim, scratch.queries_t,
+                     scratch.weights);
+  }
+  void multiply_values_of(const GradientBlock& b, bool decoded, int64_t key, int64_t n, Tile<E> tile,
+                          const GradientScratch& scratch) const {
+    if (!decoded) return multiply_tile<E>(b, tile, n, a.head_dim_v, scratch.dout_t, scratch.dscores);
+    multiply_decoded(a, b, a.v, v_base + key * a.v_strides.token, a.v_strides.token, n, a.head_dim_v, scratch.dout_t,
+                     scratch.dscores);
   }
 };
 
