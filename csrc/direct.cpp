@@ -139,7 +139,6 @@ class Arguments {
     if (ok_ && *next_ != Py_None) value = count(PyTuple_GET_ITEM(*next_, 1));
     next_ += ok_;
   }
-  void not_negative(double& value) { value = not_negative(); }
   void positive(double& value) { need(is_positive_number(value = real())); }
   void positive(int64_t& value) {
     const OptionalInt number = next_count();
