@@ -8,188 +8,21 @@
 // nothing differs: autograd, the profiler and the dispatcher see the same.
 #include "direct.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
 #include <cmath>
 #include <initializer_list>
 #include <vector>
 
+#include "direct_arguments.h"
 #include "torch/cross_entropy.h"
-#include "torch/numbers.h"
 #include "torch/operators.h"
 
 namespace foundry {
 namespace {
-
-bool within(c10::DispatchKeySet keys, c10::DispatchKeySet known) { return (keys.raw_repr() & ~known.raw_repr()) == 0; }
-
-bool common_thread() {
-  return within(c10::impl::tls_local_dispatch_key_set().included_, c10::default_included_set) &&
-         !at::impl::torch_function_mode_enabled();
-}
-
-// Dense, on the CPU, and none of conjugate, negated, batched, forward-mode dual, ...
-bool common_tensor(PyObject* object) {
-  if (!THPVariable_CheckExact(object)) return false;
-  constexpr c10::DispatchKeySet kUsual{c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
-                                       c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU};
-  const Tensor& t = THPVariable_Unpack(object);
-  return t.defined() && t.is_cpu() && within(t.key_set(), kUsual) && !t._fw_grad(0).defined();
-}
-
-bool supported(const Tensor& t) {
-  const auto dtype = t.scalar_type();
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-}
-
-// The arguments of a call, read in their order. `ok()` tells at the end whether each was as it was read; until then one
-// that was not is a default.
-class Arguments {
- public:
-  Arguments(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted)
-      : next_(arguments),
-        ok_(given == wanted && common_thread() && is_text(*arguments, "auto", "native")) {
-    if (ok_) ++next_;  // the backend
-  }
-  // Those that a call has together in a tuple.
-  Arguments(PyObject* tuple, Py_ssize_t wanted)
-      : next_(nullptr),
-        ok_(PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == wanted) {
-    if (ok_) next_ = PySequence_Fast_ITEMS(tuple);
-  }
-
-  bool ok() const { return ok_; }
-  void need(bool condition) { ok_ = ok_ && condition; }
-
-  const Tensor& tensor() {
-    const Tensor& t = any_tensor();
-    need(ok_ && supported(t));
-    return t;
-  }
-  OptionalTensor optional_tensor() { return take_none() ? OptionalTensor() : OptionalTensor(tensor()); }
-  bool boolean() {
-    need(ok_ && PyBool_Check(*next_));
-    return ok_ && *next_++ == Py_True;
-  }
-  double real() {
-    need(ok_ && PyFloat_CheckExact(*next_));
-    return ok_ ? PyFloat_AS_DOUBLE(*next_++) : 0.0;
-  }
-  // One of two words: whether it is the first.
-  bool word(const char* first, const char* second) {
-    need(ok_ && is_text(*next_, first, second));
-    return ok_ && PyUnicode_CompareWithASCIIString(*next_++, first) == 0;
-  }
-
-  const Tensor& indices() {
-    const Tensor& t = any_tensor();
-    need(ok_ && (t.scalar_type() == at::kLong || t.scalar_type() == at::kInt));
-    return t;
-  }
-
-  double not_negative() {
-    const double value = real();
-    need(is_not_negative(value));
-    return value;
-  }
-
-  // Options, as their lists name these (torch/options.h). Numbers are those that numbers.h allows.
-  template <class T> void not_an_argument(T&) {}
-  template <class T> void none(std::optional<T>&) { need(take_none()); }
-  void boolean(bool& value) { value = boolean(); }
-  void number(double& value) { need(is_number(value = real())); }
-  void optional_positive(double& value) {  // 0 for None
-    if (!take_none()) need(is_positive_number(value = real()));
-  }
-  void optional_positive(std::optional<double>& value) {
-    if (!take_none()) need(is_positive_number(*(value = real())));
-  }
-  void not_negative(double& value) { value = not_negative(); }
-  void fraction(double& value) { need((value = not_negative()) <= 1.0); }
-  void integer(int64_t& value) {
-    need(ok_ && PyLong_CheckExact(*next_));
-    if (!ok_) return;
-    int overflow = 0;
-    value = PyLong_AsLongLongAndOverflow(*next_++, &overflow);
-    need(overflow == 0);
-  }
-  void reduction(c10::string_view& value) {
-    for (const char* name : {"mean", "none", "sum"})
-      if (ok_ && is_text(*next_, name, name)) value = name;
-    need(!value.empty());
-    next_ += ok_;
-  }
-  void zero(std::optional<double>&) { need(real() == 0.0); }  // None for it
-  void positions(OptionalTensor& value) {
-    if (!take_none()) value = indices();
-  }
-  // The sides of a window, each a number that is not negative or None; None may stand for the pair.
-  void first_of_pair(OptionalInt& value) {
-    const bool is_pair = ok_ && PyTuple_CheckExact(*next_) && PyTuple_GET_SIZE(*next_) == 2;
-    need(ok_ && (is_pair || *next_ == Py_None));
-    if (ok_ && is_pair) value = count(PyTuple_GET_ITEM(*next_, 0));
-  }
-  void second_of_pair(OptionalInt& value) {  // and after it the next argument
-    if (ok_ && *next_ != Py_None) value = count(PyTuple_GET_ITEM(*next_, 1));
-    next_ += ok_;
-  }
-  void positive(double& value) { need(is_positive_number(value = real())); }
-  void positive(int64_t& value) {
-    const OptionalInt number = next_count();
-    need(number.has_value() && *number > 0);
-    if (ok_) value = number->expect_int();
-  }
-  void count(c10::SymInt& value) {
-    const OptionalInt number = next_count();
-    need(number.has_value());
-    if (ok_) value = *number;
-  }
-  void optional_count(OptionalInt& value) { value = next_count(); }
-  void text(c10::string_view& value) {  // valid as long as the argument
-    need(ok_ && PyUnicode_CheckExact(*next_));
-    Py_ssize_t size = 0;
-    const char* data = ok_ ? PyUnicode_AsUTF8AndSize(*next_++, &size) : nullptr;
-    need(data != nullptr);
-    if (ok_) value = {data, static_cast<size_t>(size)};
-  }
-  void alignment(bool& bottom_right) { bottom_right = word("bottom_right", "top_left"); }
-
- private:
-  static bool is_text(PyObject* object, const char* first, const char* second) {
-    return PyUnicode_CheckExact(object) && (PyUnicode_CompareWithASCIIString(object, first) == 0 ||
-                                            PyUnicode_CompareWithASCIIString(object, second) == 0);
-  }
-  bool take_none() {
-    const bool is_none = ok_ && *next_ == Py_None;
-    next_ += is_none;
-    return is_none;
-  }
-  const Tensor& any_tensor() {
-    static const Tensor undefined;
-    need(ok_ && common_tensor(*next_));
-    return ok_ ? THPVariable_Unpack(*next_++) : undefined;
-  }
-  OptionalInt count(PyObject* object) {
-    if (object == Py_None) return std::nullopt;
-    need(PyLong_CheckExact(object));
-    if (!ok_) return std::nullopt;
-    int overflow = 0;
-    const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    need(overflow == 0 && value >= 0);
-    return value;
-  }
-
-  OptionalInt next_count() { return ok_ ? count(*next_++) : std::nullopt; }
-
-  PyObject* const* next_;
-  bool ok_;
-};
 
 PyObject* to_python(const Tensor& t) { return THPVariable_Wrap(t); }
 PyObject* to_python(const std::tuple<Tensor, Tensor>& pair) {
