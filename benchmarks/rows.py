@@ -53,8 +53,13 @@ class Measured:
             warm_ups = 4 if group.memory == "warm" else 0
             self.untimed = contenders.untimed
             with self.untimed():
-                settle(self.prepare, 8 if group.memory == "cold" and group.limit == "memcpy" else 1)
-            self.times = interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0) if self.prepare else {}
+                settle(self.prepare, 24 if group.memory == "cold" and group.limit == "memcpy" else 1)
+            again = 0 if group.memory == "fresh" or DEVICE == "cuda" else 3
+            self.times = (
+                interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0, again=again)
+                if self.prepare
+                else {}
+            )
         self.wrong: dict[str, str] = {}
         if checked and self.prepare:
             check = Check(group, contenders.args)

@@ -372,3 +372,22 @@ def test_a_verdict_fits_a_screen_and_may_have_nothing_to_say() -> None:
     ]
     assert "shape 8 (1 of 2 rows)" in tables.cut({"budget": of}).replace("\n", " ")
     assert verdict.lines([row("rope", {"eager": 2.0})])[-1] == "Slower than a peer: none of 1 rows."
+
+
+def test_a_run_that_got_new_pages_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as is said; then it counts."""
+    pages, ran = [0], []
+    monkeypatch.setattr(measure, "new_pages", lambda: pages[0])
+
+    def run() -> None:
+        ran.append(len(ran))
+        pages[0] += len(ran) <= 2  # the first two bring one each
+
+    times = measure.interleaved({"a": lambda: run}, 0.0, 1, warm_ups=0, least=1, first=0, again=3)
+    assert (len(times["a"]), len(ran)) == (1, 3)
+    ran.clear()
+    measure.interleaved({"a": lambda: run}, 0.0, 1, warm_ups=0, least=1, first=0, again=1)
+    assert len(ran) == 2
+    ran.clear()
+    measure.interleaved({"a": lambda: run}, 0.0, 1, warm_ups=0, least=1, first=0)
+    assert len(ran) == 1
