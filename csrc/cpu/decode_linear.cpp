@@ -5,12 +5,15 @@
 #include <vector>
 
 #include "flash_attention_dot.h"
-#include "flash_attention_tile_io.h"
 
 namespace foundry {
 namespace FK_ISA {
 
 namespace {
+
+// What products of T are made of. Pairs, where the processor multiplies them: of eight rows the arithmetic takes longer
+// than to read the weights.
+template <class T> using Product = std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, BFloat16, float>;
 
 // Columns [begin, end) of one matrix's part of the result.
 template <int kRows, class T>
@@ -21,7 +24,8 @@ void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const flo
   const T* rows = static_cast<const T*>(matrix.data) + begin * matrix.stride;
   // Rows lie one after the other: those that come next are what follows the registers' share.
   const Stream<T> stream{rows, matrix.stride, rows + kSums / kRows * matrix.stride};
-  multiply_keys<kRows>(x, round_up(a.width, kAttentionPad), a.width, stream, end - begin, found, ld);
+  multiply_keys<kRows, kPer<Product<T>> == 2>(x, lanes_of<Product<T>>(a.width), a.width, stream, end - begin, found,
+                                              ld);
   for (int64_t r = 0; r < a.n_rows; ++r)
     for_each_vec(end - begin, [&](int64_t i, auto at, int) FK_INLINE {
       at.store(y + r * a.n_cols + begin + i, Whole::load(found + r * ld + i));
@@ -30,14 +34,15 @@ void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const flo
 
 template <int kRows, class T>
 void multiply_all(const DecodeLinear& a, int64_t begin, int64_t end) {
-  const int64_t ld = round_up(a.width, kAttentionPad);
+  typedef Product<T> E;
+  const int64_t ld = lanes_of<E>(a.width);
   const T* in = static_cast<const T*>(a.x);
   const float* x = reinterpret_cast<const float*>(in);
   std::vector<float> copy;
-  if (!std::is_same_v<T, float> || a.n_rows != kRows || ld != a.width) {
+  if (!std::is_same_v<T, E> || a.n_rows != kRows || ld * kPer<E> != a.width) {
     copy.resize(kRows * ld);
-    for (int64_t r = 0; r < a.n_rows; ++r) read_row<float>(a.type, in, r * a.width, a.width, &copy[r * ld], ld);
-    order_queries<T>(copy.data(), a.n_rows, a.width, ld);
+    for (int64_t r = 0; r < a.n_rows; ++r) read_row<E>(a.type, in, r * a.width, a.width, &copy[r * ld], ld);
+    if constexpr (std::is_same_v<E, float>) order_queries<T>(copy.data(), a.n_rows, a.width, ld);
     x = copy.data();
   }
   T* y = static_cast<T*>(a.y);

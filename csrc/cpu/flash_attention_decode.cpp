@@ -172,22 +172,25 @@ void attend(const AttentionForward& a, const AttentionTask& task, DecodeRows& b,
   constexpr int64_t ld = kAttentionDecodeKeys + kSums;
   const AttentionSequence& s = a.sequences[task.sequence];
   const int64_t dv = round_up(a.head_dim_v, kAttentionPad);
-  TileRows<T> keys, values, next;
+  TileRows<T> rows_of_keys[2], values, *keys = rows_of_keys, *next = rows_of_keys + 1;
+  int64_t tile_of_next = -1;
   for (int64_t tile = b.key_begin; tile < b.key_end; tile += kAttentionDecodeKeys) {
     const int64_t n = std::min<int64_t>(kAttentionDecodeKeys, b.key_end - tile);
     const auto first_key = int32_t(tile - task.key_begin);
     if (a.masked() && !b.words.look(a, s, task.kv_head * a.group, b, tile, n, first_key)) continue;
     const int64_t next_tile = tile + kAttentionDecodeKeys < b.key_end ? tile + kAttentionDecodeKeys : tile;
-    keys.find(a, task, a.k, a.k_strides, tile, n);
+    if (tile_of_next == tile) std::swap(keys, next);
+    else keys->find(a, task, a.k, a.k_strides, tile, n);
     values.find(a, task, a.v, a.v_strides, tile, n);
-    next.find(a, task, a.k, a.k_strides, next_tile, std::min<int64_t>(kAttentionDecodeKeys, b.key_end - next_tile));
+    next->find(a, task, a.k, a.k_strides, next_tile, std::min<int64_t>(kAttentionDecodeKeys, b.key_end - next_tile));
+    tile_of_next = next_tile;
     multiply_keys<kRows>(queries, round_up(a.head_dim, kAttentionPad), a.head_dim,
-                         ScatteredStream<T>{keys.at, values.at}, n, scores, ld);
+                         ScatteredStream<T>{keys->at, values.at}, n, scores, ld);
     if (a.bias || a.aligned()) softmax_rows(a, task, b, scores, ld, tile, n);
     else
       for (int r = 0; r < b.count; ++r) softmax_row<false>(a, b, r, {}, scores + r * ld, n, first_key);
     for (int r = int(b.count); r < kRows; ++r) std::fill(scores + r * ld, scores + r * ld + n, 0.0f);
-    add_all_values<kRows, kVecs>(scores, ld, ScatteredStream<T>{values.at, next.at}, n, b.scale, out, dv, 0,
+    add_all_values<kRows, kVecs>(scores, ld, ScatteredStream<T>{values.at, next->at}, n, b.scale, out, dv, 0,
                                  a.head_dim_v);
   }
   if constexpr (kSplitColumns<T, kVecs>)

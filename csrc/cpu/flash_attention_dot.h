@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "flash_attention_gemm.h"
+#include "flash_attention_pairs.h"
 #include "transpose.h"
 #include "vec2.h"
 
@@ -47,7 +48,7 @@ inline float sum_of(Vec v) {
 // next: a shift and a mask, where elements in order would be moved across lanes. What goes with them lies in that
 // order, see split_in_place; what is left of a row beyond a multiple of kSplitStep is in order. The processor's
 // products of pairs (vdpbf16ps) would want pairs of rows of values, which take a permutation for each register, and are
-// no faster than the two products that take their place.
+// no faster than the two products that take their place. What reads no values may take them: kInPairs of multiply_keys.
 template <class T> constexpr bool kReadSplit = std::is_same_v<T, BFloat16>;
 constexpr int kSplitStep = 2 * kLanes;
 
@@ -80,8 +81,8 @@ inline void order_queries(float* queries, int64_t rows, int64_t head_dim, int64_
 }
 
 // scores[row][key] = query . key for kRows rows, `n` keys of a stream; `scores` has room for kSums more. After
-// order_queries.
-template <int kRows, class Keys>
+// order_queries, or in pairs, with queries of pairs.
+template <int kRows, bool kInPairs = false, class Keys>
 void multiply_keys(const float* queries, int64_t ld_queries, int64_t head_dim, const Keys& keys, int64_t n,
                    float* scores, int64_t ld) {
   typedef typename Keys::Element T;
@@ -109,6 +110,27 @@ void multiply_keys(const float* queries, int64_t ld_queries, int64_t head_dim, c
       add(i, k);
     };
     int64_t i = 0;
+#if defined(FK_PAIRS)
+    if constexpr (kInPairs) {
+      const auto step_of_pairs = [&](int64_t count) FK_INLINE {
+        Vec k[kKeys];
+#pragma GCC unroll 16
+        for (int j = 0; j < kKeys; ++j) {
+          k[j] = load_columns(rows[j] + i, count);
+          keys.prefetch(key + j, i);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const Vec q = Whole::load(queries + r * ld_queries + i / 2);
+#pragma GCC unroll 16
+          for (int j = 0; j < kKeys; ++j) accumulate<BFloat16>(acc[r * kKeys + j], q, k[j]);
+        }
+      };
+      for (; i + kSplitStep <= head_dim; i += kSplitStep) step_of_pairs(kSplitStep);
+      if (i < head_dim) step_of_pairs(head_dim - i);
+      i = head_dim;
+    }
+#endif
     if constexpr (kReadSplit<T>) {
       for (; i + kSplitStep <= head_dim; i += kSplitStep) {
         Vec even[kKeys], odd[kKeys];

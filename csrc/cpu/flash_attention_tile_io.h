@@ -78,10 +78,12 @@ inline bool in_one_page(const AttentionInputs& a, int64_t sequence, int64_t key,
 template <class F>
 inline void for_each_page(const AttentionInputs& a, const HeadStrides& strides, int64_t sequence, int64_t kv_head,
                           int64_t key, int64_t n, F&& f) {
-  for (int64_t i = 0; i < n;) {
-    const int64_t left = a.pages.size - (a.sequences[sequence].k_start + key + i) % a.pages.size;
-    const int64_t count = std::min(left, n - i);
-    f(i, count, key_offset_in_page(a, strides, sequence, kv_head, key + i));
+  const int64_t position = a.sequences[sequence].k_start + key, size = a.pages.size;
+  const int32_t* page = a.pages.table + sequence * a.pages.stride + position / size;
+  int64_t in_page = position % size;  // divided once: pages may be small
+  for (int64_t i = 0; i < n; ++page, in_page = 0) {
+    const int64_t count = std::min(size - in_page, n - i);
+    f(i, count, *page * strides.batch + kv_head * strides.head + in_page * strides.token);
     i += count;
   }
 }
