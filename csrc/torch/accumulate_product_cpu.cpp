@@ -38,13 +38,18 @@ namespace accumulate_product_cpu {
 // Rows of a at a time: where it lies transposed, a copy of them stays in the cache.
 constexpr int64_t kColumns = 64;
 
-// out[c][r] = in[r][c]; rows beyond n_rows are 0.
+// out[c][r] = in[r][c] of up to kColumns columns; rows beyond n_rows are 0. Rows of logits are often a power of two
+// apart, and then all of a column lie in one set of the nearest cache: some are copied to where they do not.
 void transpose(const at::BFloat16* in, int64_t ld_in, int64_t n_rows, int64_t n_cols, at::BFloat16* out,
                int64_t ld_out) {
   constexpr int64_t kBlock = 32;
-  for (int64_t r0 = 0; r0 < n_rows; r0 += kBlock)
+  at::BFloat16 rows[kBlock][kColumns];
+  for (int64_t r0 = 0; r0 < n_rows; r0 += kBlock) {
+    const int64_t count = std::min(kBlock, n_rows - r0);
+    for (int64_t r = 0; r < count; ++r) std::copy_n(in + (r0 + r) * ld_in, n_cols, rows[r]);
     for (int64_t c = 0; c < n_cols; ++c)
-      for (int64_t r = r0; r < std::min(r0 + kBlock, n_rows); ++r) out[c * ld_out + r] = in[r * ld_in + c];
+      for (int64_t r = 0; r < count; ++r) out[c * ld_out + r0 + r] = rows[r][c];
+  }
   for (int64_t c = 0; c < n_cols; ++c) std::fill(out + c * ld_out + n_rows, out + (c + 1) * ld_out, at::BFloat16(0));
 }
 
