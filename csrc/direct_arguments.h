@@ -113,7 +113,7 @@ class Arguments {
     next_ += ok_;
   }
   void zero(std::optional<double>&) { need(real() == 0.0); }  // None for it
-  void positions(OptionalTensor& value) {
+  void optional_indices(OptionalTensor& value) {
     if (!take_none()) value = indices();
   }
   // The sides of a window, each a number that is not negative or None; None may stand for the pair.

@@ -15,7 +15,8 @@
 #include "../cpu/rope.h"
 #include "../cpu/swiglu.h"
 #include "cpu_common.h"
-#include "decode_block_options.h"
+#include "decode_block_pages.h"
+#include "flash_attention.h"
 #include "operators.h"
 #include "phases.h"
 #include "rms_norm.h"
@@ -27,6 +28,8 @@ namespace decode_block_cpu {
 
 // Multiplications that are worth another thread, at the rate at which it reads weights from memory.
 constexpr int64_t kGrainOfThread = 1 << 17;
+// Rows at most: of pages those of twice as many as one product takes, which are many sequences' in serving.
+constexpr int64_t kMostRows = kDecodeLinearRows, kMostPagedRows = 2 * kDecodeLinearRows;
 
 enum Weight { kQuery, kKey, kValue, kOut, kGate, kUp, kDown, kWeights };
 
@@ -39,10 +42,14 @@ std::tuple<Tensor, Tensor> check_and_make(const OptionalTensor& branch, const Te
   TORCH_CHECK_VALUE(!branch || branch->sym_sizes() == stream.sym_sizes(), "branch must have stream's shape");
   TORCH_CHECK_VALUE(weights.size() == kWeights && norms.size() == 2, "there must be ", int(kWeights),
                     " weights and those of 2 norms");
-  TORCH_CHECK_VALUE(k_cache.dim() == 4 && k_cache.sym_sizes() == v_cache.sym_sizes() && k_cache.sym_size(0) == batch,
-                    "k_cache and v_cache must be [B, Hk, S, D]; got ", k_cache.sym_sizes(), " and ",
-                    v_cache.sym_sizes());
-  const auto n_kv_heads = k_cache.sym_size(1), width = k_cache.sym_size(3), hidden = weights[kGate].sym_size(0);
+  const bool paged = options.block_table.has_value();
+  TORCH_CHECK_VALUE(
+      k_cache.dim() == 4 && k_cache.sym_sizes() == v_cache.sym_sizes() && (paged || k_cache.sym_size(0) == batch),
+      "k_cache and v_cache must be [B, Hk, S, D], or [n_pages, page_size, Hk, D] with a block_table; got ",
+      k_cache.sym_sizes(), " and ", v_cache.sym_sizes());
+  if (paged) check_block_pages(k_cache, batch * tokens, options);
+  const auto n_kv_heads = k_cache.sym_size(paged ? 2 : 1), width = k_cache.sym_size(3),
+             hidden = weights[kGate].sym_size(0);
   TORCH_CHECK_VALUE(options.n_heads > 0 && n_kv_heads > 0 && options.n_heads % n_kv_heads == 0,
                     "n_heads must be a multiple of the cache's ", n_kv_heads, "; got ", options.n_heads);
   TORCH_CHECK_VALUE(width > 0 && width <= kMaxHeadDim && hidden > 0 && dim > 0,
@@ -65,10 +72,11 @@ std::tuple<Tensor, Tensor> check_and_make(const OptionalTensor& branch, const Te
   for (const Tensor& weight : weights) check_dtype(weight);
   check_dtype(k_cache), check_dtype(v_cache);
   const auto& start = options.start;
-  TORCH_CHECK_VALUE(start >= 0 && start + tokens <= k_cache.sym_size(2), "k_cache has no room for ", tokens,
+  TORCH_CHECK_VALUE(paged || (start >= 0 && start + tokens <= k_cache.sym_size(2)), "k_cache has no room for ", tokens,
                     " positions from ", start, "; it is ", k_cache.sym_sizes());
-  TORCH_CHECK_VALUE(cos.dim() == 2 && sin.sym_sizes() == cos.sym_sizes() && start + tokens <= cos.sym_size(0) &&
-                        cos.sym_size(1) > 0 && cos.sym_size(1) * 2 <= width,
+  TORCH_CHECK_VALUE(cos.dim() == 2 && sin.sym_sizes() == cos.sym_sizes() &&
+                        (paged || start + tokens <= cos.sym_size(0)) && cos.sym_size(1) > 0 &&
+                        cos.sym_size(1) * 2 <= width,
                     "cos and sin must be [P, R/2] with a row for each position and R of 2 to D; got ", cos.sym_sizes(),
                     " and ", sin.sym_sizes());
   TORCH_CHECK_TYPE(sin.scalar_type() == cos.scalar_type(), "sin must have cos's dtype");
@@ -85,12 +93,13 @@ class Block {
         const Tensor& branch_out, const Tensor& stream_out)
       : type_(dtype_of(stream)),
         size_(stream.element_size()),
-        batch_(stream.size(0)),
-        tokens_(stream.size(1)),
+        pages_(options, k_cache, cos.size(0)),
+        batch_(pages_ ? stream.size(0) * stream.size(1) : stream.size(0)),
+        tokens_(pages_ ? 1 : stream.size(1)),
         n_rows_(batch_ * tokens_),
         dim_(stream.size(2)),
         n_heads_(options.n_heads),
-        n_kv_heads_(k_cache.size(1)),
+        n_kv_heads_(k_cache.size(pages_ ? 2 : 1)),
         width_(k_cache.size(3)),
         hidden_(weights[kGate].size(0)),
         start_(options.start.expect_int()),
@@ -125,7 +134,8 @@ class Block {
     const auto multiply = [this, kernel = FK_CHOOSE_ISA(decode_linear)](DecodeLinear args, int norm, int64_t block,
                                                                         int64_t thread) {
       if (norm >= 0) args.x = normed(thread);
-      kernel(args, block, block + 1);
+      for (int64_t row = 0; row < n_rows_; row += kDecodeLinearRows)
+        kernel(args.few_rows(row, size_), block, block + 1);
     };
     Phases phases({{blocks(qkv), [this](int64_t thread) { normalize(0, thread); },
                     [&](int64_t block, int64_t thread) { multiply(qkv, 0, block, thread); },
@@ -161,15 +171,16 @@ class Block {
     };
     const int64_t row = n_rows_ * size_, q_width = n_heads_ * width_;
     const int64_t qkv = reserve(row * (q_width + 2 * n_kv_heads_ * width_)), q = reserve(row * q_width),
-                  attended = reserve(row * q_width), mid = reserve(row * dim_), stream = reserve(row * dim_),
-                  gate_up = reserve(row * 2 * hidden_), gated = reserve(row * hidden_);
+                  keys = reserve(pages_ ? row * n_kv_heads_ * width_ : 0), attended = reserve(row * q_width),
+                  mid = reserve(row * dim_), stream = reserve(row * dim_), gate_up = reserve(row * 2 * hidden_),
+                  gated = reserve(row * hidden_);
     const int64_t scratch = attention_forward_scratch(width_, width_, /*bias=*/false) * int64_t(sizeof(float));
     row_bytes_ = round_up(row * dim_, 64);
     thread_bytes_ = 2 * row_bytes_ + round_up(scratch, 64);
     const int64_t threads = reserve(n_threads_ * thread_bytes_);
     memory_ = at::empty({total}, stream_in_.options().dtype(at::kByte));
     char* base = bytes(memory_);
-    qkv_ = base + qkv, q_ = base + q, attended_ = base + attended, branch_mid_ = base + mid;
+    qkv_ = base + qkv, q_ = base + q, keys_ = base + keys, attended_ = base + attended, branch_mid_ = base + mid;
     stream_mid_ = base + stream, gate_up_ = base + gate_up, gated_ = base + gated, threads_ = base + threads;
   }
 
@@ -247,7 +258,14 @@ class Block {
     rope_.interleaved = options.interleaved;
     rope_.type = type_;
     rope_.heads[0] = {qkv_, q_, n_heads_, packed, {tokens_ * n_heads_ * width_, width_, n_heads_ * width_}};
-    rope_.heads[1] = {qkv_ + n_heads_ * width_ * size_, cached(k_cache_), n_kv_heads_, packed, rope_strides(k_cache_)};
+    rope_.heads[1] = {qkv_ + n_heads_ * width_ * size_, keys_, n_kv_heads_, packed, {n_kv_heads_ * width_, width_, 0}};
+    if (pages_) {
+      rope_.tables.positions = pages_.positions().data();
+      rope_.tables.position_batch_stride = 1;
+    } else {
+      rope_.heads[1].y = cached(k_cache_);
+      rope_.heads[1].y_strides = rope_strides(k_cache_);
+    }
   }
 
   // The place of the first new position.
@@ -258,6 +276,11 @@ class Block {
     FK_CHOOSE_ISA(rope)(rope_, 0, n_rows_);
     const RopeHeads& keys = rope_.heads[1];
     const char* new_values = static_cast<const char*>(keys.x) + n_kv_heads_ * width_ * size_;
+    if (pages_) {
+      pages_.store(keys_, n_kv_heads_ * width_ * size_, k_cache_);
+      pages_.store(new_values, keys.x_strides.batch * size_, v_cache_);
+      return;
+    }
     char* values = cached(v_cache_);
     for (int64_t b = 0; b < batch_; ++b)
       for (int64_t h = 0; h < n_kv_heads_; ++h)
@@ -268,13 +291,15 @@ class Block {
 
   void set_attention(const BlockOptions& options) {
     AttentionForward& a = attention_;
-    for (int64_t b = 0; b < batch_; ++b) sequences_.push_back({b, 0, tokens_, 0, start_ + tokens_});
+    for (int64_t b = 0; b < batch_; ++b)
+      sequences_.push_back({b, 0, tokens_, 0, pages_ ? pages_.positions()[b] + 1 : start_ + tokens_});
+    a.pages = pages_.pages();
     a.q = q_;
     a.k = k_cache_.const_data_ptr();
     a.v = v_cache_.const_data_ptr();
     a.out = attended_;
     a.q_strides = a.out_strides = {tokens_ * n_heads_ * width_, width_, n_heads_ * width_};
-    a.k_strides = a.v_strides = {k_cache_.stride(0), k_cache_.stride(1), k_cache_.stride(2)};
+    a.k_strides = a.v_strides = pages_ ? page_strides(k_cache_) : head_strides(k_cache_);
     a.sequences = sequences_.data();
     a.group = n_heads_ / n_kv_heads_;
     a.head_dim = a.head_dim_v = width_;
@@ -318,7 +343,9 @@ class Block {
   }
 
   Dtype type_;
-  int64_t size_, batch_, tokens_, n_rows_, dim_, n_heads_, n_kv_heads_, width_, hidden_, start_, n_threads_ = 1;
+  int64_t size_;
+  BlockPages pages_;
+  int64_t batch_, tokens_, n_rows_, dim_, n_heads_, n_kv_heads_, width_, hidden_, start_, n_threads_ = 1;
   Tensor branch_in_, stream_in_, cos_, sin_, k_cache_, v_cache_, branch_out_, stream_out_;
   std::array<Tensor, kWeights> weights_;
   std::array<Tensor, 2> norms_;
@@ -330,7 +357,7 @@ class Block {
   std::vector<std::atomic<int64_t>> splits_done_;
   Activation activation_;
   Tensor memory_, splits_;
-  char *qkv_, *q_, *attended_, *branch_mid_, *stream_mid_, *gate_up_, *gated_, *threads_;
+  char *qkv_, *q_, *keys_, *attended_, *branch_mid_, *stream_mid_, *gate_up_, *gated_, *threads_;
   int64_t row_bytes_, thread_bytes_;
 };
 
@@ -341,8 +368,9 @@ std::tuple<Tensor, Tensor> block_cpu(const OptionalTensor& branch, const Tensor&
   const auto& [branch_out, stream_out] = result;
   TORCH_CHECK_VALUE(!at::GradMode::is_enabled(), "decode_block has no gradient; use torch.no_grad()");
   TORCH_CHECK_VALUE(k_cache.is_contiguous() && v_cache.is_contiguous(), "k_cache and v_cache must be contiguous");
-  TORCH_CHECK_VALUE(stream.numel() <= kDecodeLinearRows * stream.size(2), "stream must have at most ",
-                    kDecodeLinearRows, " rows; got ", stream.sizes());
+  const int64_t most = options.block_table ? kMostPagedRows : kMostRows;
+  TORCH_CHECK_VALUE(stream.numel() <= most * stream.size(2), "stream must have at most ", most, " rows; got ",
+                    stream.sizes());
   if (stream.numel() == 0) return result;
   Block(branch, stream, weights, norms, cos, sin, k_cache, v_cache, options, branch_out, stream_out).run();
   for (const Tensor* cache : {&k_cache, &v_cache})

@@ -58,14 +58,8 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
     blocks += matrix.blocks();
   }
   const auto kernel = FK_CHOOSE_ISA(decode_linear);
-  const int64_t n_rows = y.numel() / args.n_cols, size = x.element_size();
-  const auto multiply = [&](int64_t row, int64_t begin, int64_t end) {
-    DecodeLinear part = args;
-    part.x = static_cast<const char*>(args.x) + row * args.width * size;
-    part.y = static_cast<char*>(args.y) + row * args.n_cols * size;
-    part.n_rows = std::min<int64_t>(kDecodeLinearRows, n_rows - row);
-    kernel(part, begin, end);
-  };
+  const int64_t n_rows = args.n_rows = y.numel() / args.n_cols, size = x.element_size();
+  const auto multiply = [&](int64_t row, int64_t begin, int64_t end) { kernel(args.few_rows(row, size), begin, end); };
   const int64_t grain = std::max<int64_t>(1, kReadGrain / (kDecodeLinearBlock * std::max<int64_t>(1, args.width)));
   if (n_rows <= kDecodeLinearRows) {
     at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) { multiply(0, begin, end); });

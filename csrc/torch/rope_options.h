@@ -7,7 +7,7 @@ namespace foundry {
 
 #define FK_ROPE_OPTIONS(OPTION)      \
   OPTION(bool, interleaved, boolean) \
-  OPTION(OptionalTensor, positions, positions)
+  OPTION(OptionalTensor, positions, optional_indices)
 
 struct RopeOptions {
   FK_OPTIONS(FK_ROPE_OPTIONS)

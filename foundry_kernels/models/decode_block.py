@@ -19,13 +19,15 @@ from torch import Tensor
 
 from foundry_kernels.core import invariance
 from foundry_kernels.core.registry import OPS
+from foundry_kernels.models.cache import KVCache
 from foundry_kernels.nn import Attention, GatedMLP, RMSNorm, RotaryEmbedding, SwiGLU
-from foundry_kernels.nn._decode import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes, whole_tables
+from foundry_kernels.nn._decode import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes, most_rows, whole_tables
 from foundry_kernels.nn._layers import is_observed, is_plain
+from foundry_kernels.nn._paged import PagedKeyValues
 
 if TYPE_CHECKING:
     from foundry_kernels.models.blocks import TransformerBlock
-    from foundry_kernels.models.cache import KVCache
+    from foundry_kernels.models.paged_cache import PagedForward
 
 if MISSING is None:
     from foundry_kernels.ops.decode_linear.native import decode_block, decode_blocks_direct
@@ -39,13 +41,15 @@ _PARTS = tuple(
 )
 
 
-def decode_all(blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+def decode_all(
+    blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KVCache | PagedForward
+) -> tuple[Tensor, Tensor] | None:
     """Returns branch and stream of the last of a model's `blocks`, with new keys and values in the cache; None where
     they are to be called.
 
-    Taken are few rows on the CPU, without gradients, autocast or transforms (`decodes`), outside of
-    `fk.batch_invariant` and torch.compile (which traces block by block), through blocks of the class `kind` itself, all
-    with
+    Taken are few rows on the CPU, in a cache of pages one token of each sequence, without gradients, autocast or
+    transforms (`decodes`), outside of `fk.batch_invariant` and torch.compile (which traces block by block, without
+    pages), through blocks of the class `kind` itself, all with
 
     - two :class:`RMSNorm` alike, of vectors, with weights;
     - causal :class:`Attention` of x to itself, of queries and keys that a :class:`RotaryEmbedding` rotates, without
@@ -54,7 +58,7 @@ def decode_all(blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KV
     - `nn.Linear` without biases, and no dropout in training;
     - native kernels, and no hooks on any module.
     """
-    if torch.compiler.is_compiling() or not _continues(stream):
+    if torch.compiler.is_compiling() or not _continues(stream, paged=not isinstance(cache, KVCache)):
         return None
     found: list[tuple[Any, ...]] = []
     tables: dict[RotaryEmbedding, Any] = {}
@@ -71,7 +75,8 @@ def decode_all(blocks: Iterable[Any], kind: type[Any], stream: Tensor, cache: KV
 
 def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache: Any) -> tuple[Tensor, Tensor] | None:
     """The same of one block, also while torch.compile traces."""
-    if not _continues(stream):
+    paged = isinstance(cache, PagedKeyValues)
+    if not _continues(stream, paged) or (paged and torch.compiler.is_compiling()):
         return None
     found = _arguments(block, stream, cache, {})
     if found is None:
@@ -85,9 +90,11 @@ def decode(block: TransformerBlock, branch: Tensor | None, stream: Tensor, cache
     return decode_block(branch, stream, weights, norms, cos, sin, k, v, *options)
 
 
-def _continues(stream: Tensor) -> bool:
+def _continues(stream: Tensor, paged: bool) -> bool:
     """Whether the operator may be called at all."""
-    return MISSING is None and not invariance.on and decodes(stream) and all(part.native_on_cpu for part in _PARTS)
+    if MISSING is not None or invariance.on or not all(part.native_on_cpu for part in _PARTS):
+        return False
+    return decodes(stream, most_rows(stream.dtype)) if paged else decodes(stream)
 
 
 def _arguments(
@@ -102,7 +109,7 @@ def _arguments(
     feed_forward: Any = parts.get("feed_forward")
     norm: Any = parts.get("attention_norm")
     second: Any = parts.get("ffn_norm")
-    if not isinstance(cache, KeyValueMemory) or type(attention) is not Attention:
+    if type(attention) is not Attention:
         return None
     if type(feed_forward) is not SwiGLU and type(feed_forward) is not GatedMLP:
         return None
@@ -123,18 +130,30 @@ def _arguments(
             return None
     if stream.dim() != 3 or stream.shape[-1] != attention.dim:
         return None
-    start = cache.length
+    step = None
+    if isinstance(cache, PagedKeyValues):
+        step, k, v, start = cache.step, cache.k, cache.v, 0
+        if step.max_seqlen_q != 1 or len(step.seqused_k) != len(step.page):
+            return None
+        end = step.max_seqlen_k
+    elif isinstance(cache, KeyValueMemory):
+        start = cache.length
+        end = start + stream.shape[1]
+    else:
+        return None
     if (found := tables.get(rope)) is None:
-        found = tables[rope] = whole_tables(rope, start + stream.shape[1])
+        found = tables[rope] = whole_tables(rope, end)
     if found is None:
         return None
-    k, v = cache.memory(stream, attention.n_kv_heads, attention.head_dim)
+    if step is None:
+        k, v = cache.memory(stream, attention.n_kv_heads, attention.head_dim)
     scale, window = attention.scale, attention.sliding_window
     return (
         *[layer._parameters.get("weight") for layer in (*layers, norm, second)], *found, k, v,
         torch.finfo(torch.float32).eps if norm.eps is None else norm.eps, norm.weight_offset, norm.round_before_weight,
         rope.interleaved, attention.n_heads, start, attention.head_dim**-0.5 if scale is None else scale,
         None if window is None else window - 1, _ACTIVATIONS[feed_forward.activation],
+        None if step is None else step.block_table, None if step is None else step.seqused_k,
     )  # fmt: skip
 
 

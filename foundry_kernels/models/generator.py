@@ -21,6 +21,7 @@ from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.transformer import Transformer
+from foundry_kernels.nn._decode import serving_products
 
 
 class GeneratedToken(NamedTuple):
@@ -337,7 +338,8 @@ class Generator:
         for module in training:
             module.training = False
         try:
-            logits: Tensor = self.model(tokens, cache=batch, cu_seqlens=cu_seqlens, last_only=True)
+            with serving_products():
+                logits: Tensor = self.model(tokens, cache=batch, cu_seqlens=cu_seqlens, last_only=True)
         finally:
             for module in training:
                 module.training = True

@@ -279,8 +279,9 @@ class Transformer(nn.Module):
             read = Context([read] * config.n_layers, mask)
         branch: Tensor | None = None
         stats: list[RouterStats] = []
-        plain = isinstance(stored, KVCache) and len(seen) == 0 and read is None
-        decoded = decode_all(self.layers, TransformerBlock, stream, stored) if plain else None  # type: ignore[arg-type]
+        decoded = None
+        if stored is not None and len(seen) == 0 and read is None:
+            decoded = decode_all(self.layers, TransformerBlock, stream, stored)
         if decoded is not None:
             branch, stream = decoded
         for index, block in enumerate(self.layers if decoded is None else ()):

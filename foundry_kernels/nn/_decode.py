@@ -9,13 +9,16 @@ with a weight that is no plain dense tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from foundry_kernels.core.extension import build_info
 from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._layers import is_observed, is_plain
 from foundry_kernels.nn.rotary import RotaryEmbedding
@@ -25,11 +28,36 @@ from foundry_kernels.ops.rope import ROPE
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter)
 
+#: Rows up to which products of a batch that is served are one pass over the weights, by dtype and instruction set,
+#: where that was measured to be faster than torch's products (docs/performance.md). Elsewhere they are as of any batch.
+SERVED_ROWS: dict[tuple[torch.dtype, str | None], int] = {
+    **{(torch.float32, isa): 2 * MAX_ROWS for isa in ("avx2", "avx512_bf16")},
+    (torch.bfloat16, "avx512_bf16"): 2 * MAX_ROWS,
+}
+
 #: Why no forward pass decodes in this process, if that is so.
 MISSING = DECODE_LINEAR.why_not("native", "cpu") or ROPE.why_not("native", "cpu")
 if MISSING is None:
     from foundry_kernels.ops.decode_linear.native import decode_linear
     from foundry_kernels.ops.rope.native import rope_append
+
+
+class _Serving(threading.local):
+    isa: str | None = None  # of the pass that this thread runs over a batch that is served
+
+
+_serving = _Serving()
+
+
+@contextmanager
+def serving_products() -> Iterator[None]:
+    """Within it, linear layers of this thread take up to `SERVED_ROWS` rows in one pass over their weights."""
+    before = _serving.isa
+    _serving.isa = build_info().get("instruction_set")
+    try:
+        yield
+    finally:
+        _serving.isa = before
 
 
 class KeyValueMemory:
@@ -107,7 +135,14 @@ class Decoding(Layers):
         return q, k.narrow(2, 0, end), v.narrow(2, 0, end)
 
 
-_LAYERS, _DECODING = Layers(), Decoding()
+class Served(Decoding):
+    """Linear layers of more rows than a rotation into the cache is made for."""
+
+    def append(self, *_: object) -> None:
+        return None
+
+
+_LAYERS, _DECODING, _SERVED = Layers(), Decoding(), Served()
 
 
 def whole_tables(rope: RotaryEmbedding, end: int) -> tuple[Tensor, Tensor] | None:
@@ -118,7 +153,7 @@ def whole_tables(rope: RotaryEmbedding, end: int) -> tuple[Tensor, Tensor] | Non
     return cos, sin
 
 
-def decodes(x: Tensor) -> bool:
+def decodes(x: Tensor, max_rows: int = MAX_ROWS) -> bool:
     """Whether a forward pass on `x` ``[..., dim]`` is of few rows, on the CPU, and nothing watches what it calls."""
     return (
         MISSING is None
@@ -126,7 +161,7 @@ def decodes(x: Tensor) -> bool:
         and type(x) is Tensor
         and x.is_cpu
         and x.dtype in DTYPES
-        and 0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        and 0 < x.numel() <= max_rows * x.shape[-1]
         and not torch.is_autocast_enabled("cpu")
         and not _transformed()
         and not _has_any_global_hook()
@@ -135,7 +170,18 @@ def decodes(x: Tensor) -> bool:
 
 def layers_for(x: Tensor, backend: str) -> Layers:
     """How a forward pass on `x` ``[..., dim]`` calls its linear layers; `backend` is that of its operations."""
-    return _DECODING if backend in ("auto", "native") and decodes(x) else _LAYERS
+    if backend not in ("auto", "native"):
+        return _LAYERS
+    if decodes(x):
+        return _DECODING
+    if torch.compiler.is_compiling() or _serving.isa is None:
+        return _LAYERS
+    return _SERVED if decodes(x, most_rows(x.dtype)) else _LAYERS
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows that this thread takes in one pass over the weights, of several sequences."""
+    return max(MAX_ROWS, SERVED_ROWS.get((dtype, _serving.isa), 0))
 
 
 def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:

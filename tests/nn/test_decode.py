@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
+from foundry_kernels.core.extension import _C, build_info
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
 from foundry_kernels.nn import _decode
 
@@ -258,6 +259,24 @@ def test_where_few_rows_are_not_decoded(model: Transformer) -> None:
     assert not taken(lambda: layer(x))  # its weights are to have gradients
     layer(x).sum().backward()
     assert layer.w1.weight.grad is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "isa"), _decode.SERVED_ROWS, ids=str)
+def test_a_batch_that_is_served_takes_more_rows(dtype: torch.dtype, isa: str) -> None:
+    if isa not in build_info()["usable_instruction_sets"]:
+        pytest.skip(f"this processor has no {isa}")
+    layer, before = copy.deepcopy(Transformer(CONFIG).layers[0].feed_forward).to(dtype), build_info()["instruction_set"]
+    _C.force_instruction_set(isa)
+    try:
+        x = draw(1, 17, 32, dtype=dtype)
+        with _decode.serving_products():
+            assert "decode_linear" in called(lambda: layer(x[:, :16]))
+            assert "decode_linear" not in called(lambda: layer(x))
+            assert torch.equal(layer(x[:, :16])[:, 8:], layer(x[:, 8:16]))
+        assert "decode_linear" not in called(lambda: layer(x[:, :16]))
+    finally:
+        _C.force_instruction_set(before)
 
 
 class Lowered(Tensor):

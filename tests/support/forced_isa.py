@@ -26,6 +26,7 @@ FILES = (
     "tests/proof/test_parity.py::test_parity",
     "tests/nn/test_decode.py",
     "tests/models/test_decode_block.py",
+    "tests/models/test_decode_block_pages.py",
     "tests/ops/test_decode_linear.py",
     "tests/models/test_generate.py",
     "tests/models/test_model.py",
