@@ -28,8 +28,9 @@ namespace decode_block_cpu {
 
 // Multiplications that are worth another thread, at the rate at which it reads weights from memory.
 constexpr int64_t kGrainOfThread = 1 << 17;
-// Rows at most: of pages those of twice as many as one product takes, which are many sequences' in serving.
-constexpr int64_t kMostRows = kDecodeLinearRows, kMostPagedRows = 2 * kDecodeLinearRows;
+// Rows at most. Those of pages are many sequences', and are multiplied so many at a time, by the same block of a
+// weight.
+constexpr int64_t kMostRows = kDecodeLinearRows, kMostPagedRows = 4 * kDecodeLinearRows;
 
 enum Weight { kQuery, kKey, kValue, kOut, kGate, kUp, kDown, kWeights };
 

@@ -94,7 +94,7 @@ def _continues(stream: Tensor, paged: bool) -> bool:
     """Whether the operator may be called at all."""
     if MISSING is not None or invariance.on or not all(part.native_on_cpu for part in _PARTS):
         return False
-    return decodes(stream, most_rows(stream.dtype)) if paged else decodes(stream)
+    return decodes(stream, most_rows()) if paged else decodes(stream)
 
 
 def _arguments(

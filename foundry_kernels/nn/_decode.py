@@ -28,12 +28,9 @@ from foundry_kernels.ops.rope import ROPE
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter)
 
-#: Rows up to which products of a batch that is served are one pass over the weights, by dtype and instruction set,
-#: where that was measured to be faster than torch's products (docs/performance.md). Elsewhere they are as of any batch.
-SERVED_ROWS: dict[tuple[torch.dtype, str | None], int] = {
-    **{(torch.float32, isa): 2 * MAX_ROWS for isa in ("avx2", "avx512_bf16")},
-    (torch.bfloat16, "avx512_bf16"): 2 * MAX_ROWS,
-}
+#: Rows up to which linear layers of a batch that is served are one pass over the weights, by instruction set, where
+#: that was measured to be faster than torch's products (docs/performance.md). Elsewhere, on AMX, they are as of others.
+SERVED_ROWS = dict.fromkeys(("avx2", "avx512", "avx512_bf16"), 4 * MAX_ROWS)
 
 #: Why no forward pass decodes in this process, if that is so.
 MISSING = DECODE_LINEAR.why_not("native", "cpu") or ROPE.why_not("native", "cpu")
@@ -176,12 +173,12 @@ def layers_for(x: Tensor, backend: str) -> Layers:
         return _DECODING
     if torch.compiler.is_compiling() or _serving.isa is None:
         return _LAYERS
-    return _SERVED if decodes(x, most_rows(x.dtype)) else _LAYERS
+    return _SERVED if decodes(x, most_rows()) else _LAYERS
 
 
-def most_rows(dtype: torch.dtype) -> int:
+def most_rows() -> int:
     """Rows that this thread takes in one pass over the weights, of several sequences."""
-    return max(MAX_ROWS, SERVED_ROWS.get((dtype, _serving.isa), 0))
+    return MAX_ROWS if _serving.isa is None else SERVED_ROWS.get(_serving.isa, MAX_ROWS)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:

@@ -262,19 +262,20 @@ def test_where_few_rows_are_not_decoded(model: Transformer) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("dtype", "isa"), _decode.SERVED_ROWS, ids=str)
+@pytest.mark.parametrize("isa", _decode.SERVED_ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_batch_that_is_served_takes_more_rows(dtype: torch.dtype, isa: str) -> None:
     if isa not in build_info()["usable_instruction_sets"]:
         pytest.skip(f"this processor has no {isa}")
     layer, before = copy.deepcopy(Transformer(CONFIG).layers[0].feed_forward).to(dtype), build_info()["instruction_set"]
     _C.force_instruction_set(isa)
     try:
-        x = draw(1, 17, 32, dtype=dtype)
+        x = draw(1, 33, 32, dtype=dtype)
         with _decode.serving_products():
-            assert "decode_linear" in called(lambda: layer(x[:, :16]))
+            assert "decode_linear" in called(lambda: layer(x[:, :32]))
             assert "decode_linear" not in called(lambda: layer(x))
-            assert torch.equal(layer(x[:, :16])[:, 8:], layer(x[:, 8:16]))
-        assert "decode_linear" not in called(lambda: layer(x[:, :16]))
+            assert torch.equal(layer(x[:, :32])[:, 24:], layer(x[:, 24:32]))
+        assert "decode_linear" not in called(lambda: layer(x[:, :9]))
     finally:
         _C.force_instruction_set(before)
 
