@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -78,10 +79,11 @@ void force_instruction_set(const std::string& name) {
 using Lengths = std::vector<int64_t>;
 
 // Attention's tasks for sequences of these lengths: rows [1:3], keys [3:5] and work of each as (sequence, kv_head,
-// row_begin, row_end, key_begin, key_end, work, ...), and of the backward pass the tasks that wait for it.
+// row_begin, row_end, key_begin, key_end, work, ...), and of the backward pass of 16 bits the tasks that wait for it
+// and where its sums are.
 pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int64_t n_kv_heads, int64_t group,
                                std::optional<int64_t> window_left, std::optional<int64_t> window_right,
-                               bool bottom_right) {
+                               bool bottom_right, int64_t threads) {
   if (q_lens.size() != k_lens.size()) throw std::invalid_argument("as many lengths of queries as of keys");
   std::vector<foundry::AttentionSequence> sequences;
   for (size_t n = 0; n < q_lens.size(); ++n) sequences.push_back({0, 0, q_lens[n], 0, k_lens[n]});
@@ -91,16 +93,19 @@ pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int
   a.window_left = std::min(window_left.value_or(foundry::kUnbounded), foundry::kUnbounded);
   a.window_right = std::min(window_right.value_or(foundry::kUnbounded), foundry::kUnbounded);
   a.bottom_right = bottom_right;
+  a.type = foundry::Dtype::bf16;
+  a.head_dim = a.head_dim_v = 64;
+  a.dq = a.dk = a.dv = &a;  // wanted
   const int64_t n_sequences = static_cast<int64_t>(sequences.size());
   std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> forward;
   for (const auto& t : foundry::forward_tasks(a, n_sequences, n_kv_heads).tasks)
     forward.emplace_back(
         t.sequence, t.kv_head, t.row_begin, t.row_end, t.key_begin, t.key_end,
         foundry::attention_work(a, sequences[t.sequence], t.row_begin, t.row_end, t.key_begin, t.key_end));
-  std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> backward;
-  for (const auto& t : foundry::backward_tasks(a, n_sequences, n_kv_heads).tasks)
-    backward.emplace_back(t.sequence, t.kv_head, t.row_begin, t.row_end, t.key_begin, t.key_end, t.work, t.next_of_rows,
-                          t.next_of_keys);
+  std::vector<std::array<int64_t, 10>> backward;
+  for (const auto& t : foundry::backward_tasks(a, n_sequences, n_kv_heads, threads).tasks)
+    backward.push_back({t.sequence, t.kv_head, t.row_begin, t.row_end, t.key_begin, t.key_end, t.work, t.next_of_rows,
+                        t.next_of_keys, t.sums});
   pybind11::dict tasks;
   tasks["forward"] = forward;
   tasks["backward"] = backward;

@@ -142,7 +142,8 @@ struct AttentionBackward : AttentionInputs {
 
 // A task adds what its rows and keys give to the sums for dq of these rows and to those for dk and dv of these keys.
 // Tasks of the same rows follow one another, and so do tasks of the same keys: there is one copy of the sums, and the
-// order in which they are added is fixed.
+// order in which they are added is fixed. Where a head's sums of some rows or keys are written out, those of another
+// head take their place: the lines go on there.
 struct AttentionBackwardTask {
   int64_t sequence, kv_head;
   int64_t row_begin, row_end;  // row_begin is a multiple of kAttentionRows
@@ -152,8 +153,9 @@ struct AttentionBackwardTask {
   // dk and dv in its scratch, and dq of one block at a time.
   int64_t sums;
   int64_t work;                        // products of a row and a key
-  int64_t next_of_rows, next_of_keys;  // the tasks that wait for this one; negative where it is the last
-  bool first_of_rows, first_of_keys;   // and has none to wait for
+  int64_t next_of_rows, next_of_keys;  // the tasks that wait for this one, of this head or another; negative for none
+  bool first_of_rows, first_of_keys;   // of the head: it begins the sums
+  bool last_of_rows, last_of_keys;     // of the head: it writes them out
   int64_t work_left;                   // of this task and the longest line of those that wait for it
 };
 

@@ -150,9 +150,9 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
                     steps_of<E>(n), dq, kAttentionRows, Start::add);
       }
     }
-    if (a.dq && task.next_of_rows < 0) write_queries(a, s, head, b, dq, scratch);
+    if (a.dq && task.last_of_rows) write_queries(a, s, head, b, dq, scratch);
   }
-  if (task.next_of_keys < 0) write_keys(a, task, dk, dv);
+  if (task.last_of_keys) write_keys(a, task, dk, dv);
 }
 
 }  // namespace

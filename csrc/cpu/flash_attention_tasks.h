@@ -1,5 +1,5 @@
 // How attention is split into tasks: by the shapes and the mask alone, so that results are bitwise the same whatever
-// the number of threads.
+// the number of threads. That says only which heads share memory.
 #pragma once
 
 #include <algorithm>
@@ -75,6 +75,13 @@ struct BackwardTasks {
   int64_t sums;                              // floats of AttentionBackward::sums
 };
 
+// None of `tasks` comes before one that it waits for.
+inline void set_work_left(std::vector<AttentionBackwardTask>& tasks) {
+  const auto left = [&](int64_t next) { return next < 0 ? 0 : tasks[next].work_left; };
+  for (auto task = tasks.rbegin(); task != tasks.rend(); ++task)
+    task->work_left = task->work + std::max(left(task->next_of_rows), left(task->next_of_keys));
+}
+
 // The tasks of one sequence and key-value head. Rows and keys are cut into `chunks` each, and a task has a chunk of
 // either. In round t row chunk r goes with key chunk t - r: none of a round's tasks wait for each other, and of a
 // causal mask every round has as many.
@@ -85,7 +92,8 @@ inline std::vector<AttentionBackwardTask> backward_tasks_of_head(const Attention
   std::vector<AttentionBackwardTask> tasks;
   const auto add = [&](int64_t row_begin, int64_t row_end, int64_t key_begin, int64_t key_end) {
     const int64_t work = attention_work(a, s, row_begin, row_end, key_begin, key_end);
-    tasks.push_back({sequence, 0, row_begin, row_end, key_begin, key_end, -1, work, -1, -1, true, true, work});
+    tasks.push_back(
+        {sequence, 0, row_begin, row_end, key_begin, key_end, -1, work, -1, -1, true, true, true, true, work});
   };
   if (chunks == 1) {
     add(0, rows, 0, keys);
@@ -108,26 +116,81 @@ inline std::vector<AttentionBackwardTask> backward_tasks_of_head(const Attention
         tasks.pop_back();
         continue;
       }
-      const auto follow = [&](int64_t& last, int64_t AttentionBackwardTask::* next, bool& first) {
-        if (last >= 0) tasks[last].*next = index, first = false;
-        last = index;
-      };
-      follow(last_of_rows[r], &AttentionBackwardTask::next_of_rows, task.first_of_rows);
-      follow(last_of_keys[c], &AttentionBackwardTask::next_of_keys, task.first_of_keys);
+      if (int64_t& last = last_of_rows[r]; last >= 0) {
+        tasks[last].next_of_rows = index;
+        tasks[last].last_of_rows = task.first_of_rows = false;
+      }
+      if (int64_t& last = last_of_keys[c]; last >= 0) {
+        tasks[last].next_of_keys = index;
+        tasks[last].last_of_keys = task.first_of_keys = false;
+      }
+      last_of_rows[r] = last_of_keys[c] = index;
     }
   // Rows without keys and keys without rows have gradients too: zero.
   for (int64_t r = 0; r < n_rows; ++r)
     if (last_of_rows[r] < 0) add(r * row_chunk, std::min((r + 1) * row_chunk, rows), 0, 0);
   for (int64_t c = 0; c < n_keys; ++c)
     if (last_of_keys[c] < 0) add(0, 0, c * key_chunk, std::min((c + 1) * key_chunk, keys));
-  for (int64_t i = static_cast<int64_t>(tasks.size()) - 1; i >= 0; --i) {
-    const auto left = [&](int64_t next) { return next < 0 ? 0 : tasks[next].work_left; };
-    tasks[i].work_left += std::max(left(tasks[i].next_of_rows), left(tasks[i].next_of_keys));
-  }
+  set_work_left(tasks);
   return tasks;
 }
 
-inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequences, int64_t n_kv_heads) {
+// How many of `heads` heads, each with these tasks, keep so many threads busy: a thread's part of their work is to be a
+// third more than their longest line, or threads would wait where lines end. Rather more of them than fewer at the end.
+inline int64_t heads_at_a_time(const std::vector<AttentionBackwardTask>& of_head, int64_t heads, int64_t threads) {
+  int64_t total = 1, longest = 0;
+  for (const AttentionBackwardTask& task : of_head) {
+    total += task.work;
+    longest = std::max(longest, task.work_left);
+  }
+  const int64_t needed = std::max<int64_t>(1, (4 * threads * longest + 3 * total - 1) / (3 * total));
+  const int64_t times = std::max<int64_t>(1, heads / needed);
+  return (heads + times - 1) / times;
+}
+
+// Adds the tasks of `heads` heads, those of of_head's sequence and of the ones after it, whose heads have tasks like
+// these. Of their sums there are as many copies as keep `threads` busy. Head h takes those of head h - copies, a chunk
+// of rows or keys after the other: its first task of the chunk waits for the last one of that head. All tasks of a head
+// come before those of the next, so that here too none waits for one that comes after it.
+inline void add_heads(const AttentionBackward& a, const std::vector<AttentionBackwardTask>& of_head, int64_t heads,
+                      int64_t n_kv_heads, int64_t threads, BackwardTasks& result) {
+  const AttentionSequence& s = a.sequences[of_head[0].sequence];
+  const auto count = static_cast<int64_t>(of_head.size());
+  const bool in_scratch = count == 1;  // or a head has more than one task
+  const int64_t row_sums = in_scratch ? 0 : a.dq_sums(s.q_len * a.group);
+  const int64_t key_sums = in_scratch ? 0 : a.dk_sums(s.k_len) + a.dv_sums(s.k_len);
+  const int64_t copies = heads_at_a_time(of_head, heads, threads);
+  // The first task of the rows or keys whose last is this one: -1 where there are none, or no sums of them.
+  std::vector<int64_t> again_of_rows(count, -1), again_of_keys(count, -1);
+  const auto find = [&](auto&& is_it) { return std::find_if(of_head.begin(), of_head.end(), is_it) - of_head.begin(); };
+  for (int64_t i = 0; copies < heads && i < count; ++i) {
+    const AttentionBackwardTask& last = of_head[i];
+    if (row_sums > 0 && last.last_of_rows && last.row_begin < last.row_end)
+      again_of_rows[i] = find([&](const auto& t) { return t.first_of_rows && t.row_end == last.row_end; });
+    if (key_sums > 0 && last.last_of_keys && last.key_begin < last.key_end)
+      again_of_keys[i] = find([&](const auto& t) { return t.first_of_keys && t.key_end == last.key_end; });
+  }
+  for (int64_t head = 0; head < heads; ++head) {
+    const auto begin = static_cast<int64_t>(result.tasks.size());
+    const auto place = [&](int64_t next, int64_t again) {
+      if (next >= 0) return begin + next;
+      return again >= 0 && head + copies < heads ? begin + copies * count + again : -1;
+    };
+    for (int64_t i = 0; i < count; ++i) {
+      AttentionBackwardTask task = of_head[i];
+      task.sequence += head / n_kv_heads;
+      task.kv_head = head % n_kv_heads;
+      if (!in_scratch) task.sums = result.sums + head % copies * (row_sums + key_sums);
+      task.next_of_rows = place(task.next_of_rows, again_of_rows[i]);
+      task.next_of_keys = place(task.next_of_keys, again_of_keys[i]);
+      result.tasks.push_back(task);
+    }
+  }
+  result.sums += copies * (row_sums + key_sums);
+}
+
+inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequences, int64_t n_kv_heads,
+                                    int64_t threads) {
   std::vector<int64_t> work(n_sequences);
   int64_t total = 0;
   for (int64_t n = 0; n < n_sequences; ++n) {
@@ -136,9 +199,11 @@ inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequen
     total += work[n] * n_kv_heads;
   }
   BackwardTasks result{};
-  for (int64_t n = 0; n < n_sequences; ++n) {
+  for (int64_t n = 0, end; n < n_sequences; n = end) {
     const AttentionSequence& s = a.sequences[n];
     const int64_t rows = s.q_len * a.group;
+    for (end = n + 1; end < n_sequences; ++end)
+      if (a.sequences[end].q_len != s.q_len || a.sequences[end].k_len != s.k_len) break;
     int64_t chunks = 1;
     if (a.batch_invariant) total = work[n] * n_kv_heads;  // as if it were alone
     // The tasks of the same keys follow one another, and under a causal mask the first keys have twice the mean: as
@@ -146,19 +211,9 @@ inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequen
     if (work[n] * kAttentionThreads > total)
       chunks = std::max<int64_t>(
           1, std::min({(2 * kAttentionThreads * work[n] + total - 1) / total, rows / kTaskRows, s.k_len / kTaskKeys}));
-    const auto of_head = backward_tasks_of_head(a, n, chunks);
-    for (int64_t head = 0; head < n_kv_heads; ++head) {
-      const int64_t first = static_cast<int64_t>(result.tasks.size());
-      for (AttentionBackwardTask task : of_head) {
-        task.kv_head = head;
-        if (chunks > 1) task.sums = result.sums;
-        if (task.next_of_rows >= 0) task.next_of_rows += first;
-        if (task.next_of_keys >= 0) task.next_of_keys += first;
-        result.tasks.push_back(task);
-      }
-      if (chunks > 1) result.sums += a.dq_sums(rows) + a.dk_sums(s.k_len) + a.dv_sums(s.k_len);
-    }
+    add_heads(a, backward_tasks_of_head(a, n, chunks), (end - n) * n_kv_heads, n_kv_heads, threads, result);
   }
+  set_work_left(result.tasks);
   return result;
 }
 

@@ -18,11 +18,16 @@ namespace flash_attention_cpu {
 
 constexpr int64_t kTaskGrain = 1 << 18;  // multiplications that are worth waking a thread for: some 10 us of them
 
+// Threads for `work` multiplications: little is done by the calling thread alone.
+int64_t threads_for(int64_t work) {
+  return std::min<int64_t>(at::get_num_threads(), std::max<int64_t>(1, work / kTaskGrain));
+}
+
 // Calls f(thread's scratch) on each thread, of which no more than `most` are of use. `work` counts the multiplications
-// in all tasks: little is done by the calling thread alone.
+// in all tasks.
 template <class F>
 void on_threads(int64_t most, int64_t work, int64_t scratch_floats, F&& f) {
-  const int64_t threads = std::min<int64_t>({at::get_num_threads(), most, std::max<int64_t>(1, work / kTaskGrain)});
+  const int64_t threads = std::min(most, threads_for(work));
   const Tensor scratch = at::empty({threads, round_up(scratch_floats, kAttentionPad)}, at::kFloat);
   float* memory = scratch.mutable_data_ptr<float>();
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) { f(memory + begin * scratch.stride(0)); });
@@ -263,7 +268,9 @@ void compute_dsinks(const AttentionDelta& d, const KeepAlive& keep, const Tensor
 }
 
 void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
-  const BackwardTasks all = backward_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
+  const int64_t work = 2 * work_of(a, keep);
+  const BackwardTasks all =
+      backward_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1), threads_for(work));
   Tensor sums;
   if (all.sums > 0) {
     sums = at::empty({all.sums}, at::kFloat);
@@ -277,7 +284,7 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
                           a.dk_sums(own_keys) + a.dv_sums(own_keys);
   const auto kernel = FK_CHOOSE_ISA_OF(isa_for(a), attention_backward);
   TaskQueue queue(all.tasks);
-  on_threads(static_cast<int64_t>(all.tasks.size()), 2 * work_of(a, keep), scratch, [&](float* memory) {
+  on_threads(static_cast<int64_t>(all.tasks.size()), work, scratch, [&](float* memory) {
     for (int64_t i = -1; (i = queue.take(i)) >= 0;) kernel(a, all.tasks[i], memory);
   });
 }

@@ -12,17 +12,20 @@
 
 namespace foundry {
 
-// Of the tasks that wait for none, that with the most work behind it goes first. A thread that finds none sleeps.
+// Of the tasks that wait for none, that with the most work behind it goes first. A thread that finds none sleeps. No
+// task waits for one that comes after it, and a thread that has a task waits for nothing: of the tasks that are not
+// done the first is always running or ready, so that somebody goes on, whatever the number of threads.
 class TaskQueue {
  public:
   explicit TaskQueue(const std::vector<AttentionBackwardTask>& tasks)
       : tasks_(tasks),
         waits_for_(tasks.size()),
         left_(static_cast<int64_t>(tasks.size())) {
-    for (size_t i = 0; i < tasks.size(); ++i) {
-      waits_for_[i] = !tasks[i].first_of_rows + !tasks[i].first_of_keys;
+    for (const AttentionBackwardTask& task : tasks)
+      for (const int64_t next : {task.next_of_rows, task.next_of_keys})
+        if (next >= 0) ++waits_for_[next];
+    for (size_t i = 0; i < tasks.size(); ++i)
       if (waits_for_[i] == 0) push(static_cast<int64_t>(i));
-    }
   }
 
   // The next task for a thread that has done `done`, negative for none; negative when none is left.

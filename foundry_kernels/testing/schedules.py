@@ -17,7 +17,8 @@ _NONE = -1
 
 
 class Task(NamedTuple):
-    """A task of attention, as csrc/cpu/flash_attention_tasks.h makes it, its work, and which tasks wait for it."""
+    """A task of attention, as csrc/cpu/flash_attention_tasks.h makes it, its work, which tasks wait for it, and where
+    the sums of its head are."""
 
     sequence: int
     kv_head: int
@@ -28,6 +29,12 @@ class Task(NamedTuple):
     work: int
     next_of_rows: int = _NONE
     next_of_keys: int = _NONE
+    sums: int = _NONE
+
+    @property
+    def next(self) -> list[int]:
+        """The tasks that wait for it: one twice that does so for its rows and its keys."""
+        return [n for n in (self.next_of_rows, self.next_of_keys) if n != _NONE]
 
 
 def of_rows(count: int, grain: int, threads: int) -> float:
@@ -47,11 +54,11 @@ def of_tiles(rows: int, width: int, threads: int) -> float:
 def of_tasks(tasks: Sequence[Task], threads: int) -> float:
     """Returns how many times longer `threads` take than if work were split evenly and nobody waited: each takes the
     next task that is ready, and of several that with the longest line of others behind it, as TaskQueue does."""
-    waits = Counter(n for t in tasks for n in t[-2:] if n != _NONE)
+    waits = Counter(n for t in tasks for n in t.next)
     behind = [0] * len(tasks)
     for i in reversed(range(len(tasks))):
-        assert all(n == _NONE or n > i for n in tasks[i][-2:])
-        behind[i] = tasks[i].work + max((behind[n] for n in tasks[i][-2:] if n != _NONE), default=0)
+        assert all(n > i for n in tasks[i].next)
+        behind[i] = tasks[i].work + max((behind[n] for n in tasks[i].next), default=0)
     ready = [(-behind[i], i) for i in range(len(tasks)) if not waits[i]]
     heapq.heapify(ready)
     running: list[tuple[int, int]] = []
@@ -62,10 +69,9 @@ def of_tasks(tasks: Sequence[Task], threads: int) -> float:
             heapq.heappush(running, (now + tasks[i].work, i))
         now, i = heapq.heappop(running)
         done += 1
-        for n in tasks[i][-2:]:
-            if n != _NONE:
-                waits[n] -= 1
-                if not waits[n]:
-                    heapq.heappush(ready, (-behind[n], n))
+        for n in tasks[i].next:
+            waits[n] -= 1
+            if not waits[n]:
+                heapq.heappush(ready, (-behind[n], n))
     assert done == len(tasks), "some wait for each other"
     return now / (sum(t.work for t in tasks) / threads)

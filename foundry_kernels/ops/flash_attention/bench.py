@@ -111,7 +111,7 @@ def slowdown(op: str, case: Case, threads: int) -> float | None:
     b, h, t, _ = q.shape
     hk, s = k.shape[1:3]
     window = (None, 0 if case.options["causal"] else None)
-    tasks = extension._C.attention_tasks([t] * b, [s] * b, hk, h // hk, *window, True)
+    tasks = extension._C.attention_tasks([t] * b, [s] * b, hk, h // hk, *window, True, threads)
     return of_tasks([Task(*task) for task in tasks["forward"]], threads)
 
 
