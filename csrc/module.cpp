@@ -80,7 +80,7 @@ using Lengths = std::vector<int64_t>;
 
 // Attention's tasks for sequences of these lengths: rows [1:3], keys [3:5] and work of each as (sequence, kv_head,
 // row_begin, row_end, key_begin, key_end, work, ...), and of the backward pass of 16 bits the tasks that wait for it
-// and where its sums are.
+// and where its head's sums and those of its rows are.
 pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int64_t n_kv_heads, int64_t group,
                                std::optional<int64_t> window_left, std::optional<int64_t> window_right,
                                bool bottom_right, int64_t threads) {
@@ -102,10 +102,10 @@ pybind11::dict attention_tasks(const Lengths& q_lens, const Lengths& k_lens, int
     forward.emplace_back(
         t.sequence, t.kv_head, t.row_begin, t.row_end, t.key_begin, t.key_end,
         foundry::attention_work(a, sequences[t.sequence], t.row_begin, t.row_end, t.key_begin, t.key_end));
-  std::vector<std::array<int64_t, 10>> backward;
+  std::vector<std::array<int64_t, 11>> backward;
   for (const auto& t : foundry::backward_tasks(a, n_sequences, n_kv_heads, threads).tasks)
     backward.push_back({t.sequence, t.kv_head, t.row_begin, t.row_end, t.key_begin, t.key_end, t.work, t.next_of_rows,
-                        t.next_of_keys, t.sums});
+                        t.next_of_keys, t.sums, t.row_sums});
   pybind11::dict tasks;
   tasks["forward"] = forward;
   tasks["backward"] = backward;

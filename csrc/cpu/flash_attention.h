@@ -148,10 +148,12 @@ struct AttentionBackwardTask {
   int64_t sequence, kv_head;
   int64_t row_begin, row_end;  // row_begin is a multiple of kAttentionRows
   int64_t key_begin, key_end;
-  // Where in AttentionBackward::sums those of the sequence and head begin: dq, [blocks of rows, D, kAttentionRows], dk,
-  // [k_len, D], and dv, [k_len, Dv], as far as they have any. Negative for a task that does all rows and keys: it has
-  // dk and dv in its scratch, and dq of one block at a time.
+  // Where in AttentionBackward::sums those of the sequence and head begin: dk, [k_len, D], and dv, [k_len, Dv], as far
+  // as they have any. Negative for a task that does all rows and keys, and has them in its scratch.
   int64_t sums;
+  // The same of dq of these rows, [blocks of rows, D, kAttentionRows]. Negative for a task that does all keys of its
+  // rows: it has dq of one block at a time in its scratch.
+  int64_t row_sums;
   int64_t work;                        // products of a row and a key
   int64_t next_of_rows, next_of_keys;  // the tasks that wait for this one, of this head or another; negative for none
   bool first_of_rows, first_of_keys;   // of the head: it begins the sums

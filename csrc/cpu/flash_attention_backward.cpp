@@ -79,8 +79,8 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
   const int64_t padded_d = round_up(a.head_dim, kAttentionPad), padded_dv = round_up(a.head_dim_v, kAttentionPad);
   const int64_t lanes = lanes_of<E>(a.head_dim), value_lanes = lanes_of<E>(a.head_dim_v);
   const bool need_scores = a.dq || a.dk || a.own_dbias, shared = task.sums >= 0;
-  float* dq_sums = shared ? a.sums + task.sums : nullptr;
-  float* key_sums = shared ? dq_sums + a.dq_sums(n_rows) : scratch.sums;
+  float* key_sums = shared ? a.sums + task.sums : scratch.sums;
+  float* dq_sums = task.row_sums >= 0 ? a.sums + task.row_sums : nullptr;
   const KeySums dk(a, a.dk, a.head_dim, key_offset(a.dk_strides, s, kv_head, 0), a.dk_strides.token, key_sums);
   const KeySums dv(a, a.dv, a.head_dim_v, key_offset(a.dv_strides, s, kv_head, 0), a.dv_strides.token,
                    key_sums + a.dk_sums(s.k_len));
@@ -117,7 +117,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
   GradientBlock b;
   for (int64_t row = task.row_begin; row < task.row_end; row += kAttentionRows) {
     b.set(a, s, task.sequence, head, row, task.row_end, task.key_begin, task.key_end);
-    float* dq = shared ? dq_sums + row * padded_d : scratch.dq;
+    float* dq = dq_sums ? dq_sums + (row - task.row_begin) * padded_d : scratch.dq;
     if (a.dq && task.first_of_rows) std::fill_n(dq, padded_d * kAttentionRows, 0.0f);
     Tile<E> queries{}, dout{};
     if (a.drops()) b.words.dropout.set(a, b, task.sequence, head);
@@ -130,7 +130,8 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
     for (int64_t begin = b.key_begin; begin < b.key_end; begin += kAttentionKeys) {
       const int64_t n = std::min<int64_t>(kAttentionKeys, b.key_end - begin);
       if (const int64_t next = row + kAttentionRows; shared && next < task.row_end)
-        prefetch_rows(a, task, next, a.dq ? dq_sums + next * padded_d : nullptr, (begin - b.key_begin) / kAttentionKeys,
+        prefetch_rows(a, task, next, dq_sums ? dq_sums + (next - task.row_begin) * padded_d : nullptr,
+                      (begin - b.key_begin) / kAttentionKeys,
                       (b.key_end - b.key_begin + kAttentionKeys - 1) / kAttentionKeys);
       const auto first_key = int32_t(begin - task.key_begin);
       if (!looks_at(a, s, head, b, begin, n, first_key)) continue;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "flash_attention.h"
@@ -93,7 +94,7 @@ inline std::vector<AttentionBackwardTask> backward_tasks_of_head(const Attention
   const auto add = [&](int64_t row_begin, int64_t row_end, int64_t key_begin, int64_t key_end) {
     const int64_t work = attention_work(a, s, row_begin, row_end, key_begin, key_end);
     tasks.push_back(
-        {sequence, 0, row_begin, row_end, key_begin, key_end, -1, work, -1, -1, true, true, true, true, work});
+        {sequence, 0, row_begin, row_end, key_begin, key_end, -1, -1, work, -1, -1, true, true, true, true, work});
   };
   if (chunks == 1) {
     add(0, rows, 0, keys);
@@ -157,36 +158,41 @@ inline void add_heads(const AttentionBackward& a, const std::vector<AttentionBac
   const AttentionSequence& s = a.sequences[of_head[0].sequence];
   const auto count = static_cast<int64_t>(of_head.size());
   const bool in_scratch = count == 1;  // or a head has more than one task
-  const int64_t row_sums = in_scratch ? 0 : a.dq_sums(s.q_len * a.group);
   const int64_t key_sums = in_scratch ? 0 : a.dk_sums(s.k_len) + a.dv_sums(s.k_len);
   const int64_t copies = heads_at_a_time(of_head, heads, threads);
-  // The first task of the rows or keys whose last is this one: -1 where there are none, or no sums of them.
-  std::vector<int64_t> again_of_rows(count, -1), again_of_keys(count, -1);
-  const auto find = [&](auto&& is_it) { return std::find_if(of_head.begin(), of_head.end(), is_it) - of_head.begin(); };
-  for (int64_t i = 0; copies < heads && i < count; ++i) {
-    const AttentionBackwardTask& last = of_head[i];
-    if (row_sums > 0 && last.last_of_rows && last.row_begin < last.row_end)
-      again_of_rows[i] = find([&](const auto& t) { return t.first_of_rows && t.row_end == last.row_end; });
-    if (key_sums > 0 && last.last_of_keys && last.key_begin < last.key_end)
-      again_of_keys[i] = find([&](const auto& t) { return t.first_of_keys && t.key_end == last.key_end; });
+  // Of each task the first ones of its rows and of its keys, and where the sums of its rows are among those of the
+  // head.
+  std::vector<int64_t> first_of_rows(count), first_of_keys(count), row_sums(count, -1);
+  int64_t size = key_sums;
+  for (int64_t i = 0; i < count; ++i) {
+    const AttentionBackwardTask& task = of_head[i];
+    if (task.first_of_rows) first_of_rows[i] = i;
+    if (task.first_of_keys) first_of_keys[i] = i;
+    if (a.dq && task.first_of_rows && !task.last_of_rows)
+      row_sums[i] = std::exchange(size, size + a.dq_sums(task.row_end - task.row_begin));
+    if (const int64_t next = task.next_of_rows; next >= 0)
+      first_of_rows[next] = first_of_rows[i], row_sums[next] = row_sums[i];
+    if (const int64_t next = task.next_of_keys; next >= 0) first_of_keys[next] = first_of_keys[i];
   }
   for (int64_t head = 0; head < heads; ++head) {
     const auto begin = static_cast<int64_t>(result.tasks.size());
-    const auto place = [&](int64_t next, int64_t again) {
+    const int64_t sums = result.sums + head % copies * size;
+    const auto place = [&](int64_t next, bool shared, int64_t first) {
       if (next >= 0) return begin + next;
-      return again >= 0 && head + copies < heads ? begin + copies * count + again : -1;
+      return shared && head + copies < heads ? begin + copies * count + first : -1;
     };
     for (int64_t i = 0; i < count; ++i) {
       AttentionBackwardTask task = of_head[i];
       task.sequence += head / n_kv_heads;
       task.kv_head = head % n_kv_heads;
-      if (!in_scratch) task.sums = result.sums + head % copies * (row_sums + key_sums);
-      task.next_of_rows = place(task.next_of_rows, again_of_rows[i]);
-      task.next_of_keys = place(task.next_of_keys, again_of_keys[i]);
+      if (!in_scratch) task.sums = sums;
+      if (row_sums[i] >= 0) task.row_sums = sums + row_sums[i];
+      task.next_of_rows = place(task.next_of_rows, row_sums[i] >= 0, first_of_rows[i]);
+      task.next_of_keys = place(task.next_of_keys, key_sums > 0 && task.key_begin < task.key_end, first_of_keys[i]);
       result.tasks.push_back(task);
     }
   }
-  result.sums += copies * (row_sums + key_sums);
+  result.sums += copies * size;
 }
 
 inline BackwardTasks backward_tasks(const AttentionBackward& a, int64_t n_sequences, int64_t n_kv_heads,

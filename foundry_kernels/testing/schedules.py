@@ -18,7 +18,7 @@ _NONE = -1
 
 class Task(NamedTuple):
     """A task of attention, as csrc/cpu/flash_attention_tasks.h makes it, its work, which tasks wait for it, and where
-    the sums of its head are."""
+    the sums of its head and of its rows are."""
 
     sequence: int
     kv_head: int
@@ -30,6 +30,7 @@ class Task(NamedTuple):
     next_of_rows: int = _NONE
     next_of_keys: int = _NONE
     sums: int = _NONE
+    row_sums: int = _NONE
 
     @property
     def next(self) -> list[int]:

@@ -103,14 +103,20 @@ def test_heads_share_sums_and_no_thread_waits_for_that(
     assert len({t.sums for t in apart}) == len(heads) == len(q_lens) * hk
     if threads <= 2:
         assert len({t.sums for t in tasks}) < len(heads)
-    for begin, next_of in (("row_begin", "next_of_rows"), ("key_begin", "next_of_keys")):
-        lines: dict[tuple[int, int], list[int]] = {}
-        for i, task in enumerate(tasks):
-            if getattr(task, begin) < getattr(task, begin.replace("begin", "end")):
-                lines.setdefault((task.sums, getattr(task, begin)), []).append(i)
-        for line in lines.values():
-            assert [getattr(tasks[i], next_of) for i in line] == [*line[1:], NONE]
-            assert [tasks[i][:2] for i in line] == sorted(tasks[i][:2] for i in line)
+    lines: dict[tuple[str, int, int], list[int]] = {}
+    alone: list[tuple[int, int, int]] = []  # rows that have no sums
+    for i, task in enumerate(tasks):
+        if task.row_sums != NONE:
+            lines.setdefault(("next_of_rows", task.row_sums, task.row_begin), []).append(i)
+        elif task.row_begin < task.row_end:
+            alone.append((task.sequence, task.kv_head, task.row_begin))
+        if task.key_begin < task.key_end:
+            lines.setdefault(("next_of_keys", task.sums, task.key_begin), []).append(i)
+    for (next_of, *_), line in lines.items():
+        assert [getattr(tasks[i], next_of) for i in line] == [*line[1:], NONE]
+        assert [tasks[i][:2] for i in line] == sorted(tasks[i][:2] for i in line)
+    summed = {(t.sequence, t.kv_head, t.row_begin) for t in tasks if t.row_sums != NONE}
+    assert len(alone) == len(set(alone) - summed)
     assert slowdown(tasks, threads) < slowdown(apart, threads) + 0.02
 
 
