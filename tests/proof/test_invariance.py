@@ -148,6 +148,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tiles in Triton's interpreter add in the order of the inner dimension, as a device does for every row
+    alike. NumPy's, where the processor has no AVX-512, depend on where in the tile a row is."""
+    if not _triton.INTERPRET:
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        total = d.data.copy()
+        for i in range(a.data.shape[-1]):
+            total += a.data[..., :, i, None] * b.data[..., i, None, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 def over_attention(*names: str) -> pytest.MarkDecorator:
     """Every backend, with the CPU's kernels in every instruction set and on one to three threads."""
     params = []
@@ -184,6 +201,7 @@ def dtypes_of(row: Row) -> tuple[torch.dtype, ...]:
 
 
 @over_attention(*OPTIONS)
+@pytest.mark.usefixtures("sums_in_order")
 def test_a_query_has_the_same_bits_in_decoding_and_in_a_prompt(
     row: Row, options: dict[str, Any], instruction_set: str | None, n_threads: int
 ) -> None:
@@ -268,23 +286,6 @@ GROUPED = [
     if r.op.name == "grouped_mm"
     for d in dtypes_of(r)
 ]
-
-
-@pytest.fixture
-def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of tiles in Triton's interpreter add in the order of the inner dimension, as a device does for every row
-    alike. NumPy's, where the processor has no AVX-512, depend on where in the tile a row is."""
-    if not _triton.INTERPRET:
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        total = d.data.copy()
-        for i in range(a.data.shape[-1]):
-            total += a.data[..., :, i, None] * b.data[..., i, None, :]
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.mark.parametrize(("row", "dtype"), GROUPED)
