@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from blocks import CONFIGS, DTYPES, counted, draw_tokens, make
+from table import cpu_setting
 from torch import Tensor
 
 import foundry_kernels as fk
-from foundry_kernels.core.extension import _C, build_info
+from foundry_kernels.core.extension import build_info
 from foundry_kernels.models import PagedKVCache, Transformer
 from foundry_kernels.nn import _decode
 from foundry_kernels.ops.decode_linear import MAX_ROWS
@@ -75,26 +76,19 @@ def test_a_block_has_the_bits_of_its_parts(config: str, dtype: torch.dtype, monk
 
 @pytest.mark.parametrize("isa", build_info().get("usable_instruction_sets", []))
 def test_every_instruction_set_has_them(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = build_info()["instruction_set"]
-    _C.force_instruction_set(isa)
-    try:
+    with cpu_setting(isa, torch.get_num_threads()):
         for dtype in DTYPES:
             model = make(dtype, **CONFIGS["heads-of-96"])
             assert_same_bits(model, (50, 7), monkeypatch)
             assert_same_bits(model, range(12), monkeypatch)
-    finally:
-        _C.force_instruction_set(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_any_number_of_threads_has_them(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, before = make(**CONFIGS["threads"]), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    model = make(**CONFIGS["threads"])
+    with cpu_setting(build_info()["instruction_set"], threads):
         for _ in range(3):
             assert_same_bits(model, (100, 3, 31), monkeypatch)
-    finally:
-        torch.set_num_threads(before)
 
 
 @torch.no_grad()

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from table import cpu_setting
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
-from foundry_kernels.core.extension import _C, build_info
+from foundry_kernels.core.extension import build_info
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
 from foundry_kernels.nn import _decode
 
@@ -267,17 +268,13 @@ def test_where_few_rows_are_not_decoded(model: Transformer) -> None:
 def test_a_batch_that_is_served_takes_more_rows(dtype: torch.dtype, isa: str) -> None:
     if isa not in build_info()["usable_instruction_sets"]:
         pytest.skip(f"this processor has no {isa}")
-    layer, before = copy.deepcopy(Transformer(CONFIG).layers[0].feed_forward).to(dtype), build_info()["instruction_set"]
-    _C.force_instruction_set(isa)
-    try:
-        x = draw(1, 33, 32, dtype=dtype)
+    layer, x = copy.deepcopy(Transformer(CONFIG).layers[0].feed_forward).to(dtype), draw(1, 33, 32, dtype=dtype)
+    with cpu_setting(isa, torch.get_num_threads()):
         with _decode.serving_products():
             assert "decode_linear" in called(lambda: layer(x[:, :32]))
             assert "decode_linear" not in called(lambda: layer(x))
             assert torch.equal(layer(x[:, :32])[:, 24:], layer(x[:, 24:32]))
         assert "decode_linear" not in called(lambda: layer(x[:, :9]))
-    finally:
-        _C.force_instruction_set(before)
 
 
 class Lowered(Tensor):
