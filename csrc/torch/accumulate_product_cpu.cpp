@@ -1,6 +1,9 @@
-// The operator foundry_kernels::accumulate_product_: sum += a b of bfloat16 a and b, with sum in float32. torch's own
-// product on a CPU rounds its result to bfloat16, which a sum over many calls must not. For inside other operators: it
-// has no gradient and no fake.
+// Sums of products of bfloat16 matrices over many calls, each of which torch's own product on a CPU would round to
+// bfloat16. The operator foundry_kernels::accumulate_product_ has the sum in float32: sum += a b.
+// foundry_kernels::accumulate_product24_ has it in 24 bits (csrc/cpu/sum24.h), where it becomes a bfloat16 in place:
+// high, low += a^T b. For inside other operators: they have no gradient and no fake.
+#include "../cpu/sum24.h"
+
 #include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/cat.h>
@@ -35,23 +38,8 @@ bool fast_float16_products() { return at::native::cpublas::could_pack(at::kHalf)
 
 namespace accumulate_product_cpu {
 
-// Rows of a at a time: where it lies transposed, a copy of them stays in the cache.
-constexpr int64_t kColumns = 64;
-
-// out[c][r] = in[r][c] of up to kColumns columns; rows beyond n_rows are 0. Rows of logits are often a power of two
-// apart, and then all of a column lie in one set of the nearest cache: some are copied to where they do not.
-void transpose(const at::BFloat16* in, int64_t ld_in, int64_t n_rows, int64_t n_cols, at::BFloat16* out,
-               int64_t ld_out) {
-  constexpr int64_t kBlock = 32;
-  at::BFloat16 rows[kBlock][kColumns];
-  for (int64_t r0 = 0; r0 < n_rows; r0 += kBlock) {
-    const int64_t count = std::min(kBlock, n_rows - r0);
-    for (int64_t r = 0; r < count; ++r) std::copy_n(in + (r0 + r) * ld_in, n_cols, rows[r]);
-    for (int64_t c = 0; c < n_cols; ++c)
-      for (int64_t r = 0; r < count; ++r) out[c * ld_out + r0 + r] = rows[r][c];
-  }
-  for (int64_t c = 0; c < n_cols; ++c) std::fill(out + c * ld_out + n_rows, out + (c + 1) * ld_out, at::BFloat16(0));
-}
+// Rows of a at a time.
+constexpr int64_t kRows = 64;
 
 // Pairs of rows side by side, as the instructions take them: [ceil(K / 2), N, 2].
 Tensor in_pairs(const Tensor& b) {
@@ -60,29 +48,13 @@ Tensor in_pairs(const Tensor& b) {
   return even.view({even.size(0) / 2, 2, b.size(1)}).transpose(1, 2).contiguous();
 }
 
-// sum += a^T b
-void of_columns(const at::BFloat16* a, int64_t ld_a, int64_t n_rows, int64_t n_cols, const Tensor& b, float* into) {
-  const int64_t depth = 2 * b.size(0), width = b.size(1);
-  const auto* right = b.const_data_ptr<at::BFloat16>();
-  at::parallel_for(0, (n_cols + kColumns - 1) / kColumns, 1, [&](int64_t begin, int64_t end) {
-    std::vector<at::BFloat16> turned(kColumns * depth);
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kColumns, count = std::min(kColumns, n_cols - first);
-      transpose(a + first, ld_a, n_rows, count, turned.data(), depth);
-      at::native::cpublas::brgemm(count, width, depth, depth, width, width, true, turned.data(), right,
-                                  into + first * width);
-    }
-    at::native::cpublas::brgemm_release();
-  });
-}
-
 // sum += a b
 void of_rows(const at::BFloat16* a, int64_t ld_a, int64_t n_rows, const Tensor& b, float* into) {
   const int64_t depth = 2 * b.size(0), width = b.size(1);
   const auto* right = b.const_data_ptr<at::BFloat16>();
-  at::parallel_for(0, (n_rows + kColumns - 1) / kColumns, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, (n_rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kColumns, count = std::min(kColumns, n_rows - first);
+      const int64_t first = block * kRows, count = std::min(kRows, n_rows - first);
       at::native::cpublas::brgemm(count, width, depth, ld_a, width, width, true, a + first * ld_a, right,
                                   into + first * width);
     }
@@ -90,12 +62,14 @@ void of_rows(const at::BFloat16* a, int64_t ld_a, int64_t n_rows, const Tensor& 
   });
 }
 
-// sum += a b in float32, some rows of a at a time: the copies stay small.
+// Rows of a sum in float32 whose copies stay small.
+constexpr int64_t kWidenedRows = 4096;
+
+// sum += a b in float32.
 void widened(const Tensor& sum, const Tensor& a, const Tensor& b) {
-  constexpr int64_t kRows = 4096;
   const Tensor right = b.to(at::kFloat);
-  for (int64_t first = 0; first < a.size(0); first += kRows) {
-    const int64_t count = std::min(kRows, a.size(0) - first);
+  for (int64_t first = 0; first < a.size(0); first += kWidenedRows) {
+    const int64_t count = std::min(kWidenedRows, a.size(0) - first);
     sum.narrow(0, first, count).addmm_(a.narrow(0, first, count).to(at::kFloat), right);
   }
 }
@@ -113,22 +87,107 @@ void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) 
   if (!fast_bfloat16_products()) return widened(sum, a_, b_);
   const Tensor b = in_pairs(b_.contiguous());
   float* into = sum.mutable_data_ptr<float>();
-  if (a_.stride(0) == 1 && a_.stride(1) != 1) {
-    of_columns(a_.const_data_ptr<at::BFloat16>(), a_.stride(1), a_.size(1), a_.size(0), b, into);
-    return;
-  }
   Tensor a = a_;  // in pairs too: an odd last column has a zero beside it
   if (a.size(1) % 2 != 0) a = at::cat({a, at::zeros({a.size(0), 1}, a.options())}, 1);
   if (a.stride(1) != 1) a = a.contiguous();
   of_rows(a.const_data_ptr<at::BFloat16>(), a.stride(0), a.size(0), b, into);
 }
 
+// A tile of the sum in float32: this many of its rows and columns, which with what is multiplied stay in the cache.
+constexpr int64_t kTileRows = 64, kTileColumns = 512;
+// Rows of a's transpose in memory are a multiple of this.
+constexpr int64_t kPadding = 32;
+
+// The sum, in which `first` has no part yet and which `last` completes.
+struct Sum24 {
+  uint16_t* high;
+  uint8_t* low;
+  int64_t width;
+  bool first, last;
+  decltype(FK_CHOOSE_ISA(sum24_widen)) widen = FK_CHOOSE_ISA(sum24_widen);
+  decltype(FK_CHOOSE_ISA(sum24_narrow)) narrow = FK_CHOOSE_ISA(sum24_narrow);
+  decltype(FK_CHOOSE_ISA(sum24_round)) round = FK_CHOOSE_ISA(sum24_round);
+
+  // Some columns of some rows, dense.
+  void load(int64_t row, int64_t n_rows, int64_t column, int64_t n_cols, float* out) const {
+    for (int64_t r = 0, at = row * width + column; r < n_rows; ++r, at += width)
+      widen(high + at, low + at, out + r * n_cols, n_cols);
+  }
+  void store(int64_t row, int64_t n_rows, int64_t column, int64_t n_cols, const float* v) const {
+    for (int64_t r = 0, at = row * width + column; r < n_rows; ++r, at += width, v += n_cols)
+      last ? round(v, high + at, n_cols) : narrow(v, high + at, low + at, n_cols);
+  }
+};
+
+// sum += a^T b
+void multiply(const Sum24& sum, const Tensor& a, const Tensor& b_) {
+  const Tensor b = in_pairs(b_);
+  const int64_t n_rows = a.size(1), depth = 2 * b.size(0), ld_a = a.stride(0);
+  const int64_t padded = (depth + kPadding - 1) / kPadding * kPadding;
+  const auto* left = reinterpret_cast<const uint16_t*>(a.const_data_ptr<at::BFloat16>());
+  const auto* right = b.const_data_ptr<at::BFloat16>();
+  const auto transpose = FK_CHOOSE_ISA(transpose_words);
+  at::parallel_for(0, (n_rows + kTileRows - 1) / kTileRows, 1, [&](int64_t begin, int64_t end) {
+    std::vector<at::BFloat16> turned(kTileRows * padded);
+    std::vector<float> tile(kTileRows * std::min(sum.width, kTileColumns));
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t row = block * kTileRows, count = std::min(kTileRows, n_rows - row);
+      transpose(left + row, ld_a, a.size(0), count, reinterpret_cast<uint16_t*>(turned.data()), padded);
+      for (int64_t column = 0; column < sum.width; column += kTileColumns) {
+        const int64_t n_cols = std::min(kTileColumns, sum.width - column);
+        if (!sum.first) sum.load(row, count, column, n_cols, tile.data());
+        at::native::cpublas::brgemm(count, n_cols, depth, padded, sum.width, n_cols, !sum.first, turned.data(),
+                                    right + 2 * column, tile.data());
+        sum.store(row, count, column, n_cols, tile.data());
+      }
+    }
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+// The same in float32 as `widened`, where oneDNN has no products of bfloat16.
+void multiply_widened(const Sum24& sum, const Tensor& a, const Tensor& b_) {
+  const Tensor b = b_.to(at::kFloat);
+  for (int64_t row = 0; row < a.size(1); row += kWidenedRows) {
+    const int64_t count = std::min(kWidenedRows, a.size(1) - row);
+    const Tensor tile = at::zeros({count, sum.width}, b.options());
+    if (!sum.first) sum.load(row, count, 0, sum.width, tile.mutable_data_ptr<float>());
+    tile.addmm_(a.narrow(1, row, count).to(at::kFloat).t(), b);
+    sum.store(row, count, 0, sum.width, tile.const_data_ptr<float>());
+  }
+}
+
+void accumulate_product24_(const Tensor& high, const Tensor& low, const Tensor& a, const Tensor& b, bool first,
+                           bool last) {
+  TORCH_CHECK_VALUE(high.dim() == 2 && a.dim() == 2 && b.dim() == 2 && a.size(0) == b.size(0) &&
+                        high.size(0) == a.size(1) && high.size(1) == b.size(1),
+                    "high must be [M, N], a [K, M] and b [K, N]; got ", high.sizes(), ", ", a.sizes(), " and ",
+                    b.sizes());
+  for (const Tensor* each : {&high, &a, &b})
+    TORCH_CHECK_TYPE(each->scalar_type() == at::kBFloat16, "high, a and b must be bfloat16");
+  const bool whole = first && last;
+  TORCH_CHECK_TYPE(low.scalar_type() == at::kByte, "low must be uint8");
+  TORCH_CHECK_VALUE(whole || low.sizes() == high.sizes(), "low must have high's shape; got ", low.sizes());
+  TORCH_CHECK_VALUE(high.is_contiguous() && low.is_contiguous(), "high and low must be contiguous");
+  TORCH_CHECK_VALUE(a.size(0) > 0, "a and b must have at least one row");
+  if (high.numel() == 0) return;
+  const Sum24 sum{reinterpret_cast<uint16_t*>(high.mutable_data_ptr<at::BFloat16>()),
+                  whole ? nullptr : low.mutable_data_ptr<uint8_t>(), high.size(1), first, last};
+  const Tensor left = a.stride(1) == 1 ? a : a.contiguous();
+  (fast_bfloat16_products() ? multiply : multiply_widened)(sum, left, b.contiguous());
+}
+
 }  // namespace accumulate_product_cpu
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("accumulate_product24_(Tensor(a!) high, Tensor(b!) low, Tensor a, Tensor b, bool first, bool last) -> ()",
+        {at::Tag::pt2_compliant_tag});
   m.def("accumulate_product_(Tensor(a!) sum, Tensor a, Tensor b) -> ()", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("accumulate_product_", &accumulate_product_cpu::accumulate_product_); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("accumulate_product_", &accumulate_product_cpu::accumulate_product_);
+  m.impl("accumulate_product24_", &accumulate_product_cpu::accumulate_product24_);
+}
 
 }  // namespace foundry

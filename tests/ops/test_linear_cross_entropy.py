@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -224,88 +222,6 @@ def test_bad_input_is_refused(error: type[Exception], message: str, changes: dic
     arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target} | changes
     with pytest.raises(error, match=message):
         linear_cross_entropy(**arguments)
-
-
-@contextmanager
-def onednn(enabled: bool) -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
-def test_without_onednn_no_products_of_16_bits_are_fast() -> None:
-    if extension.MISSING is not None:
-        pytest.skip(extension.MISSING)
-    with onednn(False):
-        assert extension.build_info()["fast_products"] == []
-
-
-def test_fast_products_are_those_that_onednn_is_held_to(request: pytest.FixtureRequest) -> None:
-    """`make test-isa`: the processor has more."""
-    held_to = request.config.getoption("--held-to")
-    if held_to is None:
-        pytest.skip("oneDNN is held to no instruction set")
-    assert chunks.fast_products(torch.bfloat16) == (held_to in ("avx512_bf16", "amx_bf16"))
-    assert not chunks.fast_products(torch.float16)
-
-
-def accumulate_product() -> Any:
-    if chunks.accumulate_product is None:
-        pytest.skip("the C++ extension is not built")
-    return chunks.accumulate_product
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["onednn", "widened"])
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(
-    ("depth", "n_rows", "width"), [(1, 1, 1), (2, 64, 32), (7, 65, 33), (33, 130, 48), (100, 200, 17), (3, 5000, 2)]
-)
-def test_products_of_bfloat16_are_summed_in_float32(
-    depth: int, n_rows: int, width: int, transposed: bool, enabled: bool
-) -> None:
-    """The products are oneDNN's where it has them, and else in float32: what it can do is asked at each call."""
-    operator = accumulate_product()
-    generator = torch.Generator().manual_seed(0)
-    total = torch.randn(n_rows, width, generator=generator)
-    b = torch.randn(depth, width, generator=generator).bfloat16()
-    if transposed:
-        a = torch.randn(depth, n_rows + 3, generator=generator).bfloat16()[:, :n_rows].t()
-    else:
-        a = torch.randn(n_rows, depth + 3, generator=generator).bfloat16()[:, :depth]  # rows that are not dense
-    expected = total.double() + a.double() @ b.double()
-
-    def add(into: Tensor) -> Tensor:
-        for begin in range(0, depth, 8):
-            operator(into, a[:, begin : begin + 8], b[begin : begin + 8])
-        return into
-
-    with onednn(enabled):
-        found = add(total.clone())
-        fast = "bfloat16" in extension.build_info()["fast_products"]
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max()) * depth**0.5)
-    if not fast:
-        return  # bits of PyTorch's products may depend on the number of threads
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert torch.equal(found, add(total.clone()))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_sum_of_products_refuses_what_does_not_fit() -> None:
-    operator = accumulate_product()
-    total, a, b = torch.zeros(4, 2), torch.zeros(4, 3).bfloat16(), torch.zeros(3, 2).bfloat16()
-    operator(total, a[:, :0], b[:0])
-    with pytest.raises(ValueError, match=r"sum must be \[M, N\]"):
-        operator(total, b, a)
-    with pytest.raises(TypeError, match="a and b bfloat16"):
-        operator(total, a.float(), b)
-    with pytest.raises(ValueError, match="sum must be contiguous"):
-        operator(torch.zeros(2, 4).t(), a, b)
 
 
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))

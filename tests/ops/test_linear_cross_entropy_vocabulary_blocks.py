@@ -83,21 +83,24 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chunk_size", "learns", "tiled"),
+    ("dtype", "chunk_size", "learns", "matrices", "tiled"),
     [
-        (torch.bfloat16, None, True, True),
-        (torch.bfloat16, None, False, False),
-        (torch.bfloat16, 7, True, False),
-        (torch.float32, None, True, False),
+        (torch.bfloat16, None, True, True, True),
+        (torch.bfloat16, None, True, False, False),
+        (torch.bfloat16, None, False, True, False),
+        (torch.bfloat16, 7, True, True, False),
+        (torch.float32, None, True, True, False),
     ],
     ids=str,
 )
 def test_who_takes_which_strategy(
-    dtype: torch.dtype, chunk_size: int | None, learns: bool, tiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles where they spare a float32 sum, of tokens too many for a single chunk, and products of bfloat16 are fast:
-    here they are said to be."""
+    dtype: torch.dtype, chunk_size: int | None, learns: bool, matrices: bool, tiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Tiles of tokens too many for a single chunk, where products of bfloat16 are so fast that a fourth takes less time
+    than the weight's gradient does to be summed: here they are said to be."""
     monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
+    monkeypatch.setattr(native, "_TILES_ARE_FASTER", matrices)
     monkeypatch.setattr(native, "_ONE_CHUNK", 2 * 20 * 30 - 1)
     hidden = torch.randn(20, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(30, 8, dtype=dtype, requires_grad=learns)

@@ -53,9 +53,11 @@ class Outputs(NamedTuple):
     predicted: Tensor
 
 
-def empty_outputs(inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs | None = None) -> Outputs:
-    """All that is asked for, in new memory, in the dtype of the arithmetic; predictions are int64. Gradients of one
-    chunk are rounded."""
+def empty_outputs(
+    inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs | None = None, rounds: bool = False
+) -> Outputs:
+    """All that is asked for, in new memory, in the dtype of the arithmetic, gradients if `rounds` in that of hidden;
+    predictions are int64."""
     hidden, weight = inputs.hidden, inputs.weight
     need_dhidden, need_dweight, need_dbias = needs or (False, False, False)
     rows = hidden.shape[:-1]
@@ -67,7 +69,7 @@ def empty_outputs(inputs: Inputs, options: LinearLossOptions, saves: Saves, need
     )  # fmt: skip
     dtype = wide_dtype(hidden.dtype)
     found = [hidden.new_empty(shape if wanted else (0,), dtype=dtype) for wanted, shape in shapes]
-    if options.one_chunk:
+    if rounds:
         found[-3:] = [gradient.to(hidden.dtype) for gradient in found[-3:]]
     found.append(hidden.new_empty(rows if saves.predicted else (0,), dtype=torch.int64))
     return Outputs(*found)

@@ -25,7 +25,7 @@ from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 #: Tokens of a chunk, if not given: at least so many (on a CPU each chunk reads and writes the whole sum of the weight's
 #: gradient, in the time of a product over about a hundred tokens), and at most this fraction of all where logits are of
-#: 4 bytes.
+#: 4 bytes. A sum of 24 bits takes no longer with the least.
 _LEAST, _LEAST_CPU, _SHARE = 64, 256, 16
 #: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache. On a GPU, those of which a part
 #: of the weight's gradient exists beside it.
@@ -43,8 +43,15 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
     return x.narrow(0, part.start, part.stop - part.start)
 
 
-#: sum += a b, bfloat16 into float32.
+#: sum += a b, of bfloat16 in float32; and high, low += a^T b, where the sum is a bfloat16 and 8 bits more.
 accumulate_product = extension.operator("accumulate_product_")
+accumulate_product24 = extension.operator("accumulate_product24_")
+
+
+def rounds(hidden: Tensor, options: LinearLossOptions) -> bool:
+    """Whether chunks on a CPU leave the gradients rounded to the dtype of hidden, which takes no sum in float32."""
+    return hidden.dtype == torch.bfloat16 and fast_products(torch.bfloat16) and not options.batch_invariant
+
 
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
 _SMALL = 1 << 22
@@ -86,12 +93,14 @@ class Tokens:
         self.bias = None if bias is None else bias.to(within)
         self.logit_scale, self.cpu, self.chunk_size = options.logit_scale, cpu, options.chunk_size or None
         self.one_chunk = options.one_chunk
+        self.rounds = cpu and not torch.compiler.is_compiling() and rounds(hidden, options)
         self.memory: Tensor | None = None
 
     def chunks(self) -> list[slice]:
         n, size = self.target.numel(), self.chunk_size
-        size = default_size(n, self.x.element_size(), self.cpu) if size is None else int(size)
-        size = max(n, 1) if self.one_chunk else size
+        if size is None:
+            size = _LEAST_CPU if self.rounds else default_size(n, self.x.element_size(), self.cpu)
+        size = max(n, 1) if self.one_chunk else int(size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
     def logits(self, part: slice) -> Tensor:
@@ -119,12 +128,13 @@ class Tokens:
 
 
 class Gradients:
-    """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic; of one chunk in that
-    of the products, as nothing is added to them."""
+    """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic. Where `rounds` says
+    so, hidden's, to which nothing is added, and the weight's are in that of the products: the latter is the first 16
+    bits of a sum of 24 until its last chunk."""
 
     def __init__(self, tokens: Tokens, needs: Needs) -> None:
         n_classes, width = tokens.weight.shape
-        empty = tokens.x.new_empty((0,), dtype=tokens.x.dtype if tokens.one_chunk else tokens.dtype)
+        empty = tokens.x.new_empty((0,), dtype=tokens.x.dtype if tokens.rounds else tokens.dtype)
         self.tokens, self.needs = tokens, needs
         self.dx = empty.new_empty(tokens.x.shape) if needs.hidden else empty
         #: Whether the first chunk's part of the weight's gradient is yet to be written to memory that holds nothing.
@@ -135,10 +145,10 @@ class Gradients:
             and tokens.x.dtype == empty.dtype
             and not torch.compiler.is_compiling()
         )
-        self.dweight = empty
+        self.dweight = self.low = empty
         if needs.weight:
             self.dweight = (empty.new_empty if self.is_new else empty.new_zeros)((n_classes, width))
-        self.dbias = empty.new_zeros(n_classes) if needs.bias else empty
+        self.dbias = empty.new_zeros(n_classes, dtype=tokens.dtype) if needs.bias else empty
 
     def add(self, part: slice, dlogits: Tensor) -> None:
         tokens, needs = self.tokens, self.needs
@@ -149,13 +159,16 @@ class Gradients:
             rows_of(self.dx, part).copy_(product)
         if needs.weight and tokens.batch_invariant and tokens.cpu:
             self.dweight += linear(dlogits.t(), rows_of(tokens.x, part).t())
+        elif needs.weight and tokens.rounds and dlogits.dtype == torch.bfloat16:
+            first, last = part.start == 0, part.stop == tokens.target.numel()
+            if first:
+                self.low = dlogits.new_empty((0, 0) if last else self.dweight.shape, dtype=torch.uint8)
+            accumulate_product24(self.dweight, self.low, dlogits, rows_of(tokens.x, part), first, last)
         elif needs.weight and self.is_new:
             torch.mm(dlogits.t(), rows_of(tokens.x, part), out=self.dweight)  # spares the zeros, and reading them
             self.is_new = False
         elif needs.weight and dlogits.dtype == self.dweight.dtype:
             self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
-        elif needs.weight and dlogits.dtype == torch.bfloat16 and tokens.cpu and accumulate_product is not None:
-            accumulate_product(self.dweight, dlogits.t(), rows_of(tokens.x, part))
         elif needs.weight:
             # torch's product of 16 bits would round the part of each chunk. Some classes at a time, for the copy's
             # sake.
@@ -243,7 +256,7 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
         whole(2) if saves.stats else absent(),
         reduced(3) if saves.z_loss else absent(),
         absent() if gradients is None else share.clone() if late else one,
-        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden, options.one_chunk)),
+        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden, tokens.rounds)),
         predictions_of_all() if saves.predicted else absent().long(),
     )
 

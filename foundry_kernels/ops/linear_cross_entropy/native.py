@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foundry_kernels.core import extension
 from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
 from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
@@ -25,7 +26,10 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
     return getattr(_OPS, name).default
 
 
-_FAST_PRODUCTS = chunks.fast_products(torch.bfloat16)  # looked up here, where no compiler traces it
+# Looked up here, where no compiler traces it.
+_FAST_PRODUCTS = chunks.fast_products(torch.bfloat16)
+#: Whether a fourth product takes less time than the sum of the weight's gradient: with matrix instructions.
+_TILES_ARE_FASTER = extension.build_info().get("instruction_set") == "amx_bf16"
 
 
 #: Bytes of logits that a single chunk may have: as many as a chunk of float32 has by default over 32768 classes.
@@ -33,12 +37,16 @@ _ONE_CHUNK = 1 << 25
 
 
 def _chunk_size(hidden: Tensor, weight: Tensor, learns: bool, reduces: bool) -> int | None:
-    """Neither way takes the float32 sum of a bfloat16 weight's gradient: of few tokens a single chunk, in three
-    products; of many tiles, in four (docs/performance.md)."""
+    """Of few tokens a single chunk, of many chunks in three products, or tiles in four (docs/performance.md): none of
+    these takes a float32 sum of a bfloat16 weight's gradient."""
     if not learns or hidden.dtype != torch.bfloat16 or not _FAST_PRODUCTS:
         return None
+    if not reduces:
+        return TILES
     n_tokens = hidden.numel() // hidden.shape[-1]
-    return ALL if reduces and 2 * n_tokens * weight.shape[0] <= _ONE_CHUNK else TILES
+    if 2 * n_tokens * weight.shape[0] <= _ONE_CHUNK:
+        return ALL
+    return TILES if _TILES_ARE_FASTER else None
 
 
 def _gradients_in_place(

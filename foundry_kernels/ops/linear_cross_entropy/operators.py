@@ -62,6 +62,12 @@ class Strategy(NamedTuple):
                 return tuple(self.tiles_forward(inputs, options, saves))
             return tuple(chunks.forward(self.kernels, inputs, options, saves, needs))
 
+    def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
+        inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
+        needs = Needs(*flags[4:])
+        rounds = any(needs) and self.kernels.cpu and chunks.rounds(inputs.hidden, options)
+        return tuple(empty_outputs(inputs, options, Saves(*flags[:4]), needs, rounds))
+
     def backward(self, dloss: Tensor, *args: Any) -> tuple[Tensor, ...]:
         inputs, lse, lse_low = Inputs(*args[:5]), args[5], args[6]
         options, needs = LinearLossOptions.from_operator_args(args[7:])
@@ -69,11 +75,6 @@ class Strategy(NamedTuple):
             if options.tiles:
                 return self.tiles_backward(dloss, inputs, lse, lse_low, options, Needs(*needs))
             return chunks.backward(self.kernels, dloss, inputs, lse, lse_low, options, Needs(*needs))
-
-
-def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    options, flags = LinearLossOptions.from_operator_args(args[5:])
-    return tuple(empty_outputs(Inputs(*args[:5]), options, Saves(*flags[:4]), Needs(*flags[4:])))
 
 
 def _fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -89,7 +90,7 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
     """The backend's function. Its operators, with `prefix` before their names, are registered by ``define(schema,
     function, fake)``."""
     _OPERATORS[prefix] = (
-        define(prefix + FWD, strategy.forward, _fake_forward),
+        define(prefix + FWD, strategy.forward, strategy.fake_forward),
         define(prefix + BWD, strategy.backward, _fake_backward),
     )
     forward = _OPERATORS[prefix][0]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OPERATORS = ("linear_cross_entropy_fwd", "linear_cross_entropy_bwd")
-UNSHARDED = ("accumulate_product_",)
+UNSHARDED = ("accumulate_product_", "accumulate_product24_")
 
 _OF_TOKENS = ("target", "loss", "lse", "lse_low", "z_loss", "dscale", "predicted")
 
