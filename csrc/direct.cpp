@@ -20,6 +20,7 @@
 #include "direct_arguments.h"
 #include "torch/cross_entropy.h"
 #include "torch/operators.h"
+#include "torch/products.h"
 
 namespace foundry {
 namespace {
@@ -218,8 +219,9 @@ PyObject* call_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return std::get<0>(cross_entropy(logits, target, weight, options, false, false)); });
 }
 
-// Few logits, of float32 copies of 16-bit inputs, and no gradients: the strategies have nothing to spare there. The
-// bounds are those of linear_cross_entropy/chunks.py: multiplications of a small product, and tokens of a chunk.
+// A single chunk without gradients: the strategies have nothing to spare there. Small products, and those that oneDNN
+// makes no faster, are of float32 copies of 16-bit inputs. The bounds are those of linear_cross_entropy/chunks.py:
+// multiplications of a small product, and tokens of a chunk.
 PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
   constexpr int64_t kMultiplications = 1 << 22, kTokens = 256;
   Arguments in(arguments, given, 7 + LossOptions::kArguments);
@@ -231,15 +233,18 @@ PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given
   in.need(is_number(logit_scale) && !at::autocast::is_autocast_enabled(at::kCPU));
   in.need(in.ok() && weight.dim() == 2 && weight.size(0) > 0 && target.numel() > 0 && target.numel() <= kTokens &&
           are_targets(hidden, target, class_weight, weight.size(0)) && weight.size(1) == hidden.size(-1) &&
-          hidden.numel() * weight.size(0) <= kMultiplications && weight.scalar_type() == hidden.scalar_type());
+          weight.scalar_type() == hidden.scalar_type());
   in.need(in.ok() && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) &&
                                 bias->scalar_type() == hidden.scalar_type())));
   in.need(in.ok() && !(at::GradMode::is_enabled() &&
                        (hidden.requires_grad() || weight.requires_grad() || (bias && bias->requires_grad()))));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] {
-    const auto wide = [](const Tensor& t) { return t.to(at::kFloat); };
-    const Tensor logits = at::linear(wide(hidden), wide(weight), bias ? OptionalTensor(wide(*bias)) : bias);
+    const bool small = hidden.numel() * weight.size(0) <= kMultiplications;
+    const auto type = hidden.scalar_type();
+    const bool fast = type == at::kBFloat16 ? fast_bfloat16_products() : type == at::kHalf && fast_float16_products();
+    const auto cast = [&](const Tensor& t) { return t.to(!small && fast ? type : at::kFloat); };
+    const Tensor logits = at::linear(cast(hidden), cast(weight), bias ? OptionalTensor(cast(*bias)) : bias);
     return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
                                      options, false, false));
   });

@@ -226,7 +226,7 @@ def test_bad_input_is_refused(error: type[Exception], message: str, changes: dic
 
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_small_call_without_gradients_skips_the_strategies(
+def test_a_chunk_without_gradients_skips_the_strategies(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It equals the general path, and takes no gradients, no more tokens than a chunk has, and no other options."""
@@ -252,6 +252,10 @@ def test_a_small_call_without_gradients_skips_the_strategies(
     hidden, weight = hidden.detach(), weight.detach()
     assert own("native", hidden, weight, target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is not None
     assert own("native", hidden, weight.double(), target, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
+    large = torch.randn(100, 64).to(dtype), torch.randn(1000, 64).to(dtype), torch.arange(100)  # no small product
+    found = own("native", *large, None, None, -100, "mean", 0.0, 0.0, None, 0.25)
+    monkeypatch.setattr(spec, "direct", no_direct_call)
+    torch.testing.assert_close(found, linear_cross_entropy(*large, logit_scale=0.25, backend="native"))
     many = torch.zeros(257, WIDTH, dtype=dtype)
     zeros = torch.zeros(257, dtype=torch.int64)
     assert own("native", many, weight, zeros, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None
