@@ -202,6 +202,18 @@ PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, weight_options, rope_options); });
 }
 
+PyObject* call_combine_experts(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 4);
+  const Tensor& x = in.tensor();
+  const OptionalTensor weights = in.optional_tensor();
+  const Tensor& slots = in.indices();
+  in.need(in.ok() && x.dim() == 2 && slots.dim() == 2 && slots.size(1) > 0);
+  in.need(in.ok() && (!weights || (weights->sizes() == slots.sizes() && (weights->scalar_type() == at::kFloat ||
+                                                                         weights->scalar_type() == x.scalar_type()))));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return combine_experts(x, weights, slots); });
+}
+
 // Whether there is a target for each token of x [..., N], and the weights of classes are constants.
 bool are_targets(const Tensor& x, const Tensor& target, const OptionalTensor& weight, int64_t n_classes) {
   return x.dim() > 0 && x.size(-1) > 0 && target.sizes() == x.sizes().slice(0, x.dim() - 1) &&
@@ -342,6 +354,7 @@ PyMethodDef* direct_calls() {
       method<call_gated<&reglu>>("reglu"),
       method<call_rope>("rope"),
       method<call_qk_norm_rope>("qk_norm_rope"),
+      method<call_combine_experts>("combine_experts"),
       method<call_flash_attention>("flash_attention"),
       method<call_cross_entropy>("cross_entropy"),
       method<call_linear_cross_entropy>("linear_cross_entropy"),

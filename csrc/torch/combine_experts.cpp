@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "operators.h"
 #include "options.h"
 
 namespace foundry {
@@ -46,12 +47,13 @@ class CombineExpertsFunction : public torch::autograd::Function<CombineExpertsFu
   }
 };
 
+}  // namespace combine_experts_schema
+
 Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Tensor& slots) {
+  using namespace combine_experts_schema;
   if (any_requires_grad(x, weights)) return CombineExpertsFunction::apply(x, weights, slots);
   return call_fwd(x, weights, slots);
 }
-
-}  // namespace combine_experts_schema
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("combine_experts(Tensor x, Tensor? weights, Tensor slots) -> Tensor", {at::Tag::pt2_compliant_tag});
@@ -62,9 +64,7 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) {
-  m.impl("combine_experts", &combine_experts_schema::combine_experts);
-}
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("combine_experts", &combine_experts); }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
   m.impl("combine_experts_fwd", &combine_experts_schema::fwd_meta);

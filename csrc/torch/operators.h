@@ -35,6 +35,7 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const 
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                                            const AttentionOptions& options, bool return_lse,
                                                            bool return_stats);
+Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Tensor& slots);
 // For inference on the CPU alone.
 std::tuple<Tensor, Tensor> decode_block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights,
                                         at::TensorList norms, const Tensor& cos, const Tensor& sin,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core.checks import check_device, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.core.registry import is_subclass, resolve
@@ -47,6 +48,10 @@ def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor, *, backend
     Autocast has no effect: arithmetic is in float32 anyway. There are no atomic additions: results and gradients are
     bitwise deterministic. Kernels have no second derivative.
     """
+    if not is_dynamo_compiling():
+        y = COMBINE_EXPERTS.direct(backend, x, weights, slots)
+        if y is not None:
+            return y
     check_float("x", x)
     check_rank("x", x, 2, "[M, D]")
     check_integer("slots", slots)
