@@ -93,8 +93,9 @@ void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) 
   of_rows(a.const_data_ptr<at::BFloat16>(), a.stride(0), a.size(0), b, into);
 }
 
-// A tile of the sum in float32: this many of its rows and columns, which with what is multiplied stay in the cache.
-constexpr int64_t kTileRows = 64, kTileColumns = 512;
+// A tile of the sum in float32: this many of its rows and at most so many columns. What it is multiplied with, as many
+// numbers at most if that is 64 columns, stays in the cache with it.
+constexpr int64_t kTileRows = 64, kTileColumns = 512, kTileInputs = 1 << 17;
 // Rows of a's transpose in memory are a multiple of this.
 constexpr int64_t kPadding = 32;
 
@@ -124,17 +125,18 @@ void multiply(const Sum24& sum, const Tensor& a, const Tensor& b_) {
   const Tensor b = in_pairs(b_);
   const int64_t n_rows = a.size(1), depth = 2 * b.size(0), ld_a = a.stride(0);
   const int64_t padded = (depth + kPadding - 1) / kPadding * kPadding;
+  const int64_t at_a_time = std::clamp<int64_t>(kTileInputs / depth / 64 * 64, 64, kTileColumns);
   const auto* left = reinterpret_cast<const uint16_t*>(a.const_data_ptr<at::BFloat16>());
   const auto* right = b.const_data_ptr<at::BFloat16>();
   const auto transpose = FK_CHOOSE_ISA(transpose_words);
   at::parallel_for(0, (n_rows + kTileRows - 1) / kTileRows, 1, [&](int64_t begin, int64_t end) {
     std::vector<at::BFloat16> turned(kTileRows * padded);
-    std::vector<float> tile(kTileRows * std::min(sum.width, kTileColumns));
+    std::vector<float> tile(kTileRows * at_a_time);
     for (int64_t block = begin; block < end; ++block) {
       const int64_t row = block * kTileRows, count = std::min(kTileRows, n_rows - row);
       transpose(left + row, ld_a, a.size(0), count, reinterpret_cast<uint16_t*>(turned.data()), padded);
-      for (int64_t column = 0; column < sum.width; column += kTileColumns) {
-        const int64_t n_cols = std::min(kTileColumns, sum.width - column);
+      for (int64_t column = 0; column < sum.width; column += at_a_time) {
+        const int64_t n_cols = std::min(at_a_time, sum.width - column);
         if (!sum.first) sum.load(row, count, column, n_cols, tile.data());
         at::native::cpublas::brgemm(count, n_cols, depth, padded, sum.width, n_cols, !sum.first, turned.data(),
                                     right + 2 * column, tile.data());
@@ -165,14 +167,13 @@ void accumulate_product24_(const Tensor& high, const Tensor& low, const Tensor& 
                     b.sizes());
   for (const Tensor* each : {&high, &a, &b})
     TORCH_CHECK_TYPE(each->scalar_type() == at::kBFloat16, "high, a and b must be bfloat16");
-  const bool whole = first && last;
   TORCH_CHECK_TYPE(low.scalar_type() == at::kByte, "low must be uint8");
-  TORCH_CHECK_VALUE(whole || low.sizes() == high.sizes(), "low must have high's shape; got ", low.sizes());
+  TORCH_CHECK_VALUE(low.sizes() == high.sizes(), "low must have high's shape; got ", low.sizes());
   TORCH_CHECK_VALUE(high.is_contiguous() && low.is_contiguous(), "high and low must be contiguous");
   TORCH_CHECK_VALUE(a.size(0) > 0, "a and b must have at least one row");
   if (high.numel() == 0) return;
-  const Sum24 sum{reinterpret_cast<uint16_t*>(high.mutable_data_ptr<at::BFloat16>()),
-                  whole ? nullptr : low.mutable_data_ptr<uint8_t>(), high.size(1), first, last};
+  const Sum24 sum{reinterpret_cast<uint16_t*>(high.mutable_data_ptr<at::BFloat16>()), low.mutable_data_ptr<uint8_t>(),
+                  high.size(1), first, last};
   const Tensor left = a.stride(1) == 1 ? a : a.contiguous();
   (fast_bfloat16_products() ? multiply : multiply_widened)(sum, left, b.contiguous());
 }

@@ -146,6 +146,7 @@ class Gradients:
             and not torch.compiler.is_compiling()
         )
         self.dweight = self.low = empty
+        self.sums24 = empty.dtype == torch.bfloat16
         if needs.weight:
             self.dweight = (empty.new_empty if self.is_new else empty.new_zeros)((n_classes, width))
         self.dbias = empty.new_zeros(n_classes, dtype=tokens.dtype) if needs.bias else empty
@@ -159,10 +160,10 @@ class Gradients:
             rows_of(self.dx, part).copy_(product)
         if needs.weight and tokens.batch_invariant and tokens.cpu:
             self.dweight += linear(dlogits.t(), rows_of(tokens.x, part).t())
-        elif needs.weight and tokens.rounds and dlogits.dtype == torch.bfloat16:
+        elif needs.weight and self.sums24 and part != slice(0, tokens.target.numel()):
             first, last = part.start == 0, part.stop == tokens.target.numel()
             if first:
-                self.low = dlogits.new_empty((0, 0) if last else self.dweight.shape, dtype=torch.uint8)
+                self.low = torch.empty_like(self.dweight, dtype=torch.uint8)
             accumulate_product24(self.dweight, self.low, dlogits, rows_of(tokens.x, part), first, last)
         elif needs.weight and self.is_new:
             torch.mm(dlogits.t(), rows_of(tokens.x, part), out=self.dweight)  # spares the zeros, and reading them
