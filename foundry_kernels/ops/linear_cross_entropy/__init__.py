@@ -8,8 +8,8 @@ gradients are made right behind its logits, for a loss whose own gradient is 1, 
 what that turns out to be: so nothing is computed twice, and a loss that is scaled, added to others or differentiated
 twice through one graph (``retain_graph=True``) is right. With ``reduction="none"`` each token's loss has a gradient of
 its own, and a backward pass makes the logits anew from the lse that was kept (one matrix product more). The gradients
-of weight and bias are summed over chunks in float32, whatever the dtype, and rounded once. The matrix products are
-PyTorch's own.
+of weight and bias are summed over chunks in float32 or, of a bfloat16 weight on a CPU, in 24 bits. The matrix products
+are PyTorch's own.
 
 *Tiles*, in Triton: a kernel makes a tile of the logits, takes from it what an online log-sum-exp needs, and never
 writes it. The backward pass makes the logits anew, some classes at a time, so that each row of the weight's gradient is
@@ -148,9 +148,13 @@ def linear_cross_entropy(
 
     Memory of chunks, beyond inputs and the gradients that are returned: the logits of one chunk, and on a GPU their
     gradient (on a CPU it replaces them), by default of a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on
-    a CPU of 256; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that
+    a CPU of 512; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that
     is the root of a graph that is not retained, on the CPU, are the ones returned. With reduction "none": lse and what
     its rounding took. Nothing is made for an input that needs no gradient. Three matrix products, or four with "none".
+    bfloat16 on a CPU for which oneDNN has instructions for such products: chunks of 256 tokens by default, and the
+    weight's gradient is summed in 24 bits, of which the first 16 lie in the gradient that is returned: a byte an
+    element beside it. Gradients are rounded before they are multiplied by the loss's own, and again after, where that
+    is not 1.
 
     Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
     in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many
@@ -158,12 +162,14 @@ def linear_cross_entropy(
     by itself where chunks would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16,
     that is 192 MiB where chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8. On
     the CPU: forward the logits of one chunk; backward at a time two million logits, or those of 256 classes, and
-    hidden's gradient in float32. The CPU takes this path by itself for a bfloat16 weight that gets a gradient, where
-    oneDNN has instructions for such products; but if all logits fit into 32 MiB and the loss is reduced, a single chunk
-    and three products, whose gradients are rounded as they are made and no float32 sum exists either.
+    hidden's gradient in float32.
 
-    Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed in
-    float32 over the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small
+    By default the CPU takes chunks; but of a bfloat16 weight that gets a gradient, where oneDNN has instructions for
+    such products and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with matrix instructions
+    (AMX) tiles if they do not. Where it is not reduced it takes tiles.
+
+    Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed over
+    the chunks, of bfloat16 on a CPU by oneDNN's kernel. They are of the inputs' dtype; on a CPU small
     products, and all where oneDNN has no instructions for bfloat16 or float16, get float32 copies of hidden and weight,
     whose logits are exact to float32.
 

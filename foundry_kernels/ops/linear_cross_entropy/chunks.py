@@ -23,10 +23,11 @@ from foundry_kernels.ops.linear_cross_entropy.calls import (
 )
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
-#: Tokens of a chunk, if not given: at least so many (on a CPU each chunk reads and writes the whole sum of the weight's
-#: gradient, in the time of a product over about a hundred tokens), and at most this fraction of all where logits are of
-#: 4 bytes. A sum of 24 bits takes no longer with the least.
-_LEAST, _LEAST_CPU, _SHARE = 64, 256, 16
+#: Tokens of a chunk, if not given: at least so many, and at most this fraction of all where logits are of 4 bytes. On a
+#: CPU each chunk reads and writes the whole sum of the weight's gradient, and a product takes longer for fewer tokens:
+#: but what `rounds` hardly does.
+_LEAST, _LEAST_CPU, _SHARE = 64, 512, 16
+_ROUNDED = 256
 #: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache. On a GPU, those of which a part
 #: of the weight's gradient exists beside it.
 _CLASSES = 4096
@@ -99,7 +100,7 @@ class Tokens:
     def chunks(self) -> list[slice]:
         n, size = self.target.numel(), self.chunk_size
         if size is None:
-            size = _LEAST_CPU if self.rounds else default_size(n, self.x.element_size(), self.cpu)
+            size = _ROUNDED if self.rounds else default_size(n, self.x.element_size(), self.cpu)
         size = max(n, 1) if self.one_chunk else int(size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
 
