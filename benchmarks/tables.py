@@ -11,6 +11,8 @@ from benchmarks.budget import listed
 
 OURS = ("triton", "native", "reference")
 LIMITS = ("memcpy", "fresh memcpy", "GEMM")
+#: The same call of ours without what it is asked for: it tells what that costs, and is no peer.
+WITHOUT = "without the option"
 
 Row = dict[str, Any]
 
@@ -21,7 +23,8 @@ def header(kept: dict[str, Any], source: str) -> str:
         f"[{source}]({source}). Times are "
         "medians over rounds in which all contenders took turns. `× peer` is the peer's time over ours: above 1, ours "
         "is faster. `% of memcpy` is our rate over that of a memcpy of as many bytes into memory that exists, "
-        "`% of GEMM` over that of a square matrix product of the same dtype. `warm`: the inputs are in the caches; "
+        f"`% of GEMM` over that of a square matrix product of the same dtype. `× {WITHOUT}`: over the time of the "
+        "same call of ours without its mask, bias or dropout, which is no peer. `warm`: the inputs are in the caches; "
         "`cold`: they rotate, so that they are not; `fresh`: cold, and outputs are new memory, page faults included."
     )
     if about_noise := noise.in_short(kept["rows"], (*OURS, *OUR_MODELS)):

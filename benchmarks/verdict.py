@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import noise
-from benchmarks.tables import LIMITS, OUR_MODELS, OURS, SLACK, markdown, of_kind, shape_of
+from benchmarks.tables import LIMITS, OUR_MODELS, OURS, SLACK, WITHOUT, markdown, of_kind, shape_of
 
 Row = dict[str, Any]
 
@@ -40,7 +40,7 @@ def lines(rows: Sequence[Row], left_out: Sequence[str] = ()) -> list[str]:
         of = [text for each, text in found if each == called]
         parts += [title, *(f"  {text}" for text in of)] if of else []
     about_noise = [text] if (text := noise.in_short(rows, (*OURS, *OUR_MODELS))) else []
-    of = [*growth(rows), *_wrong(rows), *left_out, *about_noise]
+    of = [*_costs(rows), *growth(rows), *_wrong(rows), *left_out, *about_noise]
     return [*parts, *of, *_noisy_rows(rows), *_behind(rows)]
 
 
@@ -95,6 +95,16 @@ def _models(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return found
 
 
+def _costs(rows: Sequence[Row]) -> list[str]:
+    """Returns what an option costs, those that cost most first."""
+    costs = [(1 / r["speedup_over"][WITHOUT], r) for r in _ours(rows) if WITHOUT in r.get("speedup_over", {})]
+    costs.sort(key=lambda cost: -cost[0])
+    named = [f"{r['op']} {r['direction']} {r['dtype']} {shape_of(r)}: {cost:.2f}" for cost, r in costs]
+    more = [f"  and {len(named) - _MOST} more"] if len(named) > _MOST else []
+    title = ["Time with an option over the same call's without:"] if named else []
+    return [*title, *(f"  {text}" for text in named[:_MOST]), *more]
+
+
 def _itself(rows: Sequence[Row], peer: str) -> str:
     """Returns how far the peer was from itself, in the median of the rows."""
     known = [value for row in rows if (value := noise.itself(row, peer)) is not None]
@@ -114,8 +124,9 @@ def _models_too(rows: Sequence[Row]) -> list[Row]:
 
 
 def _over(row: Row) -> dict[str, float]:
-    """Returns how many times as fast as each peer; our other kernels or models are none."""
-    ours = OUR_MODELS if row.get("kind") == "model" else OURS
+    """Returns how many times as fast as each peer; our other kernels or models are none, nor is a call without what
+    this one is asked for."""
+    ours = OUR_MODELS if row.get("kind") == "model" else (*OURS, WITHOUT)
     return {p: ratio for p, ratio in row.get("speedup_over", {}).items() if p not in ours}
 
 

@@ -231,8 +231,8 @@ PyObject* call_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return std::get<0>(cross_entropy(logits, target, weight, options, false, false)); });
 }
 
-// A single chunk without gradients: the strategies have nothing to spare there. Small products, and those that oneDNN
-// makes no faster, are of float32 copies of 16-bit inputs. The bounds are those of linear_cross_entropy/chunks.py:
+// A single chunk without gradients: the strategies have nothing to spare there, unless a weight of 16 bits is large and
+// wanted in float32. Small products are of float32 copies. The bounds are those of linear_cross_entropy/chunks.py:
 // multiplications of a small product, and tokens of a chunk.
 PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
   constexpr int64_t kMultiplications = 1 << 22, kTokens = 256;
@@ -248,14 +248,15 @@ PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given
           weight.scalar_type() == hidden.scalar_type());
   in.need(in.ok() && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) &&
                                 bias->scalar_type() == hidden.scalar_type())));
+  if (!in.ok()) Py_RETURN_NONE;
+  const auto type = hidden.scalar_type();
+  const bool small = hidden.numel() * weight.size(0) <= kMultiplications;
+  in.need(small || type == at::kFloat || (type == at::kBFloat16 ? fast_bfloat16_products() : fast_float16_products()));
   in.need(in.ok() && !(at::GradMode::is_enabled() &&
                        (hidden.requires_grad() || weight.requires_grad() || (bias && bias->requires_grad()))));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] {
-    const bool small = hidden.numel() * weight.size(0) <= kMultiplications;
-    const auto type = hidden.scalar_type();
-    const bool fast = type == at::kBFloat16 ? fast_bfloat16_products() : type == at::kHalf && fast_float16_products();
-    const auto cast = [&](const Tensor& t) { return t.to(!small && fast ? type : at::kFloat); };
+    const auto cast = [&](const Tensor& t) { return t.to(small ? at::kFloat : type); };
     const Tensor logits = at::linear(cast(hidden), cast(weight), bias ? OptionalTensor(cast(*bias)) : bias);
     return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
                                      options, false, false));

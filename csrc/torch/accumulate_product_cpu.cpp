@@ -1,12 +1,13 @@
 // Sums of products of bfloat16 matrices over many calls, each of which torch's own product on a CPU would round to
 // bfloat16. The operator foundry_kernels::accumulate_product_ has the sum in float32: sum += a b.
 // foundry_kernels::accumulate_product24_ has it in 24 bits (csrc/cpu/sum24.h), where it becomes a bfloat16 in place:
-// high, low += a^T b. For inside other operators: they have no gradient and no fake.
+// high, low += a^T b, of float32 matrices too. For inside other operators: they have no gradient and no fake.
 #include "../cpu/sum24.h"
 
 #include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -147,15 +148,26 @@ void multiply(const Sum24& sum, const Tensor& a, const Tensor& b_) {
   });
 }
 
-// The same in float32 as `widened`, where oneDNN has no products of bfloat16.
+// The same in float32 as `widened`, where oneDNN has no products of bfloat16 or a and b are float32 already.
 void multiply_widened(const Sum24& sum, const Tensor& a, const Tensor& b_) {
   const Tensor b = b_.to(at::kFloat);
+  const Tensor memory = at::empty({std::min(kWidenedRows, a.size(1)), sum.width}, b.options());
   for (int64_t row = 0; row < a.size(1); row += kWidenedRows) {
     const int64_t count = std::min(kWidenedRows, a.size(1) - row);
-    const Tensor tile = at::zeros({count, sum.width}, b.options());
-    if (!sum.first) sum.load(row, count, 0, sum.width, tile.mutable_data_ptr<float>());
-    tile.addmm_(a.narrow(1, row, count).to(at::kFloat).t(), b);
-    sum.store(row, count, 0, sum.width, tile.const_data_ptr<float>());
+    Tensor tile = memory.narrow(0, 0, count);
+    float* values = tile.mutable_data_ptr<float>();
+    const Tensor left = a.narrow(1, row, count).to(at::kFloat).t();
+    const auto each_row = [&](const auto& f) {
+      at::parallel_for(0, count, std::max<int64_t>(1, kGrain / sum.width),
+                       [&](int64_t begin, int64_t end) { f(row + begin, end - begin, values + begin * sum.width); });
+    };
+    if (sum.first) {
+      at::mm_out(tile, left, b);
+    } else {
+      each_row([&](int64_t at, int64_t n, float* out) { sum.load(at, n, 0, sum.width, out); });
+      tile.addmm_(left, b);
+    }
+    each_row([&](int64_t at, int64_t n, const float* v) { sum.store(at, n, 0, sum.width, v); });
   }
 }
 
@@ -165,8 +177,10 @@ void accumulate_product24_(const Tensor& high, const Tensor& low, const Tensor& 
                         high.size(0) == a.size(1) && high.size(1) == b.size(1),
                     "high must be [M, N], a [K, M] and b [K, N]; got ", high.sizes(), ", ", a.sizes(), " and ",
                     b.sizes());
-  for (const Tensor* each : {&high, &a, &b})
-    TORCH_CHECK_TYPE(each->scalar_type() == at::kBFloat16, "high, a and b must be bfloat16");
+  const auto type = a.scalar_type();
+  TORCH_CHECK_TYPE(high.scalar_type() == at::kBFloat16, "high must be bfloat16");
+  TORCH_CHECK_TYPE((type == at::kBFloat16 || type == at::kFloat) && b.scalar_type() == type,
+                   "a and b must both be bfloat16 or float32");
   TORCH_CHECK_TYPE(low.scalar_type() == at::kByte, "low must be uint8");
   TORCH_CHECK_VALUE(low.sizes() == high.sizes(), "low must have high's shape; got ", low.sizes());
   TORCH_CHECK_VALUE(high.is_contiguous() && low.is_contiguous(), "high and low must be contiguous");
@@ -175,7 +189,8 @@ void accumulate_product24_(const Tensor& high, const Tensor& low, const Tensor& 
   const Sum24 sum{reinterpret_cast<uint16_t*>(high.mutable_data_ptr<at::BFloat16>()), low.mutable_data_ptr<uint8_t>(),
                   high.size(1), first, last};
   const Tensor left = a.stride(1) == 1 ? a : a.contiguous();
-  (fast_bfloat16_products() ? multiply : multiply_widened)(sum, left, b.contiguous());
+  const bool fast = type == at::kBFloat16 && fast_bfloat16_products();
+  (fast ? multiply : multiply_widened)(sum, left, b.contiguous());
 }
 
 }  // namespace accumulate_product_cpu

@@ -226,9 +226,7 @@ def test_bad_input_is_refused(error: type[Exception], message: str, changes: dic
 
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_chunk_without_gradients_skips_the_strategies(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_without_gradients_skips_the_strategies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """It equals the general path, and takes no gradients, no more tokens than a chunk has, and no other options."""
     spec, taken = LINEAR_CROSS_ENTROPY, []
     own = spec.direct
@@ -255,7 +253,10 @@ def test_a_chunk_without_gradients_skips_the_strategies(
     large = torch.randn(100, 64).to(dtype), torch.randn(1000, 64).to(dtype), torch.arange(100)  # no small product
     found = own("native", *large, None, None, -100, "mean", 0.0, 0.0, None, 0.25)
     monkeypatch.setattr(spec, "direct", no_direct_call)
-    torch.testing.assert_close(found, linear_cross_entropy(*large, logit_scale=0.25, backend="native"))
+    if dtype == torch.float32 or chunks.fast_products(dtype):
+        torch.testing.assert_close(found, linear_cross_entropy(*large, logit_scale=0.25, backend="native"))
+    else:
+        assert found is None  # it would widen the whole weight
     many = torch.zeros(257, WIDTH, dtype=dtype)
     zeros = torch.zeros(257, dtype=torch.int64)
     assert own("native", many, weight, zeros, None, None, -100, "mean", 0.0, 0.0, None, 1.0) is None

@@ -12,6 +12,7 @@ import torch
 import foundry_kernels as fk
 from benchmarks import budget, calls, estimates, measure, models, suite, tables, verdict
 from benchmarks.budget import Budget, Unit, collected, plan
+from foundry_kernels.ops.flash_attention import bench_masked
 from foundry_kernels.testing import Arg, Case
 
 
@@ -352,6 +353,24 @@ def test_the_verdict_says_where_it_pays_and_where_not() -> None:
         "behind so far: 2 (swiglu backward 0.50x eager)",
     ]
     assert verdict.so_far([]) == []
+
+
+def test_a_call_without_the_option_is_no_peer_but_says_what_the_option_costs() -> None:
+    assert bench_masked.PLAIN == tables.WITHOUT
+    rows = [
+        row("flash_attention", {tables.WITHOUT: 0.8, "eager": 4.0}, case="2x4-bias"),
+        row("flash_attention", {tables.WITHOUT: 0.5, "eager": 3.0}, case="2x4-dropout", direction="backward"),
+    ]
+    assert verdict.lines(rows) == [
+        "It pays here:",
+        "  flash_attention forward: 4.00x eager",
+        "  flash_attention backward: 3.00x eager",
+        "Time with an option over the same call's without:",
+        "  flash_attention backward float32 2x4, dropout: 2.00",
+        "  flash_attention forward float32 2x4, bias: 1.25",
+        "Slower than a peer: none of 2 rows.",
+    ]
+    assert verdict.slower({"rows": rows}) == ([], 2)
 
 
 def test_a_verdict_fits_a_screen_and_may_have_nothing_to_say() -> None:

@@ -151,10 +151,10 @@ def linear_cross_entropy(
     a CPU of 512; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that
     is the root of a graph that is not retained, on the CPU, are the ones returned. With reduction "none": lse and what
     its rounding took. Nothing is made for an input that needs no gradient. Three matrix products, or four with "none".
-    bfloat16 on a CPU for which oneDNN has instructions for such products: chunks of 256 tokens by default, and the
-    weight's gradient is summed in 24 bits, of which the first 16 lie in the gradient that is returned: a byte an
-    element beside it. Gradients are rounded before they are multiplied by the loss's own, and again after, where that
-    is not 1.
+    bfloat16 on a CPU: chunks of 256 tokens by default, and the weight's gradient is summed in 24 bits, of which the
+    first 16 lie in the gradient that is returned: a byte an element beside it. Where oneDNN has no instructions for
+    such products, logits are float32, and few classes at a time have float32 weights. Gradients are rounded before they
+    are multiplied by the loss's own, and again after, where that is not 1.
 
     Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
     in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many

@@ -84,8 +84,10 @@ def total_weight(target: Tensor, class_weight: Tensor | None, ignore_index: int,
     return (class_weight.to(dtype).index_select(0, target.masked_fill(~known, 0)) * known).sum()
 
 
-def mean_of(rows: Tensor, total: Tensor) -> Tensor:
+def mean_of(rows: Tensor, total: Tensor | int) -> Tensor:
     """The sum of `rows` over `total`; where nothing counts 0, unless it is NaN."""
+    if isinstance(total, int):
+        return rows.sum() / max(total, 1)
     nothing, found = total == 0, rows.sum()
     return (found / total.masked_fill(nothing, 1.0)).masked_fill(nothing & ~found.isnan(), 0.0)
 

@@ -4,6 +4,7 @@ they are wanted, by two more."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,11 @@ from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 #: Tokens of a chunk, if not given: at least so many, and at most this fraction of all where logits are of 4 bytes. On a
 #: CPU each chunk reads and writes the whole sum of the weight's gradient, and a product takes longer for fewer tokens:
-#: but what `rounds` hardly does.
+#: but a sum in 24 bits takes little, and has chunks of its own size.
 _LEAST, _LEAST_CPU, _SHARE = 64, 512, 16
-_ROUNDED = 256
-#: Classes whose 16-bit gradients are widened at a time: the copy stays in the cache. On a GPU, those of which a part
-#: of the weight's gradient exists beside it.
+_SUMMED = 256
+#: Classes whose 16-bit weights or gradients are widened at a time: the copy stays in the cache. On a GPU, those of
+#: which a part of the weight's gradient exists beside it.
 _CLASSES = 4096
 
 
@@ -51,7 +52,7 @@ accumulate_product24 = extension.operator("accumulate_product24_")
 
 def rounds(hidden: Tensor, options: LinearLossOptions) -> bool:
     """Whether chunks on a CPU leave the gradients rounded to the dtype of hidden, which takes no sum in float32."""
-    return hidden.dtype == torch.bfloat16 and fast_products(torch.bfloat16) and not options.batch_invariant
+    return hidden.dtype == torch.bfloat16 and accumulate_product24 is not None and not options.batch_invariant
 
 
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
@@ -81,28 +82,44 @@ class Tokens:
         x = hidden.reshape(-1, hidden.shape[-1])
         counts = self.target != options.ignore_index
         self.kept: Tensor | None = None
+        #: How many count; None where it is not known.
+        self.n_counted: int | None = None
         if not cpu or torch.compiler.is_compiling():
             x = x.masked_fill(~counts.unsqueeze(1), 0.0)
-        elif not bool(counts.all()):
-            self.kept = counts.nonzero().squeeze(1)
-            x, self.target = x[self.kept], self.target[self.kept]
+        else:
+            self.n_counted = int(counts.count_nonzero())
+            if self.n_counted != self.n_rows:
+                self.kept = counts.nonzero().squeeze(1)
+                x, self.target = x[self.kept], self.target[self.kept]
         self.batch_invariant = options.batch_invariant
         within = hidden.dtype
         if cpu:  # by the number of tokens, if it may
             within = self.dtype if self.batch_invariant else dtype_of_products(x, weight.shape[0])
-        self.x, self.weight = x.to(within), weight.to(within)
+        #: Whether the weight's gradient is summed in 24 bits; and whether, products being in float32, few classes at a
+        #: time have a copy of their weights.
+        self.sums24 = cpu and not torch.compiler.is_compiling() and rounds(hidden, options)
+        self.sums24 = self.sums24 and x.numel() * weight.shape[0] > _SMALL
+        self.widens = self.sums24 and within != weight.dtype
+        self.x, self.weight = x.to(within), weight if self.widens else weight.to(within)
         self.bias = None if bias is None else bias.to(within)
         self.logit_scale, self.cpu, self.chunk_size = options.logit_scale, cpu, options.chunk_size or None
         self.one_chunk = options.one_chunk
-        self.rounds = cpu and not torch.compiler.is_compiling() and rounds(hidden, options)
         self.memory: Tensor | None = None
 
     def chunks(self) -> list[slice]:
         n, size = self.target.numel(), self.chunk_size
         if size is None:
-            size = _ROUNDED if self.rounds else default_size(n, self.x.element_size(), self.cpu)
+            size = _SUMMED if self.sums24 else default_size(n, self.x.element_size(), self.cpu)
         size = max(n, 1) if self.one_chunk else int(size)
         return [slice(i, min(n, i + size)) for i in range(0, n, size)]
+
+    def weights(self) -> Iterator[tuple[int, Tensor]]:
+        """The first class and the weights of some, in the dtype of the products: of all, or of few at a time."""
+        if not self.widens:
+            yield 0, self.weight
+            return
+        for i, w in enumerate(self.weight.split(_CLASSES)):
+            yield i * _CLASSES, w.to(self.x.dtype)
 
     def logits(self, part: slice) -> Tensor:
         """Returns a chunk's logits, in memory that the next chunk's are written to."""
@@ -112,8 +129,13 @@ class Tokens:
             return y if self.logit_scale == 1.0 else y.mul_(self.logit_scale)
         if self.memory is None:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))
-        y, w = self.memory.narrow(0, 0, x.shape[0]), self.weight.t()
-        torch.mm(x, w, out=y) if self.bias is None else torch.addmm(self.bias, x, w, out=y)
+        y = self.memory.narrow(0, 0, x.shape[0])
+        for first, w in self.weights():
+            out = y.narrow(1, first, w.shape[0])
+            if self.bias is None:
+                torch.mm(x, w.t(), out=out)
+            else:
+                torch.addmm(self.bias.narrow(0, first, w.shape[0]), x, w.t(), out=out)
         return y if self.logit_scale == 1.0 else y.mul_(self.logit_scale)
 
     def of_kept(self, of_all: Tensor) -> Tensor:
@@ -129,13 +151,13 @@ class Tokens:
 
 
 class Gradients:
-    """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic. Where `rounds` says
-    so, hidden's, to which nothing is added, and the weight's are in that of the products: the latter is the first 16
-    bits of a sum of 24 until its last chunk."""
+    """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic. With a sum in 24
+    bits, hidden's, to which nothing is added, and the weight's, the first 16 bits of that sum until its last chunk, are
+    in bfloat16."""
 
     def __init__(self, tokens: Tokens, needs: Needs) -> None:
         n_classes, width = tokens.weight.shape
-        empty = tokens.x.new_empty((0,), dtype=tokens.x.dtype if tokens.rounds else tokens.dtype)
+        empty = tokens.x.new_empty((0,), dtype=torch.bfloat16 if tokens.sums24 else tokens.dtype)
         self.tokens, self.needs = tokens, needs
         self.dx = empty.new_empty(tokens.x.shape) if needs.hidden else empty
         #: Whether the first chunk's part of the weight's gradient is yet to be written to memory that holds nothing.
@@ -143,29 +165,39 @@ class Gradients:
             tokens.cpu
             and not tokens.batch_invariant
             and tokens.target.numel() > 0
-            and tokens.x.dtype == empty.dtype
+            and (tokens.sums24 or tokens.x.dtype == empty.dtype)
             and not torch.compiler.is_compiling()
         )
         self.dweight = self.low = empty
-        self.sums24 = empty.dtype == torch.bfloat16
         if needs.weight:
             self.dweight = (empty.new_empty if self.is_new else empty.new_zeros)((n_classes, width))
         self.dbias = empty.new_zeros(n_classes, dtype=tokens.dtype) if needs.bias else empty
+
+    def times_weight(self, dlogits: Tensor) -> Tensor:
+        if self.tokens.batch_invariant:
+            return linear(dlogits, self.tokens.weight.t())
+        weights = self.tokens.weights()
+        _, w = next(weights)
+        total = torch.mm(dlogits.narrow(1, 0, w.shape[0]), w)
+        for first, w in weights:
+            total.addmm_(dlogits.narrow(1, first, w.shape[0]), w)
+        return total
 
     def add(self, part: slice, dlogits: Tensor) -> None:
         tokens, needs = self.tokens, self.needs
         if tokens.logit_scale != 1.0:
             dlogits.mul_(tokens.logit_scale)
         if needs.hidden:
-            product = linear(dlogits, tokens.weight.t()) if tokens.batch_invariant else torch.mm(dlogits, tokens.weight)
-            rows_of(self.dx, part).copy_(product)
+            rows_of(self.dx, part).copy_(self.times_weight(dlogits))
+        one = part == slice(0, tokens.target.numel())
         if needs.weight and tokens.batch_invariant and tokens.cpu:
             self.dweight += linear(dlogits.t(), rows_of(tokens.x, part).t())
-        elif needs.weight and self.sums24 and part != slice(0, tokens.target.numel()):
-            first, last = part.start == 0, part.stop == tokens.target.numel()
-            if first:
+        elif needs.weight and tokens.sums24 and not (one and dlogits.dtype == self.dweight.dtype):
+            if self.is_new:
                 self.low = torch.empty_like(self.dweight, dtype=torch.uint8)
-            accumulate_product24(self.dweight, self.low, dlogits, rows_of(tokens.x, part), first, last)
+            last = part.stop == tokens.target.numel()
+            accumulate_product24(self.dweight, self.low, dlogits, rows_of(tokens.x, part), self.is_new, last)
+            self.is_new = False
         elif needs.weight and self.is_new:
             torch.mm(dlogits.t(), rows_of(tokens.x, part), out=self.dweight)  # spares the zeros, and reading them
             self.is_new = False
@@ -206,13 +238,19 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
     tokens, class_weight = Tokens(inputs, options, kernels.cpu), inputs.class_weight
     gradients = Gradients(tokens, needs) if any(needs) else None
     per_token = options.of_logits("none").operator_args()
-    total = None
-    if options.reduction == "mean":
+    total: Tensor | int | None = None
+    if options.reduction == "mean" and class_weight is None and tokens.n_counted is not None:
+        total = tokens.n_counted
+    elif options.reduction == "mean":
         total = total_weight(tokens.target, class_weight, options.ignore_index, tokens.dtype)
     # The mean's divisor goes into the gradients at once, but for float16, which would lose what is below its range.
     late = tokens.x.dtype == torch.float16
     one = torch.ones((), dtype=tokens.dtype, device=inputs.hidden.device)
-    share = one if total is None else total.reciprocal().masked_fill(total == 0, 0.0)
+    share = one
+    if isinstance(total, int):
+        share = one / max(total, 1)
+    elif total is not None:
+        share = total.reciprocal().masked_fill(total == 0, 0.0)
     stats = saves.stats or gradients is not None
     found: list[tuple[Tensor, ...]] = []
     predicted: list[Tensor] = []
@@ -235,6 +273,8 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
             del dlogits
 
     def rows(column: int) -> Tensor:
+        if len(found) == 1:
+            return found[0][column]
         return torch.cat([each[column] for each in found]) if found else one.new_empty(0)
 
     def predictions_of_all() -> Tensor:
@@ -252,13 +292,14 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
     def absent() -> Tensor:
         return one.new_empty(0)
 
+    rounded = kernels.cpu and rounds(inputs.hidden, options)
     return Outputs(
         reduced(0),
         whole(1) if saves.lse else absent(),
         whole(2) if saves.stats else absent(),
         reduced(3) if saves.z_loss else absent(),
         absent() if gradients is None else share.clone() if late else one,
-        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden, tokens.rounds)),
+        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden, rounded)),
         predictions_of_all() if saves.predicted else absent().long(),
     )
 
