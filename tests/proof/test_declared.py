@@ -99,14 +99,13 @@ def test_direct_calls_are_given_every_argument(spec: OpSpec) -> None:
 
 
 def made(spec: OpSpec, parameter: inspect.Parameter) -> torch.Tensor:
-    """A tensor that an operation takes for an argument, beside others of `[1, 1, 2, 2]`."""
+    """A tensor that an operation takes for an argument, beside others of `[1, 1, 2, 2]`, or of `[2, 2]`."""
     if parameter.name == "target":
         return torch.zeros(1, 1, 2, dtype=torch.int64)
-    return (
-        torch.ones(2, 2)
-        if (spec.name, parameter.name) == ("linear_cross_entropy", "weight")
-        else torch.ones(1, 1, 2, 2)
-    )
+    if parameter.name == "slots":
+        return torch.zeros(2, 2, dtype=torch.int64)
+    flat = spec.name == "combine_experts" or (spec.name, parameter.name) == ("linear_cross_entropy", "weight")
+    return torch.ones(2, 2) if flat else torch.ones(1, 1, 2, 2)
 
 
 def parameters(spec: OpSpec, call: ast.Call) -> list[inspect.Parameter]:
