@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,20 @@ def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
         assert (code == "0") == (kernel == "right"), f"{kernel} ended with {code}"
 
 
+def test_each_instruction_set_is_tried() -> None:
+    """On the extension as it is, for the sake of time: that the kernels are those of the set is asserted there."""
+    command = [sys.executable, sanitize.__file__, "--inside", extension._C.__file__, "-q", "-p", "no:cacheprovider"]
+    command += [sanitize.SUITE[0], "-k", "native-cpu and swiglu and float32", "--most-elements=100"]
+    done = subprocess.run(command, cwd=sanitize.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    usable = extension.build_info()["usable_instruction_sets"]
+    assert f"instruction sets: {', '.join(sorted(usable))}\n" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_kernels_are_clean() -> None:
     """The parity suite's cases but for the largest, under two instruction sets, and the random cases."""
     code, end = sanitize.run_suite(sanitize.build(*instruction_sets()), "--most-elements=20000")
     assert code == 0, end
     assert re.search(r"\d{3} passed", end), end
+    assert f"instruction sets: {', '.join(sorted(instruction_sets()))}\n" in end
