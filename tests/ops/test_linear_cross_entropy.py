@@ -161,13 +161,19 @@ def test_both_ways_to_16_bit_products(fast: bool, monkeypatch: pytest.MonkeyPatc
         pytest.skip("the C++ extension is not built")
     monkeypatch.setattr(chunks, "fast_products", lambda dtype: fast)
     monkeypatch.setattr(chunks, "_SMALL", 0)
+    monkeypatch.setattr(chunks, "_CLASSES", 8)  # of 21
     hidden, weight, target = draw("cpu", torch.bfloat16)
-    loss = linear_cross_entropy(hidden, weight, target, chunk_size=3, backend="native")
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    exact = expected(*wide, target)
-    assert abs(loss.item() - exact.item()) < (5e-3 if fast else 1e-6)
-    for a, e in zip(gradients(loss, hidden, weight), gradients(exact, *wide), strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=2**-7, atol=2e-3 if fast else 1e-5)
+    bias = torch.linspace(-1, 1, CLASSES).bfloat16().requires_grad_()
+    target[4] = -100
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    exact = F.cross_entropy(0.5 * (wide[0] @ wide[1].t() + wide[2]), target)
+    for chunk_size in (3, 64):
+        options = {"bias": bias, "logit_scale": 0.5, "chunk_size": chunk_size}
+        loss = linear_cross_entropy(hidden, weight, target, backend="native", **options)
+        assert abs(loss.item() - exact.item()) < (5e-3 if fast else 1e-6)
+        found, expected_ = gradients(loss, hidden, weight, bias), gradients(exact, *wide, retain_graph=True)
+        for a, e in zip(found, expected_, strict=True):
+            torch.testing.assert_close(a.double(), e, rtol=2**-7, atol=2e-3 if fast else 1e-5)
 
 
 @backends
