@@ -176,6 +176,17 @@ def test_both_ways_to_16_bit_products(fast: bool, monkeypatch: pytest.MonkeyPatc
             torch.testing.assert_close(a.double(), e, rtol=2**-7, atol=2e-3 if fast else 1e-5)
 
 
+@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+def test_small_gradients_of_bfloat16_are_rounded_once() -> None:
+    """After they are multiplied by the loss's own: within half a step of bfloat16."""
+    hidden, weight, target = draw("cpu", torch.bfloat16)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = linear_cross_entropy(hidden, weight, target, backend="native") * 0.3
+    for a, e in zip(gradients(loss, hidden, weight), gradients(expected(*wide, target) * 0.3, *wide), strict=True):
+        half = torch.ldexp(torch.ones_like(e), torch.frexp(e).exponent - 9)
+        assert bool(((a.double() - e).abs() <= 1.01 * half).all())
+
+
 @backends
 def test_only_the_loss_is_differentiable(backend: str, device: str) -> None:
     hidden, weight, target = draw(device)

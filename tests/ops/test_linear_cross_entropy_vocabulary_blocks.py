@@ -109,7 +109,8 @@ def test_who_takes_which_strategy(
 
 
 def test_a_single_chunk_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients are complete as they are made: no float32 copy of the weight's is kept."""
+    """Its gradients are complete as they are made: no float32 copy of the weight's is kept, unless it is small."""
+    monkeypatch.setattr(chunks, "_SMALL", 0)
     monkeypatch.setattr(native, "_FAST_PRODUCTS", True)
     monkeypatch.setattr(native, "_ONE_CHUNK", 2 * 20 * 30)
     hidden = torch.randn(20, 8, dtype=torch.bfloat16, requires_grad=True)

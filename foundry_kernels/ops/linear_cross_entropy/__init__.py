@@ -153,8 +153,8 @@ def linear_cross_entropy(
     its rounding took. Nothing is made for an input that needs no gradient. Three matrix products, or four with "none".
     bfloat16 on a CPU: chunks of 256 tokens by default, and the weight's gradient is summed in 24 bits, of which the
     first 16 lie in the gradient that is returned: a byte an element beside it. Where oneDNN has no instructions for
-    such products, logits are float32, and few classes at a time have float32 weights. Gradients are rounded before they
-    are multiplied by the loss's own, and again after, where that is not 1.
+    such products, logits are float32, and few classes at a time have float32 weights. Gradients of more than 4 million
+    multiplications are rounded before they are multiplied by the loss's own, and again after, where that is not 1.
 
     Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
     in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many

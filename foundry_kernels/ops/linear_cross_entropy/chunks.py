@@ -50,11 +50,6 @@ accumulate_product = extension.operator("accumulate_product_")
 accumulate_product24 = extension.operator("accumulate_product24_")
 
 
-def rounds(hidden: Tensor, options: LinearLossOptions) -> bool:
-    """Whether chunks on a CPU leave the gradients rounded to the dtype of hidden, which takes no sum in float32."""
-    return hidden.dtype == torch.bfloat16 and accumulate_product24 is not None and not options.batch_invariant
-
-
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
 _SMALL = 1 << 22
 
@@ -62,6 +57,13 @@ _SMALL = 1 << 22
 def default_size(n_tokens: int, itemsize: int, cpu: bool = False) -> int:
     """Tokens of a chunk, for logits of so many bytes each."""
     return max(_LEAST_CPU if cpu else _LEAST, -(-n_tokens // (_SHARE * itemsize // 4)))
+
+
+def rounds(hidden: Tensor, weight: Tensor, options: LinearLossOptions) -> bool:
+    """Whether chunks on a CPU leave the gradients rounded to the dtype of hidden, which takes no sum in float32. Small
+    ones may as well be exact until they are multiplied by the loss's own."""
+    exact = hidden.dtype != torch.bfloat16 or options.batch_invariant or accumulate_product24 is None
+    return not exact and hidden.numel() * weight.shape[0] > _SMALL
 
 
 def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
@@ -97,8 +99,7 @@ class Tokens:
             within = self.dtype if self.batch_invariant else dtype_of_products(x, weight.shape[0])
         #: Whether the weight's gradient is summed in 24 bits; and whether, products being in float32, few classes at a
         #: time have a copy of their weights.
-        self.sums24 = cpu and not torch.compiler.is_compiling() and rounds(hidden, options)
-        self.sums24 = self.sums24 and x.numel() * weight.shape[0] > _SMALL
+        self.sums24 = cpu and not torch.compiler.is_compiling() and rounds(hidden, weight, options)
         self.widens = self.sums24 and within != weight.dtype
         self.x, self.weight = x.to(within), weight if self.widens else weight.to(within)
         self.bias = None if bias is None else bias.to(within)
@@ -292,7 +293,7 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
     def absent() -> Tensor:
         return one.new_empty(0)
 
-    rounded = kernels.cpu and rounds(inputs.hidden, options)
+    rounded = kernels.cpu and rounds(inputs.hidden, inputs.weight, options)
     return Outputs(
         reduced(0),
         whole(1) if saves.lse else absent(),

@@ -65,7 +65,7 @@ class Strategy(NamedTuple):
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
         needs = Needs(*flags[4:])
-        rounds = any(needs) and self.kernels.cpu and chunks.rounds(inputs.hidden, options)
+        rounds = any(needs) and self.kernels.cpu and chunks.rounds(inputs.hidden, inputs.weight, options)
         return tuple(empty_outputs(inputs, options, Saves(*flags[:4]), needs, rounds))
 
     def backward(self, dloss: Tensor, *args: Any) -> tuple[Tensor, ...]:
