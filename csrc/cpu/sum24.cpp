@@ -1,6 +1,8 @@
+// Compiled once per instruction set (see isa.h).
 #include "sum24.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "transpose.h"
 #include "vec.h"
@@ -40,54 +42,44 @@ inline VecB bytes(VecU v) {
 #endif
 }
 
-template <class Bits, class T>
-inline Bits bits_at(const T* p) {
-  Bits bits;
-  std::memcpy(&bits, p, sizeof(bits));
-  return bits;
-}
+typedef std::integral_constant<int64_t, kLanes> AllLanes;
 
-// The same of the first `count` lanes, and zero in the others.
-template <class Bits, class T>
-inline Bits bits_at(const T* p, int64_t count) {
+// The first `count` lanes, and zero in the others.
+template <class Bits, class T, class Count = AllLanes>
+inline Bits bits_at(const T* p, Count count = {}) {
   Bits bits{};
   std::memcpy(&bits, p, count * sizeof(T));
   return bits;
 }
 
-inline VecU wide(VecH high, VecB low) { return upper(high) | widened(low) << 8; }
-
-// What rounding adds carries no NaN into infinity: of those that arithmetic makes or hands on the last bits are 0.
-inline VecU rounded24(VecU bits) { return bits + 0x7Fu + ((bits >> 8) & 1u); }
+// Calls f(i, count) for i = 0, kLanes, ... < n: with AllLanes, a constant, or with what is left of n.
+template <class F>
+inline FK_INLINE void in_registers(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, AllLanes{});
+  if (i < n) f(i, n - i);
+}
 
 }  // namespace
 
 void sum24_widen(const uint16_t* high, const uint8_t* low, float* out, int64_t n) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const VecU bits = wide(bits_at<VecH>(high + i), bits_at<VecB>(low + i));
-    std::memcpy(out + i, &bits, sizeof(bits));
-  }
-  if (i == n) return;
-  const VecU bits = wide(bits_at<VecH>(high + i, n - i), bits_at<VecB>(low + i, n - i));
-  std::memcpy(out + i, &bits, (n - i) * sizeof(float));
+  in_registers(n, [&](int64_t i, auto count) FK_INLINE {
+    const VecU bits = upper(bits_at<VecH>(high + i, count)) | widened(bits_at<VecB>(low + i, count)) << 8;
+    std::memcpy(out + i, &bits, count * sizeof(float));
+  });
 }
 
 void sum24_narrow(const float* v, uint16_t* high, uint8_t* low, int64_t n) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const VecU sum = rounded24(bits_at<VecU>(v + i));
+  in_registers(n, [&](int64_t i, auto count) FK_INLINE {
+    const Vec value = bits_at<Vec>(v + i, count);
+    const VecU bits = bit_cast<VecU>(value);
+    // What rounding adds could carry a NaN's mantissa into infinity and beyond.
+    const VecU sum = value == value ? bits + 0x7Fu + ((bits >> 8) & 1u) : bits | 0x400000u;
     const VecH first = words(sum >> 16);
     const VecB last = bytes(sum >> 8);
-    std::memcpy(high + i, &first, sizeof(first));
-    std::memcpy(low + i, &last, sizeof(last));
-  }
-  if (i == n) return;
-  const VecU sum = rounded24(bits_at<VecU>(v + i, n - i));
-  const VecH first = words(sum >> 16);
-  const VecB last = bytes(sum >> 8);
-  std::memcpy(high + i, &first, (n - i) * sizeof(uint16_t));
-  std::memcpy(low + i, &last, n - i);
+    std::memcpy(high + i, &first, count * sizeof(uint16_t));
+    std::memcpy(low + i, &last, count);
+  });
 }
 
 void sum24_round(const float* v, uint16_t* out, int64_t n) {

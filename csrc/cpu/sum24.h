@@ -1,6 +1,6 @@
 // Sums of bfloat16 products in 24 bits: the bfloat16 that the sum ends as, and the 8 bits of its mantissa that follow.
 // Sixteen bits would round each addition to what the result has; 32 would take a second block of the result's size, and
-// more time to read and write. Threads are the caller's.
+// more time to read and write. And the transposition of what they are products of. Threads are the caller's.
 #pragma once
 
 #include <cstdint>

@@ -94,8 +94,8 @@ void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) 
   of_rows(a.const_data_ptr<at::BFloat16>(), a.stride(0), a.size(0), b, into);
 }
 
-// A tile of the sum in float32: this many of its rows and at most so many columns. What it is multiplied with, as many
-// numbers at most if that is 64 columns, stays in the cache with it.
+// A tile of the sum in float32: this many of its rows, and as many columns that the part of b which they take has no
+// more numbers than kTileInputs, so that both stay in the cache; but 64 at least and kTileColumns at most.
 constexpr int64_t kTileRows = 64, kTileColumns = 512, kTileInputs = 1 << 17;
 // Rows of a's transpose in memory are a multiple of this.
 constexpr int64_t kPadding = 32;

@@ -151,6 +151,10 @@ def test_a_sum_in_24_bits_keeps_what_bfloat16_would_lose_and_what_is_not_finite(
     assert high[0].item() == 256 + 255 + 1  # 511, rounded
     assert high[1].item() == torch.inf
     assert high[2].isnan()
+    nan = torch.tensor([[0x7FFFFFFF, -1, 0x7F800001]], dtype=torch.int32).view(torch.float32)  # of any bits
+    for last in (False, True):
+        chunks.accumulate_product24(high, low, nan, one.float(), not last, last)
+        assert high.isnan().all()
 
 
 def test_a_sum_in_24_bits_refuses_what_does_not_fit() -> None:

@@ -190,10 +190,10 @@ class Gradients:
             dlogits.mul_(tokens.logit_scale)
         if needs.hidden:
             rows_of(self.dx, part).copy_(self.times_weight(dlogits))
-        one = part == slice(0, tokens.target.numel())
+        alone = part == slice(0, tokens.target.numel())
         if needs.weight and tokens.batch_invariant and tokens.cpu:
             self.dweight += linear(dlogits.t(), rows_of(tokens.x, part).t())
-        elif needs.weight and tokens.sums24 and not (one and dlogits.dtype == self.dweight.dtype):
+        elif needs.weight and tokens.sums24 and not (alone and dlogits.dtype == self.dweight.dtype):
             if self.is_new:
                 self.low = torch.empty_like(self.dweight, dtype=torch.uint8)
             last = part.stop == tokens.target.numel()
