@@ -34,6 +34,9 @@ REPORTED = {
     "overflow": r"signed integer overflow: (1073741824 \* 19|19 \* 1073741824)",
 }
 
+#: A few tests of each of the suite's files, without parameters too.
+QUICK = "native-cpu and swiglu and float32 or accumulate_product and refuses"
+
 #: Every kernel in a process of its own, for a report ends it.
 DRIVER = """
 import ctypes, os, sys, torch
@@ -75,7 +78,7 @@ def test_faulty_kernels_are_reported(name: str, tmp_path: Path) -> None:
 def test_each_instruction_set_is_tried() -> None:
     """On the extension as it is, for the sake of time: that the kernels are those of the set is asserted there."""
     command = [sys.executable, sanitize.__file__, "--inside", extension._C.__file__, "-q", "-p", "no:cacheprovider"]
-    command += [sanitize.SUITE[0], "-k", "native-cpu and swiglu and float32", "--most-elements=100"]
+    command += [*sanitize.SUITE, "-k", QUICK, "--most-elements=100"]
     done = subprocess.run(command, cwd=sanitize.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     usable = extension.build_info()["usable_instruction_sets"]

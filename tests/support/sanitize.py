@@ -103,6 +103,12 @@ def run_suite(extension: Path, *arguments: str) -> tuple[int, str]:
     return code, LOG.read_text(errors="replace")[-10_000:]
 
 
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    """What a test was parametrized with, nothing where it was not."""
+    call = getattr(item, "callspec", None)
+    return {} if call is None else call.params
+
+
 class Plugin:
     """Makes pytest run the parity suite once for each instruction set that was built and that this machine has, without
     its larger cases where `--most-elements` is given; random cases are printed."""
@@ -117,7 +123,7 @@ class Plugin:
         from foundry_kernels.tools.check import numel
 
         if (most := config.getoption("--most-elements")) is not None:
-            cases = [(item, item.callspec.params.get("case")) for item in items]  # type: ignore[attr-defined]
+            cases = [(item, parameters(item).get("case")) for item in items]
             items[:] = [item for item, case in cases if case is None or numel(case) <= most]
 
     def pytest_configure(self) -> None:
@@ -140,8 +146,7 @@ class Plugin:
 
         from foundry_kernels.core import extension
 
-        call = getattr(item, "callspec", None)
-        name = None if call is None else call.params.get("instruction_set")
+        name = parameters(item).get("instruction_set")
         with nullcontext() if name is None else cpu_setting(name, 2):
             if name is not None:
                 assert extension.build_info()["instruction_set"] == name
