@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import foundry_kernels as fk
 from benchmarks import liger
@@ -114,6 +115,15 @@ class Group:
     @cached_property
     def bytes_moved(self) -> int:
         return self.bench.bytes_moved(_shapes(self.case, self.dtype), self.direction)
+
+    @cached_property
+    def bytes_made(self) -> int:
+        """Returns the size of what the call makes: the outputs, or the gradients, or both."""
+        args = _shapes(self.case, self.dtype)
+        grads = [args[n] for n, a in self.case.args.items() if a is not None and a.grad]
+        outputs = self.op.public(**args, **options_on("meta", self.case.options))
+        made = {"forward": outputs, "backward": grads, "both": (outputs, grads)}[self.direction]
+        return sum(x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor))
 
     @cached_property
     def flops(self) -> int | None:

@@ -134,14 +134,16 @@ def _measure(scaling: Scaling, effort: tuple[float, int], fraction: float) -> di
 
 def theory(scaling: Scaling) -> dict[str, dict[str, float]]:
     """Returns the exponents that theory allows over the same sizes, the upper half: of time that of the operations or
-    bytes of a call, whichever grows faster, of memory that of the bytes. Time takes turns with threads."""
+    bytes of a call, whichever grows faster, of memory that of the outputs and gradients that it makes. Time takes turns
+    with threads."""
     if scaling.axis == "threads":
         return {"theory": {"time": -1.0}}
     sizes = [size for size, _ in scaling.points]
     of = [Group(scaling.op, case, scaling.dtype, scaling.direction) for _, case in scaling.points]
     moved = last_exponent(sizes, [g.bytes_moved for g in of]) or 0.0
     computed = last_exponent(sizes, [g.flops or 1 for g in of]) or 0.0
-    return {"theory": {"time": round(max(moved, computed), 2), "memory": round(moved, 2)}}
+    made = last_exponent(sizes, [g.bytes_made for g in of]) or 0.0
+    return {"theory": {"time": round(max(moved, computed), 2), "memory": round(made, 2)}}
 
 
 def schedule(scaling: Scaling) -> dict[str, dict[str, float]]:

@@ -35,7 +35,7 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
         return {}
     return {
         "N": tuple((2**i, make_case((1,), 2048, (2**i,), "rows-decode")) for i in range(9, 16)),
-        "B": tuple((2**i, make_case((2**i,), 2048, (4096,), "batch-decode")) for i in range(6)),
+        "B": tuple((2**i, make_case((2**i,), 2048, (4096,), "batch-decode")) for i in range(4)),
     }
 
 
