@@ -19,6 +19,7 @@
 
 #include "direct_arguments.h"
 #include "torch/cross_entropy.h"
+#include "torch/decode_linear.h"
 #include "torch/operators.h"
 #include "torch/products.h"
 
@@ -257,7 +258,9 @@ PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] {
     const auto cast = [&](const Tensor& t) { return t.to(small ? at::kFloat : type); };
-    const Tensor logits = at::linear(cast(hidden), cast(weight), bias ? OptionalTensor(cast(*bias)) : bias);
+    const Tensor x = cast(hidden), w = cast(weight);
+    const bool by_rows = !bias && x.scalar_type() == at::kFloat && !fast_float32_products();
+    const Tensor logits = by_rows ? decode_linear(x, w) : at::linear(x, w, bias ? OptionalTensor(cast(*bias)) : bias);
     return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
                                      options, false, false));
   });

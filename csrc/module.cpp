@@ -54,6 +54,7 @@ pybind11::dict build_info() {
   std::vector<std::string> products;
   if (foundry::fast_bfloat16_products()) products.push_back("bfloat16");
   if (foundry::fast_float16_products()) products.push_back("float16");
+  if (foundry::fast_float32_products()) products.push_back("float32");
   info["fast_products"] = products;
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
   return info;

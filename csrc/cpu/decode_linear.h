@@ -26,14 +26,15 @@ struct DecodeLinearMatrix {
 // y[row] holds the products of x[row] with the rows of all matrices, one matrix after the other.
 struct DecodeLinear {
   const void* x;                  // [n_rows, width], dense
-  void* y;                        // [n_rows, n_cols], dense
+  void* y;                        // [n_rows], n_cols apart
   int64_t n_rows, width, n_cols;  // a call takes at most kDecodeLinearRows
   DecodeLinearMatrix matrices[kDecodeLinearMatrices];
   int n_matrices;
   Dtype type;
 
-  // The same of rows that one call takes, from `first` on, of values of so many bytes.
-  DecodeLinear few_rows(int64_t first, int64_t size) const {
+  // The same of rows that one call takes, from `first` on.
+  DecodeLinear few_rows(int64_t first) const {
+    const int64_t size = type == Dtype::f32 ? 4 : 2;
     DecodeLinear part = *this;
     part.x = static_cast<const char*>(x) + first * width * size;
     part.y = static_cast<char*>(y) + first * n_cols * size;

@@ -37,6 +37,15 @@ bool fast_bfloat16_products() {
 
 bool fast_float16_products() { return at::native::cpublas::could_pack(at::kHalf); }  // AMX's
 
+bool fast_float32_products() {
+#if defined(__x86_64__)
+  static const bool by_avx2 = at::hasMKL() && __builtin_cpu_is("amd");
+  return !by_avx2 || chosen_isa() < Isa::avx512;
+#else
+  return true;
+#endif
+}
+
 namespace accumulate_product_cpu {
 
 // Rows of a at a time.

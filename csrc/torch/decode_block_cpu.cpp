@@ -135,8 +135,7 @@ class Block {
     const auto multiply = [this, kernel = FK_CHOOSE_ISA(decode_linear)](DecodeLinear args, int norm, int64_t block,
                                                                         int64_t thread) {
       if (norm >= 0) args.x = normed(thread);
-      for (int64_t row = 0; row < n_rows_; row += kDecodeLinearRows)
-        kernel(args.few_rows(row, size_), block, block + 1);
+      for (int64_t row = 0; row < n_rows_; row += kDecodeLinearRows) kernel(args.few_rows(row), block, block + 1);
     };
     Phases phases({{blocks(qkv), [this](int64_t thread) { normalize(0, thread); },
                     [&](int64_t block, int64_t thread) { multiply(qkv, 0, block, thread); },

@@ -1,12 +1,16 @@
 // The operator foundry_kernels::decode_linear: rows times the transposes of several weights. Of few rows, as in
 // decoding, in one pass over these; of many, a row is computed as it is alone, which is what batch-invariant linear
-// layers are made of. For the CPU; it has no gradient.
-#include "../cpu/decode_linear.h"
+// layers are made of. For the CPU; it has no gradient. decode_linear_, for inside other operators, writes the product
+// with one weight to where it shall be.
+#include "decode_linear.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "cpu_common.h"
+#include "options.h"
 
 namespace foundry {
 namespace decode_linear_cpu {
@@ -14,6 +18,62 @@ namespace decode_linear_cpu {
 // Multiplications that are worth waking a thread for, at the rate at which a thread reads weights from memory.
 constexpr int64_t kReadGrain = 1 << 17;
 constexpr int64_t kTaskRows = 64;  // of many rows those of a task, a multiple of kDecodeLinearRows
+
+// The tasks of a product: each block of its columns with each chunk of its rows. Of one chunk neighbours are one call.
+struct Tasks {
+  int64_t blocks = 0, chunks, end;  // end: behind the last of them, counted through all products
+
+  Tasks(const DecodeLinear& of, int64_t begin) : chunks((of.n_rows + kTaskRows - 1) / kTaskRows) {
+    for (int i = 0; i < of.n_matrices; ++i) blocks += of.matrices[i].blocks();
+    end = begin + blocks * chunks;
+  }
+  int64_t begin() const { return end - blocks * chunks; }
+};
+
+// In units of what a call of the kernel multiplies in a block.
+int64_t work_of(const DecodeLinear& of) {
+  const int64_t calls = (std::min(of.n_rows, kTaskRows) + kDecodeLinearRows - 1) / kDecodeLinearRows;
+  return calls * kDecodeLinearBlock * std::max<int64_t>(1, of.width);
+}
+
+// One task of many rows: a block of a weight stays in the cache while all rows of the task pass by.
+template <class Kernel>
+void run_task(Kernel kernel, const DecodeLinear& of, int64_t block, int64_t chunk) {
+  const int64_t first = chunk * kTaskRows;
+  for (int64_t row = first; row < std::min(first + kTaskRows, of.n_rows); row += kDecodeLinearRows)
+    kernel(of.few_rows(row), block, block + 1);
+}
+
+// All of them, divided among the threads together.
+void run_products(c10::ArrayRef<DecodeLinear> products) {
+  std::vector<Tasks> tasks;
+  tasks.reserve(products.size());
+  int64_t count = 0, work = 0;
+  for (const DecodeLinear& each : products) {
+    tasks.emplace_back(each, count);
+    work += (tasks.back().end - count) * work_of(each);
+    count = tasks.back().end;
+  }
+  if (count == 0) return;
+  const auto kernel = FK_CHOOSE_ISA(decode_linear);
+  const int64_t grain = std::max<int64_t>(1, kReadGrain / std::max<int64_t>(1, work / count));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    size_t i = 0;
+    while (begin < end) {
+      while (tasks[i].end <= begin) ++i;
+      const DecodeLinear& of = products[i];
+      const int64_t at = begin - tasks[i].begin();
+      if (of.n_rows <= kDecodeLinearRows) {
+        const int64_t stop = std::min(end, tasks[i].end);
+        kernel(of.few_rows(0), at, at + stop - begin);
+        begin = stop;
+      } else {
+        run_task(kernel, of, at / tasks[i].chunks, at % tasks[i].chunks);
+        ++begin;
+      }
+    }
+  });
+}
 
 // The result, which is also the fake of the meta device.
 Tensor check_and_make(const Tensor& x, at::TensorList weights) {
@@ -49,46 +109,68 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
   args.n_cols = y.size(-1);
   args.type = dtype_of(x);
   std::array<Tensor, kDecodeLinearMatrices> dense;
-  int64_t blocks = 0;
   for (const Tensor& weight : weights) {
     Tensor& w = dense[args.n_matrices];
     w = weight.stride(1) == 1 ? weight : weight.contiguous();
-    auto& matrix = args.matrices[args.n_matrices++];
-    matrix = {w.const_data_ptr(), w.stride(0), w.size(0)};
-    blocks += matrix.blocks();
+    args.matrices[args.n_matrices++] = {w.const_data_ptr(), w.stride(0), w.size(0)};
   }
-  const auto kernel = FK_CHOOSE_ISA(decode_linear);
-  const int64_t n_rows = args.n_rows = y.numel() / args.n_cols, size = x.element_size();
-  const auto multiply = [&](int64_t row, int64_t begin, int64_t end) { kernel(args.few_rows(row, size), begin, end); };
-  const int64_t grain = std::max<int64_t>(1, kReadGrain / (kDecodeLinearBlock * std::max<int64_t>(1, args.width)));
-  if (n_rows <= kDecodeLinearRows) {
-    at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) { multiply(0, begin, end); });
-    return y;
-  }
-  // A block of a weight stays in the cache while all rows of a task pass by.
-  const int64_t chunks = (n_rows + kTaskRows - 1) / kTaskRows;
-  at::parallel_for(0, blocks * chunks, std::max<int64_t>(1, grain * kDecodeLinearRows / kTaskRows),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t task = begin; task < end; ++task) {
-                       const int64_t block = task / chunks, first = task % chunks * kTaskRows;
-                       for (int64_t row = first; row < std::min(first + kTaskRows, n_rows); row += kDecodeLinearRows)
-                         multiply(row, block, block + 1);
-                     }
-                   });
+  args.n_rows = y.numel() / args.n_cols;
+  run_products(args);
   return y;
+}
+
+void decode_linear_(const Tensor& out, const Tensor& x, const Tensor& weight) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) && out.dim() == 2 &&
+                        out.size(0) == x.size(0) && out.size(1) == weight.size(0) && out.stride(1) == 1,
+                    "out must be [M, N] with dense rows, x [M, K] and weight [N, K]; got ", out.sizes(), ", ",
+                    x.sizes(), " and ", weight.sizes());
+  TORCH_CHECK_TYPE(out.scalar_type() == x.scalar_type() && weight.scalar_type() == x.scalar_type(),
+                   "out and weight must have x's dtype");
+  if (out.numel() == 0) return;
+  DecodeProducts product;
+  product.add(x, weight, out);
+  product.run();
 }
 
 }  // namespace decode_linear_cpu
 
-TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
-  m.def("decode_linear(Tensor x, Tensor[] weights) -> Tensor", {at::Tag::pt2_compliant_tag});
+Tensor decode_linear(const Tensor& x, const Tensor& weight) {
+  static const Operator<decltype(decode_linear_cpu::check_and_make)> op(FK_LIBRARY_NAME "::decode_linear");
+  return op(x, weight);
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("decode_linear", &decode_linear_cpu::decode_linear_cpu); }
+void DecodeProducts::add(const Tensor& x, const Tensor& w, const Tensor& y) {
+  inputs_.push_back(x.contiguous());
+  DecodeLinear args{};
+  args.x = inputs_.back().const_data_ptr();
+  args.y = y.mutable_data_ptr();
+  args.n_rows = y.size(0);
+  args.width = x.size(1);
+  args.n_cols = y.stride(0);
+  args.type = dtype_of(x);
+  inputs_.push_back(w.stride(1) == 1 ? w : w.contiguous());
+  args.matrices[args.n_matrices++] = {inputs_.back().const_data_ptr(), inputs_.back().stride(0), w.size(0)};
+  products_.push_back(args);
+}
+
+void DecodeProducts::run() const { decode_linear_cpu::run_products(products_); }
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("decode_linear(Tensor x, Tensor[] weights) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("decode_linear_(Tensor(a!) out, Tensor x, Tensor weight) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("decode_linear", &decode_linear_cpu::decode_linear_cpu);
+  m.impl("decode_linear_", &decode_linear_cpu::decode_linear_);
+}
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("decode_linear", &decode_linear_cpu::check_and_make); }
 
 // Without this, autograd looks through the arguments at each call, to say that there is no gradient.
-TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) { m.impl("decode_linear", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) {
+  m.impl("decode_linear", torch::CppFunction::makeFallthrough());
+  m.impl("decode_linear_", torch::CppFunction::makeFallthrough());
+}
 
 }  // namespace foundry

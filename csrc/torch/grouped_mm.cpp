@@ -1,5 +1,5 @@
-// The operator foundry_kernels::grouped_mm: schema, shapes and autograd. grouped_mm_cuda.cpp launches the kernels; on
-// a CPU there are none, and the operation's reference is what runs.
+// The operator foundry_kernels::grouped_mm: schema, shapes and autograd.
+// grouped_mm_cpu.cpp and grouped_mm_cuda.cpp launch the kernels.
 //
 // It is composed of grouped_mm_fwd and grouped_mm_bwd, which are what a compiled graph, a checkpointing policy or a
 // profiler sees. grouped_mm_bwd returns (dx, dweight), each empty unless it was asked for.

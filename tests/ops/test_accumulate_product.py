@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from table import cpu_setting
 from torch import Tensor
 
 from foundry_kernels.core import extension
@@ -30,7 +33,18 @@ def test_without_onednn_no_products_of_16_bits_are_fast() -> None:
     if extension.MISSING is not None:
         pytest.skip(extension.MISSING)
     with onednn(False):
-        assert extension.build_info()["fast_products"] == []
+        assert not {"bfloat16", "float16"} & set(extension.build_info()["fast_products"])
+
+
+@pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+@pytest.mark.skipif(not platform.machine().startswith("x86"), reason="MKL is for x86-64")
+def test_products_of_float32_are_half_as_fast_as_they_could_be_where_mkl_leaves_avx512_unused() -> None:
+    """A fact about a processor and a library, looked up; what follows from it is tested everywhere."""
+    by_avx2 = torch.backends.mkl.is_available() and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    for name in extension.build_info()["usable_instruction_sets"]:
+        with cpu_setting(name, 1):
+            fast = "float32" in extension.build_info()["fast_products"]
+        assert fast == (not by_avx2 or not name.startswith(("avx512", "amx")))
 
 
 def test_fast_products_are_those_that_onednn_is_held_to(request: pytest.FixtureRequest) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
+from foundry_kernels.core import extension
+from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.ops.grouped_mm.bench import _Uneven
 
 #: On the CPU, where the ends are checked.
@@ -71,6 +73,9 @@ def test_the_gradient_lies_in_memory_as_the_matrices_do(row: Row) -> None:
     assert row.backend == "reference" or dstored.is_contiguous()
 
 
+DOUBLE = torch.ones(10, 4).double(), torch.ones(2, 4, 3).double()
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -87,7 +92,7 @@ def test_the_gradient_lies_in_memory_as_the_matrices_do(row: Row) -> None:
         ({"offs": ends(6, 4)}, ValueError, "got 4 for group 1, after 6"),
         ({"offs": ends(-1, 4)}, ValueError, "got -1 for group 0"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
-        ({"backend": "native"}, fk.BackendUnavailable, "native: runs on .*, not on cpu; it has no CPU kernels"),
+        ({"x": DOUBLE[0], "weight": DOUBLE[1], "backend": "native"}, fk.BackendUnavailable, "native: .*float64"),
     ],
     ids=str,
 )
@@ -109,7 +114,7 @@ def test_a_graph_that_is_traced_has_the_loop_as_an_operator() -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(r, id=r.id) for r in ROWS if r.cuda_on_cpu])
 def test_the_native_operator(row: Row) -> None:
-    """What the parity suite asks of operators that run on this device: this one runs in the checker alone."""
+    """What the parity suite asks of the operators that run on this device, of the one that runs in the checker."""
     x, weight = draw(10, 8, 16)
     operator = fk.OPS["grouped_mm"].impl("native").fn
     for each in (weight, weight.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
@@ -128,6 +133,56 @@ def test_the_reference_has_second_derivatives_and_transforms() -> None:
     torch.testing.assert_close(mapped[1], 2 * mapped[0])
 
 
+# --- on the CPU -------------------------------------------------------------------------------------------------------
+
+
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@needs_native
+@DTYPES
+def test_few_rows_are_one_pass_over_their_matrices(dtype: torch.dtype) -> None:
+    """By decode_linear's kernel, as batch-invariant ones of any number are: a group of 8 rows whose matrix lies as
+    [N, K] has the same bits, others are PyTorch's products."""
+    (x, weight), offs = draw(8 + 80 + 1, 200, 130, 3, dtype), ends(8, 88, 89)
+    matrices = weight.detach().mT.contiguous().mT
+    y, invariant = (
+        fk.grouped_mm(x, matrices, offs, batch_invariant=on, backend="native").detach() for on in (False, True)
+    )
+    assert torch.equal(y[:8], invariant[:8])
+    assert torch.equal(y[88:], invariant[88:])
+    slow = short_dtype(dtype) not in extension.build_info()["fast_products"]
+    assert slow or torch.equal(y[8:88], x.detach()[8:88] @ matrices[1])
+    torch.testing.assert_close(y[8:88], invariant[8:88])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_are_in_float32_where_those_of_16_bits_are_slow(dtype: torch.dtype) -> None:
+    """Some columns at a time: as exact as one rounding."""
+    (x, weight), offs = draw(45, 8, 4099, 2, dtype), ends(45, 45)
+    with torch.backends.mkldnn.flags(enabled=False):
+        y = fk.grouped_mm(x, weight, offs, backend="native")
+        dx, dweight = torch.autograd.grad(y, (x, weight), y.detach())
+    exact = x.detach().double() @ weight[0].detach().double()
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.detach().double(), exact, rtol=unit / 1.9, atol=1e-6)
+    dy = y.detach().double()
+    torch.testing.assert_close(dx.double(), dy @ weight[0].detach().double().T, rtol=unit / 1.9, atol=3e-4)
+    torch.testing.assert_close(dweight[0].double(), x.detach().double().T @ dy, rtol=unit / 1.9, atol=1e-4)
+    assert not dweight[1].any()
+
+
+@needs_native
+def test_ends_are_checked_in_the_backward_pass_too() -> None:
+    (x, weight), offs = draw(), ends(4, 10)
+    y = fk.grouped_mm(x, weight, offs, backend="native")
+    offs.data[1] = 11
+    with pytest.raises(ValueError, match=r"offs must never decrease and lie in 0 .. 10.* got 11 for group 1"):
+        y.sum().backward()
+
+
 @pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
 def test_there_is_a_program_for_every_tile() -> None:
     """However rows are split among groups, those after the last one being one more; and none too many by much."""
@@ -144,10 +199,15 @@ def test_there_is_a_program_for_every_tile() -> None:
 def test_malformed_ends_lead_nowhere_outside(
     row: Row, k: int, n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ends are not checked on a GPU: the interpreter would crash and the checker report it if they led outside."""
+    """The ends are not checked on a GPU: the interpreter would crash and the checker report it if they led outside. On
+    a CPU the kernels check them too: memory may have changed."""
     monkeypatch.setattr("foundry_kernels.ops.grouped_mm.reference.check_ends", lambda *_: None)
     x, weight = draw(20, k, n, 3, dtype)
     for numbers in ((30, 10, 2**31 - 1), (-5, -(2**31), 4), (20, 0, 20)):
+        if row.backend == "native" and not row.cuda_on_cpu:
+            with pytest.raises(ValueError, match=r"offs must never decrease and lie in 0 \.\. 20, the rows of x"):
+                fk.grouped_mm(x, weight, ends(*numbers), backend="native")
+            continue
         y = fk.grouped_mm(x, weight, ends(*numbers), backend=row.backend)
         assert y.shape == (20, n)
         torch.autograd.grad(y, (x, weight), torch.ones_like(y))

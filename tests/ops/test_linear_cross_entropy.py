@@ -154,26 +154,32 @@ def test_half_precision_weights_under_autocast(backend: str, device: str) -> Non
         torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-3)
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["widened", "as-they-are"])
-def test_both_ways_to_16_bit_products(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which one a processor takes depends on its instructions: both are right, and the wide one is exact."""
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fast", [False, True], ids=["slow", "fast"])
+def test_both_ways_to_products(fast: bool, dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one a processor takes depends on its instructions, and on PyTorch's products: where those of 16 bits are
+    slow, they are in float32; where those of float32 are, logits are made by decode_linear's kernel."""
     if not any(r.backend == "native" for r in ROWS):
         pytest.skip("the C++ extension is not built")
     monkeypatch.setattr(chunks, "fast_products", lambda dtype: fast)
     monkeypatch.setattr(chunks, "_SMALL", 0)
     monkeypatch.setattr(chunks, "_CLASSES", 8)  # of 21
-    hidden, weight, target = draw("cpu", torch.bfloat16)
-    bias = torch.linspace(-1, 1, CLASSES).bfloat16().requires_grad_()
+    hidden, weight, target = draw("cpu", dtype)
+    bias = torch.linspace(-1, 1, CLASSES).to(dtype).requires_grad_()
     target[4] = -100
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
-    exact = F.cross_entropy(0.5 * (wide[0] @ wide[1].t() + wide[2]), target)
+    learned = [hidden, weight, *([bias] if has_bias else [])]
+    wide = [x.detach().double().requires_grad_() for x in learned]
+    exact = F.cross_entropy(0.5 * F.linear(*wide), target)
+    rounded = fast and dtype == torch.bfloat16
     for chunk_size in (3, 64):
-        options = {"bias": bias, "logit_scale": 0.5, "chunk_size": chunk_size}
+        options = {"bias": bias if has_bias else None, "logit_scale": 0.5, "chunk_size": chunk_size}
         loss = linear_cross_entropy(hidden, weight, target, backend="native", **options)
-        assert abs(loss.item() - exact.item()) < (5e-3 if fast else 1e-6)
-        found, expected_ = gradients(loss, hidden, weight, bias), gradients(exact, *wide, retain_graph=True)
+        assert abs(loss.item() - exact.item()) < (5e-3 if rounded else 1e-6)
+        found, expected_ = gradients(loss, *learned), gradients(exact, *wide, retain_graph=True)
         for a, e in zip(found, expected_, strict=True):
-            torch.testing.assert_close(a.double(), e, rtol=2**-7, atol=2e-3 if fast else 1e-5)
+            relative = 2**-7 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(a.double(), e, rtol=relative, atol=2e-3 if rounded else 1e-5)
 
 
 @pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))

@@ -1,5 +1,4 @@
-"""Plain PyTorch, a loop of products: what every kernel of the operation must equal, and the path of the CPU, where
-nothing beats the products of its BLAS.
+"""Plain PyTorch, a loop of products: what every kernel of the operation must equal.
 
 The loop is one operator, `foundry_kernels::reference_grouped_mm_fwd`, and that of the gradients another: how many rows
 a group has is in a tensor, which a graph that is traced cannot look into; and products write a gradient to where it

@@ -36,7 +36,7 @@ _CLASSES = 4096
 
 @functools.cache
 def fast_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of `dtype` faster than the same in float32 (`csrc/torch/products.h`)."""
+    """Whether PyTorch's products of `dtype` take all that the processor has for them (`csrc/torch/products.h`)."""
     return short_dtype(dtype) in extension.build_info().get("fast_products", ())
 
 
@@ -48,6 +48,8 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
 #: sum += a b, of bfloat16 in float32; and high, low += a^T b, where the sum is a bfloat16 and 8 bits more.
 accumulate_product = extension.operator("accumulate_product_")
 accumulate_product24 = extension.operator("accumulate_product24_")
+#: out = x w^T
+decode_linear = extension.operator("decode_linear_")
 
 
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
@@ -71,6 +73,18 @@ def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
     does not round its logits."""
     small = x.numel() * n_classes <= _SMALL
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
+
+
+def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = x weight^T + bias, in the forward and the backward pass alike: lse is that of the same logits. float32 on a
+    CPU by decode_linear's kernel, which takes any number of rows, where PyTorch's products are slow."""
+    plain = x.is_cpu and x.dtype == torch.float32 and decode_linear is not None and not torch.compiler.is_compiling()
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif plain and not fast_products(x.dtype):
+        decode_linear(out, x, weight)
+    else:
+        torch.mm(x, weight.t(), out=out)
 
 
 class Tokens:
@@ -133,10 +147,7 @@ class Tokens:
         y = self.memory.narrow(0, 0, x.shape[0])
         for first, w in self.weights():
             out = y.narrow(1, first, w.shape[0])
-            if self.bias is None:
-                torch.mm(x, w.t(), out=out)
-            else:
-                torch.addmm(self.bias.narrow(0, first, w.shape[0]), x, w.t(), out=out)
+            make_logits(x, w, None if self.bias is None else self.bias.narrow(0, first, w.shape[0]), out)
         return y if self.logit_scale == 1.0 else y.mul_(self.logit_scale)
 
     def of_kept(self, of_all: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
 from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs, total_weight
-from foundry_kernels.ops.linear_cross_entropy.chunks import accumulate_product, dtype_of_products
+from foundry_kernels.ops.linear_cross_entropy.chunks import accumulate_product, dtype_of_products, make_logits
 from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 
 #: Logits that exist at a time, if these are of so many classes at least: enough for products to be fast.
@@ -49,7 +49,7 @@ def backward(
         here = slice(first, min(n_classes, first + step))
         w = weight[here].to(x.dtype)
         logits = memory[: n * w.shape[0]].view(n, w.shape[0])
-        torch.mm(x, w.t(), out=logits) if bias is None else torch.addmm(bias[here].to(x.dtype), x, w.t(), out=logits)
+        make_logits(x, w, None if bias is None else bias[here].to(x.dtype), logits)
         if logit_scale != 1.0:
             logits *= logit_scale
         cross_entropy_bwd_classes_(

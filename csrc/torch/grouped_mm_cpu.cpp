@@ -1,0 +1,128 @@
+// The CPU's side of foundry_kernels::grouped_mm_fwd and grouped_mm_bwd; see grouped_mm.cpp for the operators. Groups of
+// few rows, as in decoding, are one pass over their matrices by decode_linear's kernel, all groups divided among the
+// threads together; in float32 those of any number, where MKL leaves half of the processor unused. Other products are
+// PyTorch's; where oneDNN has no instructions for 16-bit ones, those are plain loops, and they are taken in float32.
+#include "grouped_mm.h"
+
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "cpu_common.h"
+#include "decode_linear.h"
+#include "products.h"
+
+namespace foundry {
+namespace grouped_mm_cpu {
+
+// Rows of a group up to which decode_linear's kernel takes less time than PyTorch's product (docs/performance.md); with
+// matrix instructions that was not measured for more than a call of the kernel takes.
+int64_t few_rows(at::ScalarType type) {
+  if (!fast_products(type) && !fast_float32_products()) return std::numeric_limits<int64_t>::max();
+  return chosen_isa() == Isa::amx_bf16 ? kDecodeLinearRows : 4 * kDecodeLinearRows;
+}
+
+// Columns of a product in float32 whose copies stay small.
+constexpr int64_t kWidenedColumns = 4096;
+
+// out = a b by PyTorch's products.
+void multiply(const Tensor& a, const Tensor& b, Tensor out) {
+  if (a.size(1) == 0) {
+    out.zero_();
+  } else if (a.scalar_type() == at::kFloat || fast_products(a.scalar_type())) {
+    at::mm_out(out, a, b);
+  } else {
+    const Tensor left = a.to(at::kFloat);
+    for (int64_t first = 0; first < b.size(1); first += kWidenedColumns) {
+      const int64_t count = std::min(kWidenedColumns, b.size(1) - first);
+      out.narrow(1, first, count).copy_(at::mm(left, b.narrow(1, first, count).to(at::kFloat)));
+    }
+  }
+}
+
+// The ends of the groups on the host. Checked in backward passes too: memory may have changed.
+Tensor checked(const Tensor& offs_, int64_t n_rows) {
+  const Tensor offs = offs_.contiguous();
+  const int32_t* end = offs.const_data_ptr<int32_t>();
+  for (int64_t group = 0, before = 0; group < offs.numel(); before = end[group++])
+    TORCH_CHECK_VALUE(before <= end[group] && end[group] <= n_rows, "offs must never decrease and lie in 0 .. ", n_rows,
+                      ", the rows of x; got ", end[group], " for group ", group, ", after ", before);
+  return offs;
+}
+
+// f(group, first row, rows) for each group, and for the rows behind the last one as a group of its own.
+template <class F>
+void each_group(const Tensor& offs, int64_t n_rows, F f) {
+  const int32_t* end = offs.const_data_ptr<int32_t>();
+  int64_t first = 0;
+  for (int64_t group = 0; group < offs.numel(); first = end[group++]) f(group, first, end[group] - first);
+  f(offs.numel(), first, n_rows - first);
+}
+
+// y = x weight[e] for the rows of group e.
+void product(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant, const Tensor& y) {
+  if (y.numel() == 0) return;
+  const int64_t few = few_rows(x.scalar_type());
+  DecodeProducts in_one_pass;
+  each_group(offs, x.size(0), [&](int64_t group, int64_t first, int64_t n) {
+    if (n == 0) return;
+    Tensor out = y.narrow(0, first, n);
+    if (group == weight.size(0) || x.size(1) == 0) {
+      out.zero_();
+      return;
+    }
+    const Tensor rows = x.narrow(0, first, n), matrix = weight.select(0, group);
+    // The kernel reads a row of the transpose at a time: another order takes a copy.
+    if (batch_invariant || (n <= few && matrix.stride(0) == 1)) in_one_pass.add(rows, matrix.t(), out);
+    else multiply(rows, matrix, out);
+  });
+  in_one_pass.run();
+}
+
+// The transpose [N, n rows and zeros], of which each row fills whole registers.
+Tensor padded_transpose(const Tensor& x) {
+  constexpr int64_t kMultiple = 32;
+  const int64_t n = x.size(0), padded = (n + kMultiple - 1) / kMultiple * kMultiple;
+  const Tensor out = at::empty({x.size(1), padded}, x.options());
+  out.narrow(1, 0, n).copy_(x.t());
+  out.narrow(1, n, padded - n).zero_();
+  return out;
+}
+
+// out[e] = a^T b over the rows of group e; out is dense.
+void gradient(const Tensor& a, const Tensor& b, const Tensor& offs, bool batch_invariant, const Tensor& out) {
+  each_group(offs, a.size(0), [&](int64_t group, int64_t first, int64_t n) {
+    if (group == out.size(0) || out.numel() == 0) return;
+    const Tensor left = a.narrow(0, first, n), right = b.narrow(0, first, n), into = out.select(0, group);
+    if (n == 0 || !batch_invariant) return multiply(left.t(), right, into);
+    DecodeProducts alone;  // whose copies are gone before the next group's
+    alone.add(padded_transpose(left), padded_transpose(right), into);
+    alone.run();
+  });
+}
+
+Tensor fwd_cpu(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant) {
+  const Tensor y = empty_grouped_mm_fwd(x, weight, offs);
+  product(x, weight, checked(offs, x.size(0)), batch_invariant, y);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bwd_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& offs_,
+                                   bool batch_invariant, bool need_dx, bool need_dweight) {
+  const auto [dx, dweight] = empty_grouped_mm_bwd(x, weight, offs_, need_dx, need_dweight);
+  const Tensor offs = checked(offs_, x.size(0));
+  if (need_dx) product(dy, weight.transpose(1, 2), offs, batch_invariant, dx);
+  if (need_dweight && is_transposed(weight)) gradient(dy, x, offs, batch_invariant, dweight.transpose(1, 2));
+  else if (need_dweight) gradient(x, dy, offs, batch_invariant, dweight);
+  return {dx, dweight};
+}
+
+}  // namespace grouped_mm_cpu
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
+  m.impl("grouped_mm_fwd", &grouped_mm_cpu::fwd_cpu);
+  m.impl("grouped_mm_bwd", &grouped_mm_cpu::bwd_cpu);
+}
+
+}  // namespace foundry
