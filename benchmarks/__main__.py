@@ -16,8 +16,8 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "keep a run of --benchmark-json as benchmarks/results/NAME.json, and make NAME.md and its pictures"
     keep = commands.add_parser("report", help=f"{text}; without a run, the pages of all kept results again")
-    keep.add_argument("run", nargs="?", metavar="RUN.json")
-    keep.add_argument("name", nargs="?", metavar="NAME", help="default: the device's")
+    several = "several of one commit on one machine are kept together"
+    keep.add_argument("runs", nargs="*", metavar="RUN.json", help=f"{several}; the last argument may be NAME")
     text = "README.md's parts that are made from kept results, and all pages"
     table = commands.add_parser("readme", help=f"{text}; table and chart are of the newest results, or of NAME's")
     table.add_argument("name", nargs="?", metavar="NAME")
@@ -27,7 +27,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     named = report.kept_path(options.name) if getattr(options, "name", None) else None
     if options.command == "report":
-        report.report([given for given in (options.run, options.name) if given is not None])
+        if others := [path for path in options.runs[:-1] if not path.endswith(".json")]:
+            keep.error(f"runs are files of --benchmark-json, RUN.json; got {others[0]}")
+        report.report(options.runs)
     elif options.command == "changed":
         for source in [named] if named else report.all_kept():
             changed(source)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 #: Minutes of the quick set; the full one has no limit unless it is given one.
 DEFAULT = 5.0
@@ -252,6 +253,14 @@ class Budget:
             **({"not_compiled": len(self.plain)} if self.plain else {}),
             **({"none_of": none_of} if none_of else {}),
         }
+
+
+def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `Budget.kept` would say of two runs as one."""
+    sums = ("minutes", "spent", "comparisons", "fewer_rounds", "not_compiled")
+    found = {key: round(first.get(key, 0) + second.get(key, 0), 1) for key in sums if key in first or key in second}
+    none_of = [op for op in first.get("none_of", ()) if op in second.get("none_of", ())]
+    return {**found, "cut": first["cut"] | second["cut"], **({"none_of": none_of} if none_of else {})}
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables, verdict
+from benchmarks import budget, tables, verdict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,18 +23,16 @@ _FIGURES = {
 }
 
 
-def keep(source: Path, target: Path) -> None:
-    """Keeps what matters of a run: the rows, what they were measured on and when, but not every round."""
-    run = _read(source)
-    for key in ("benchmarks", "machine_info", "datetime", "environment", "device"):
-        if key not in run:
-            raise SystemExit(
-                f"error: {source} has no {key!r}: it is not a result of pytest benchmarks --benchmark-json"
-            )
+def keep(source: Path, target: Path, *more: Path) -> None:
+    """Keeps what matters of a run: the rows, what they were measured on and when, but not every round. Rows of `more`
+    runs, of the same commit on the same machine, are added or take the places of those that were there."""
+    run = _run(source)
+    for path in more:
+        _add(run, _run(path), f"{path} and {source}")
     rows = [b["extra_info"] for b in run["benchmarks"]]
     # What a run needs most comes first in it; here the rows of a kind and an operation stand together.
     kinds, ops = (list(dict.fromkeys(row.get(key) for row in rows)) for key in ("kind", "op"))
-    kept = {
+    kept: dict[str, Any] = {
         "date": run["datetime"][:10],
         "device": device(run),
         "environment": run["environment"],
@@ -46,6 +45,38 @@ def keep(source: Path, target: Path) -> None:
     check(kept, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+def _run(path: Path) -> dict[str, Any]:
+    run: dict[str, Any] = _read(path)
+    for key in ("benchmarks", "machine_info", "datetime", "environment", "device"):
+        if key not in run:
+            raise SystemExit(f"error: {path} has no {key!r}: it is not a result of pytest benchmarks --benchmark-json")
+    return run
+
+
+def _add(run: dict[str, Any], other: dict[str, Any], paths: str) -> None:
+    """Adds what another run has measured to `run`."""
+    same: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
+        ("commits", commit),
+        ("devices", device),
+        ("environments", lambda each: each["environment"]),
+    )
+    for what, of in same:
+        if of(run) != of(other):
+            raise SystemExit(f"error: {paths} are of different {what}: {of(other)} and {of(run)}")
+    known = {_key(b["extra_info"]) for b in other["benchmarks"]}
+    run["benchmarks"] = [b for b in run["benchmarks"] if _key(b["extra_info"]) not in known] + other["benchmarks"]
+    known |= {_key(b["extra_info"]) for b in run["benchmarks"]}
+    absent = {_key(row): row for row in (*run.get("absent", []), *other.get("absent", []))}
+    run["absent"] = [row for key, row in absent.items() if key not in known]
+    run["full"] = run.get("full", False) or other.get("full", False)
+    if "budget" in run and "budget" in other:
+        run["budget"] = budget.together(run["budget"], other["budget"])
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in ("kind", *_ROW, "memory"))
 
 
 def commit(run: dict[str, Any]) -> dict[str, Any] | None:
@@ -126,9 +157,10 @@ def report(arguments: list[str]) -> None:
     if not arguments:
         sources = [*all_kept()]
     else:
-        run = Path(arguments[0])
-        name = arguments[1] if len(arguments) > 1 else _slug(_read(run), run)
-        keep(run, RESULTS / f"{name}.json")
+        *runs, name = arguments if len(arguments) > 1 and not arguments[-1].endswith(".json") else [*arguments, ""]
+        first, *more = map(Path, runs)
+        name = name or _slug(_read(first), first)
+        keep(first, RESULTS / f"{name}.json", *more)
         sources = [RESULTS / f"{name}.json"]
     for source in sources:
         print(page(source))

@@ -3,6 +3,7 @@ check. No time decides a test."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -38,6 +39,42 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert " us, " in done.stdout  # progress: the figures, row by row
     return path
+
+
+def test_runs_of_one_commit_are_kept_together(run_file: Path, tmp_path: Path) -> None:
+    """Rows of the second take the places of those that it has anew, also of those that had no figures; others stay."""
+    first = json.loads(run_file.read_text())
+    first["budget"] = {"minutes": 5.0, "spent": 4.2, "comparisons": 9, "cut": {"a": [1, 2]}, "fewer_rounds": 0}
+    ours = next(b for b in first["benchmarks"] if b["extra_info"]["row"] in ("native", "triton"))
+    again = copy.deepcopy(ours)
+    again["extra_info"]["median_us"] = 7.0
+    found = copy.deepcopy(ours)
+    found["extra_info"] |= {key: first["absent"][0][key] for key in ("op", "row", "direction", "dtype", "case")}
+    found["extra_info"] |= {"kind": first["absent"][0]["kind"], "memory": first["absent"][0].get("memory")}
+    second = first | {"benchmarks": [again, found], "absent": first["absent"], "full": True}
+    second["budget"] = first["budget"] | {"cut": {"b": [3, 3]}, "spent": 1.1, "not_compiled": 2}
+    paths = [tmp_path / name for name in ("first.json", "second.json")]
+    for path, run in zip(paths, (first, second), strict=True):
+        path.write_text(json.dumps(run))
+    report.keep(paths[0], tmp_path / "kept.json", paths[1])
+    kept = report.load(tmp_path / "kept.json")
+    assert len(kept["rows"]) == len(first["benchmarks"]) + 1
+    assert len(kept["absent"]) == len(first["absent"]) - 1
+    key = report._key(ours["extra_info"])
+    assert [row["median_us"] for row in kept["rows"] if report._key(row) == key] == [7.0]
+    assert kept["full"]
+    assert kept["budget"] == {
+        "minutes": 10.0,
+        "spent": 5.3,
+        "comparisons": 18,
+        "fewer_rounds": 0,
+        "not_compiled": 2,
+        "cut": {"a": [1, 2], "b": [3, 3]},
+    }
+    second["commit_info"] = first["commit_info"] | {"id": "0" * 40}
+    paths[1].write_text(json.dumps(second))
+    with pytest.raises(SystemExit, match="are of different commits"):
+        report.keep(paths[0], tmp_path / "kept.json", paths[1])
 
 
 def test_a_run_is_kept_and_becomes_pages(run_file: Path, tmp_path: Path) -> None:

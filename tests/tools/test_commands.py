@@ -86,7 +86,7 @@ def test_help(
         ("foundry_kernels", ["check", "--no-such-option"], ("--no-such-option",)),
         ("benchmarks", ["no-such-command"], ("report", "readme", "compare")),
         ("benchmarks", [], ("COMMAND",)),
-        ("benchmarks", ["report", "a.json", "b", "c"], ("c",)),
+        ("benchmarks", ["report", "a.json", "b", "c"], ("got b",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
