@@ -62,14 +62,14 @@ def health_of(model: nn.Module, x: Tensor) -> Health:
 # --- collapses --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lr", [0.003, 0.1], ids=["healthy", "collapsed"])
+@pytest.mark.parametrize("lr", [0.003, 0.2], ids=["healthy", "collapsed"])  # at 0.1 last bits decide over one layer
 @pytest.mark.parametrize("reparametrized", [False, True], ids=["plain", "sigma-reparam"])
 def test_entropy_collapses_at_a_large_learning_rate_but_with_sigma_reparam(lr: float, reparametrized: bool) -> None:
     model = make_model()
     if reparametrized:
         SigmaReparam(model)
     history = trained(model, lr)
-    if lr < 0.1:
+    if lr < 0.2:
         assert all(health.concerns(since=history.healths[0]) == [] for health in history.healths)
     elif reparametrized:
         assert not [line for line in history.concerns() if "entropy" in line or "logits" in line]
