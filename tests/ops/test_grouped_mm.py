@@ -154,7 +154,11 @@ def test_few_rows_are_one_pass_over_their_matrices(dtype: torch.dtype) -> None:
     assert torch.equal(y[88:], invariant[88:])
     slow = short_dtype(dtype) not in extension.build_info()["fast_products"]
     assert slow or torch.equal(y[8:88], x.detach()[8:88] @ matrices[1])
-    torch.testing.assert_close(y[8:88], invariant[8:88])
+    wide, matrix = x.detach()[8:88].double(), matrices[1].double()
+    exact, terms = wide @ matrix, wide.abs() @ matrix.abs()  # what rounding errors are in proportion to
+    for found in (y, invariant):
+        bound = torch.finfo(dtype).eps * exact.abs() + 2e-6 * terms
+        assert ((found[8:88].double() - exact).abs() <= bound).all()
 
 
 @needs_native
