@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _FIGURES = {
 
 def keep(source: Path, target: Path, *more: Path) -> None:
     """Keeps what matters of a run: the rows, what they were measured on and when, but not every round. Rows of `more`
-    runs, of the same commit on the same machine, are added or take the places of those that were there."""
+    runs, of the same kernels on the same machine, are added or take the places of those that were there."""
     run = _run(source)
     for path in more:
         _add(run, _run(path), f"{path} and {source}")
@@ -40,7 +40,7 @@ def keep(source: Path, target: Path, *more: Path) -> None:
         "rows": sorted(rows, key=lambda row: (kinds.index(row.get("kind")), ops.index(row.get("op")))),
         "absent": run.get("absent", []),
         **{key: run[key] for key in ("isa", "budget", "sources") if key in run},
-        **({"commit": found} if (found := commit(run)) else {}),
+        **({"commit": found} if (found := _commits(run)) else {}),
     }
     check(kept, source)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,14 +57,12 @@ def _run(path: Path) -> dict[str, Any]:
 
 def _add(run: dict[str, Any], other: dict[str, Any], paths: str) -> None:
     """Adds what another run has measured to `run`."""
-    same: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
-        ("commits", commit),
-        ("devices", device),
-        ("environments", lambda each: each["environment"]),
-    )
-    for what, of in same:
+    for what, of in (("devices", device), ("environments", itemgetter("environment"))):
         if of(run) != of(other):
             raise SystemExit(f"error: {paths} are of different {what}: {of(other)} and {of(run)}")
+    if run.get("sources") != other.get("sources"):
+        raise SystemExit(f"error: {paths} are of different kernels")
+    run["more_commits"] = [*run.get("more_commits", []), commit(other)]
     known = {_key(b["extra_info"]) for b in other["benchmarks"]}
     run["benchmarks"] = [b for b in run["benchmarks"] if _key(b["extra_info"]) not in known] + other["benchmarks"]
     known |= {_key(b["extra_info"]) for b in run["benchmarks"]}
@@ -85,6 +83,18 @@ def commit(run: dict[str, Any]) -> dict[str, Any] | None:
     if not re.fullmatch("[0-9a-f]{40}", str(info.get("id"))):
         return None
     return {"id": info["id"], "dirty": bool(info.get("dirty"))}
+
+
+def _commits(run: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns `commit`, with the others whose runs were added to it."""
+    first = commit(run)
+    more = [other for other in run.get("more_commits", []) if other and first and other["id"] != first["id"]]
+    if first is None or not more:
+        return first
+    return first | {
+        "dirty": any(c["dirty"] for c in (first, *more)),
+        "more": list(dict.fromkeys(c["id"] for c in more)),
+    }
 
 
 def device(run: dict[str, Any]) -> str:

@@ -36,7 +36,9 @@ def header(kept: dict[str, Any], source: str) -> str:
 def of_commit(kept: dict[str, Any]) -> str:
     if "commit" not in kept:
         return "of a commit that was not recorded"
-    return f"of commit {kept['commit']['id'][:10]}" + (" with changes" if kept["commit"]["dirty"] else "")
+    of = kept["commit"]
+    ids = " and ".join(name[:10] for name in (of["id"], *of.get("more", ())))  # whose kernels are the same
+    return f"of commit {ids}" + (" with changes" if of["dirty"] else "")
 
 
 def held(kept: dict[str, Any]) -> str:

@@ -51,6 +51,19 @@ def test_theory_is_what_a_call_computes_or_moves_and_what_it_makes(
     assert found == pytest.approx({"time": time, "memory": memory}, abs=0.06)
 
 
+def test_no_peer_makes_all_scores_of_long_sequences() -> None:
+    """Eager attention over 16,384 tokens took 24 GB."""
+    longest = scaling("flash_attention", "T").points[-1][1]
+    group = suite.Group(fk.OPS["flash_attention"], longest, torch.float32, "forward")
+    named = "materializes the matrix of scores, left out beyond 4096 tokens"
+    assert {name: why for name, why in group.peers.items() if isinstance(why, str)}.items() >= {
+        ("eager", named),
+        ("torch.compile", named),
+        ("SDPA math", named),
+    }
+    assert suite.group_bytes(group) < 4e9
+
+
 def test_every_size_is_a_valid_call() -> None:
     for s in OF.values():
         for _, case in s.points:

@@ -41,7 +41,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_runs_of_one_commit_are_kept_together(run_file: Path, tmp_path: Path) -> None:
+def test_runs_of_the_same_kernels_are_kept_together(run_file: Path, tmp_path: Path) -> None:
     """Rows of the second take the places of those that it has anew, also of those that had no figures; others stay."""
     first = json.loads(run_file.read_text())
     first["budget"] = {"minutes": 5.0, "spent": 4.2, "comparisons": 9, "cut": {"a": [1, 2]}, "fewer_rounds": 0}
@@ -73,8 +73,13 @@ def test_runs_of_one_commit_are_kept_together(run_file: Path, tmp_path: Path) ->
     }
     second["commit_info"] = first["commit_info"] | {"id": "0" * 40}
     paths[1].write_text(json.dumps(second))
-    with pytest.raises(SystemExit, match="are of different commits"):
-        report.keep(paths[0], tmp_path / "kept.json", paths[1])
+    report.keep(paths[0], tmp_path / "kept.json", paths[1])
+    commits = f"of commit {first['commit_info']['id'][:10]} and 0000000000"
+    assert tables.of_commit(report.load(tmp_path / "kept.json")).startswith(commits)
+    for key, message in (("sources", "are of different kernels"), ("environment", "are of different environments")):
+        paths[1].write_text(json.dumps(second | {key: {"torch": "1"}}))
+        with pytest.raises(SystemExit, match=message):
+            report.keep(paths[0], tmp_path / "kept.json", paths[1])
 
 
 def test_a_run_is_kept_and_becomes_pages(run_file: Path, tmp_path: Path) -> None:

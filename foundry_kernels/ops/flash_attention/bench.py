@@ -278,7 +278,7 @@ def peers(op: str, case: Case, device: str) -> Mapping[str, Callable[..., Any] |
     causal, q = case.options["causal"], case.args["q"]
     assert q is not None
     too_long = None
-    if device != "cpu" and q.shape[2] > _WHOLE_MATRIX:
+    if q.shape[2] > _WHOLE_MATRIX:
         too_long = f"materializes the matrix of scores, left out beyond {_WHOLE_MATRIX} tokens"
     found: dict[str, Callable[..., Any] | str] = {"eager": too_long or partial(_eager, causal=causal)}
     for name, kernel in _KERNELS.items():
