@@ -170,9 +170,9 @@ def linear_cross_entropy(
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed over
     the chunks, of bfloat16 on a CPU by oneDNN's kernel. Logits in float32 without a bias are those of
-    :func:`decode_linear`'s kernel where PyTorch's products leave AVX-512 unused (MKL on a processor of AMD). They are
-    of the inputs' dtype; on a CPU small products, and all where oneDNN has no instructions for bfloat16 or float16, get
-    float32 copies of hidden and weight, whose logits are exact to float32.
+    :func:`decode_linear`'s kernel where PyTorch's products leave AVX-512 unused (MKL on a processor of AMD). Products
+    are of the inputs' dtype; on a CPU small products, and all where oneDNN has no instructions for bfloat16 or float16,
+    get float32 copies of hidden and weight, whose logits are exact to float32.
 
     DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
     every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small
