@@ -49,9 +49,10 @@ def test_runs_of_the_same_kernels_are_kept_together(run_file: Path, tmp_path: Pa
     again = copy.deepcopy(ours)
     again["extra_info"]["median_us"] = 7.0
     found = copy.deepcopy(ours)
-    found["extra_info"] |= {key: first["absent"][0][key] for key in ("op", "row", "direction", "dtype", "case")}
-    found["extra_info"] |= {"kind": first["absent"][0]["kind"], "memory": first["absent"][0].get("memory")}
-    second = first | {"benchmarks": [again, found], "absent": first["absent"], "full": True}
+    missing = {key: ours["extra_info"][key] for key in ("kind", "op", "direction", "dtype", "case", "memory")}
+    first["absent"].append(missing | {"row": "a peer", "why_not": "was not installed"})
+    found["extra_info"]["row"] = "a peer"
+    second = first | {"benchmarks": [again, found], "full": True}
     second["budget"] = first["budget"] | {"cut": {"b": [3, 3]}, "spent": 1.1, "not_compiled": 2}
     paths = [tmp_path / name for name in ("first.json", "second.json")]
     for path, run in zip(paths, (first, second), strict=True):
