@@ -37,8 +37,8 @@ def of_commit(kept: dict[str, Any]) -> str:
     if "commit" not in kept:
         return "of a commit that was not recorded"
     of = kept["commit"]
-    ids = " and ".join(name[:10] for name in (of["id"], *of.get("more", ())))  # whose kernels are the same
-    return f"of commit {ids}" + (" with changes" if of["dirty"] else "")
+    ids = [name[:10] for name in (of["id"], *of.get("more", ()))]  # whose kernels are the same
+    return f"of commit{'s' * (len(ids) > 1)} {' and '.join(ids)}" + (" with changes" if of["dirty"] else "")
 
 
 def held(kept: dict[str, Any]) -> str:

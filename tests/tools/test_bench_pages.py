@@ -75,7 +75,7 @@ def test_runs_of_the_same_kernels_are_kept_together(run_file: Path, tmp_path: Pa
     second["commit_info"] = first["commit_info"] | {"id": "0" * 40}
     paths[1].write_text(json.dumps(second))
     report.keep(paths[0], tmp_path / "kept.json", paths[1])
-    commits = f"of commit {first['commit_info']['id'][:10]} and 0000000000"
+    commits = f"of commits {first['commit_info']['id'][:10]} and 0000000000"
     assert tables.of_commit(report.load(tmp_path / "kept.json")).startswith(commits)
     for key, message in (("sources", "are of different kernels"), ("environment", "are of different environments")):
         paths[1].write_text(json.dumps(second | {key: {"torch": "1"}}))
