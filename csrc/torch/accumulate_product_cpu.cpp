@@ -115,9 +115,9 @@ struct Sum24 {
   uint8_t* low;
   int64_t width;
   bool first, last;
-  decltype(FK_CHOOSE_ISA(sum24_widen)) widen = FK_CHOOSE_ISA(sum24_widen);
-  decltype(FK_CHOOSE_ISA(sum24_narrow)) narrow = FK_CHOOSE_ISA(sum24_narrow);
-  decltype(FK_CHOOSE_ISA(sum24_round)) round = FK_CHOOSE_ISA(sum24_round);
+  decltype(&FK_LOWEST::sum24_widen) widen = FK_CHOOSE_ISA(sum24_widen);
+  decltype(&FK_LOWEST::sum24_narrow) narrow = FK_CHOOSE_ISA(sum24_narrow);
+  decltype(&FK_LOWEST::sum24_round) round = FK_CHOOSE_ISA(sum24_round);
 
   // Some columns of some rows, dense.
   void load(int64_t row, int64_t n_rows, int64_t column, int64_t n_cols, float* out) const {
