@@ -259,8 +259,8 @@ PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given
   return result_of([&] {
     const auto cast = [&](const Tensor& t) { return t.to(small ? at::kFloat : type); };
     const Tensor x = cast(hidden), w = cast(weight);
-    const bool by_rows = !bias && x.scalar_type() == at::kFloat && !fast_float32_products();
-    const Tensor logits = by_rows ? decode_linear(x, w) : at::linear(x, w, bias ? OptionalTensor(cast(*bias)) : bias);
+    const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
+    const Tensor logits = x.scalar_type() == at::kFloat ? linear_float32(x, w, b) : at::linear(x, w, b);
     return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
                                      options, false, false));
   });

@@ -4,10 +4,8 @@
 // high, low += a^T b, of float32 matrices too. For inside other operators: they have no gradient and no fake.
 #include "../cpu/sum24.h"
 
-#include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -15,36 +13,6 @@
 #include "products.h"
 
 namespace foundry {
-
-bool fast_bfloat16_products() {
-  // Tried, because there is nothing to ask: torch offers the kernel from AVX-512 on, and oneDNN, to which torch passes
-  // the call, has none without instructions for bfloat16.
-  const auto tried = [] {
-    const at::BFloat16 a[2] = {}, b[2] = {};
-    float sum = 0.0f;
-    try {
-      at::native::cpublas::brgemm(1, 1, 2, 2, 1, 1, true, a, b, &sum);
-      at::native::cpublas::brgemm_release();
-    } catch (const std::exception&) {
-      return false;
-    }
-    return true;
-  };
-  if (!at::globalContext().userEnabledMkldnn()) return false;  // torch.backends.mkldnn.flags(enabled=False)
-  static const bool found = tried();
-  return found;
-}
-
-bool fast_float16_products() { return at::native::cpublas::could_pack(at::kHalf); }  // AMX's
-
-bool fast_float32_products() {
-#if defined(__x86_64__)
-  static const bool by_avx2 = at::hasMKL() && __builtin_cpu_is("amd");
-  return !by_avx2 || chosen_isa() < Isa::avx512;
-#else
-  return true;
-#endif
-}
 
 namespace accumulate_product_cpu {
 
@@ -80,7 +48,7 @@ void widened(const Tensor& sum, const Tensor& a, const Tensor& b) {
   const Tensor right = b.to(at::kFloat);
   for (int64_t first = 0; first < a.size(0); first += kWidenedRows) {
     const int64_t count = std::min(kWidenedRows, a.size(0) - first);
-    sum.narrow(0, first, count).addmm_(a.narrow(0, first, count).to(at::kFloat), right);
+    multiply_float32(a.narrow(0, first, count).to(at::kFloat), right, sum.narrow(0, first, count), true);
   }
 }
 
@@ -163,7 +131,7 @@ void multiply_widened(const Sum24& sum, const Tensor& a, const Tensor& b_) {
   const Tensor memory = at::empty({std::min(kWidenedRows, a.size(1)), sum.width}, b.options());
   for (int64_t row = 0; row < a.size(1); row += kWidenedRows) {
     const int64_t count = std::min(kWidenedRows, a.size(1) - row);
-    Tensor tile = memory.narrow(0, 0, count);
+    const Tensor tile = memory.narrow(0, 0, count);
     float* values = tile.mutable_data_ptr<float>();
     const Tensor left = a.narrow(1, row, count).to(at::kFloat).t();
     const auto each_row = [&](const auto& f) {
@@ -171,10 +139,10 @@ void multiply_widened(const Sum24& sum, const Tensor& a, const Tensor& b_) {
                        [&](int64_t begin, int64_t end) { f(row + begin, end - begin, values + begin * sum.width); });
     };
     if (sum.first) {
-      at::mm_out(tile, left, b);
+      multiply_float32(left, b, tile);
     } else {
       each_row([&](int64_t at, int64_t n, float* out) { sum.load(at, n, 0, sum.width, out); });
-      tile.addmm_(left, b);
+      multiply_float32(left, b, tile, true);
     }
     each_row([&](int64_t at, int64_t n, const float* v) { sum.store(at, n, 0, sum.width, v); });
   }

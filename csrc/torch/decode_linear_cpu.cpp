@@ -1,7 +1,6 @@
 // The operator foundry_kernels::decode_linear: rows times the transposes of several weights. Of few rows, as in
 // decoding, in one pass over these; of many, a row is computed as it is alone, which is what batch-invariant linear
-// layers are made of. For the CPU; it has no gradient. decode_linear_, for inside other operators, writes the product
-// with one weight to where it shall be.
+// layers are made of. For the CPU; it has no gradient.
 #include "decode_linear.h"
 
 #include <ATen/core/grad_mode.h>
@@ -119,19 +118,6 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
   return y;
 }
 
-void decode_linear_(const Tensor& out, const Tensor& x, const Tensor& weight) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) && out.dim() == 2 &&
-                        out.size(0) == x.size(0) && out.size(1) == weight.size(0) && out.stride(1) == 1,
-                    "out must be [M, N] with dense rows, x [M, K] and weight [N, K]; got ", out.sizes(), ", ",
-                    x.sizes(), " and ", weight.sizes());
-  TORCH_CHECK_TYPE(out.scalar_type() == x.scalar_type() && weight.scalar_type() == x.scalar_type(),
-                   "out and weight must have x's dtype");
-  if (out.numel() == 0) return;
-  DecodeProducts product;
-  product.add(x, weight, out);
-  product.run();
-}
-
 }  // namespace decode_linear_cpu
 
 Tensor decode_linear(const Tensor& x, const Tensor& weight) {
@@ -157,12 +143,10 @@ void DecodeProducts::run() const { decode_linear_cpu::run_products(products_); }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("decode_linear(Tensor x, Tensor[] weights) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("decode_linear_(Tensor(a!) out, Tensor x, Tensor weight) -> ()", {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
   m.impl("decode_linear", &decode_linear_cpu::decode_linear_cpu);
-  m.impl("decode_linear_", &decode_linear_cpu::decode_linear_);
 }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("decode_linear", &decode_linear_cpu::check_and_make); }
@@ -170,7 +154,6 @@ TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("decode_linear", &decode_linear
 // Without this, autograd looks through the arguments at each call, to say that there is no gradient.
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) {
   m.impl("decode_linear", torch::CppFunction::makeFallthrough());
-  m.impl("decode_linear_", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace foundry

@@ -1,13 +1,11 @@
 // The CPU's side of foundry_kernels::grouped_mm_fwd and grouped_mm_bwd; see grouped_mm.cpp for the operators. Groups of
 // few rows, as in decoding, are one pass over their matrices by decode_linear's kernel, all groups divided among the
-// threads together; in float32 those of any number, where MKL leaves half of the processor unused. Other products are
-// PyTorch's; where oneDNN has no instructions for 16-bit ones, those are plain loops, and they are taken in float32.
+// threads together. Other products are products.h's in float32 and PyTorch's of 16 bits; where oneDNN has no instructions
+// for the latter, they are plain loops, and are taken in float32.
 #include "grouped_mm.h"
 
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
-
-#include <limits>
 
 #include "cpu_common.h"
 #include "decode_linear.h"
@@ -18,25 +16,27 @@ namespace grouped_mm_cpu {
 
 // Rows of a group up to which decode_linear's kernel takes less time than PyTorch's product (docs/performance.md); with
 // matrix instructions that was not measured for more than a call of the kernel takes.
-int64_t few_rows(at::ScalarType type) {
-  if (!fast_products(type) && !fast_float32_products()) return std::numeric_limits<int64_t>::max();
-  return chosen_isa() == Isa::amx_bf16 ? kDecodeLinearRows : 4 * kDecodeLinearRows;
-}
+int64_t few_rows() { return chosen_isa() == Isa::amx_bf16 ? kDecodeLinearRows : 4 * kDecodeLinearRows; }
 
 // Columns of a product in float32 whose copies stay small.
 constexpr int64_t kWidenedColumns = 4096;
 
-// out = a b by PyTorch's products.
+// out = a b
 void multiply(const Tensor& a, const Tensor& b, Tensor out) {
   if (a.size(1) == 0) {
     out.zero_();
-  } else if (a.scalar_type() == at::kFloat || fast_products(a.scalar_type())) {
+  } else if (a.scalar_type() == at::kFloat) {
+    multiply_float32(a, b, out);
+  } else if (fast_products(a.scalar_type())) {
     at::mm_out(out, a, b);
   } else {
     const Tensor left = a.to(at::kFloat);
+    const Tensor memory = at::empty({a.size(0), std::min(kWidenedColumns, b.size(1))}, left.options());
     for (int64_t first = 0; first < b.size(1); first += kWidenedColumns) {
       const int64_t count = std::min(kWidenedColumns, b.size(1) - first);
-      out.narrow(1, first, count).copy_(at::mm(left, b.narrow(1, first, count).to(at::kFloat)));
+      const Tensor wide = memory.narrow(1, 0, count);
+      multiply_float32(left, b.narrow(1, first, count).to(at::kFloat), wide);
+      out.narrow(1, first, count).copy_(wide);
     }
   }
 }
@@ -63,7 +63,7 @@ void each_group(const Tensor& offs, int64_t n_rows, F f) {
 // y = x weight[e] for the rows of group e.
 void product(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant, const Tensor& y) {
   if (y.numel() == 0) return;
-  const int64_t few = few_rows(x.scalar_type());
+  const int64_t few = few_rows();
   DecodeProducts in_one_pass;
   each_group(offs, x.size(0), [&](int64_t group, int64_t first, int64_t n) {
     if (n == 0) return;

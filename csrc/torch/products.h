@@ -1,7 +1,10 @@
-// What PyTorch's matrix products are good for in this process.
+// What PyTorch's matrix products are good for in this process, and the product that takes their place where they are
+// slow.
 #pragma once
 
-#include <c10/core/ScalarType.h>
+#include <ATen/core/Tensor.h>
+
+#include "common.h"
 
 namespace foundry {
 
@@ -11,12 +14,18 @@ bool fast_bfloat16_products();
 bool fast_float16_products();
 
 // Whether those of float32 take the registers of AVX-512 where the kernels do: MKL has it for Intel's processors, and
-// on AMD's takes AVX2, at half the rate.
+// on AMD's takes AVX2. From Zen 5 on, which computes with these registers whole, that is half the rate.
 bool fast_float32_products();
 
 inline bool fast_products(at::ScalarType type) {
   if (type == at::kBFloat16) return fast_bfloat16_products();
   return type == at::kHalf ? fast_float16_products() : fast_float32_products();
 }
+
+// out = a b, or out += a b, of float32 matrices [M, K] and [K, N], by PyTorch's product where that is fast and by the
+// kernel of csrc/cpu/matmul.h elsewhere. out has dense rows or columns. `linear_float32` is
+// F.linear by the same.
+void multiply_float32(const Tensor& a, const Tensor& b, const Tensor& out, bool add = false);
+Tensor linear_float32(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
 }  // namespace foundry

@@ -1,3 +1,3 @@
 """The operators are for inference on one device: they take no DTensors."""
 
-UNSHARDED = ("decode_linear", "decode_linear_", "decode_block")
+UNSHARDED = ("decode_linear", "decode_block")

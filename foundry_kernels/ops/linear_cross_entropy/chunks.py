@@ -3,7 +3,6 @@ they are wanted, by two more."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core import extension
-from foundry_kernels.core.registry import short_dtype, wide_dtype
+from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops._linear import linear
+from foundry_kernels.ops._products import fast_products, multiply, own_products
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS, predictions, probabilities
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,
@@ -34,12 +34,6 @@ _SUMMED = 256
 _CLASSES = 4096
 
 
-@functools.cache
-def fast_products(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's products of `dtype` take all that the processor has for them (`csrc/torch/products.h`)."""
-    return short_dtype(dtype) in extension.build_info().get("fast_products", ())
-
-
 def rows_of(x: Tensor, part: slice) -> Tensor:
     """x[part]; quicker."""
     return x.narrow(0, part.start, part.stop - part.start)
@@ -48,8 +42,6 @@ def rows_of(x: Tensor, part: slice) -> Tensor:
 #: sum += a b, of bfloat16 in float32; and high, low += a^T b, where the sum is a bfloat16 and 8 bits more.
 accumulate_product = extension.operator("accumulate_product_")
 accumulate_product24 = extension.operator("accumulate_product24_")
-#: out = x w^T
-decode_linear = extension.operator("decode_linear_")
 
 
 #: Multiplications up to which the CPU computes logits of 16-bit inputs in float32.
@@ -76,15 +68,13 @@ def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
 
 
 def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x weight^T + bias, in the forward and the backward pass alike: lse is that of the same logits. float32 on a
-    CPU by decode_linear's kernel, which takes any number of rows, where PyTorch's products are slow."""
-    plain = x.is_cpu and x.dtype == torch.float32 and decode_linear is not None and not torch.compiler.is_compiling()
-    if bias is not None:
-        torch.addmm(bias, x, weight.t(), out=out)
-    elif plain and not fast_products(x.dtype):
-        decode_linear(out, x, weight)
+    """out = x weight^T + bias, in the forward and the backward pass alike: lse is that of the same logits."""
+    if bias is None:
+        multiply(x, weight.t(), out)
+    elif own_products(x):
+        multiply(x, weight.t(), out.copy_(bias.expand_as(out)), add=True)
     else:
-        torch.mm(x, weight.t(), out=out)
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 class Tokens:
@@ -190,9 +180,9 @@ class Gradients:
             return linear(dlogits, self.tokens.weight.t())
         weights = self.tokens.weights()
         _, w = next(weights)
-        total = torch.mm(dlogits.narrow(1, 0, w.shape[0]), w)
+        total = multiply(dlogits.narrow(1, 0, w.shape[0]), w)
         for first, w in weights:
-            total.addmm_(dlogits.narrow(1, first, w.shape[0]), w)
+            multiply(dlogits.narrow(1, first, w.shape[0]), w, total, add=True)
         return total
 
     def add(self, part: slice, dlogits: Tensor) -> None:
@@ -211,10 +201,10 @@ class Gradients:
             accumulate_product24(self.dweight, self.low, dlogits, rows_of(tokens.x, part), self.is_new, last)
             self.is_new = False
         elif needs.weight and self.is_new:
-            torch.mm(dlogits.t(), rows_of(tokens.x, part), out=self.dweight)  # spares the zeros, and reading them
+            multiply(dlogits.t(), rows_of(tokens.x, part), self.dweight)  # spares the zeros, and reading them
             self.is_new = False
         elif needs.weight and dlogits.dtype == self.dweight.dtype:
-            self.dweight.addmm_(dlogits.t(), rows_of(tokens.x, part))
+            multiply(dlogits.t(), rows_of(tokens.x, part), self.dweight, add=True)
         elif needs.weight:
             # torch's product of 16 bits would round the part of each chunk. Some classes at a time, for the copy's
             # sake.
@@ -224,7 +214,7 @@ class Gradients:
                 if wide:
                     total += torch.mm(d.t(), x, out_dtype=tokens.dtype)
                 else:
-                    total.addmm_(d.to(tokens.dtype).t(), x)
+                    multiply(d.to(tokens.dtype).t(), x, total, add=True)
         if needs.bias:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 

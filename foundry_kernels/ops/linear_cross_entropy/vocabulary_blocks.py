@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops._products import multiply
 from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
 from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs, total_weight
 from foundry_kernels.ops.linear_cross_entropy.chunks import accumulate_product, dtype_of_products, make_logits
@@ -61,12 +62,12 @@ def backward(
         if needs.hidden and x.dtype == torch.bfloat16 and accumulate_product is not None:
             accumulate_product(dx, logits, w)
         elif needs.hidden:
-            dx.addmm_(logits.to(wide), w.to(wide))
+            multiply(logits.to(wide), w.to(wide), dx, add=True)
         if needs.weight:
             if factor is None and x.dtype == dweight.dtype:
-                torch.mm(logits.t(), x, out=dweight[here])
+                multiply(logits.t(), x, dweight[here])
             else:
-                dweight[here] = _times(torch.mm(logits.t(), x), factor)
+                dweight[here] = _times(multiply(logits.t(), x), factor)
         if needs.bias:
             dbias[here] = _times(logits.sum(0, dtype=wide), factor)
     if needs.hidden:

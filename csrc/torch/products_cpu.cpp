@@ -1,0 +1,159 @@
+// What PyTorch's matrix products are good for in this process, and the product that takes their place where they are
+// slow. The operator foundry_kernels::matmul_ is that product: out = a b, or out += a b. For inside other operators: it
+// has no gradient and no fake.
+#include "products.h"
+
+#include <ATen/Context.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "../cpu/matmul.h"
+#include "cpu_common.h"
+#include "decode_linear.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace foundry {
+namespace products_cpu {
+
+#if defined(__x86_64__)
+// The first family of AMD's processors whose registers of 512 bits are computed with whole.
+constexpr unsigned kZen5 = 0x1A;
+
+// 0 for other vendors' processors.
+unsigned amd_family() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return 0;
+  return (eax >> 8 & 0xF) + (eax >> 20 & 0xFF);
+}
+#endif
+
+// Multiplications that are worth waking a thread for.
+constexpr int64_t kGrainProducts = 1 << 19;
+// Tiles of a thread: what one thread has more of than another is at most one.
+constexpr int64_t kTilesAThread = 4;
+// A multiple of the rows of a block in registers.
+constexpr int64_t kRowsTogether = 4;
+// Columns of a tile at most. Those of A's rows that come in another order are copied for so many.
+constexpr int64_t kTileColumns = 512;
+
+int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// A matrix as the kernel takes it: one of its strides is 1.
+Tensor with_dense_lines(const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); }
+
+void run(const Matmul& of) {
+  const int64_t work = of.n_rows * of.n_cols * std::max<int64_t>(1, of.depth);
+  const int64_t n_threads = std::min<int64_t>(at::get_num_threads(), blocks(work, kGrainProducts));
+  const int64_t wanted = n_threads == 1 ? 1 : kTilesAThread * n_threads;
+  const int64_t row_tiles = blocks(of.n_rows, kMatmulRows), panels = blocks(of.n_cols, kMatmulColumns);
+  const int64_t panels_a_tile = std::clamp<int64_t>(panels * row_tiles / wanted, 1, kTileColumns / kMatmulColumns);
+  const int64_t column_tiles = blocks(panels, panels_a_tile);
+  // Tiles of equal sizes.
+  const int64_t rows = blocks(blocks(of.n_rows, row_tiles), kRowsTogether) * kRowsTogether;
+  const int64_t columns = blocks(panels, column_tiles) * kMatmulColumns;
+  const auto kernel = FK_CHOOSE_ISA(matmul_tile);
+  const int64_t grain = n_threads == 1 ? row_tiles * column_tiles : 1;
+  at::parallel_for(0, row_tiles * column_tiles, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t row = tile % row_tiles * rows, column = tile / row_tiles * columns;
+      if (row >= of.n_rows || column >= of.n_cols) continue;  // rounding up may leave nothing for the last tiles
+      kernel(of, row, std::min(row + rows, of.n_rows), column, std::min(column + columns, of.n_cols));
+    }
+  });
+}
+
+void matmul_(const Tensor& out, const Tensor& a_, const Tensor& b_, bool add) {
+  TORCH_CHECK_VALUE(a_.dim() == 2 && b_.dim() == 2 && out.dim() == 2 && a_.size(1) == b_.size(0) &&
+                        out.size(0) == a_.size(0) && out.size(1) == b_.size(1),
+                    "out must be [M, N], a [M, K] and b [K, N]; got ", out.sizes(), ", ", a_.sizes(), " and ",
+                    b_.sizes());
+  TORCH_CHECK_TYPE(
+      out.scalar_type() == at::kFloat && a_.scalar_type() == at::kFloat && b_.scalar_type() == at::kFloat,
+      "out, a and b must be float32");
+  if (out.numel() == 0) return;
+  if (out.stride(1) != 1) {
+    TORCH_CHECK_VALUE(out.stride(0) == 1, "out must have dense rows or columns; got strides ", out.strides());
+    return matmul_(out.t(), b_.t(), a_.t(), add);
+  }
+  if (!add && out.size(0) <= 4 * kDecodeLinearRows && a_.stride(1) == 1 && b_.stride(0) == 1) {
+    DecodeProducts in_one_pass;  // over b, which has no need to lie in the cache
+    in_one_pass.add(a_, b_.t(), out);
+    return in_one_pass.run();
+  }
+  const Tensor a = with_dense_lines(a_), b = with_dense_lines(b_);
+  run({a.const_data_ptr<float>(), a.stride(0), a.stride(1), b.const_data_ptr<float>(), b.stride(0), b.stride(1),
+       out.mutable_data_ptr<float>(), out.stride(0), out.size(0), out.size(1), a.size(1), add});
+}
+
+}  // namespace products_cpu
+
+bool fast_bfloat16_products() {
+  // Tried, because there is nothing to ask: torch offers the kernel from AVX-512 on, and oneDNN, to which torch passes
+  // the call, has none without instructions for bfloat16.
+  const auto tried = [] {
+    const at::BFloat16 a[2] = {}, b[2] = {};
+    float sum = 0.0f;
+    try {
+      at::native::cpublas::brgemm(1, 1, 2, 2, 1, 1, true, a, b, &sum);
+      at::native::cpublas::brgemm_release();
+    } catch (const std::exception&) {
+      return false;
+    }
+    return true;
+  };
+  if (!at::globalContext().userEnabledMkldnn()) return false;  // torch.backends.mkldnn.flags(enabled=False)
+  static const bool found = tried();
+  return found;
+}
+
+bool fast_float16_products() { return at::native::cpublas::could_pack(at::kHalf); }  // AMX's
+
+bool fast_float32_products() {
+#if defined(__x86_64__)
+  static const bool by_avx2 = at::hasMKL() && products_cpu::amd_family() >= products_cpu::kZen5;
+  return !by_avx2 || chosen_isa() < Isa::avx512;
+#else
+  return true;
+#endif
+}
+
+Tensor linear_float32(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  if (fast_float32_products()) return at::linear(x, weight, bias);
+  const Tensor rows = x.reshape({-1, x.size(-1)});
+  const Tensor y = at::empty({rows.size(0), weight.size(0)}, x.options());
+  if (bias) y.copy_(bias->expand_as(y));
+  products_cpu::matmul_(y, rows, weight.t(), bias.has_value());
+  auto sizes = x.sizes().vec();
+  sizes.back() = weight.size(0);
+  return y.view(sizes);
+}
+
+void multiply_float32(const Tensor& a, const Tensor& b, const Tensor& out, bool add) {
+  if (!fast_float32_products()) {
+    products_cpu::matmul_(out, a, b, add);
+  } else if (add) {
+    out.addmm_(a, b);
+  } else {
+    Tensor into = out;
+    at::mm_out(into, a, b);
+  }
+}
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("matmul_(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("matmul_", &products_cpu::matmul_); }
+
+// Without this, autograd looks through the arguments at each call, to say that there is no gradient.
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) { m.impl("matmul_", torch::CppFunction::makeFallthrough()); }
+
+}  // namespace foundry
