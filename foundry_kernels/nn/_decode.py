@@ -1,10 +1,11 @@
-"""How a forward pass calls its linear layers: each as it is, or, of few rows as in decoding, several in one pass over
-their weights, with keys and values that go straight into the cache.
+"""How a forward pass calls its linear layers: each as it is; of few rows, as in decoding, several in one pass over
+their weights, with keys and values that go straight into the cache; or of many float32 rows by the extension's
+products, where PyTorch's are slow.
 
-The operator `decode_linear` reads each layer's own weight where it is. Nothing is packed, copied or kept between calls,
+The operators read each layer's own weight where it is. Nothing is packed, copied or kept between calls,
 so loading, moving, casting or replacing a weight needs no thought. A layer is called as it is wherever calling it could
-be more than a product with its weight: under autograd, autocast, a transform or a hook, in another class, with a bias,
-with a weight that is no plain dense tensor.
+be more than a product with its weight: under autocast, a transform or a hook, in another class, with a weight that is
+no plain dense tensor; of few rows under autograd and with a bias, too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from foundry_kernels.core import invariance
 from foundry_kernels.core.extension import build_info
 from foundry_kernels.core.registry import _transformed
-from foundry_kernels.nn._layers import is_observed, is_plain
+from foundry_kernels.nn._layers import is_linear, is_observed, is_plain
 from foundry_kernels.nn.rotary import RotaryEmbedding
+from foundry_kernels.ops._linear import Linear, chosen, linear
+from foundry_kernels.ops._products import fast_products
 from foundry_kernels.ops.decode_linear import DECODE_LINEAR, MAX_ROWS
+from foundry_kernels.ops.grouped_mm import GROUPED_MM
 from foundry_kernels.ops.rope import ROPE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +42,11 @@ MISSING = DECODE_LINEAR.why_not("native", "cpu") or ROPE.why_not("native", "cpu"
 if MISSING is None:
     from foundry_kernels.ops.decode_linear.native import decode_linear
     from foundry_kernels.ops.rope.native import rope_append
+
+#: Whether PyTorch's products in float32 are slow here and others are at hand; and multiplications from which on these
+#: are worth their longer call.
+SLOW_PRODUCTS = GROUPED_MM.why_not("native", "cpu") is None and not fast_products(torch.float32)
+WORTH = 1 << 21
 
 
 class _Serving(threading.local):
@@ -81,9 +91,18 @@ class Layers:
         y: Tensor = layer(x)
         return y
 
+    def each(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        """The layers' results, where `together` gives none."""
+        return tuple(layer(x) for layer in layers)
+
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """The result of a layer that is nothing but its `weight` ``[N, dim]``."""
         return F.linear(x, weight)
+
+    @property
+    def function(self) -> Linear:
+        """What stands for `F.linear`, for what a backward pass calls again."""
+        return chosen()
 
     def together(self, x: Tensor, *layers: nn.Module) -> Tensor | None:
         """The layers' results one behind the other in the last dimension; None where each is to be called."""
@@ -95,6 +114,25 @@ class Layers:
         """Returns, for queries, keys and values from `together`, the queries, rotated, and keys and values of all
         positions, the new ones in the cache; None where the rotation and the cache are to be called."""
         return None
+
+
+class Multiplied(Layers):
+    """Linear layers by the extension's products, with their gradients."""
+
+    def linear(self, x: Tensor, layer: nn.Module) -> Tensor:
+        if not is_linear(layer):
+            return super().linear(x, layer)
+        return multiplied(x, layer.weight, layer.bias)  # type: ignore[arg-type]  # of nn.Linear
+
+    def each(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        return tuple(self.linear(x, layer) for layer in layers)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return multiplied(x, weight)
+
+    @property
+    def function(self) -> Linear:
+        return multiplied
 
 
 class Decoding(Layers):
@@ -139,7 +177,15 @@ class Served(Decoding):
         return None
 
 
-_LAYERS, _DECODING, _SERVED = Layers(), Decoding(), Served()
+_LAYERS, _MULTIPLIED, _DECODING, _SERVED = Layers(), Multiplied(), Decoding(), Served()
+
+
+def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` by the extension's products, of what these take and where they are worth it."""
+    enough = torch.compiler.is_compiling() or x.numel() * weight.shape[0] >= WORTH
+    if not enough or not _is_dense(weight, x) or not (bias is None or _is_dense(bias, x)):
+        return F.linear(x, weight, bias)
+    return linear(x, weight, bias, batch_invariant=False)
 
 
 def whole_tables(rope: RotaryEmbedding, end: int) -> tuple[Tensor, Tensor] | None:
@@ -171,9 +217,32 @@ def layers_for(x: Tensor, backend: str) -> Layers:
         return _LAYERS
     if decodes(x):
         return _DECODING
-    if torch.compiler.is_compiling() or _serving.isa is None:
-        return _LAYERS
-    return _SERVED if decodes(x, most_rows()) else _LAYERS
+    if _serving.isa is not None and not torch.compiler.is_compiling() and decodes(x, most_rows()):
+        return _SERVED
+    return _MULTIPLIED if SLOW_PRODUCTS and multiplies(x) else _LAYERS
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether a forward pass on `x` may have other products than PyTorch's: on the CPU in full float32, where nothing
+    watches what it calls or has asked for others."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and x.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and _full_precision()
+        and not invariance.on
+        and not _transformed()
+        and not _has_any_global_hook()
+    )
+
+
+def _full_precision() -> bool:
+    return torch.get_float32_matmul_precision() == "highest"
+
+
+# As `_transformed`. The compiler guards on the precision of products.
+_full_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def most_rows() -> int:
@@ -183,9 +252,12 @@ def most_rows() -> int:
 
 def _products(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     """`x` times the transposes of `weights` in one pass; None where the operator does not take one of them."""
-    for weight in weights:
-        plain = type(weight) in PLAIN and weight.layout is torch.strided
-        if not plain or weight.dtype != x.dtype or not weight.is_cpu:
-            return None
+    if not all(_is_dense(weight, x) for weight in weights):
+        return None
     y: Tensor = decode_linear(x, weights)
     return y
+
+
+def _is_dense(weight: Tensor, x: Tensor) -> bool:
+    """Whether `weight` is a plain tensor on the CPU, of x's dtype."""
+    return type(weight) in PLAIN and weight.layout is torch.strided and weight.dtype == x.dtype and weight.is_cpu

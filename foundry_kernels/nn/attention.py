@@ -337,7 +337,7 @@ class Attention(torch.nn.Module):
             parts = packed.split([heads * self.head_dim for heads in (self.n_heads, *[self.n_kv_heads] * 2)], -1)
         else:
             # Heads are counted from what the projections give: under tensor parallelism a device has a part of them.
-            parts = tuple(w(x) for w in projections)
+            parts = layers.each(x, *projections)
         fused = self.rope is not None and over_heads  # the norms, with the rotation
         q, k = (
             self._heads(part, None if fused else norm)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +14,7 @@ from foundry_kernels.core.dropout import draw_seed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._layers import is_linear, is_plain
-from foundry_kernels.ops._linear import Linear, chosen
+from foundry_kernels.ops._linear import Linear
 from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
 
@@ -97,12 +96,12 @@ class GatedMLP(torch.nn.Module):
             return layers.linear(self._product(both, None, seed), w2)
         again = self.recompute if torch.is_grad_enabled() else "none"
         if again == "projections" and all(map(is_plain, (w1, w2, w3))):
-            return _recomputed(partial(self._whole, chosen()), x, w1.weight, w2.weight, w3.weight, seed)
-        gate, up = w1(x), w3(x)
+            return _recomputed(partial(self._whole, layers.function), x, w1.weight, w2.weight, w3.weight, seed)
+        gate, up = layers.each(x, w1, w3)
         # A frozen w2 would not keep the product in any case.
         if again == "product" and is_plain(w2) and w2.weight.requires_grad:
-            return _recomputed(partial(self._down, chosen()), gate, up, w2.weight, seed)
-        y: Tensor = w2(self._product(gate, up, seed))
+            return _recomputed(partial(self._down, layers.function), gate, up, w2.weight, seed)
+        (y,) = layers.each(self._product(gate, up, seed), w2)
         return y
 
     def _whole(self, linear: Linear, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, seed: Tensor | None) -> Tensor:
@@ -167,12 +166,12 @@ class MLP(torch.nn.Module):
         w1, w2 = self.w1, self.w2
         layers = layers_for(x, self.backends[self.op])
         if is_linear(w1) and w1.bias is not None:  # which the activation adds
-            up, bias = F.linear(x, w1.weight), w1.bias
+            up, bias = layers.product(x, w1.weight), w1.bias
         else:
             up, bias = layers.linear(x, w1), None
         seed = draw_seed(x) if self.dropout and self.training else None
         if self.recompute == "product" and torch.is_grad_enabled() and is_linear(w2) and w2.weight.requires_grad:
-            return _recomputed(partial(self._down, chosen()), up, bias, w2.weight, w2.bias, seed)
+            return _recomputed(partial(self._down, layers.function), up, bias, w2.weight, w2.bias, seed)
         return layers.linear(self._activated(up, bias, seed), w2)
 
     def _down(

@@ -1,5 +1,5 @@
-"""Linear layers whose rows have the same bits in any batch: what `foundry_kernels.batch_invariant` puts in the place of
-`torch.nn.functional.linear`."""
+"""Linear layers as groups of one: whose rows have the same bits in any batch, which `foundry_kernels.batch_invariant`
+puts in the place of `torch.nn.functional.linear`; or by the products of `_products.py`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def chosen() -> Linear:
     return linear if invariance.on else TORCHS
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)`` by :func:`foundry_kernels.grouped_mm` with one group, batch-invariant.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = True) -> Tensor:
+    """``F.linear(x, weight, bias)`` by :func:`foundry_kernels.grouped_mm` with one group.
 
     The bias is added to the product after that was rounded to x's dtype. The gradient of `weight` sums over the rows in
     a fixed order, so it is the same for any number of threads. No second derivative. Subclasses of Tensor, other
@@ -36,6 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16.
         weight: ``[N, K]`` or ``[K]``, of x's dtype and device. bias: ``[N]`` or ``[]``, or None.
+        batch_invariant: that of `grouped_mm`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -50,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device=x.device)
     matrix = weight.reshape(-1, weight.shape[-1]).t().unsqueeze(0)
-    y = grouped_mm(rows, matrix, offs, batch_invariant=True).view(*x.shape[:-1], *weight.shape[:-1])
+    y = grouped_mm(rows, matrix, offs, batch_invariant=batch_invariant).view(*x.shape[:-1], *weight.shape[:-1])
     return y if bias is None else y + bias
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core import extension
+from foundry_kernels.ops._products import fast_products
 from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
 from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
@@ -27,7 +28,7 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 
 
 # Looked up here, where no compiler traces it.
-_FAST_PRODUCTS = chunks.fast_products(torch.bfloat16)
+_FAST_PRODUCTS = fast_products(torch.bfloat16)
 #: Whether a fourth product takes less time than the sum of the weight's gradient: with matrix instructions it took less
 #: than one in float32; the sum in 24 bits was not measured there.
 _TILES_ARE_FASTER = extension.build_info().get("instruction_set") == "amx_bf16"
