@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from foundry_kernels.nn import LayerNorm, RMSNorm
+from foundry_kernels.nn._decode import Layers, products_for
 from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
@@ -198,10 +199,18 @@ class MLP(Gated):
         return {"forward": _mlp_forward}
 
 
+def layers_of(module: Any, x: Tensor) -> Layers:
+    """How a patched module calls its linear layers on `x`."""
+    return products_for(x, *module._foundry.backends.values())
+
+
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    layers = layers_of(self, x)
     if self._foundry_row.packed:
-        return self.down_proj(gated(self._foundry, self.gate_up_proj(x), None))
-    return self.down_proj(gated(self._foundry, self.gate_proj(x), self.up_proj(x)))
+        gate, up = layers.linear(x, self.gate_up_proj), None
+    else:
+        gate, up = layers.each(x, self.gate_proj, self.up_proj)
+    return layers.linear(gated(self._foundry, gate, up), self.down_proj)
 
 
 def gated(state: State, gate: Tensor, up: Tensor | None, **options: Any) -> Tensor:
@@ -300,7 +309,8 @@ def _attention_forward(
     row: Attention = self._foundry_row
     home = self._foundry_home
     tokens = hidden_states.shape[:-1]
-    q, k, v = _project(self, row, hidden_states)
+    layers = layers_of(self, hidden_states)
+    q, k, v = _project(self, row, layers, hidden_states)
     if row.norms == "projection":
         q, k = self.q_norm(q), self.k_norm(k)
     heads = (*tokens, -1, self.head_dim)
@@ -319,14 +329,14 @@ def _attention_forward(
     dropout = self.attention_dropout if self.training else 0.0
     options = {"dropout": dropout, "scaling": self.scaling, **row.passes(self), **kwargs}
     out, weights = attend(self, q, k, v, attention_mask, **options)
-    return self.o_proj(out.reshape(*tokens, -1)), weights
+    return layers.linear(out.reshape(*tokens, -1), self.o_proj), weights
 
 
-def _project(self: Any, row: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _project(self: Any, row: Attention, layers: Layers, x: Tensor) -> tuple[Tensor, ...]:
     if not row.packed:
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return layers.each(x, self.q_proj, self.k_proj, self.v_proj)
     shared = self.num_key_value_heads * self.head_dim
-    qkv = self.qkv_proj(x)
+    qkv = layers.linear(x, self.qkv_proj)
     q, k, v = qkv.split((qkv.shape[-1] - 2 * shared, shared, shared), dim=-1)
     return q, k, v
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters import Adapter, Gated, Norm, _norm_forward, gated, words
+from foundry_kernels.integrations.adapters import Adapter, Gated, Norm, _norm_forward, gated, layers_of, words
 from foundry_kernels.integrations.pre_llama import PlainMLP, activated, gelu_of
 from foundry_kernels.ops.swiglu import geglu
 
@@ -41,7 +41,7 @@ class SpeechMLP(PlainMLP):
 def _speech_mlp(self: Any, hidden_states: Tensor) -> Tensor:
     row: SpeechMLP = self._foundry_row
     x = getattr(self, row.inner_dropout)(activated(self, hidden_states))
-    out: Tensor = getattr(self, row.dropout)(getattr(self, row.second)(x))
+    out: Tensor = getattr(self, row.dropout)(layers_of(self, x).linear(x, getattr(self, row.second)))
     return out
 
 
@@ -56,7 +56,8 @@ class ModernBertMLP(Gated):
 
 
 def _modernbert_mlp(self: Any, hidden_states: Tensor) -> Tensor:
-    return self.Wo(self.drop(gated(self._foundry, self.Wi(hidden_states), None)))
+    layers = layers_of(self, hidden_states)
+    return layers.linear(self.drop(gated(self._foundry, layers.linear(hidden_states, self.Wi), None)), self.Wo)
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,14 @@ class T5MLP(Adapter):
 def _t5_mlp(self: Any, hidden_states: Tensor) -> Tensor:
     approximate, backend = gelu_of(self.act), self._foundry.backends["geglu"]
     assert approximate is not None  # or the module is left as it was
-    x = geglu(self.wi_0(hidden_states), self.wi_1(hidden_states), approximate=approximate, backend=backend)
+    layers = layers_of(self, hidden_states)
+    gate, up = layers.each(hidden_states, self.wi_0, self.wi_1)
+    x = geglu(gate, up, approximate=approximate, backend=backend)
     x = self.dropout(x)
     weight = getattr(self.wo, "weight", None)
     if isinstance(weight, Tensor) and weight.dtype not in (x.dtype, torch.int8):
         x = x.to(weight.dtype)
-    out: Tensor = self.wo(x)
-    return out
+    return layers.linear(x, self.wo)
 
 
 @dataclass(frozen=True)

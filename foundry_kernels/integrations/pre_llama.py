@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters import Adapter, Attention, activation, words
+from foundry_kernels.integrations.adapters import Adapter, Attention, activation, layers_of, words
+from foundry_kernels.nn._decode import Layers
 from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.ops.bias_gelu import bias_gelu
 from foundry_kernels.ops.rope import rope
@@ -68,7 +68,9 @@ def _neox_attention(
 ) -> tuple[Tensor, Tensor | None]:
     home, backend = self._foundry_home, self._foundry.backends.get("rope")
     tokens = hidden_states.shape[:-1]
-    q, k, v = self.query_key_value(hidden_states).view(*tokens, -1, 3 * self.head_size).transpose(1, 2).chunk(3, dim=-1)
+    layers = layers_of(self, hidden_states)
+    qkv = layers.linear(hidden_states, self.query_key_value)
+    q, k, v = qkv.view(*tokens, -1, 3 * self.head_size).transpose(1, 2).chunk(3, dim=-1)
     assert position_embeddings is not None
     cos, sin = position_embeddings
     if backend is None:
@@ -81,7 +83,7 @@ def _neox_attention(
     attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, home.eager_attention_forward)
     dropout = self.attention_dropout if self.training else 0.0
     out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
-    return self.dense(out.reshape(*tokens, -1)), weights
+    return layers.linear(out.reshape(*tokens, -1), self.dense), weights
 
 
 #: Activations that are GELU but that no gated kernel is asked for: the approximation.
@@ -127,7 +129,8 @@ class PlainMLP(Adapter):
 
 def _plain_mlp(self: Any, hidden_states: Tensor) -> Tensor:
     row: PlainMLP = self._foundry_row
-    x: Tensor = getattr(self, row.second)(activated(self, hidden_states))
+    x = activated(self, hidden_states)
+    x = layers_of(self, x).linear(x, getattr(self, row.second))
     return getattr(self, row.dropout)(x) if row.dropout else x
 
 
@@ -136,18 +139,18 @@ def activated(self: Any, x: Tensor) -> Tensor:
     row: PlainMLP = self._foundry_row
     approximate = gelu_of(getattr(self, row.act))
     assert approximate is not None  # or the module is left as it was
-    product, bias = _product(getattr(self, row.first), x)
+    product, bias = _product(layers_of(self, x), getattr(self, row.first), x)
     return bias_gelu(product, bias, approximate=approximate, backend=self._foundry.backends["bias_gelu"])
 
 
-def _product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _product(layers: Layers, layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """What a layer multiplies, and the bias that is still to be added; None where the layer had to be called: it is of
     another class (LoRA's, a quantised one), or has hooks."""
     kind = type(layer)
     name = kind.__module__, kind.__qualname__
     if not is_observed(layer):
         if kind is nn.Linear or name == ("transformers.models.falcon.modeling_falcon", "FalconLinear"):
-            return nn.functional.linear(x, layer.weight), layer.bias
+            return layers.product(x, layer.weight), layer.bias
         if name == ("transformers.pytorch_utils", "Conv1D"):
-            return torch.matmul(x, layer.weight), layer.bias
+            return layers.product(x, layer.weight.t()), layer.bias
     return layer(x), None

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from foundry_kernels.core.autocast import autocast_dtype
-from foundry_kernels.integrations.adapters import Adapter, TorchNorm, words
+from foundry_kernels.integrations.adapters import Adapter, TorchNorm, layers_of, words
 from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm
 from foundry_kernels.nn._layers import is_linear, is_observed
 from foundry_kernels.nn._nested import Packed, nest_like, pack, pack_padded
@@ -204,13 +204,12 @@ def _add_and_norm(x: Tensor, branch: Tensor, dropout: nn.Module, norm: nn.Module
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
     """All but the last dropout, which is that of the sum."""
     approximate, backend = gelu_of(layer.activation), layer._foundry.backends.get("bias_gelu")
-    first = layer.linear1
+    first, layers = layer.linear1, layers_of(layer, x)
     if approximate and backend and is_linear(first):
-        x = bias_gelu(F.linear(x, first.weight), first.bias, approximate=approximate, backend=backend)
+        x = bias_gelu(layers.product(x, first.weight), first.bias, approximate=approximate, backend=backend)
     else:
-        x = layer.activation(first(x))
-    out: Tensor = layer.linear2(layer.dropout(x))
-    return out
+        x = layer.activation(layers.linear(x, first))
+    return layers.linear(layer.dropout(x), layer.linear2)
 
 
 def gelu_of(activation: Any) -> str | None:

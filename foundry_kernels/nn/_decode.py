@@ -219,7 +219,13 @@ def layers_for(x: Tensor, backend: str) -> Layers:
         return _DECODING
     if _serving.isa is not None and not torch.compiler.is_compiling() and decodes(x, most_rows()):
         return _SERVED
-    return _MULTIPLIED if SLOW_PRODUCTS and multiplies(x) else _LAYERS
+    return products_for(x, backend)
+
+
+def products_for(x: Tensor, *backends: str) -> Layers:
+    """As `layers_for`, but for a pass on `x` of few rows, whose layers are called as they are."""
+    own = SLOW_PRODUCTS and all(backend in ("auto", "native") for backend in backends)
+    return _MULTIPLIED if own and multiplies(x) else _LAYERS
 
 
 def multiplies(x: Tensor) -> bool:

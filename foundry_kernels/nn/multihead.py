@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from foundry_kernels.core import dropout
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_device, check_dtype, check_rank, check_shape, check_tensor
 from foundry_kernels.core.registry import FLOATS
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
+from foundry_kernels.nn._decode import products_for
 from foundry_kernels.nn._nested import Packed, nest_like, pack, pad_packed
+from foundry_kernels.ops._linear import Linear
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 from foundry_kernels.ops.flash_attention.weights import attention_weights
@@ -211,9 +213,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError(f"key must have query's batch size {batch}; got shape {tuple(key.shape)}")
         return batch, query.shape[along], key.shape[along]
 
+    def _linear(self, x: Tensor) -> Linear:
+        return products_for(x, self.backends["flash_attention"]).function
+
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values ``[..., E]``, in as few products as tensors are the same."""
         e, weight, bias = self.embed_dim, self.in_proj_weight, self.in_proj_bias
+        linear = self._linear(query)
         if weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif query is key is value:
@@ -250,7 +256,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             out = out.squeeze(0).transpose(0, 1)
         else:
             out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)
-        return linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        return self._linear(out)(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, added: int) -> Tensor | None:
         """Both masks as one of scores ``[B, H, T, S + added]``: bool, True where a query sees a key, or a bias."""
@@ -326,7 +332,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k, v, query.cu_seqlens, key.cu_seqlens, query.max_seqlen, key.max_seqlen,
             **self._dropout(q), backend=self.backends["flash_attention"],
         )  # fmt: skip
-        return linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        return self._linear(out)(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
     def extra_repr(self) -> str:
         extra = f"{self.embed_dim}, num_heads={self.num_heads}, "
