@@ -17,6 +17,8 @@ namespace {
 constexpr int64_t kDepth = 128;
 // Between the steps of A's copy: not a power of two, which would share few places in the cache.
 constexpr int64_t kLeft = kMatmulRows + 16;
+// Rows at a time where columns are fewer than whole registers.
+constexpr int64_t kPartRows = 64;
 
 // out[r][c] = in[c][r] of any sizes.
 void transpose_any(const float* in, int64_t ld_in, int64_t rows, int64_t columns, float* out, int64_t ld_out) {
@@ -38,11 +40,20 @@ void pack(const Matmul& of, const float* b, int64_t depth, int64_t columns, floa
     for (int64_t k = 0; k < depth; ++k) std::fill_n(out + k * kMatmulColumns + columns, kLanes - rest, 0.0f);
 }
 
+// c = part, or c += part
+void store_part(const float* part, int64_t rows, int64_t columns, float* c, int64_t c_row, bool add) {
+  for (int64_t r = 0; r < rows; ++r, part += kMatmulColumns, c += c_row)
+    for_each_vec(columns, [&](int64_t i, auto at, int) FK_INLINE {
+      const Vec sum = Whole::load(part + i);
+      at.store(c + i, add ? at.load(c + i) + sum : sum);
+    });
+}
+
 }  // namespace
 
 void matmul_tile(const Matmul& of, int64_t row_begin, int64_t row_end, int64_t col_begin, int64_t col_end) {
   const int64_t rows = row_end - row_begin;
-  alignas(64) float right[kDepth * kMatmulColumns], left[kDepth * kLeft], part[kMatmulRows * kMatmulColumns];
+  alignas(64) float right[kDepth * kMatmulColumns], left[kDepth * kLeft], part[kPartRows * kMatmulColumns];
   for (int64_t k = 0; k < of.depth; k += kDepth) {
     const int64_t depth = std::min(kDepth, of.depth - k);
     const Start start = k > 0 || of.add ? Start::add : Start::zero;
@@ -59,13 +70,12 @@ void matmul_tile(const Matmul& of, int64_t row_begin, int64_t row_end, int64_t c
         multiply(rows, vecs, a, right, kMatmulColumns, depth, c, of.c_row, start);
         continue;
       }
-      multiply(rows, vecs, a, right, kMatmulColumns, depth, part, kMatmulColumns, Start::zero);
-      for (int64_t r = 0; r < rows; ++r)
-        for_each_vec(columns, [&](int64_t i, auto at, int) FK_INLINE {
-          const Vec sum = Whole::load(part + r * kMatmulColumns + i);
-          float* to = c + r * of.c_row + i;
-          at.store(to, start == Start::add ? at.load(to) + sum : sum);
-        });
+      for (int64_t first = 0; first < rows; first += kPartRows) {
+        const int64_t count = std::min(kPartRows, rows - first);
+        multiply<float>(count, vecs, {a.data + first * a.row, a.row, a.step}, right, kMatmulColumns, depth, part,
+                        kMatmulColumns, Start::zero);
+        store_part(part, count, columns, c + first * of.c_row, of.c_row, start == Start::add);
+      }
     }
   }
 }

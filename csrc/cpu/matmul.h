@@ -20,8 +20,8 @@ struct Matmul {
   bool add;
 };
 
-constexpr int64_t kMatmulRows = 256;    // of a tile, at most
-constexpr int64_t kMatmulColumns = 64;  // of B at a time: a tile of a multiple of them is done without waste
+constexpr int64_t kMatmulRows = 512;    // of a tile, at most
+constexpr int64_t kMatmulColumns = 64;  // of B at a time
 
 }  // namespace foundry
 

@@ -37,14 +37,18 @@ unsigned amd_family() {
 
 // Multiplications that are worth waking a thread for.
 constexpr int64_t kGrainProducts = 1 << 19;
-// Tiles of a thread: what one thread has more of than another is at most one.
-constexpr int64_t kTilesAThread = 4;
-// A multiple of the rows of a block in registers.
-constexpr int64_t kRowsTogether = 4;
-// Columns of a tile at most. Those of A's rows that come in another order are copied for so many.
-constexpr int64_t kTileColumns = 512;
+constexpr int64_t kTileColumns = 512;  // at most
+// Rows and columns of a tile are multiples of these.
+constexpr int64_t kRowsTogether = 16, kColumnsTogether = kMatmulColumns;
 
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// How many of n rows or columns a tile has: `most` at most, in a number of tiles that is a multiple of `of` where there
+// are enough of `together`.
+int64_t tile_size(int64_t n, int64_t most, int64_t of, int64_t together) {
+  const int64_t tiles = std::min(blocks(blocks(n, most), of) * of, blocks(n, together));
+  return blocks(blocks(n, tiles), together) * together;
+}
 
 // A matrix as the kernel takes it: one of its strides is 1.
 Tensor with_dense_lines(const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); }
@@ -52,19 +56,20 @@ Tensor with_dense_lines(const Tensor& x) { return x.stride(0) == 1 || x.stride(1
 void run(const Matmul& of) {
   const int64_t work = of.n_rows * of.n_cols * std::max<int64_t>(1, of.depth);
   const int64_t n_threads = std::min<int64_t>(at::get_num_threads(), blocks(work, kGrainProducts));
-  const int64_t wanted = n_threads == 1 ? 1 : kTilesAThread * n_threads;
-  const int64_t row_tiles = blocks(of.n_rows, kMatmulRows), panels = blocks(of.n_cols, kMatmulColumns);
-  const int64_t panels_a_tile = std::clamp<int64_t>(panels * row_tiles / wanted, 1, kTileColumns / kMatmulColumns);
-  const int64_t column_tiles = blocks(panels, panels_a_tile);
-  // Tiles of equal sizes.
-  const int64_t rows = blocks(blocks(of.n_rows, row_tiles), kRowsTogether) * kRowsTogether;
-  const int64_t columns = blocks(panels, column_tiles) * kMatmulColumns;
+  // A tile copies its part of B, and of A where rows of that are not dense: the threads divide what is copied for more.
+  int64_t rows, columns;
+  if (of.a_step == 1) {
+    columns = tile_size(of.n_cols, kTileColumns, n_threads, kColumnsTogether);
+    rows = tile_size(of.n_rows, kMatmulRows, blocks(n_threads, blocks(of.n_cols, columns)), kRowsTogether);
+  } else {
+    rows = tile_size(of.n_rows, kMatmulRows, n_threads, kRowsTogether);
+    columns = tile_size(of.n_cols, kTileColumns, blocks(n_threads, blocks(of.n_rows, rows)), kColumnsTogether);
+  }
+  const int64_t row_tiles = blocks(of.n_rows, rows), tiles = row_tiles * blocks(of.n_cols, columns);
   const auto kernel = FK_CHOOSE_ISA(matmul_tile);
-  const int64_t grain = n_threads == 1 ? row_tiles * column_tiles : 1;
-  at::parallel_for(0, row_tiles * column_tiles, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, tiles, blocks(tiles, n_threads), [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t row = tile % row_tiles * rows, column = tile / row_tiles * columns;
-      if (row >= of.n_rows || column >= of.n_cols) continue;  // rounding up may leave nothing for the last tiles
       kernel(of, row, std::min(row + rows, of.n_rows), column, std::min(column + columns, of.n_cols));
     }
   });
