@@ -54,8 +54,8 @@ int64_t tile_size(int64_t n, int64_t most, int64_t of, int64_t together) {
 Tensor with_dense_lines(const Tensor& x) { return x.stride(0) == 1 || x.stride(1) == 1 ? x : x.contiguous(); }
 
 void run(const Matmul& of) {
-  const int64_t work = of.n_rows * of.n_cols * std::max<int64_t>(1, of.depth);
-  const int64_t n_threads = std::min<int64_t>(at::get_num_threads(), blocks(work, kGrainProducts));
+  const int64_t n_threads =
+      std::min<int64_t>(at::get_num_threads(), blocks(of.n_rows * of.n_cols * of.depth, kGrainProducts));
   // A tile copies its part of B, and of A where rows of that are not dense: the threads divide what is copied for more.
   int64_t rows, columns;
   if (of.a_step == 1) {
@@ -84,6 +84,10 @@ void matmul_(const Tensor& out, const Tensor& a_, const Tensor& b_, bool add) {
       out.scalar_type() == at::kFloat && a_.scalar_type() == at::kFloat && b_.scalar_type() == at::kFloat,
       "out, a and b must be float32");
   if (out.numel() == 0) return;
+  if (a_.size(1) == 0) {
+    if (!add) out.zero_();
+    return;
+  }
   if (out.stride(1) != 1) {
     TORCH_CHECK_VALUE(out.stride(0) == 1, "out must have dense rows or columns; got strides ", out.strides());
     return matmul_(out.t(), b_.t(), a_.t(), add);

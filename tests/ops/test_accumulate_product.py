@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,9 @@ def test_without_onednn_no_products_of_16_bits_are_fast() -> None:
 @pytest.mark.skipif(not platform.machine().startswith("x86"), reason="MKL is for x86-64")
 def test_products_of_float32_are_half_as_fast_as_they_could_be_where_mkl_leaves_avx512_unused() -> None:
     """A fact about a processor and a library, looked up; what follows from it is tested everywhere."""
-    by_avx2 = torch.backends.mkl.is_available() and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    about = Path("/proc/cpuinfo").read_text()
+    zen5 = "AuthenticAMD" in about and int(re.findall(r"cpu family\s*: (\d+)", about)[0]) >= 26
+    by_avx2 = torch.backends.mkl.is_available() and zen5
     for name in extension.build_info()["usable_instruction_sets"]:
         with cpu_setting(name, 1):
             fast = "float32" in extension.build_info()["fast_products"]

@@ -63,32 +63,6 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads() -> None:
 
 
 @needs_native
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 8, 9, 70])
-def test_a_product_is_written_to_where_it_shall_be(dtype: torch.dtype, rows: int) -> None:
-    """Of any strides of the inputs; what is between the rows of the result stays."""
-    x, weight = draw(33, rows, dtype=dtype).t(), draw(33, 70, dtype=dtype, seed=1).t()
-    out = torch.full((rows, 75), 7.0, dtype=dtype)
-    torch.ops.foundry_kernels.decode_linear_(out[:, 2:72], x, weight)
-    assert torch.equal(out[:, 2:72], torch.ops.foundry_kernels.decode_linear(x, [weight]))
-    assert (out[:, :2] == 7).all()
-    assert (out[:, 72:] == 7).all()
-
-
-@needs_native
-def test_a_product_that_does_not_fit_is_refused() -> None:
-    op = torch.ops.foundry_kernels.decode_linear_
-    for out, x, weight in (((2, 4), (2, 5), (3, 5)), ((2, 3), (2, 5), (3, 4)), ((1, 3), (2, 5), (3, 5))):
-        with pytest.raises(ValueError, match=r"out must be \[M, N\] with dense rows, x \[M, K\] and weight \[N, K\]"):
-            op(torch.empty(out), torch.ones(x), torch.ones(weight))
-    with pytest.raises(ValueError, match="out must be"):
-        op(torch.empty(3, 2).t(), torch.ones(2, 5), torch.ones(3, 5))
-    with pytest.raises(TypeError, match="out and weight must have x's dtype"):
-        op(torch.empty(2, 3), torch.ones(2, 5), torch.ones(3, 5).bfloat16())
-
-
-@needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_operator_takes_any_number_of_rows(dtype: torch.dtype) -> None:
     """Which are computed as they are alone; more than those of one task, and a last few."""

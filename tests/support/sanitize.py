@@ -28,8 +28,9 @@ SUITE = [
     "tests/proof/test_parity.py::test_parity",
     "tests/proof/test_fuzz.py::test_random_cases",
     "tests/ops/test_accumulate_product.py",  # of which the cases of parity are too small
+    "tests/ops/test_matmul.py",
     "-k",
-    "native-cpu or accumulate_product",
+    "native-cpu or accumulate_product or matmul",
 ]
 LOG = ROOT / "build" / "sanitized" / "log.txt"
 #: No leaks, which Python and torch have at exit; no complaints about what is not ours.

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 OPERATORS = ("grouped_mm_fwd", "grouped_mm_bwd")
+#: The product that other operators take on a CPU.
+UNSHARDED = ("matmul_",)
 
 
 def sharding(args: Mapping[str, Any]) -> tuple[dict[str, str], str]:

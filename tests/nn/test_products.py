@@ -1,0 +1,189 @@
+"""Linear layers by the extension's products: with the path forced, on any machine and at any size, every module that
+has such layers, and models of other packages that are patched, are what they are without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import foundry_kernels as fk
+from foundry_kernels.models import ModelConfig, Transformer
+from foundry_kernels.nn import _decode
+from foundry_kernels.ops.grouped_mm import GROUPED_MM
+
+pytestmark = pytest.mark.skipif(
+    GROUPED_MM.why_not("native", "cpu") is not None, reason=str(GROUPED_MM.why_not("native", "cpu"))
+)
+
+DIM = 32
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setattr(_decode, "SLOW_PRODUCTS", True)
+    monkeypatch.setattr(_decode, "WORTH", 0)
+    return monkeypatch
+
+
+def called(function: Callable[[], Any]) -> set[str]:
+    """The operators that are called, products alone."""
+    with torch.profiler.profile() as record:
+        function()
+    kinds = {"foundry_kernels::grouped_mm_fwd": "ours", "aten::linear": "linear", "aten::addmm": "linear"}
+    return {kinds[event.name] for event in record.events() if event.name in kinds}
+
+
+def model(**options: Any) -> Transformer:
+    torch.manual_seed(0)
+    config = ModelConfig(dim=DIM, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=48, hidden_dim=56)
+    return Transformer(config, **options)
+
+
+class _Tokens(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner((x[..., 0].abs() * 40).long() % 48)
+        return logits
+
+
+def _itself(module: nn.MultiheadAttention) -> nn.Module:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x, x, x, need_weights=False)[0]
+            return y
+
+    return Whole()
+
+
+def _patched(module: nn.Module) -> nn.Module:
+    fk.patch(module)
+    return module
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    **{
+        f"swiglu-{how}": lambda how=how: fk.nn.SwiGLU(DIM, 56, recompute=how)
+        for how in ("none", "product", "projections")
+    },
+    "mlp": lambda: fk.nn.MLP(DIM, 56),
+    "mlp-recomputed": lambda: fk.nn.MLP(DIM, 56, recompute="product"),
+    "attention": lambda: fk.nn.Attention(DIM, 4, 2),
+    "multihead": lambda: _itself(fk.nn.MultiheadAttention(DIM, 4, batch_first=True)),
+    "model": lambda: _Tokens(model()),
+    "encoder-layer": lambda: _patched(nn.TransformerEncoderLayer(DIM, 4, 56, batch_first=True, activation="gelu")),
+}
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = module(x)
+    found = torch.autograd.grad(y.square().mean(), [x, *module.parameters()], allow_unused=True)
+    return [y.detach(), *(g for g in found if g is not None)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_values_and_gradients(name: str, forced: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, x = MODULES[name]().eval(), torch.randn(3, 20, DIM)
+    found = gradients(module, x)
+    assert called(lambda: gradients(module, x)) == {"ours"}
+    forced.setattr(_decode, "SLOW_PRODUCTS", False)
+    wanted = gradients(module, x)
+    assert "ours" not in called(lambda: gradients(module, x))
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert a.stride() == b.stride()
+
+
+FAMILIES = ["Llama", "Phi3", "GPT2", "GPTNeoX", "Bert", "T5", "ModernBert"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patched_models(family: str, forced: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    widths = dict.fromkeys(("hidden_size", "n_embd", "d_model"), DIM) | dict.fromkeys(("intermediate_size", "d_ff"), 56)
+    layers = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2)
+    heads = dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4) | {"d_kv": 8, "num_key_value_heads": 2}
+    small = widths | layers | heads | {"vocab_size": 48, "pad_token_id": 0, "feed_forward_proj": "gated-gelu"}
+    config = getattr(transformers, family + "Config")()
+    config = type(config)(**{name: value for name, value in small.items() if hasattr(config, name)})
+    torch.manual_seed(0)
+    kind = family + ("EncoderModel" if family == "T5" else "Model")
+    patched = _patched(getattr(transformers, kind)(config).eval())
+    ids = torch.arange(40).view(2, 20)
+
+    def run() -> Tensor:
+        y: Tensor = patched(ids)[0]
+        return y
+
+    found = run()
+    assert "ours" in called(run)
+    forced.setattr(_decode, "SLOW_PRODUCTS", False)
+    torch.testing.assert_close(found, run(), rtol=1e-4, atol=1e-5)
+    assert "ours" not in called(run)
+
+
+def _hooked(layer: nn.Linear) -> None:
+    layer.register_forward_hook(lambda *_: None)
+
+
+def _another_class(layer: nn.Linear) -> None:
+    layer.__class__ = type("Mine", (nn.Linear,), {})
+
+
+@pytest.mark.parametrize("change", [_hooked, _another_class])
+def test_a_layer_that_does_more_is_called(change: Callable[[nn.Linear], None]) -> None:
+    block = fk.nn.SwiGLU(DIM, 56)
+    for layer in (block.w1, block.w2, block.w3):
+        change(layer)
+    assert called(lambda: block(torch.randn(40, DIM))) == {"linear"}
+
+
+def test_pytorchs_products_where_they_are_asked_for() -> None:
+    """By a backend, autocast, another dtype, another precision of products, a transform, or a batch-invariant pass."""
+    block, x = fk.nn.SwiGLU(DIM, 56), torch.randn(40, DIM)
+    assert called(lambda: block(x)) == {"ours"}
+    assert "linear" in called(lambda: fk.nn.SwiGLU(DIM, 56, backend="reference")(x))
+    assert "linear" in called(lambda: fk.nn.SwiGLU(DIM, 56, dtype=torch.bfloat16)(x.bfloat16()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "linear" in called(lambda: block(x))
+    assert "linear" in called(lambda: torch.func.vmap(block)(x[None]))
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "linear" in called(lambda: block(x))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with fk.batch_invariant():
+        alone = block(x[:1])
+        assert torch.equal(block(x)[:1], alone)
+
+
+def test_small_products_are_pytorchs(forced: pytest.MonkeyPatch) -> None:
+    forced.setattr(_decode, "WORTH", 40 * DIM * 56 + 1)
+    assert called(lambda: fk.nn.SwiGLU(DIM, 56)(torch.randn(40, DIM))) == {"linear"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_whole(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    whole = model()
+    compiled = torch.compile(whole, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for length in (20, 33):
+        tokens = torch.arange(length)[None] % 48
+        found, wanted = (
+            torch.autograd.grad(f(tokens).square().mean(), list(whole.parameters())) for f in (compiled, whole)
+        )
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
