@@ -1,5 +1,5 @@
-// Products of float32 matrices on the CPU: C = A B, or C += A B. A number of C has the same bits whatever other rows and
-// columns there are. The caller starts the threads: each call does one tile of C.
+// Products of float32 matrices on the CPU: C = A B, or C += A B. A number of C has the same bits whatever other rows
+// and columns there are. The caller starts the threads: each call does one tile of C.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // The CPU's side of foundry_kernels::grouped_mm_fwd and grouped_mm_bwd; see grouped_mm.cpp for the operators. Groups of
 // few rows, as in decoding, are one pass over their matrices by decode_linear's kernel, all groups divided among the
-// threads together. Other products are products.h's in float32 and PyTorch's of 16 bits; where oneDNN has no instructions
-// for the latter, they are plain loops, and are taken in float32.
+// threads together. Other products are products.h's in float32 and PyTorch's of 16 bits; where oneDNN has no
+// instructions for the latter, they are plain loops, and are taken in float32.
 #include "grouped_mm.h"
 
 #include <ATen/ops/mm.h>
@@ -13,10 +13,6 @@
 
 namespace foundry {
 namespace grouped_mm_cpu {
-
-// Rows of a group up to which decode_linear's kernel takes less time than PyTorch's product (docs/performance.md); with
-// matrix instructions that was not measured for more than a call of the kernel takes.
-int64_t few_rows() { return chosen_isa() == Isa::amx_bf16 ? kDecodeLinearRows : 4 * kDecodeLinearRows; }
 
 // Columns of a product in float32 whose copies stay small.
 constexpr int64_t kWidenedColumns = 4096;
@@ -63,7 +59,7 @@ void each_group(const Tensor& offs, int64_t n_rows, F f) {
 // y = x weight[e] for the rows of group e.
 void product(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant, const Tensor& y) {
   if (y.numel() == 0) return;
-  const int64_t few = few_rows();
+  const int64_t few = rows_of_one_pass(x.scalar_type(), x.size(1));
   DecodeProducts in_one_pass;
   each_group(offs, x.size(0), [&](int64_t group, int64_t first, int64_t n) {
     if (n == 0) return;

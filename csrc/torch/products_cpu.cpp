@@ -80,9 +80,8 @@ void matmul_(const Tensor& out, const Tensor& a_, const Tensor& b_, bool add) {
                         out.size(0) == a_.size(0) && out.size(1) == b_.size(1),
                     "out must be [M, N], a [M, K] and b [K, N]; got ", out.sizes(), ", ", a_.sizes(), " and ",
                     b_.sizes());
-  TORCH_CHECK_TYPE(
-      out.scalar_type() == at::kFloat && a_.scalar_type() == at::kFloat && b_.scalar_type() == at::kFloat,
-      "out, a and b must be float32");
+  TORCH_CHECK_TYPE(out.scalar_type() == at::kFloat && a_.scalar_type() == at::kFloat && b_.scalar_type() == at::kFloat,
+                   "out, a and b must be float32");
   if (out.numel() == 0) return;
   if (a_.size(1) == 0) {
     if (!add) out.zero_();
@@ -92,7 +91,7 @@ void matmul_(const Tensor& out, const Tensor& a_, const Tensor& b_, bool add) {
     TORCH_CHECK_VALUE(out.stride(0) == 1, "out must have dense rows or columns; got strides ", out.strides());
     return matmul_(out.t(), b_.t(), a_.t(), add);
   }
-  if (!add && out.size(0) <= 4 * kDecodeLinearRows && a_.stride(1) == 1 && b_.stride(0) == 1) {
+  if (!add && out.size(0) <= rows_of_one_pass(at::kFloat, a_.size(1)) && a_.stride(1) == 1 && b_.stride(0) == 1) {
     DecodeProducts in_one_pass;  // over b, which has no need to lie in the cache
     in_one_pass.add(a_, b_.t(), out);
     return in_one_pass.run();
@@ -132,6 +131,13 @@ bool fast_float32_products() {
 #else
   return true;
 #endif
+}
+
+int64_t rows_of_one_pass(at::ScalarType type, int64_t width) {
+  constexpr int64_t kWide = 2048;  // that kernel's rows are so far apart that they meet in the cache
+  if (chosen_isa() == Isa::amx_bf16) return kDecodeLinearRows;
+  if (type == at::kFloat && width >= kWide && !fast_float32_products()) return kDecodeLinearRows;
+  return 4 * kDecodeLinearRows;
 }
 
 Tensor linear_float32(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {

@@ -29,7 +29,7 @@ from foundry_kernels.core.checks import (
 )
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
-from foundry_kernels.ops.grouped_mm import reference
+from foundry_kernels.ops.grouped_mm import flops, reference
 
 
 def grouped_mm(
@@ -51,9 +51,9 @@ def grouped_mm(
             all sizes; on a CPU the products are those of :func:`decode_linear`'s kernel, with any number of rows, which
             take float32, bfloat16 and float16. Always on within :func:`foundry_kernels.batch_invariant`.
         backend: "auto", "reference", "triton" or "native". On a CPU the native one has that kernel for groups of few
-            rows too, whose matrices lie as ``[E, N, K]``, and in float32 for groups of any where PyTorch's products
-            leave AVX-512 unused (MKL on a processor of AMD); other products are PyTorch's, taken in float32 where
-            oneDNN has no instructions for those of 16 bits.
+            rows too, whose matrices lie as ``[E, N, K]``; other products are PyTorch's, but the extension's in float32
+            where those leave half of the processor unused (MKL on AMD's from Zen 5 on), and in float32 where oneDNN has
+            no instructions for 16 bits.
 
     Returns:
         ``[M, N]``, contiguous, of x's dtype. Rows from ``offs[-1]`` on are zero, and so is the gradient of these rows
@@ -95,3 +95,4 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor) -> None:
 
 
 GROUPED_MM = register_op(grouped_mm, reference.grouped_mm)
+flops.register()

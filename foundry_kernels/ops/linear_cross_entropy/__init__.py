@@ -169,10 +169,10 @@ def linear_cross_entropy(
     (AMX) tiles if they do not. Where it is not reduced it takes tiles.
 
     Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed over
-    the chunks, of bfloat16 on a CPU by oneDNN's kernel. Logits in float32 without a bias are those of
-    :func:`decode_linear`'s kernel where PyTorch's products leave AVX-512 unused (MKL on a processor of AMD). Products
-    are of the inputs' dtype; on a CPU small products, and all where oneDNN has no instructions for bfloat16 or float16,
-    get float32 copies of hidden and weight, whose logits are exact to float32.
+    the chunks, of bfloat16 on a CPU by oneDNN's kernel. In float32 they are the extension's where PyTorch's leave half
+    of the processor unused (MKL on AMD's from Zen 5 on). Products are of the inputs' dtype; on a CPU small products,
+    and all where oneDNN has no instructions for bfloat16 or float16, get float32 copies of hidden and weight, whose
+    logits are exact to float32.
 
     DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
     every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small

@@ -1,0 +1,31 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts: the products of experts, as those of linear layers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def _forward(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * x[0] * weight[-2] * weight[-1]
+
+
+def _backward(
+    dy: Any, x: Any, weight: Any, offs: Any, batch_invariant: bool, need_dx: bool, need_dweight: bool, **__: Any
+) -> int:
+    return _forward(x, weight) * (need_dx + need_dweight)
+
+
+def register() -> None:
+    """Tells torch. Its module warns where Triton is missing, whoever imports it: there it is left alone."""
+    if "triton" not in sys.modules:
+        return
+    from torch.utils.flop_counter import register_flop_formula
+
+    for end, formula in (("fwd", _forward), ("bwd", _backward)):
+        for prefix in ("", "triton_", "reference_"):
+            operator = getattr(torch.ops.foundry_kernels, f"{prefix}grouped_mm_{end}", None)
+            if operator is not None:
+                register_flop_formula(operator)(formula)
