@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 _BESIDE = ("cases.py", "bench.py", "fuzz.py", "sharding.py")
 #: By device, what belongs to the other one alone.
 _OTHER = {"cpu": ("triton", "cuda"), "cuda": ("cpu",)}
+#: Sources of what a header declares that operations share.
+_OF_HEADER = {"products.h": ("torch/products_cpu.cpp", "cpu/matmul.cpp", "cpu/decode_linear.cpp")}
 _COMMENTS = {".py": r'""".*?"""|#[^\n]*'}
 _C_COMMENTS = r"//[^\n]*|/\*.*?\*/"
 
@@ -34,11 +36,15 @@ def digest(paths: list[Path], root: Path = ROOT) -> str:
 
 
 def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
-    """The operation's folder; of csrc the files that are called like it, like operations of a folder that it imports or
-    like operators that it looks up by their names; and what these include."""
+    """The operation's folder and modules beside it that it imports; of csrc the files that are called like it, like
+    operations of a folder that it imports or like operators that it looks up by their names; and what these include."""
     folder = root / Path(*op.package.split("."))
     python = [p for p in sorted(folder.rglob("*.py")) if p.name not in _BESIDE]
     text = "\n".join(p.read_text(encoding="utf-8") for p in python)
+    python += [
+        folder.parent / f"{name}.py"
+        for name in sorted(set(re.findall(r"foundry_kernels\.ops\.(_(?!register)\w+)", text)))
+    ]
     imported = set(re.findall(r"foundry_kernels\.ops(?:\.| import )([a-z]\w*)", text)) | {folder.name}
     names = imported | {other.name for other in fk.OPS.values() if other.package.rpartition(".")[2] in imported}
     names |= set(re.findall(r'operator\("(\w+?)_?"\)', text))
@@ -55,6 +61,7 @@ def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
             found.add(path)
             included = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
             pending += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
+            pending += [root / "csrc" / name for header in included for name in _OF_HEADER.get(header, ())]
     return sorted(found)
 
 

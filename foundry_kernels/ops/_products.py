@@ -23,8 +23,9 @@ def fast_products(dtype: torch.dtype) -> bool:
 
 def own_products(x: Tensor) -> bool:
     """Whether products of `x` are the extension's."""
-    own = x.is_cpu and x.dtype == torch.float32 and matmul is not None and not fast_products(x.dtype)
-    return own and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or matmul is None:
+        return False
+    return x.is_cpu and x.dtype == torch.float32 and not fast_products(x.dtype)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:

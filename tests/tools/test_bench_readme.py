@@ -255,6 +255,8 @@ def test_digests_are_of_the_code_that_makes_an_operation(tree: Path) -> None:
     assert edited("csrc/cpu/cross_entropy.cpp", "int more;") == {"cross_entropy", "linear_cross_entropy"}
     kernels = {op.name for op in fk.OPS.values() if (impl := op.impl("native")) and "cpu" in impl.sources}
     assert edited("csrc/cpu/vec.h", "int more;") == kernels  # by what is included
+    assert edited("csrc/cpu/matmul.cpp", "int more;") == {"grouped_mm", "linear_cross_entropy"}
+    assert edited("foundry_kernels/ops/_products.py", "\nmore = 1\n") == {"linear_cross_entropy"}
     assert edited("csrc/cpu/decode_linear.cpp", "int more;") == {"decode_linear", "grouped_mm", "linear_cross_entropy"}
     assert "csrc/cuda/swiglu.cu" in {p.relative_to(ROOT).as_posix() for p in sources.files(fk.OPS["swiglu"], "cuda")}
 
