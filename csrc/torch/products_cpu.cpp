@@ -152,7 +152,8 @@ Tensor linear_float32(const Tensor& x, const Tensor& weight, const OptionalTenso
 }
 
 void multiply_float32(const Tensor& a, const Tensor& b, const Tensor& out, bool add) {
-  if (!fast_float32_products()) {
+  const bool reads_b_once = a.size(0) == 1 && b.stride(0) != 1;  // no copy of it pays
+  if (!fast_float32_products() && !reads_b_once) {
     products_cpu::matmul_(out, a, b, add);
   } else if (add) {
     out.addmm_(a, b);
