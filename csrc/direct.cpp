@@ -237,6 +237,7 @@ PyObject* call_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
 // multiplications of a small product, and tokens of a chunk.
 PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
   constexpr int64_t kMultiplications = 1 << 22, kTokens = 256;
+  constexpr int64_t kWorthIt = 1 << 13;  // multiplications from which on another product is worth its call
   Arguments in(arguments, given, 7 + LossOptions::kArguments);
   const Tensor &hidden = in.tensor(), &weight = in.tensor(), &target = in.indices();
   const OptionalTensor bias = in.optional_tensor(), class_weight = in.optional_tensor();
@@ -260,7 +261,8 @@ PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given
     const auto cast = [&](const Tensor& t) { return t.to(small ? at::kFloat : type); };
     const Tensor x = cast(hidden), w = cast(weight);
     const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
-    const Tensor logits = x.scalar_type() == at::kFloat ? linear_float32(x, w, b) : at::linear(x, w, b);
+    const bool worth_it = x.scalar_type() == at::kFloat && x.numel() * w.size(0) > kWorthIt;
+    const Tensor logits = worth_it ? linear_float32(x, w, b) : at::linear(x, w, b);
     return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
                                      options, false, false));
   });
