@@ -145,15 +145,11 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("decode_linear(Tensor x, Tensor[] weights) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) {
-  m.impl("decode_linear", &decode_linear_cpu::decode_linear_cpu);
-}
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CPU, m) { m.impl("decode_linear", &decode_linear_cpu::decode_linear_cpu); }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) { m.impl("decode_linear", &decode_linear_cpu::check_and_make); }
 
 // Without this, autograd looks through the arguments at each call, to say that there is no gradient.
-TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) {
-  m.impl("decode_linear", torch::CppFunction::makeFallthrough());
-}
+TORCH_LIBRARY_IMPL(FK_LIBRARY, Autograd, m) { m.impl("decode_linear", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace foundry
