@@ -19,7 +19,6 @@
 
 #include "direct_arguments.h"
 #include "torch/cross_entropy.h"
-#include "torch/decode_linear.h"
 #include "torch/operators.h"
 #include "torch/products.h"
 
