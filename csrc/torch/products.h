@@ -27,8 +27,7 @@ inline bool fast_products(at::ScalarType type) {
 int64_t rows_of_one_pass(at::ScalarType type, int64_t width);
 
 // out = a b, or out += a b, of float32 matrices [M, K] and [K, N], by PyTorch's product where that is fast and by the
-// kernel of csrc/cpu/matmul.h elsewhere. out has dense rows or columns. `linear_float32` is
-// F.linear by the same.
+// kernel of csrc/cpu/matmul.h elsewhere. out has dense rows or columns. `linear_float32` is F.linear by the same.
 void multiply_float32(const Tensor& a, const Tensor& b, const Tensor& out, bool add = false);
 Tensor linear_float32(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
