@@ -9,6 +9,7 @@ import torch
 from table import Row, checked_rows
 from table import rows as rows_of
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import foundry_kernels as fk
 from foundry_kernels import _triton
@@ -76,6 +77,9 @@ def test_the_gradient_lies_in_memory_as_the_matrices_do(row: Row) -> None:
 DOUBLE = torch.ones(10, 4).double(), torch.ones(2, 4, 3).double()
 
 
+needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -92,7 +96,6 @@ DOUBLE = torch.ones(10, 4).double(), torch.ones(2, 4, 3).double()
         ({"offs": ends(6, 4)}, ValueError, "got 4 for group 1, after 6"),
         ({"offs": ends(-1, 4)}, ValueError, "got -1 for group 0"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
-        ({"x": DOUBLE[0], "weight": DOUBLE[1], "backend": "native"}, fk.BackendUnavailable, "native: .*float64"),
     ],
     ids=str,
 )
@@ -100,6 +103,26 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], messag
     x, weight = draw()
     with pytest.raises(error, match=message):
         fk.grouped_mm(**({"x": x, "weight": weight, "offs": ends(4, 10)} | changes))
+
+
+@needs_native
+def test_the_native_backend_refuses_float64_by_name() -> None:
+    with pytest.raises(fk.BackendUnavailable, match=r"native: .*float64"):
+        fk.grouped_mm(*DOUBLE, ends(4, 10), backend="native")
+
+
+@pytest.mark.skipif(_triton.MISSING is not None, reason="torch's counter of operations warns without Triton")
+@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_its_operations_are_counted_as_those_of_a_linear_layer(backend: str, frozen: bool) -> None:
+    """Forward two for each product, and as many for each gradient that is wanted."""
+    x, weight = draw()
+    x.requires_grad_()
+    weight.requires_grad_(not frozen)
+    with FlopCounterMode(display=False) as counter:
+        fk.grouped_mm(x, weight, ends(4, 10), backend=backend).sum().backward()
+    products = x.shape[0] * weight.shape[1] * weight.shape[2]
+    assert counter.get_total_flops() == (4 if frozen else 6) * products
 
 
 def test_a_graph_that_is_traced_has_the_loop_as_an_operator() -> None:
@@ -136,7 +159,6 @@ def test_the_reference_has_second_derivatives_and_transforms() -> None:
 # --- on the CPU -------------------------------------------------------------------------------------------------------
 
 
-needs_native = pytest.mark.skipif(extension.MISSING is not None, reason=str(extension.MISSING))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
