@@ -214,6 +214,18 @@ PyObject* call_combine_experts(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return combine_experts(x, weights, slots); });
 }
 
+PyObject* call_grouped_mm(PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(arguments, given, 5);
+  const Tensor &x = in.tensor(), &weight = in.tensor(), &offs = in.indices();
+  const bool batch_invariant = in.boolean();
+  in.need(!at::autocast::is_autocast_enabled(at::kCPU));  // it would round them first
+  in.need(in.ok() && x.dim() == 2 && weight.dim() == 3 && weight.size(0) > 0 && weight.size(1) == x.size(1) &&
+          weight.scalar_type() == x.scalar_type());
+  in.need(in.ok() && offs.scalar_type() == at::kInt && offs.dim() == 1 && offs.size(0) == weight.size(0));
+  if (!in.ok()) Py_RETURN_NONE;
+  return result_of([&] { return grouped_mm(x, weight, offs, batch_invariant); });
+}
+
 // Whether there is a target for each token of x [..., N], and the weights of classes are constants.
 bool are_targets(const Tensor& x, const Tensor& target, const OptionalTensor& weight, int64_t n_classes) {
   return x.dim() > 0 && x.size(-1) > 0 && target.sizes() == x.sizes().slice(0, x.dim() - 1) &&
@@ -360,6 +372,7 @@ PyMethodDef* direct_calls() {
       method<call_rope>("rope"),
       method<call_qk_norm_rope>("qk_norm_rope"),
       method<call_combine_experts>("combine_experts"),
+      method<call_grouped_mm>("grouped_mm"),
       method<call_flash_attention>("flash_attention"),
       method<call_cross_entropy>("cross_entropy"),
       method<call_linear_cross_entropy>("linear_cross_entropy"),

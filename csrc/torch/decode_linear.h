@@ -11,9 +11,6 @@
 
 namespace foundry {
 
-// The operator, of one weight.
-Tensor decode_linear(const Tensor& x, const Tensor& weight);
-
 // Products y = x w^T of any numbers of rows, divided among the threads together. The rows of y are dense.
 class DecodeProducts {
  public:

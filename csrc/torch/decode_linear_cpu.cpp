@@ -120,11 +120,6 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
 
 }  // namespace decode_linear_cpu
 
-Tensor decode_linear(const Tensor& x, const Tensor& weight) {
-  static const Operator<decltype(decode_linear_cpu::check_and_make)> op(FK_LIBRARY_NAME "::decode_linear");
-  return op(x, weight);
-}
-
 void DecodeProducts::add(const Tensor& x, const Tensor& w, const Tensor& y) {
   inputs_.push_back(x.contiguous());
   DecodeLinear args{};

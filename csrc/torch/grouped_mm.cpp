@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "operators.h"
 #include "options.h"
 
 namespace foundry {
@@ -49,12 +50,13 @@ class GroupedMmFunction : public torch::autograd::Function<GroupedMmFunction> {
   }
 };
 
+}  // namespace grouped_mm_schema
+
 Tensor grouped_mm(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant) {
+  using namespace grouped_mm_schema;
   if (any_requires_grad(x, weight)) return GroupedMmFunction::apply(x, weight, offs, batch_invariant);
   return call_fwd(x, weight, offs, batch_invariant);
 }
-
-}  // namespace grouped_mm_schema
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
   m.def("grouped_mm(Tensor x, Tensor weight, Tensor offs, bool batch_invariant) -> Tensor",
@@ -68,7 +70,7 @@ TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("grouped_mm", &grouped_mm_schema::grouped_mm); }
+TORCH_LIBRARY_IMPL(FK_LIBRARY, CompositeImplicitAutograd, m) { m.impl("grouped_mm", &grouped_mm); }
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, Meta, m) {
   m.impl("grouped_mm_fwd", &grouped_mm_schema::fwd_meta);

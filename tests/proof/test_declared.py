@@ -104,7 +104,12 @@ def made(spec: OpSpec, parameter: inspect.Parameter) -> torch.Tensor:
         return torch.zeros(1, 1, 2, dtype=torch.int64)
     if parameter.name == "slots":
         return torch.zeros(2, 2, dtype=torch.int64)
-    flat = spec.name == "combine_experts" or (spec.name, parameter.name) == ("linear_cross_entropy", "weight")
+    if parameter.name == "offs":
+        return torch.ones(2, dtype=torch.int32)
+    if (spec.name, parameter.name) == ("grouped_mm", "weight"):
+        return torch.ones(2, 2, 2)
+    flat = spec.name in ("combine_experts", "grouped_mm")
+    flat |= (spec.name, parameter.name) == ("linear_cross_entropy", "weight")
     return torch.ones(2, 2) if flat else torch.ones(1, 1, 2, 2)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
@@ -68,6 +69,11 @@ def grouped_mm(
     Under autocast x and weight are rounded to its dtype first, as a linear layer's are. What is not a number in one
     group stays there. The kernels wait for nothing on the host and have no second derivative; the reference does both.
     """
+    if not is_dynamo_compiling():
+        batch_invariant = True if batch_invariant is False and invariance.on else batch_invariant
+        y = GROUPED_MM.direct(backend, x, weight, offs, batch_invariant)
+        if y is not None:
+            return y
     check_float("x", x)
     check_float("weight", weight)
     if (low := autocast_dtype(x)) is not None:
