@@ -198,7 +198,9 @@ def _call(
     cotangents = itertools.cycle(arguments.cotangents(outputs(arguments.next())))
 
     def gradients(args: dict[str, Tensor | None], out: tuple[Tensor, ...], dy: tuple[Tensor, ...]) -> object:
-        return torch.autograd.grad(out, [t for t in args.values() if t is not None and t.requires_grad], dy)
+        # The call without an option leaves out the option's tensor; what others leave out, the check of results finds.
+        wanted = [t for t in args.values() if t is not None and t.requires_grad]
+        return torch.autograd.grad(out, wanted, dy, allow_unused=True)
 
     def backward() -> Callable[[], object]:
         args, dy = arguments.next(), next(cotangents)

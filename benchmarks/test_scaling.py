@@ -87,10 +87,15 @@ def _threads(op: OpSpec) -> dict[str, tuple[tuple[int, Case], ...]]:
 
 
 def _largest_first(op: OpSpec) -> list[Case]:
-    """Returns the shapes of the quick set, those of one token last."""
-    cases = {g.case.id: g.case for g in groups(False) if g.op is op}
-    size = {id: case_bytes(c, torch.float32) * ("decode" not in id) for id, c in cases.items()}
-    return sorted(cases.values(), key=lambda c: size[c.id], reverse=True)
+    """Returns the shapes of the quick set by what they compute, or hold where that is no product, those of one token
+    last; and first of all those of which the division of work is known."""
+    of = {g.case.id: g for g in groups(False) if g.op is op and g.dtype == DTYPES[0] and g.direction == "forward"}
+
+    def size(group: Group) -> tuple[bool, bool, int]:
+        known = op.bench is not None and op.bench.slowdown(op.name, group.case, 1) is not None
+        return known, "decode" not in group.case.id, group.flops or case_bytes(group.case, torch.float32)
+
+    return [group.case for group in sorted(of.values(), key=size, reverse=True)]
 
 
 @contextmanager
@@ -152,8 +157,7 @@ def schedule(scaling: Scaling) -> dict[str, dict[str, float]]:
     op, bench = scaling.op, scaling.op.bench
     if scaling.axis != "threads" or bench is None:
         return {}
-    case = next((c for c in _largest_first(op) if bench.slowdown(op.name, c, 1) is not None), None)
-    of = {} if case is None else {str(n): bench.slowdown(op.name, case, n) for n in _COMPUTED}
+    of = {str(n): bench.slowdown(op.name, case, n) for case in _largest_first(op)[:1] for n in _COMPUTED}
     return {"schedule": {n: round(value, 3) for n, value in of.items() if value is not None}}
 
 

@@ -13,6 +13,16 @@ GRAIN = 1 << 15
 EXP_GRAIN = GRAIN // 2
 #: Of csrc/cpu/tiles.h: columns of a row that gated activations take at a time.
 TILE = 8192
+#: Of csrc/torch/products_cpu.cpp and csrc/cpu/matmul.h: multiplications of a product that are worth waking a thread
+#: for, the most rows and columns of a tile, and what both are multiples of.
+PRODUCT_GRAIN = 1 << 19
+MOST_ROWS = MOST_COLUMNS = 512
+ROWS_TOGETHER, COLUMNS_TOGETHER = 16, 64
+#: Of csrc/torch/decode_linear_cpu.cpp: the same of a product of few rows in one pass over its matrix, the rows of that
+#: which a task has, and the most rows of a group that goes so where it need not.
+PASS_GRAIN = 1 << 17
+BLOCK = 64
+FEW_ROWS = 32
 _NONE = -1
 
 
@@ -50,6 +60,36 @@ def of_rows(count: int, grain: int, threads: int) -> float:
 def of_tiles(rows: int, width: int, threads: int) -> float:
     """Returns the same of an activation's rows, cut into tiles."""
     return of_rows(rows * -(-width // TILE), EXP_GRAIN // min(width, TILE), threads)
+
+
+def of_one_pass(products: Sequence[tuple[int, int]], width: int, threads: int) -> float:
+    """Returns the same of products of few rows with matrices of so many rows of `width` numbers, all together. Rows
+    count in eights, as the kernel takes them; the tasks are told apart by nothing else."""
+    work = [-(-rows // 8) for rows, n in products for _ in range(-(-n // BLOCK))]
+    grain = PASS_GRAIN // max(1, sum(work) * BLOCK * width // len(work))
+    used = min(threads, -(-len(work) // max(grain, 1)))
+    share = -(-len(work) // used)
+    return max(sum(work[i : i + share]) for i in range(0, len(work), share)) * threads / sum(work)
+
+
+def of_product(rows: int, columns: int, depth: int, threads: int) -> float:
+    """Returns the same of a product in float32 whose left factor lies by rows, cut into tiles."""
+
+    def size(n: int, most: int, tiles: int, together: int) -> int:
+        tiles = min(-(-(-(-n // most)) // tiles) * tiles, -(-n // together))
+        return -(-(-(-n // tiles)) // together) * together
+
+    used = min(threads, -(-rows * columns * depth // PRODUCT_GRAIN))
+    wide = size(columns, MOST_COLUMNS, used, COLUMNS_TOGETHER)
+    tall = size(rows, MOST_ROWS, -(-used // -(-columns // wide)), ROWS_TOGETHER)
+    tiles = [
+        min(tall, rows - row) * min(wide, columns - column)
+        for column in range(0, columns, wide)
+        for row in range(0, rows, tall)
+    ]
+    used = min(used, len(tiles))
+    share = -(-len(tiles) // used)
+    return max(sum(tiles[i : i + share]) for i in range(0, len(tiles), share)) * threads / (rows * columns)
 
 
 def of_tasks(tasks: Sequence[Task], threads: int) -> float:

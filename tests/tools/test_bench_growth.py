@@ -122,6 +122,18 @@ def test_rows_are_divided_as_at_parallel_for_divides_them() -> None:
     assert schedules.of_tiles(4, 3 * schedules.TILE, 12) == 2.0  # two tiles are a grain
 
 
+def test_products_are_divided_as_their_operators_divide_them() -> None:
+    assert schedules.of_product(512, 512, 512, 2) == 1.0
+    assert schedules.of_product(512, 3 * 512, 512, 2) == 1.0  # four tiles of 384 columns
+    assert schedules.of_product(64, 192, 4096, 2) == pytest.approx(2 * 2 / 3)  # one of 128 columns and one of 64
+    assert schedules.of_product(16, 64, 64, 2) == 2.0  # too little for two
+    assert schedules.of_product(2048, 2048, 2048, 64) == 1.0
+    assert schedules.of_one_pass([(1, 256)], 1 << 12, 4) == 1.0
+    assert schedules.of_one_pass([(1, 256), (8, 64)], 1 << 12, 4) == pytest.approx(2 * 4 / 5)
+    assert schedules.of_one_pass([(9, 64), (1, 64)], 1 << 12, 2) == pytest.approx(2 * 2 / 3)  # nine rows are two calls
+    assert schedules.of_one_pass([(1, 256)], 64, 4) == 4.0
+
+
 def test_the_rule_has_the_constants_of_the_kernels() -> None:
     common, tiles = ((ROOT / "csrc" / name).read_text() for name in ("torch/cpu_common.h", "cpu/tiles.h"))
     grain = re.search(r"kGrain = 1 << (\d+);", common)
@@ -129,6 +141,16 @@ def test_the_rule_has_the_constants_of_the_kernels() -> None:
     assert 1 << int(grain[1]) == schedules.GRAIN
     assert f"kExpGrain = kGrain / {schedules.GRAIN // schedules.EXP_GRAIN};" in common
     assert f"kTile = {schedules.TILE};" in tiles
+    products = ("torch/products_cpu.cpp", "cpu/matmul.h", "torch/decode_linear_cpu.cpp", "cpu/decode_linear.h")
+    product, matmul, one_pass, decode = ((ROOT / "csrc" / name).read_text() for name in products)
+    assert 1 << int(re.findall(r"kGrainProducts = 1 << (\d+);", product)[0]) == schedules.PRODUCT_GRAIN
+    assert f"kTileColumns = {schedules.MOST_COLUMNS};" in product
+    assert f"kRowsTogether = {schedules.ROWS_TOGETHER}, kColumnsTogether = kMatmulColumns;" in product
+    assert f"kMatmulRows = {schedules.MOST_ROWS};" in matmul
+    assert f"kMatmulColumns = {schedules.COLUMNS_TOGETHER};" in matmul
+    assert 1 << int(re.findall(r"kReadGrain = 1 << (\d+);", one_pass)[0]) == schedules.PASS_GRAIN
+    assert f"kDecodeLinearBlock = {schedules.BLOCK};" in decode
+    assert f"return {schedules.FEW_ROWS // 8} * kDecodeLinearRows;" in product
     parallel = Path(torch.__file__).parent / "include" / "ATen"
     assert "divup((end - begin), grain_size)" in (parallel / "ParallelOpenMP.h").read_text()
     assert "chunk_size = divup((end - begin), num_threads)" in (parallel / "ParallelOpenMP.h").read_text()
@@ -139,7 +161,7 @@ def test_the_largest_shapes_keep_64_threads_busy() -> None:
     of = {s.op.name: test_scaling.schedule(s).get("schedule", {}) for s in OF.values() if s.axis == "threads"}
     if not of:
         pytest.skip("there is one core")
-    assert sum(bool(found) for found in of.values()) >= 10
+    assert all(of.values()) or extension.MISSING is not None
     for op, found in of.items():
         assert all(1.0 <= value < 64 for value in found.values()), op
         assert found.get("1", 1.0) == 1.0

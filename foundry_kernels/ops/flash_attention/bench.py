@@ -106,12 +106,17 @@ def scaling_cases(op: str, device: str) -> dict[str, tuple[tuple[int, Case], ...
 def slowdown(op: str, case: Case, threads: int) -> float | None:
     """Of the forward pass's list of tasks, as the kernel makes it."""
     q, k = case.args["q"], case.args["k"]
-    if extension.MISSING is not None or q is None or k is None or _packed(q) or bench_masked.is_masked(case):
+    if extension.MISSING is not None or q is None or k is None or bench_masked.is_masked(case):
         return None
-    b, h, t, _ = q.shape
-    hk, s = k.shape[1:3]
+    if _packed(q):
+        if bench_paged.is_decoding(case):
+            return None
+        q_lens = k_lens = list(_PACKED)
+    else:
+        q_lens, k_lens = [q.shape[2]] * q.shape[0], [k.shape[2]] * q.shape[0]
+    hk = k.shape[1]
     window = (None, 0 if case.options["causal"] else None)
-    tasks = extension._C.attention_tasks([t] * b, [s] * b, hk, h // hk, *window, True, threads)
+    tasks = extension._C.attention_tasks(q_lens, k_lens, hk, q.shape[1] // hk, *window, True, threads)
     return of_tasks([Task(*task) for task in tasks["forward"]], threads)
 
 

@@ -13,7 +13,9 @@ from torch.nn.functional import cross_entropy, linear
 
 from foundry_kernels.core.contract import Sample, sample_rows
 from foundry_kernels.ops.cross_entropy.cases import targets
+from foundry_kernels.ops.linear_cross_entropy.chunks import default_size
 from foundry_kernels.testing import Arg, Case, normal
+from foundry_kernels.testing.schedules import of_product
 
 #: Shapes to time, by device: tokens, width, vocabulary, name.
 _BENCH_SHAPES = {
@@ -65,6 +67,17 @@ def sample(case: Case) -> Sample | None:
     return sample_rows(case, {"hidden": 0, "target": 0}, {"target": -100})
 
 
+def slowdown(op: str, case: Case, threads: int) -> float:
+    """Of the extension's own products of chunks in float32, which take nearly all the time."""
+    hidden, weight = case.args["hidden"], case.args["weight"]
+    assert hidden is not None
+    assert weight is not None
+    (n_tokens, width), n_classes = hidden.shape, weight.shape[0]
+    size = default_size(n_tokens, 4, cpu=True)
+    parts = [min(size, n_tokens - i) for i in range(0, n_tokens, size)]
+    return sum(n * of_product(n, n_classes, width, threads) for n in parts) / n_tokens
+
+
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:
     """The least that must be read and written: forward hidden and weight, backward these and their gradients."""
     hidden, weight = args["hidden"], args["weight"]
@@ -99,7 +112,15 @@ def peers(op: str, case: Case, device: str) -> dict[str, Callable[..., Any] | st
     return {"eager": _eager, "torch chunked": _torch_chunked}
 
 
-def _torch_chunked(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def _torch_chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+) -> Tensor:
     """PyTorch's own, with its default options for chunks."""
     options = torch.nn.LinearCrossEntropyOptions()
-    return functional.linear_cross_entropy(hidden, weight, target, options=options)
+    return functional.linear_cross_entropy(
+        hidden, weight, target, linear_bias=bias, weight=class_weight, options=options
+    )
