@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from foundry_kernels.nn import LayerNorm, RMSNorm
-from foundry_kernels.nn._decode import Layers, products_for
 from foundry_kernels.nn._head import count_hooks
+from foundry_kernels.nn._linear_layers import Layers, products_for
 from foundry_kernels.ops.rms_norm import rms_norm
 from foundry_kernels.ops.rope import qk_norm_rope, rope
 from foundry_kernels.ops.swiglu import geglu, swiglu

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.nn._decode import KeyValueMemory
+from foundry_kernels.nn._linear_layers import KeyValueMemory
 
 
 class KVCache:

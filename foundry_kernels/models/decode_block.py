@@ -21,8 +21,8 @@ from foundry_kernels.core import invariance
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.nn import Attention, GatedMLP, RMSNorm, RotaryEmbedding, SwiGLU
-from foundry_kernels.nn._decode import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes, most_rows, whole_tables
 from foundry_kernels.nn._layers import is_observed, is_plain
+from foundry_kernels.nn._linear_layers import DTYPES, MISSING, PLAIN, KeyValueMemory, decodes, most_rows, whole_tables
 from foundry_kernels.nn._paged import PagedKeyValues
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
 from foundry_kernels.models.transformer import Transformer
-from foundry_kernels.nn._decode import serving_products
+from foundry_kernels.nn._linear_layers import serving_products
 
 
 class GeneratedToken(NamedTuple):

@@ -33,7 +33,7 @@ from foundry_kernels.nn import (
     RouterStats,
 )
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
-from foundry_kernels.nn._decode import layers_for
+from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import RopeScaling

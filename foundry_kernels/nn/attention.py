@@ -10,8 +10,8 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_integer, check_positive, check_rank, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._decode import Layers, layers_for
 from foundry_kernels.nn._head import weight_of_norm
+from foundry_kernels.nn._linear_layers import Layers, layers_for
 from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
 from foundry_kernels.nn._paged import PagedKeyValues
 from foundry_kernels.nn.norm import RMSNorm

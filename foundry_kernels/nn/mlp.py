@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from foundry_kernels.core.dropout import draw_seed
 from foundry_kernels.nn._backend import Backend, describe, plan
-from foundry_kernels.nn._decode import layers_for
 from foundry_kernels.nn._layers import is_linear, is_plain
+from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.ops._linear import Linear
 from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu

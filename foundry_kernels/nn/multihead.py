@@ -13,7 +13,7 @@ from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_device, check_dtype, check_rank, check_shape, check_tensor
 from foundry_kernels.core.registry import FLOATS
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
-from foundry_kernels.nn._decode import products_for
+from foundry_kernels.nn._linear_layers import products_for
 from foundry_kernels.nn._nested import Packed, nest_like, pack, pad_packed
 from foundry_kernels.ops._linear import Linear
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen

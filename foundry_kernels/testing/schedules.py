@@ -53,43 +53,49 @@ def of_rows(count: int, grain: int, threads: int) -> float:
     at::parallel_for splits them: among no more threads than there are grains, in ranges of as many rows."""
     if count == 0:
         return 1.0
-    used = min(threads, -(-count // max(grain, 1)))
-    return -(-count // used) * threads / count
+    used = min(threads, _parts(count, max(grain, 1)))
+    return _parts(count, used) * threads / count
 
 
 def of_tiles(rows: int, width: int, threads: int) -> float:
     """Returns the same of an activation's rows, cut into tiles."""
-    return of_rows(rows * -(-width // TILE), EXP_GRAIN // min(width, TILE), threads)
+    return of_rows(rows * _parts(width, TILE), EXP_GRAIN // min(width, TILE), threads)
 
 
 def of_one_pass(products: Sequence[tuple[int, int]], width: int, threads: int) -> float:
     """Returns the same of products of few rows with matrices of so many rows of `width` numbers, all together. Rows
     count in eights, as the kernel takes them; the tasks are told apart by nothing else."""
-    work = [-(-rows // 8) for rows, n in products for _ in range(-(-n // BLOCK))]
-    grain = PASS_GRAIN // max(1, sum(work) * BLOCK * width // len(work))
-    used = min(threads, -(-len(work) // max(grain, 1)))
-    share = -(-len(work) // used)
-    return max(sum(work[i : i + share]) for i in range(0, len(work), share)) * threads / sum(work)
+    work = [_parts(rows, 8) for rows, n in products for _ in range(_parts(n, BLOCK))]
+    return _of_shares(work, PASS_GRAIN // max(1, sum(work) * BLOCK * width // len(work)), threads)
 
 
 def of_product(rows: int, columns: int, depth: int, threads: int) -> float:
     """Returns the same of a product in float32 whose left factor lies by rows, cut into tiles."""
 
     def size(n: int, most: int, tiles: int, together: int) -> int:
-        tiles = min(-(-(-(-n // most)) // tiles) * tiles, -(-n // together))
-        return -(-(-(-n // tiles)) // together) * together
+        tiles = min(_parts(_parts(n, most), tiles) * tiles, _parts(n, together))
+        return _parts(_parts(n, tiles), together) * together
 
-    used = min(threads, -(-rows * columns * depth // PRODUCT_GRAIN))
+    used = min(threads, _parts(rows * columns * depth, PRODUCT_GRAIN))
     wide = size(columns, MOST_COLUMNS, used, COLUMNS_TOGETHER)
-    tall = size(rows, MOST_ROWS, -(-used // -(-columns // wide)), ROWS_TOGETHER)
-    tiles = [
+    tall = size(rows, MOST_ROWS, _parts(used, _parts(columns, wide)), ROWS_TOGETHER)
+    work = [
         min(tall, rows - row) * min(wide, columns - column)
         for column in range(0, columns, wide)
         for row in range(0, rows, tall)
     ]
-    used = min(used, len(tiles))
-    share = -(-len(tiles) // used)
-    return max(sum(tiles[i : i + share]) for i in range(0, len(tiles), share)) * threads / (rows * columns)
+    return _of_shares(work, _parts(len(work), used), threads)
+
+
+def _parts(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def _of_shares(work: Sequence[int], grain: int, threads: int) -> float:
+    """Returns the same of tasks that at::parallel_for divides by their number."""
+    used = min(threads, _parts(len(work), max(grain, 1)))
+    share = _parts(len(work), used)
+    return max(sum(work[i : i + share]) for i in range(0, len(work), share)) * threads / sum(work)
 
 
 def of_tasks(tasks: Sequence[Task], threads: int) -> float:

@@ -15,10 +15,10 @@ from torch import Tensor
 import foundry_kernels as fk
 from foundry_kernels.core.extension import build_info
 from foundry_kernels.models import PagedKVCache, Transformer
-from foundry_kernels.nn import _decode
+from foundry_kernels.nn import _linear_layers
 from foundry_kernels.ops.decode_linear import MAX_ROWS
 
-pytestmark = pytest.mark.skipif(_decode.MISSING is not None, reason=str(_decode.MISSING))
+pytestmark = pytest.mark.skipif(_linear_layers.MISSING is not None, reason=str(_linear_layers.MISSING))
 
 #: Positions that sequences hold before: their pages of three are full, begun and none.
 LENGTHS = [(0,), (4, 9, 1), (5, 0, 12, 3, 7, 6, 2, 1), (*range(19),)]
@@ -54,14 +54,14 @@ def step(
 
 
 def assert_same_bits(model: Transformer, lengths: Sequence[int], patch: pytest.MonkeyPatch) -> None:
-    many = _decode.serving_products() if len(lengths) > MAX_ROWS else nullcontext()
+    many = _linear_layers.serving_products() if len(lengths) > MAX_ROWS else nullcontext()
     with many:
         for packed in (False, True):
             expected, never = step(model, lengths, patch, allowed=False, packed=packed)
             assert not any(never)
             for together in (False, True):
                 got, taken = step(model, lengths, patch, together=together, packed=packed)
-                assert taken == [len(lengths) <= _decode.most_rows()] * len(model.layers)
+                assert taken == [len(lengths) <= _linear_layers.most_rows()] * len(model.layers)
                 for one, other in zip(got, expected, strict=True):
                     assert torch.equal(one, other)
 
@@ -118,7 +118,7 @@ def test_where_no_block_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(model=make(qk_norm=True))
     with fk.batch_invariant():
         assert not taken()
-    with _decode.serving_products():
+    with _linear_layers.serving_products():
         assert not taken((2,) * 33)
 
 

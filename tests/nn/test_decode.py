@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import foundry_kernels as fk
 from foundry_kernels.core.extension import build_info
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
-from foundry_kernels.nn import _decode
+from foundry_kernels.nn import _linear_layers
 
-pytestmark = pytest.mark.skipif(_decode.MISSING is not None, reason=str(_decode.MISSING))
+pytestmark = pytest.mark.skipif(_linear_layers.MISSING is not None, reason=str(_linear_layers.MISSING))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, max_seq_len=64, init_std=0.2)
 
@@ -263,14 +263,14 @@ def test_where_few_rows_are_not_decoded(model: Transformer) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("isa", _decode.SERVED_ROWS)
+@pytest.mark.parametrize("isa", _linear_layers.SERVED_ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_batch_that_is_served_takes_more_rows(dtype: torch.dtype, isa: str) -> None:
     if isa not in build_info()["usable_instruction_sets"]:
         pytest.skip(f"this processor has no {isa}")
     layer, x = copy.deepcopy(Transformer(CONFIG).layers[0].feed_forward).to(dtype), draw(1, 33, 32, dtype=dtype)
     with cpu_setting(isa, torch.get_num_threads()):
-        with _decode.serving_products():
+        with _linear_layers.serving_products():
             assert "decode_linear" in called(lambda: layer(x[:, :32]))
             assert "decode_linear" not in called(lambda: layer(x))
             assert torch.equal(layer(x[:, :32])[:, 24:], layer(x[:, 24:32]))

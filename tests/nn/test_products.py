@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import foundry_kernels as fk
 from foundry_kernels.models import ModelConfig, Transformer
-from foundry_kernels.nn import _decode
+from foundry_kernels.nn import _linear_layers
 from foundry_kernels.ops.grouped_mm import GROUPED_MM
 
 pytestmark = pytest.mark.skipif(
@@ -24,8 +24,8 @@ DIM = 32
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.setattr(_decode, "SLOW_PRODUCTS", True)
-    monkeypatch.setattr(_decode, "WORTH", 0)
+    monkeypatch.setattr(_linear_layers, "SLOW_PRODUCTS", True)
+    monkeypatch.setattr(_linear_layers, "WORTH", 0)
     return monkeypatch
 
 
@@ -98,7 +98,7 @@ def test_values_and_gradients(name: str, forced: pytest.MonkeyPatch) -> None:
     module, x = MODULES[name]().eval(), torch.randn(3, 20, DIM)
     found = gradients(module, x)
     assert called(lambda: gradients(module, x)) == {"ours"}
-    forced.setattr(_decode, "SLOW_PRODUCTS", False)
+    forced.setattr(_linear_layers, "SLOW_PRODUCTS", False)
     wanted = gradients(module, x)
     assert "ours" not in called(lambda: gradients(module, x))
     assert len(found) == len(wanted)
@@ -130,7 +130,7 @@ def test_patched_models(family: str, forced: pytest.MonkeyPatch) -> None:
 
     found = run()
     assert "ours" in called(run)
-    forced.setattr(_decode, "SLOW_PRODUCTS", False)
+    forced.setattr(_linear_layers, "SLOW_PRODUCTS", False)
     torch.testing.assert_close(found, run(), rtol=1e-4, atol=1e-5)
     assert "ours" not in called(run)
 
@@ -171,7 +171,7 @@ def test_pytorchs_products_where_they_are_asked_for() -> None:
 
 
 def test_small_products_are_pytorchs(forced: pytest.MonkeyPatch) -> None:
-    forced.setattr(_decode, "WORTH", 40 * DIM * 56 + 1)
+    forced.setattr(_linear_layers, "WORTH", 40 * DIM * 56 + 1)
     assert called(lambda: fk.nn.SwiGLU(DIM, 56)(torch.randn(40, DIM))) == {"linear"}
 
 

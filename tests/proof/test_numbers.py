@@ -210,6 +210,6 @@ def test_a_sparse_head_is_called_in_decoding(model: Transformer) -> None:
     layer.weight = torch.nn.Parameter(dense.to_sparse_csr(), requires_grad=False)
     x = torch.randn(2, 16)
     with torch.no_grad():
-        assert nn._decode.Decoding().together(x, layer) is None
+        assert nn._linear_layers.Decoding().together(x, layer) is None
         torch.testing.assert_close(layer(x), x @ dense.t())
-    assert nn._decode._products(x, [dense.to_sparse()]) is None
+    assert nn._linear_layers._products(x, [dense.to_sparse()]) is None
