@@ -22,7 +22,8 @@ inline void read_bias_row(const T* in, int64_t stride, int64_t n, float* out) {
 }
 
 // The bias of the block's rows and keys [key, key + n): a row each `ld` floats, which may be written up to the next
-// whole register of keys.
+// whole register of keys. That of the keys behind them is fetched: rows of a bias are too far apart for the processor
+// to see what is next.
 inline void read_bias_rows(const AttentionInputs& a, const AttentionSequence& s, int64_t head, const BlockRows& b,
                            int64_t key, int64_t n, float* out, int64_t ld) {
   const PairStrides& strides = a.bias_strides;
@@ -31,7 +32,10 @@ inline void read_bias_rows(const AttentionInputs& a, const AttentionSequence& s,
                        head * strides.head + key * strides.key;
     for (int64_t r = 0; r < b.count; ++r) {
       const int64_t row = b.row + r;
-      read_bias_row(data + row % a.group * strides.head + row / a.group * strides.query, strides.key, n, out + r * ld);
+      const auto* from = data + row % a.group * strides.head + row / a.group * strides.query;
+      if (strides.key == 1 && key + 2 * n <= s.k_len)
+        for (int64_t i = n; i < 2 * n; i += int64_t(64 / sizeof(*from))) __builtin_prefetch(from + i, 0, 2);
+      read_bias_row(from, strides.key, n, out + r * ld);
     }
   });
 }
