@@ -1,7 +1,7 @@
 """What the tests of `distributed` run in two processes or four, over gloo. One start of them runs all scenarios.
 
-A scenario is called in each process with its rank, a folder of its own and three ports for further
-process groups, which find each other there as they do under torchrun.
+A scenario is called in each process with its rank, a folder of its own and `GROUPS` ports, if it has that attribute,
+for process groups that find each other there as they do under torchrun.
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ def run(
 def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int, seconds: float) -> str:
     """How the processes ended."""
     context = multiprocessing.get_context("spawn")
+
     # As under torchrun the stores through which a group's processes find each other live here, on ports that the system
     # chose. Ports that are chosen and freed are taken by others before their use, gloo's own connections among them.
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(4 * len(scenarios))]
-    ports = [store.port for store in stores]
+    # No more than are asked for: a store asks for its client's name, which takes seconds where no one answers.
+    def store() -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    stores = {name: [store() for _ in range(getattr(of, "GROUPS", 0))] for name, of in scenarios.items()}
+    ports = {name: [each.port for each in found] for name, found in stores.items()}
     started = [context.Process(target=_work, args=(rank, size, scenarios, folder, ports)) for rank in range(size)]
     for process in started:
         process.start()
@@ -69,15 +74,17 @@ def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int, s
     return f"after {time.time() - begun:.0f} s they ended with exit codes {[process.exitcode for process in started]}"
 
 
-def _work(rank: int, size: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, ports: list[int]) -> None:
+def _work(
+    rank: int, size: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, ports: Mapping[str, list[int]]
+) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(EXAMPLES.parent))
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     results = {}
-    for index, (name, scenario) in enumerate(scenarios.items()):
+    for name, scenario in scenarios.items():
         try:
-            start(rank, size, ports[4 * index])
-            results[name] = scenario(rank, folder / name, ports[4 * index + 1 : 4 * index + 4])
+            start(rank, size, folder / f"{name}.store")
+            results[name] = scenario(rank, folder / name, ports[name])
         except Exception:
             results[name] = traceback.format_exc()
         end()
@@ -85,16 +92,11 @@ def _work(rank: int, size: int, scenarios: Mapping[str, Callable[..., Any]], fol
         os.replace(folder / f"{rank}.pt.new", folder / f"{rank}.pt")
 
 
-def start(rank: int, size: int, port: int) -> None:
-    """Sets up a process as torchrun leaves it, and a process group."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
+def start(rank: int, size: int, store: Path) -> None:
+    """Sets up a process as torchrun leaves it, but for its port, and a process group that meets in the file `store`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    timeout = datetime.timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", timeout=timeout, store=dist.FileStore(str(store), size), rank=rank, world_size=size)
 
 
 def end() -> None:

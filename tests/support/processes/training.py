@@ -72,6 +72,8 @@ def train(
 class Train:
     """Train the model sharded as `examples/training/parallel.py` shards it."""
 
+    GROUPS = 1
+
     def __init__(self, kind: str, parts: int = 1) -> None:
         self.kind, self.parts = kind, parts
 
