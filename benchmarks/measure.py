@@ -10,6 +10,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ def host_times(call: Callable[[], object], batch: int = 100, batches: int = 15) 
     return times
 
 
+@cache
 def cache_bytes(device: str, sysfs: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
     """Size of the last-level cache; 32 MiB where the system does not tell."""
     if device == "cuda":

@@ -22,7 +22,7 @@ from benchmarks.conftest import Record
 from benchmarks.estimates import Machine
 from benchmarks.measure import exponent, last_exponent, release, replay
 from benchmarks.rows import Measured
-from benchmarks.suite import DEVICE, DTYPES, SEARCHED, Group, case_bytes, groups, smallest_case
+from benchmarks.suite import DEVICE, DTYPES, SEARCHED, Group, case_bytes, smallest_case, timed_cases
 from foundry_kernels.core.registry import OpSpec, short_dtype
 from foundry_kernels.testing import Case
 
@@ -89,13 +89,13 @@ def _threads(op: OpSpec) -> dict[str, tuple[tuple[int, Case], ...]]:
 def _largest_first(op: OpSpec) -> list[Case]:
     """Returns the shapes of the quick set by what they compute, or hold where that is no product, those of one token
     last; and first of all those of which the division of work is known."""
-    of = {g.case.id: g for g in groups(False) if g.op is op and g.dtype == DTYPES[0] and g.direction == "forward"}
+    of = [group for case in timed_cases(op) if (group := Group(op, case, DTYPES[0], "forward")).quick]
 
     def size(group: Group) -> tuple[bool, bool, int]:
         known = op.bench is not None and op.bench.slowdown(op.name, group.case, 1) is not None
         return known, "decode" not in group.case.id, group.flops or case_bytes(group.case, torch.float32)
 
-    return [group.case for group in sorted(of.values(), key=size, reverse=True)]
+    return [group.case for group in sorted(of, key=size, reverse=True)]
 
 
 @contextmanager

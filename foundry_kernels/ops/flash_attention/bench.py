@@ -193,7 +193,7 @@ def flops(args: Mapping[str, Tensor | None], options: Mapping[str, Any], directi
         b, h, t, _ = q.shape
         pairs = b * h * (t * (t + 1) // 2 if options["causal"] else t * k.shape[2])
         if (mask := options.get("attn_mask")) is not None:  # the same for all sequences and heads
-            pairs = b * h * int(mask.dense().sum())
+            pairs = b * h * bench_masked.pairs(mask)
         elif bench_encoder.is_padded(args):
             pairs = bench_encoder.pairs(q)
     done = {"forward": 2 * pairs * (d + dv), "backward": 2 * pairs * (3 * d + 2 * dv)}

@@ -27,6 +27,12 @@ def _two_documents(t: int) -> AttentionMask:
     return AttentionMask.documents(torch.tensor([0, t // 2, t]))
 
 
+@lru_cache
+def pairs(mask: AttentionMask) -> int:
+    """Of query and key that see each other."""
+    return int(mask.dense().sum())
+
+
 def cases(device: str) -> tuple[Case, ...]:
     b, h, hk, t, d = _SHAPES[device]
     qkv: dict[str, Arg | None] = {"q": Arg((b, h, t, d)), "k": Arg((b, hk, t, d)), "v": Arg((b, hk, t, d))}
