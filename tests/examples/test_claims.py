@@ -142,6 +142,7 @@ def _again(*arguments, **options):
     raise AssertionError("done a second time")
 
 
+@pytest.mark.slow
 def test_every_phase_reaches_the_page(tiny, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     assert program.main([*tiny]) == 0

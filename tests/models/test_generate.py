@@ -314,7 +314,7 @@ def test_cache_under_autocast(model):
     assert (torch.cat(parts, 1) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "auto"])
 def test_one_compiled_step_serves_all_lengths(backend):
     """Other lengths, batches and caches compile nothing again, and the tokens are those of the model as it is."""
     model = Transformer(CONFIG, backend)

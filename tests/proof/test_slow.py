@@ -49,8 +49,9 @@ def test_the_rules(parameters: dict[str, object], expected: str | None) -> None:
 @pytest.mark.parametrize("sweep", ROWS)
 def test_a_sweep_within_one_test_keeps_its_small_cases(sweep: Row) -> None:
     emulated = sweep.cuda_on_cpu or (sweep.backend == "triton" and sweep.device == "cpu")
-    assert slow.reason({"row": sweep, "part": "small"}, SETS) is None
-    assert (slow.reason({"row": sweep, "part": "others"}, SETS) is not None) == emulated
+    assert slow.reason({"row": sweep, "part": "few"}, SETS) is None
+    for part in ("small", "others"):
+        assert (slow.reason({"row": sweep, "part": part}, SETS) is not None) == emulated
     assert 0 < len({case.id for case in sweep.small_cases}) < len(sweep.cases)
 
 

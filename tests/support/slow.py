@@ -38,8 +38,8 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
     row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))
     interpreted = isinstance(row, Row) and row.backend == "triton" and row.device == "cpu"
     emulated = interpreted or (isinstance(row, Row) and row.cuda_on_cpu)
-    if emulated and parameters.get("part") == "others":
-        return "all but the small cases, emulated"
+    if emulated and parameters.get("part") in ("small", "others"):
+        return "all but a few cases, emulated"
     if isinstance(row, Row) and case is not None and numel(case) > MOST_ELEMENTS:
         return f"more than {MOST_ELEMENTS} elements"
     if interpreted and case is not None and numel(case) > MOST_INTERPRETED:

@@ -10,6 +10,7 @@ import torch
 from compiled import OPS, cost, inspect, needs_triton
 
 from foundry_kernels import _triton
+from foundry_kernels.__main__ import main
 from foundry_kernels.tools.inspect import aot
 from foundry_kernels.tools.inspect.estimate import estimate
 from foundry_kernels.tools.inspect.sass import Loop, inner_loops, loaded_ahead
@@ -31,7 +32,10 @@ LEAST_TFLOPS = {
 }
 #: Left to `make test-slow`: operations with the kernels of another, by other flags, and those of several large kernels.
 #: Of each kind (a norm, a rotation, a gate, a sum) one remains. Attention has tests of its own.
-TWINS = ("add_rms_norm", "layer_norm", "add_layer_norm", "geglu", "flash_attention_varlen")
+TWINS = (
+    *("add_rms_norm", "layer_norm", "add_layer_norm", "geglu", "glu", "reglu", "bias_silu", "bias_relu"),
+    "flash_attention_varlen",
+)
 LARGE = ("flash_attention", "cross_entropy", "linear_cross_entropy", "grouped_mm", "qk_norm_rope")
 
 
@@ -168,6 +172,7 @@ def best_loops(stdout: str) -> dict[tuple[str, int], float]:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_what_is_estimated_of_attention_is_kept() -> None:
     """Tiles without a mask. An edit that loses the overlap, or needs more instructions or narrower products, fails here
     without a GPU. A backward pass makes seven products of each score, of which five count."""
@@ -216,10 +221,11 @@ def test_ptx_and_machine_code_can_be_seen() -> None:
     ],
 )
 @needs_triton
-def test_bad_arguments(args: tuple[str, ...], message: str) -> None:
-    done = inspect(*args)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_arguments(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["inspect", *args])
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 GPU = aot.GPUS[90]

@@ -68,8 +68,14 @@ def test_gradcheck_of_a_bias(shape: tuple[int, ...], options: str) -> None:
     assert torch.autograd.gradcheck(run, (bias,))
 
 
-@over_backends
-@pytest.mark.parametrize("t", [2, 70])
+@pytest.mark.parametrize(
+    ("backend", "t"),
+    [
+        pytest.param(backend, t, marks=pytest.mark.slow if (backend, t) == ("triton", 70) else ())
+        for backend in BACKENDS
+        for t in (2, 70)
+    ],
+)
 def test_rows_that_see_nothing(backend: str, t: int) -> None:
     """By a mask, or by -inf in a bias: 0, and nothing of them in any gradient."""
     q, k, v = drawn(t, 90)
