@@ -15,9 +15,9 @@ import foundry_kernels as fk
 from foundry_kernels.core.extension import _C, build_info
 from foundry_kernels.core.registry import OPS, override
 from foundry_kernels.models import KVCache, Transformer, generate
-from foundry_kernels.nn import RMSNorm, _decode
+from foundry_kernels.nn import RMSNorm, _linear_layers
 
-pytestmark = pytest.mark.skipif(_decode.MISSING is not None, reason=str(_decode.MISSING))
+pytestmark = pytest.mark.skipif(_linear_layers.MISSING is not None, reason=str(_linear_layers.MISSING))
 #: (batch, new tokens, what the cache has before).
 STEPS = [(1, 1, 0), (1, 1, 9), (3, 1, 4), (2, 4, 7), (8, 1, 20), (1, 3, 3)]
 

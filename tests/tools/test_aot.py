@@ -188,6 +188,7 @@ def test_what_is_estimated_of_attention_is_kept() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_decoding_waits_for_memory_alone() -> None:
     """One query: enough bytes in flight for an H200's bandwidth, by Little's law, and a tile of 64 keys, 128 wide, is
     issued by its 4 warps in half of the time in which its 32 KB come: 4.3 TB/s over 132 multiprocessors at 1.65 GHz."""
