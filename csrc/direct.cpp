@@ -19,6 +19,7 @@
 
 #include "direct_arguments.h"
 #include "torch/cross_entropy.h"
+#include "torch/grouped_mm.h"
 #include "torch/operators.h"
 #include "torch/products.h"
 

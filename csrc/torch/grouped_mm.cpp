@@ -8,7 +8,6 @@
 #include <torch/library.h>
 
 #include "autograd.h"
-#include "operators.h"
 #include "options.h"
 
 namespace foundry {

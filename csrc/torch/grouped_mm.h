@@ -10,6 +10,9 @@
 
 namespace foundry {
 
+// The operator, for direct.cpp.
+Tensor grouped_mm(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant);
+
 inline void check_grouped_mm(const Tensor& x, const Tensor& weight, const Tensor& offs) {
   TORCH_CHECK_VALUE(x.dim() == 2, "x must be [M, K]; got shape ", x.sym_sizes());
   TORCH_CHECK_VALUE(weight.dim() == 3 && weight.sym_size(1) == x.sym_size(1),

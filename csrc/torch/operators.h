@@ -36,7 +36,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention(const Tensor& q, cons
                                                            const AttentionOptions& options, bool return_lse,
                                                            bool return_stats);
 Tensor combine_experts(const Tensor& x, const OptionalTensor& weights, const Tensor& slots);
-Tensor grouped_mm(const Tensor& x, const Tensor& weight, const Tensor& offs, bool batch_invariant);
 // For inference on the CPU alone.
 std::tuple<Tensor, Tensor> decode_block(const OptionalTensor& branch, const Tensor& stream, at::TensorList weights,
                                         at::TensorList norms, const Tensor& cos, const Tensor& sin,
