@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "keep a run of --benchmark-json as benchmarks/results/NAME.json, and make NAME.md and its pictures"
     keep = commands.add_parser("report", help=f"{text}; without a run, the pages of all kept results again")
-    several = "several of the same kernels on one machine are kept together"
+    several = "several on one machine, in their order, are kept together; of kernels that changed, the later rows"
     keep.add_argument("runs", nargs="*", metavar="RUN.json", help=f"{several}; the last argument may be NAME")
     text = "README.md's parts that are made from kept results, and all pages"
     table = commands.add_parser("readme", help=f"{text}; table and chart are of the newest results, or of NAME's")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ _FIGURES = {
 
 def keep(source: Path, target: Path, *more: Path) -> None:
     """Keeps what matters of a run: the rows, what they were measured on and when, but not every round. Rows of `more`
-    runs, of the same kernels on the same machine, are added or take the places of those that were there."""
+    runs, later ones on the same machine, are added or take the places of those that were there; of operations whose
+    kernels have changed meanwhile, and of models where any have, no earlier row stays."""
     run = _run(source)
     for path in more:
         _add(run, _run(path), f"{path} and {source}")
@@ -48,7 +50,17 @@ def keep(source: Path, target: Path, *more: Path) -> None:
 
 
 def _run(path: Path) -> dict[str, Any]:
+    """A run's file, or kept results as if they were one."""
     run: dict[str, Any] = _read(path)
+    if "rows" in run:
+        check(run, path)
+        first = run.get("commit", {})
+        return run | {
+            "benchmarks": [{"extra_info": row} for row in run["rows"]],
+            "datetime": run["date"],
+            "commit_info": first,
+            "more_commits": [first | {"id": id} for id in first.get("more", [])],
+        }
     for key in ("benchmarks", "machine_info", "datetime", "environment", "device"):
         if key not in run:
             raise SystemExit(f"error: {path} has no {key!r}: it is not a result of pytest benchmarks --benchmark-json")
@@ -60,17 +72,38 @@ def _add(run: dict[str, Any], other: dict[str, Any], paths: str) -> None:
     for what, of in (("devices", device), ("environments", itemgetter("environment"))):
         if of(run) != of(other):
             raise SystemExit(f"error: {paths} are of different {what}: {of(other)} and {of(run)}")
-    if run.get("sources") != other.get("sources"):
-        raise SystemExit(f"error: {paths} are of different kernels")
+    if not (run.get("sources") and other.get("sources")):
+        raise SystemExit(f"error: {paths} do not both say which kernels they are of")
+    before, run["sources"] = run["sources"], other["sources"]
+    changed = {op for op, digest in run["sources"].items() if before.get(op) != digest}
+
+    def stays(row: dict[str, Any]) -> bool:
+        return not changed or (row["op"] in run["sources"] and row["op"] not in changed)
+
+    run["benchmarks"] = [b for b in run["benchmarks"] if stays(b["extra_info"])]
+    run["absent"] = [row for row in run.get("absent", []) if stays(row)]
     run["more_commits"] = [*run.get("more_commits", []), commit(other)]
     known = {_key(b["extra_info"]) for b in other["benchmarks"]}
     run["benchmarks"] = [b for b in run["benchmarks"] if _key(b["extra_info"]) not in known] + other["benchmarks"]
     known |= {_key(b["extra_info"]) for b in run["benchmarks"]}
-    absent = {_key(row): row for row in (*run.get("absent", []), *other.get("absent", []))}
+    absent = {_key(row): row for row in (*run["absent"], *other.get("absent", []))}
     run["absent"] = [row for key, row in absent.items() if key not in known]
     run["full"] = run.get("full", False) or other.get("full", False)
+    run["datetime"] = other["datetime"]
     if "budget" in run and "budget" in other:
         run["budget"] = budget.together(run["budget"], other["budget"])
+        there = Counter(_shape(row) for row in (*(b["extra_info"] for b in run["benchmarks"]), *run["absent"]))
+        left_out = {shape: [min(cut, of - there[shape]), of] for shape, (cut, of) in run["budget"]["cut"].items()}
+        run["budget"]["cut"] = {shape: rows for shape, rows in left_out.items() if rows[0] > 0}
+
+
+def _shape(row: dict[str, Any]) -> str:
+    """The shape of a row as a budget names what it cuts."""
+    if row.get("kind") == "scaling":
+        return f"growth of {row['op']} over {row['case'].removeprefix('by ')}"
+    if row.get("kind") == "model":
+        return f"model-{row['op']}-{row['case']}-{row['direction']}-{row['dtype']}"
+    return f"{row['op']} {tables.shape_of(row)}" if row.get("kind") == "op" else ""
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -98,6 +131,8 @@ def _commits(run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def device(run: dict[str, Any]) -> str:
+    if "rows" in run:
+        return str(run["device"])
     cpu = run["machine_info"].get("cpu", {})
     on_cpu = f"{cpu.get('brand_raw', 'CPU')}, {cpu.get('count')} cores"
     forced = run.get("isa", {}).get("forced")

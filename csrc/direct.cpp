@@ -270,10 +270,11 @@ PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given
                        (hidden.requires_grad() || weight.requires_grad() || (bias && bias->requires_grad()))));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] {
-    const auto cast = [&](const Tensor& t) { return t.to(small ? at::kFloat : type); };
+    const auto within = small ? at::kFloat : type;
+    const auto cast = [&](const Tensor& t) { return type == within ? t : t.to(within); };
     const Tensor x = cast(hidden), w = cast(weight);
     const OptionalTensor b = bias ? OptionalTensor(cast(*bias)) : bias;
-    const bool worth_it = x.scalar_type() == at::kFloat && x.numel() * w.size(0) > kWorthIt;
+    const bool worth_it = within == at::kFloat && x.numel() * w.size(0) > kWorthIt;
     const Tensor logits = worth_it ? linear_float32(x, w, b) : at::linear(x, w, b);
     return std::get<0>(cross_entropy(logit_scale == 1.0 ? logits : logits.mul(logit_scale), target, class_weight,
                                      options, false, false));

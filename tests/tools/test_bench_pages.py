@@ -77,10 +77,54 @@ def test_runs_of_the_same_kernels_are_kept_together(run_file: Path, tmp_path: Pa
     report.keep(paths[0], tmp_path / "kept.json", paths[1])
     commits = f"of commits {first['commit_info']['id'][:10]} and 0000000000"
     assert tables.of_commit(report.load(tmp_path / "kept.json")).startswith(commits)
-    for key, message in (("sources", "are of different kernels"), ("environment", "are of different environments")):
-        paths[1].write_text(json.dumps(second | {key: {"torch": "1"}}))
+    for key, message in (("sources", "which kernels"), ("environment", "are of different environments")):
+        paths[1].write_text(json.dumps(second | {key: {"torch": "1"} if key == "environment" else None}))
         with pytest.raises(SystemExit, match=message):
             report.keep(paths[0], tmp_path / "kept.json", paths[1])
+
+
+def test_kept_results_take_a_later_run(run_file: Path, tmp_path: Path) -> None:
+    """As the run that they were made of would; and what a budget cut is left out no longer where it is there now."""
+    run = json.loads(run_file.read_text())
+    cut = {"rms_norm 512x2048": [1, 2], "growth of rope over T": [1, 1]}
+    run["budget"] = {"minutes": 5.0, "spent": 4.2, "comparisons": 9, "cut": cut, "fewer_rounds": 0}
+    paths = [tmp_path / name for name in ("run.json", "kept.json", "both.json")]
+    paths[0].write_text(json.dumps(run))
+    report.keep(paths[0], paths[1])
+    report.keep(paths[1], paths[2], paths[0])
+    kept, both = (report.load(path) for path in paths[1:])
+    assert kept["budget"]["cut"] == cut
+    assert list(both["budget"]["cut"]) == ["growth of rope over T"]
+    for key in ("rows", "absent", "device", "commit", "environment", "sources"):
+        assert both[key] == kept[key], key
+
+
+def test_no_row_of_kernels_that_have_changed_is_kept(run_file: Path, tmp_path: Path) -> None:
+    """Nor of a model, which any kernel may be in; but those of other operations."""
+    later = json.loads(run_file.read_text())
+    ours = next(b for b in later["benchmarks"] if b["extra_info"]["row"] in ("native", "triton"))
+    first = copy.deepcopy(later)
+    for op, kind in (("swiglu", "op"), ("layer_norm", "op"), ("transformer", "model")):
+        row = copy.deepcopy(ours)
+        row["extra_info"] |= {"op": op, "kind": kind, "tokens/s": 1.0, "peak_bytes": 1}
+        first["benchmarks"].append(row)
+        first["absent"].append({**row["extra_info"], "row": "a peer", "why_not": "was not installed"})
+    paths = [tmp_path / "first.json", tmp_path / "later.json"]
+
+    def kept_with(changed: tuple[str, ...]) -> set[str]:
+        sources = {op: "another" if op in changed else digest for op, digest in later["sources"].items()}
+        for path, run in zip(paths, (first | {"sources": sources}, later), strict=True):
+            path.write_text(json.dumps(run))
+        report.keep(paths[0], tmp_path / "kept.json", paths[1])
+        found = report.load(tmp_path / "kept.json")
+        assert found["sources"] == later["sources"]
+        ops = {row["op"] for row in found["rows"]}
+        assert ops - {"rms_norm"} == {row["op"] for row in found["absent"] if row["row"] == "a peer"}
+        return ops
+
+    assert kept_with(()) == {"rms_norm", "swiglu", "layer_norm", "transformer"}
+    assert kept_with(("swiglu",)) == {"rms_norm", "layer_norm"}
+    assert kept_with(("rms_norm",)) == {"rms_norm", "swiglu", "layer_norm"}  # measured anew
 
 
 def test_a_run_is_kept_and_becomes_pages(run_file: Path, tmp_path: Path) -> None:
