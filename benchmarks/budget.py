@@ -259,6 +259,8 @@ def together(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Returns what `Budget.kept` would say of two runs as one."""
     sums = ("minutes", "spent", "comparisons", "fewer_rounds", "not_compiled")
     found = {key: round(first.get(key, 0) + second.get(key, 0), 1) for key in sums if key in first or key in second}
+    if found["minutes"]:  # one without a budget had what it took
+        found["minutes"] = round(sum(run["minutes"] or run["spent"] for run in (first, second)), 1)
     none_of = [op for op in first.get("none_of", ()) if op in second.get("none_of", ())]
     return {**found, "cut": first["cut"] | second["cut"], **({"none_of": none_of} if none_of else {})}
 

@@ -95,6 +95,11 @@ def test_kept_results_take_a_later_run(run_file: Path, tmp_path: Path) -> None:
     kept, both = (report.load(path) for path in paths[1:])
     assert kept["budget"]["cut"] == cut
     assert list(both["budget"]["cut"]) == ["growth of rope over T"]
+    assert both["budget"]["minutes"] == 10.0
+    run["budget"] |= {"minutes": 0.0, "cut": {}}
+    paths[0].write_text(json.dumps(run))
+    report.keep(paths[1], paths[2], paths[0])
+    assert report.load(paths[2])["budget"]["minutes"] == 9.2, "one without a budget had the minutes that it took"
     for key in ("rows", "absent", "device", "commit", "environment", "sources"):
         assert both[key] == kept[key], key
 
