@@ -111,6 +111,10 @@ def test_values_and_gradients(name: str, forced: pytest.MonkeyPatch) -> None:
         assert a.stride() == b.stride()
 
 
+#: Families of which no attention and no feed-forward class has an adapter: their layers call nn.Linear themselves.
+THEIR_OWN = {"bart", "whisper"}
+
+
 @pytest.mark.parametrize("family", [*PATCHED, *ENCODERS])
 def test_patched_models(family: str, forced: pytest.MonkeyPatch) -> None:
     """Of every family: gradients are those of PyTorch's products, too."""
@@ -128,7 +132,7 @@ def test_patched_models(family: str, forced: pytest.MonkeyPatch) -> None:
         return [out.detach(), *(g for g in grads if g is not None)]
 
     found = run()
-    assert "ours" in called(run)
+    assert ("ours" in called(run)) == (family not in THEIR_OWN)
     forced.setattr(_linear_layers, "SLOW_PRODUCTS", False)
     wanted = run()
     assert len(found) == len(wanted)
