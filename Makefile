@@ -42,7 +42,7 @@ demo: setup
 
 # Every operation, backend, direction, dtype and kind of proof, by its telling cases.
 test: setup-test
-	@echo "The tests: 10 to 25 minutes on 2 cores, as they are fast, and the first time 5 more. make test-all: the long sweeps too, an hour and more."
+	@echo "The tests: 10 to 20 minutes on 2 cores, as they are fast, and the first time 5 more. make test-all: the long sweeps too, an hour and more."
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # The long sweeps that `make test` leaves out: what tests/support/slow.py calls slow. THIRD=0, 1 or 2: a third of them; CI runs
