@@ -182,8 +182,9 @@ def test_a_seen_mask_of_the_source_and_of_the_target():
         torch.testing.assert_close(model(source(), draw(), source_mask=mask, **options), first)
 
 
-def test_compiles_whole_and_generates_compiled():
-    model = pair(dataclasses.replace(CONFIGS["relative"], activation="gelu", n_layers=1))
+@pytest.mark.parametrize("n_layers", [1, pytest.param(TINY.n_layers, marks=pytest.mark.slow)])
+def test_compiles_whole_and_generates_compiled(n_layers):
+    model = pair(dataclasses.replace(CONFIGS["relative"], activation="gelu", n_layers=n_layers))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     for length in (5, 9):
