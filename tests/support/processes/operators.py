@@ -15,13 +15,14 @@ from processes import SIZE, Collectives, full
 
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """A few small cases for each letter that the rule shards: the case, the axis of each tensor that has it, a name."""
+    """A few cases for each letter that the rule shards, the smallest where they are interpreted: the case, the axis of
+    each tensor that has it, a name."""
     from foundry_kernels.distributed.sharding import letters
     from foundry_kernels.tools.check import numel
 
     largest = 17_000 if row.backend == "triton" else 40_000  # the interpreter is slow
     kinds: dict[str, dict[object, tuple[Any, dict[str, int], str]]] = {}
-    for case in sorted(row.cases, key=numel):
+    for case in sorted(row.cases, key=numel) if row.backend == "triton" else row.cases:
         if not 16 <= numel(case) <= largest:
             continue
         args = {name: t for name, t in case.make(torch.float32, "meta").items() if t is not None}
