@@ -37,6 +37,10 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+#: The arguments of a module of one input; `forward` is called with them by position or by these names.
+ONE = words("self x hidden_states")
+
+
 def names_of(code: CodeType) -> set[str]:
     """Returns the globals and attributes that a function uses, those inside of it too."""
     inner = (names_of(part) for part in code.co_consts if isinstance(part, CodeType))
@@ -51,6 +55,7 @@ class State:
     previous: dict[str, Any] = field(default_factory=dict)  # "backends" of a module of ours, "attention" of a config
     gelu: str = "none"  # the approximation that a geglu has
     dense_masks: str = "kernels"  # what runs a call with a dense mask, as `patch` was told
+    recurrent: tuple[str, ...] = ()  # the classes in a model of layers that mix packed documents
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class Adapter:
 
     method: ClassVar[str] = "forward"
     names: ClassVar[frozenset[str]] = frozenset()
+    #: Likewise the arguments that the method may take; empty where the class's own method stays.
+    arguments: ClassVar[frozenset[str]] = frozenset()
     #: Whether a module that has the subclass but is not patched any more does what the original class does.
     transparent: ClassVar[bool] = False
 
@@ -90,6 +97,9 @@ class Adapter:
 
     def why_changed(self, original: type) -> str | None:
         """Returns the reason why `original` is not the class that the row describes, or None."""
+        taken = inspect.signature(getattr(original, self.method)).parameters
+        if self.arguments and (unknown := sorted(taken.keys() - self.arguments)):
+            return f"its {self.method} takes {', '.join(unknown)}: another version of it than this package knows"
         code = getattr(inspect.unwrap(getattr(original, self.method)), "__code__", None)
         unknown = sorted(names_of(code) - self.known()) if code else ["something that is not Python"]
         if self.known() and unknown:
@@ -106,6 +116,7 @@ class Norm(Adapter):
     round_before_weight: bool = False
 
     names = words("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
+    arguments = ONE
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("rms_norm",)
@@ -194,6 +205,7 @@ class MLP(Gated):
     packed: bool = False
 
     names = words("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
+    arguments = ONE
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _mlp_forward}
@@ -245,6 +257,8 @@ class Attention(Adapter):
         "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward training "
         "attention_dropout scaling reshape contiguous"
     )
+    #: The cache has two names, by release.
+    arguments = words("self hidden_states position_embeddings attention_mask past_key_values cache kwargs")
 
     def known(self) -> frozenset[str]:
         norms = ("q_norm", "k_norm") if self.norms else ()
@@ -304,6 +318,7 @@ def _attention_forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     row: Attention = self._foundry_row
@@ -323,8 +338,9 @@ def _attention_forward(
     if rotates:
         assert position_embeddings is not None
         q, k = _rotate(self, row, q, k, *position_embeddings, fused)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    cache = past_key_values if cache is None else cache  # what transformers calls it from 5.24 on
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
     attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, home.eager_attention_forward)
     dropout = self.attention_dropout if self.training else 0.0
     options = {"dropout": dropout, "scaling": self.scaling, **row.passes(self), **kwargs}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.registry import is_dtensor
 from foundry_kernels.integrations.adapters import Adapter, words
+from foundry_kernels.integrations.calls import reads_documents
 from foundry_kernels.nn._head import PLANNED_INPUT, count_hooks, matrix_of
 from foundry_kernels.ops.cross_entropy import cross_entropy
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -56,7 +57,13 @@ class CausalLM(Adapter):
 
     names = words(
         "last_hidden_state slice_logits_to_keep slice isinstance int lm_head loss_function config vocab_size "
-        "CausalLMOutputWithPast past_key_values hidden_states attentions"
+        "CausalLMOutputWithPast past_key_values cache hidden_states attentions"
+    )
+    #: The cache has two names, by release.
+    arguments = words(
+        "self input_ids attention_mask position_ids past_key_values cache inputs_embeds labels use_cache kwargs "
+        "logits_to_keep encoder_hidden_states encoder_attention_mask token_type_ids output_attentions "
+        "output_hidden_states output_router_logits return_dict"
     )
     transparent: ClassVar[bool] = True
 
@@ -92,7 +99,7 @@ class CausalLM(Adapter):
         theirs = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
         can_return_tuple = importlib.import_module("transformers.utils.generic").can_return_tuple
         return {
-            "forward": can_return_tuple(_forward_of(original.forward)),
+            "forward": reads_documents(can_return_tuple(_forward_of(original.forward))),
             "loss_function": property(_get_loss_function, _set_loss_function),
             "_foundry_get_loss": original.loss_function.fget,  # which the compiler cannot look up
             "_foundry_their_loss": staticmethod(theirs),
@@ -106,6 +113,7 @@ def _forward_of(theirs: Any) -> Any:
     for_decoder = tuple(name for name in positional if name not in ("labels", "logits_to_keep", "return_dict"))
     # A decoder of a model that has this argument takes only what it names: what else there is goes to the loss.
     named_only = "return_dict" in positional
+    cache = "cache" if "cache" in positional else "past_key_values"  # by release
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
@@ -122,7 +130,7 @@ def _forward_of(theirs: Any) -> Any:
         result = {
             "loss": _loss_of_hidden(self, outputs.last_hidden_state, labels, logits_to_keep, **rest),
             "logits": None,
-            "past_key_values": outputs.past_key_values,
+            cache: getattr(outputs, cache),
             "hidden_states": outputs.hidden_states,
             "attentions": outputs.attentions,
         }

@@ -28,6 +28,8 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 class InterfaceAttention(Attention):
     """A class whose forward calls the attention function of its config, and has no row of its own."""
 
+    arguments = frozenset()  # its own forward stays
+
     def known(self) -> frozenset[str]:
         return frozenset()
 

@@ -3,6 +3,7 @@
 transformers calls them once in a forward pass, with a function of (batch, head, query, key), a padding mask and sizes.
 For the families of the table, whose models pass a mask on as it is, they return what kernels can skip by (`masks.py`),
 and a dense mask only where there is nothing else. Any other model may look into its mask: it gets what "sdpa" gives it.
+Both keep the documents of the running call of a patched model apart (`calls.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from foundry_kernels.integrations.calls import documents_of_mask
 from foundry_kernels.integrations.masks import (
+    DENSE,
+    UNREAD,
     DenseMask,
+    as_mask,
     blocks_in_window,
+    keeps_apart,
+    kind_of,
+    marked,
     neighbours,
     packed_layout,
     padding_layout,
     present_keys,
+    totals_of,
 )
+from foundry_kernels.integrations.packing import Documents, cut, within
 from foundry_kernels.integrations.table import FAMILIES
 from foundry_kernels.ops.flash_attention.attention_mask import TILE, AttentionMask
 
@@ -35,7 +45,7 @@ def is_passed_on(config: Any) -> bool:
     return config is None or getattr(config, "model_type", None) in PASSED_ON
 
 
-def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def mask(**kwargs: Any) -> Tensor | None:
     """The mask function of "foundry"; the arguments are those that transformers passes.
 
     Returns:
@@ -49,25 +59,35 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """
     config = kwargs.get("config")
     _refuse_unnamed(config)
+    documents = _documents(kwargs)
     if not is_passed_on(config):
         # None would mean to "sdpa" that query 0 is aligned with key 0, which an attention with a row cannot know.
         some = kwargs["q_length"] > 1 and kwargs["q_length"] != kwargs["kv_length"]
-        return _dense(*args, **kwargs) if some else _with_tiles(sdpa_mask(*args, **kwargs))
+        if some or documents is not None:
+            return _dense(documents, **kwargs)
+        return _with_tiles(sdpa_mask(**kwargs))
     if _is_traced(kwargs):
-        return _of_unread(*args, **kwargs)
+        return _of_unread(documents, **kwargs)
     try:
-        return _skippable(*args, **kwargs)
+        return _skippable(documents=documents, **kwargs)
     except DenseMask as refused:
-        if refused.present is not None and not _adds_to_masks(config):
+        if refused.present is not None and documents is None and not _adds_to_masks(config):
             return refused.present
-    return _of_tokens(*args, **kwargs)
+    return _of_tokens(documents, **kwargs)
+
+
+def _documents(kwargs: dict[str, Any]) -> Documents | None:
+    """Returns the documents that a mask has to keep apart: not that of queries to another model's keys."""
+    documents = documents_of_mask(kwargs["batch_size"], kwargs["q_length"])
+    crosses = _is_bidirectional(kwargs) and kwargs["q_length"] != kwargs["kv_length"]
+    return None if crosses else documents
 
 
 def _is_traced(kwargs: dict[str, Any]) -> bool:
     return bool(is_tracing(kwargs.get("attention_mask")) or is_tracing(kwargs.get("q_offset")))
 
 
-def _of_unread(*args: Any, **kwargs: Any) -> Tensor | None:
+def _of_unread(documents: Documents | None, **kwargs: Any) -> Tensor | None:
     """:func:`mask` of a family of the table where no value can be read."""
     padding, function = kwargs.get("attention_mask"), kwargs.get("mask_function", causal_mask_function)
     local, config = kwargs.get("local_size"), kwargs.get("config")
@@ -75,30 +95,43 @@ def _of_unread(*args: Any, **kwargs: Any) -> Tensor | None:
     other = kwargs.get("use_vmap") or getattr(function, "__name__", "") == "or_mask"
     chunked = local is not None and local == getattr(config, "attention_chunk_size", None)
     if other or chunked or (_is_bidirectional(kwargs) and (local is not None or padding is not None)):
-        return _of_tokens(*args, **kwargs)
-    if padding is None:
-        return _skippable(*args, **kwargs)
+        return _of_tokens(documents, **kwargs)
     first, queries = kwargs.get("q_offset", 0), kwargs["q_length"]
     begin, keys = kwargs.get("kv_offset", 0), kwargs["kv_length"]
-    if isinstance(first, Tensor) or first + queries != begin + keys or _adds_to_masks(config):
-        return _of_tokens(*args, **kwargs)
+    unlike = isinstance(first, Tensor) or first + queries != begin + keys
+    if padding is None and not (unlike and documents is not None):
+        return _skippable(documents=documents, **kwargs)
+    if documents is not None or unlike or _adds_to_masks(config):
+        return _of_tokens(documents, **kwargs)
+    assert padding is not None  # or it is skippable, or there are documents
     return present_keys(padding, begin, keys)
 
 
-def _dense(*args: Any, **kwargs: Any) -> Tensor | None:
-    return _with_tiles(sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False}))
+def _seen(documents: Documents | None, **kwargs: Any) -> Tensor | None:
+    """Returns the mask of "sdpa", which keeps documents apart, and is one in any case."""
+    kwargs = {**kwargs, "allow_is_causal_skip": False}
+    if documents is not None:
+        function = kwargs.get("mask_function", causal_mask_function)
+        first, begin = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
+        kwargs["mask_function"] = within(function, documents, first, begin, kwargs["kv_length"])
+        kwargs["allow_is_bidirectional_skip"] = False
+    return sdpa_mask(**kwargs)
 
 
-def _of_tokens(*args: Any, **kwargs: Any) -> Tensor | None:
+def _dense(documents: Documents | None, **kwargs: Any) -> Tensor | None:
+    return _with_tiles(_seen(documents, **kwargs), documents is not None)
+
+
+def _of_tokens(documents: Documents | None, **kwargs: Any) -> Tensor | None:
     """A dense mask in which a query that is padding sees no key, as in all that kernels skip by: what such a token
     gives does not depend on the other rows of its batch."""
     padding, first = kwargs.get("attention_mask"), kwargs.get("q_offset", 0)
     if padding is None or _is_bidirectional(kwargs):  # whose padding may be that of an encoder
-        return _dense(*args, **kwargs)
-    seen = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+        return _dense(documents, **kwargs)
+    seen = _seen(documents, **kwargs)
     tokens = torch.arange(kwargs["q_length"], device=padding.device) + first
     real = padding[:, tokens.clamp_max(padding.shape[1] - 1)]
-    return seen if seen is None else _with_tiles(seen & real[:, None, :, None])
+    return seen if seen is None else _with_tiles(seen & real[:, None, :, None], documents is not None)
 
 
 def _is_bidirectional(kwargs: dict[str, Any]) -> bool:
@@ -112,9 +145,14 @@ def _adds_to_masks(config: Any) -> bool:
     return kind == "bloom" or (kind == "falcon" and bool(getattr(config, "alibi", False)))
 
 
-def _with_tiles(seen: Tensor | None) -> Tensor | None:
+def _with_tiles(seen: Tensor | None, apart: bool = False) -> Tensor | None:
     """Returns the same mask, which carries its empty and full tiles if there are some: one look at it for all layers.
-    Where something is made of it on the way, they are lost, and no harm is done."""
+    Where something is made of it on the way, they are lost, and no harm is done.
+
+    apart: whether it keeps documents apart.
+    """
+    if seen is not None and seen.dtype == torch.bool:
+        seen = marked(seen, DENSE, apart)
     if seen is None or torch.compiler.is_compiling() or is_tracing(seen) or seen.dtype != torch.bool:
         return seen
     if seen.shape[-1] < 2 * TILE or seen.shape[-2] < TILE or _is_captured(seen):
@@ -128,7 +166,7 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def mask_or_error(*args: Any, **kwargs: Any) -> Tensor | None:
+def mask_or_error(**kwargs: Any) -> Tensor | None:
     """The mask function of "foundry_or_error": as :func:`mask`, but it makes no dense mask.
 
     Raises:
@@ -138,9 +176,10 @@ def mask_or_error(*args: Any, **kwargs: Any) -> Tensor | None:
     """
     config = kwargs.get("config")
     _refuse_unnamed(config)
+    documents = _documents(kwargs)
     if is_passed_on(config):
-        return _skippable(*args, **kwargs)
-    if sdpa_mask(*args, **kwargs) is not None:
+        return _skippable(documents=documents, **kwargs)
+    if documents is not None or sdpa_mask(**kwargs) is not None:
         raise DenseMask("has padding, a window or another pattern, in a family that has no row")
     return None
 
@@ -159,6 +198,7 @@ def _skippable(
     local_size: int | None = None,
     device: Any = "cpu",
     config: Any = None,
+    documents: Documents | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """Returns what kernels can skip by. Raises DenseMask for any other mask."""
@@ -171,7 +211,8 @@ def _skippable(
             )
         local_size = _window_without_blocks(mask_function, config)
     if allow_is_bidirectional_skip or mask_function is bidirectional_mask_function:
-        if local_size is None and (attention_mask is None or (not traced and bool(attention_mask.all()))):
+        full = attention_mask is None or (not traced and bool(attention_mask.all()))
+        if local_size is None and documents is None and full:
             return None
         raise DenseMask("is bidirectional, with a window or padding")
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
@@ -181,34 +222,49 @@ def _skippable(
         one_row = attention_mask is None and q_length == kv_length
         if traced:
             unlike = ((~before).sum() + after.sum()).to(torch.int32)
-            if one_row:
-                return _hidden(unlike[None, None, None, None], config)
-            torch._assert_async(unlike == 0, "attention_mask is not causal")
+            if one_row and documents is None:
+                return _hidden(marked(unlike[None, None, None, None], UNREAD), config)
+            if not one_row:
+                torch._assert_async(unlike == 0, "attention_mask is not causal")
         elif after.any() or not (one_row or before.all()):
             raise DenseMask("is not causal: a block of tokens sees later ones, perhaps")
         elif one_row:
-            return _hidden(packed_layout(before), config)
+            return _hidden(_apart(packed_layout(before), documents, kv_length), config)
     if attention_mask is not None:
         present = attention_mask[:, kv_offset : kv_offset + kv_length]
         attention_mask = torch.nn.functional.pad(present, (0, kv_length - present.shape[1]))
     layout = padding_layout(attention_mask, batch_size, q_length, kv_length, q_offset - kv_offset, device, traced)
-    return _hidden(layout, config)
+    if traced and layout is not None and documents is not None:
+        raise DenseMask("has padding beside documents, and torch.compile cannot read it")
+    return _hidden(_apart(layout, documents, kv_length), config)
 
 
-def mask_or_sdpa(*args: Any, **kwargs: Any) -> Tensor | None:
+def _apart(layout: Tensor | None, documents: Documents | None, keys: int) -> Tensor | None:
+    """Returns the layout of sequences that are of one of `layout` and of one document."""
+    if documents is None:
+        return layout
+    totals = cut(None if layout is None else totals_of(layout), documents, keys)
+    return as_mask(torch.stack(totals), apart=True)
+
+
+def mask_or_sdpa(**kwargs: Any) -> Tensor | None:
     """The mask function of "foundry_or_sdpa" and "foundry_or_eager": as :func:`mask_or_error`, but where that raises,
     the dense mask of "sdpa"."""
     config = kwargs.get("config")
     _refuse_unnamed(config)
-    unread = _is_traced(kwargs)
-    if not is_passed_on(config):
-        return sdpa_mask(*args, **kwargs)
-    if not (unread and (kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True))):
+    documents = _documents(kwargs)
+    unread = _is_traced(kwargs) and (
+        kwargs.get("attention_mask") is not None or not kwargs.get("allow_is_causal_skip", True)
+    )
+    if is_passed_on(config) and not unread:
         try:
-            return _skippable(*args, **kwargs)
+            return _skippable(documents=documents, **kwargs)
         except DenseMask:
             pass
-    return sdpa_mask(*args, **kwargs)
+    if documents is None:
+        return sdpa_mask(**kwargs)
+    seen = _seen(documents, **kwargs)
+    return None if seen is None else marked(seen, DENSE, apart=True)
 
 
 def _refuse_unnamed(config: Any) -> None:
@@ -224,8 +280,11 @@ def _refuse_unnamed(config: Any) -> None:
 
 def _hidden(layout: Tensor | None, config: Any) -> Tensor | None:
     """Falcon adds ALiBi to what it takes for a mask, which has four dimensions: there a layout has five."""
-    if layout is not None and getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
-        return layout[None]
+    kind = kind_of(layout)
+    if layout is None or kind is None:
+        return None
+    if getattr(config, "model_type", None) == "falcon" and getattr(config, "alibi", False):
+        return marked(layout[None], kind, keeps_apart(layout))
     return layout
 
 

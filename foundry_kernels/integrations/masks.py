@@ -9,10 +9,13 @@ gives 0 and a padded key is never read.
 The layout is an int32 tensor ``[1, 1, 2, n + 1]``: the running totals of the sequences' lengths, of queries and of
 keys. It has four dimensions because transformers passes such a mask on as it is. Its size depends on shapes only
 (but for packed sequences, which torch.compile must be told of otherwise), so that it can be traced and captured.
+
+What such a tensor means is an attribute of it (`marked`): no mask of a caller has that, whatever its dtype.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,46 @@ ADVICE = (
     "'foundry_or_sdpa' and dense_masks='sdpa' to have such calls run on SDPA, or on the model's own eager attention "
     "where there is a soft cap or sinks (by name that is 'foundry_or_eager')"
 )
+
+
+#: What a mask that was made here means. LAYOUT: running totals, of causal sequences. KEYS: ``[B, 1, 1, S]`` bool, True
+#: for a key that is no padding, beside a causal mask or a window. UNREAD: ``[1, 1, 1, 1]``, in how many places packed
+#: sequences begin, to be checked to be none. DENSE: ``[B, 1, T, S]`` bool, True where a query sees a key.
+LAYOUT, KEYS, UNREAD, DENSE = "layout", "keys", "unread", "dense"
+
+
+def marked(mask: Tensor, kind: str, apart: bool = False) -> Tensor:
+    """Returns `mask`, which says of itself what it is. apart: whether it keeps the documents of the running call apart.
+
+    The marks go along where a mask is moved to another device, as accelerate does between layers.
+    """
+    mask._foundry_kind = kind  # type: ignore[attr-defined]
+    mask._foundry_apart = apart  # type: ignore[attr-defined]
+    if not torch.compiler.is_compiling():
+        itself = weakref.ref(mask)
+
+        def to(*args: Any, **kwargs: Any) -> Tensor:
+            mask = itself()
+            assert mask is not None
+            moved = Tensor.to(mask, *args, **kwargs)
+            return moved if moved is mask else marked(moved, kind, apart)
+
+        mask.to = to  # type: ignore[method-assign]
+    return mask
+
+
+def kind_of(mask: Tensor | None) -> str | None:
+    """Returns what a mask that was made here means; None for any other one."""
+    return None if mask is None else getattr(mask, "_foundry_kind", None)
+
+
+def keeps_apart(mask: Tensor | None) -> bool:
+    return mask is not None and bool(getattr(mask, "_foundry_apart", False))
+
+
+def is_dense(mask: Tensor | None) -> bool:
+    """Returns whether a mask, the caller's too, says of each query and key by itself."""
+    return mask is not None and kind_of(mask) not in (LAYOUT, UNREAD)
 
 
 class DenseMask(ValueError):
@@ -40,13 +83,13 @@ class DenseMask(ValueError):
 
 
 def present_keys(padding: Tensor, begin: int, keys: int) -> Tensor:
-    """Returns ``[B, 1, 1, S]`` int8, 1 for a token and 0 for padding, of ``[B, ..]`` bool from key `begin` on.
+    """Returns ``[B, 1, 1, S]`` bool, True for a token and False for padding, of ``[B, ..]`` bool from key `begin` on.
 
-    It goes with what the kernels know, causal or a window, unlike a mask of any other dtype, which says it all.
+    It goes with what the kernels know, causal or a window, unlike any other mask of so many dimensions, which says all.
     """
     present = padding[:, begin : begin + keys]
     present = torch.nn.functional.pad(present, (0, keys - present.shape[1]))
-    return present.to(torch.int8)[:, None, None]
+    return marked(present[:, None, None], KEYS)
 
 
 def padding_layout(
@@ -88,7 +131,18 @@ def padding_layout(
     of_queries = torch.stack([from_, zero, to - from_, queries - to, zero], 1)
     of_keys = torch.stack([zero, start, count, zero, keys - end], 1)
     totals = torch.stack([of_queries.flatten(), of_keys.flatten()]).cumsum(1)
-    return torch.nn.functional.pad(totals, (1, 0)).to(torch.int32)[None, None]
+    return as_mask(torch.nn.functional.pad(totals, (1, 0)).to(torch.int32))
+
+
+def as_mask(totals: Tensor, apart: bool = False) -> Tensor:
+    """Returns running totals ``[2, n + 1]`` as a mask."""
+    return marked(totals[None, None], LAYOUT, apart)
+
+
+def totals_of(layout: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the running totals of a mask that is a layout: of queries and of keys."""
+    totals = layout[0, 0, 0] if layout.dim() == 5 else layout[0, 0]
+    return totals[0], totals[1]
 
 
 def dense_layout(
@@ -127,7 +181,7 @@ def packed_layout(follows: Tensor) -> Tensor | None:
         return None
     begins = torch.nn.functional.pad(~follows, (1, 0), value=True).flatten()
     totals = torch.cat([begins.nonzero().squeeze(1), begins.new_tensor([begins.numel()], dtype=torch.long)])
-    return totals.to(torch.int32).expand(2, -1)[None, None]
+    return as_mask(totals.to(torch.int32).expand(2, -1))
 
 
 def neighbours(

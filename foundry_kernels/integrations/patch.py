@@ -14,6 +14,7 @@ from torch import nn
 from foundry_kernels.core.registry import short_dtype
 from foundry_kernels.integrations import swap
 from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention, Gated, Norm, State
+from foundry_kernels.integrations.calls import PackedModel, makes_masks, models_around, reads_rows, recurrent_layers
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
@@ -48,6 +49,7 @@ class Report:
     """What `patch` replaced and what it left; `str` of it is a table.
 
     dense_masks: what runs calls with dense masks; "" if it is the kernels, or if such calls are refused.
+    mixing: the layers that do not keep packed documents apart, each with what a call with such documents does.
     """
 
     model_class: str
@@ -57,6 +59,7 @@ class Report:
     device: str
     dtype: str
     dense_masks: str = ""
+    mixing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         found = len(self.replaced) + len(self.left)
@@ -73,6 +76,8 @@ class Report:
                 lines += [title, *(f"  {n:>4}  {name:<{width}}  {text}" for (name, text), n in rows.items())]
         if self.dense_masks:
             lines.append(f"calls with dense masks run on {self.dense_masks}")
+        if self.mixing:
+            lines += ["several documents in a row", *(f"  {line}" for line in self.mixing)]
         return "\n".join(lines)
 
     def _served(self, entry: Entry) -> list[str]:
@@ -223,7 +228,18 @@ def patch(
         if isinstance(adapter, Attention) and "flash_attention" in entry.ops
     ]
     dense = {adapter.runs_dense_masks(module) for module, adapter, _ in attending} if dense_masks == "sdpa" else ()
-    report = _report(model, entries, backends, " and ".join(sorted(dense)))
+    around = models_around(model, (module for module, _, _ in attending))
+    recurrent = tuple(recurrent_layers(model)) if around else ()
+    for (_, adapter, _), state in zip(changes, states, strict=True):
+        if isinstance(adapter, CausalLM):
+            state.recurrent = recurrent
+    known = {module for module, _, _ in changes}
+    for module in around:
+        if module not in known and "forward" not in vars(module):
+            changes.append((module, PACKED, Entry("", "")))
+            states.append(State({}, recurrent=recurrent))
+    mixing = _mixing(model, [module for module, _, _ in attending]) if around else ()
+    report = _report(model, entries, backends, " and ".join(sorted(dense)), mixing)
     done: list[nn.Module] = []
     configs = Configs(model)
     try:
@@ -238,6 +254,23 @@ def patch(
         configs.restore()
         raise
     return PatchHandle(done, report)
+
+
+def _mixing(model: nn.Module, attending: list[nn.Module]) -> tuple[str, ...]:
+    """Returns the lines of the report about packed documents."""
+    recurrent = [
+        f"{n:>4}  {name}  mixes them: lengths are refused, with position_ids as without a patch"
+        for name, n in recurrent_layers(model).items()
+    ]
+    reading = {
+        module for around in models_around(model, attending) if reads_rows(around) for module in around.modules()
+    }
+    unaware = Counter(type(m).__name__ for m in attending if m in reading and not makes_masks(m))
+    untold = [f"{n:>4}  {name}  is not told of them: such a call is refused" for name, n in unaware.items()]
+    return (*recurrent, *untold)
+
+
+PACKED = PackedModel()
 
 
 def _wanted(ops: Iterable[str] | None) -> tuple[str, ...]:
@@ -334,11 +367,13 @@ def _state(module: Any, adapter: Adapter | None, entry: Entry, backends: dict[st
     return State(mine, gelu=gelu[1] if gelu else "none")
 
 
-def _report(model: nn.Module, entries: list[Entry], backends: dict[str, str], dense_masks: str) -> Report:
+def _report(
+    model: nn.Module, entries: list[Entry], backends: dict[str, str], dense_masks: str, mixing: tuple[str, ...]
+) -> Report:
     device, dtype = _device_and_dtype(model)
     replaced, left = tuple(e for e in entries if e.ops), tuple(e for e in entries if not e.ops)
     used = serving(backends, device, dtype)
-    return Report(type(model).__name__, replaced, left, used, device, short_dtype(dtype), dense_masks)
+    return Report(type(model).__name__, replaced, left, used, device, short_dtype(dtype), dense_masks, mixing)
 
 
 def _device_and_dtype(model: nn.Module) -> tuple[str, torch.dtype]:

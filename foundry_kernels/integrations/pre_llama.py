@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters import Adapter, Attention, activation, layers_of, words
+from foundry_kernels.integrations.adapters import ONE, Adapter, Attention, activation, layers_of, words
 from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.bias_gelu import bias_gelu
@@ -36,6 +36,7 @@ class GPT2Attention(PreLlamaAttention):
         "_attn_implementation ALL_ATTENTION_FUNCTIONS get_interface eager_attention_forward reorder_and_upcast_attn "
         "_upcast_and_reordered_attn attn_dropout p training scaling reshape contiguous c_proj resid_dropout"
     )
+    arguments = frozenset()  # its own forward stays
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("flash_attention",)
@@ -53,6 +54,7 @@ class NeoXAttention(PreLlamaAttention):
         "ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward scaling training "
         "attention_dropout reshape contiguous dense"
     )
+    arguments = words("self hidden_states attention_mask layer_past position_embeddings kwargs")
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _neox_attention}
@@ -112,6 +114,8 @@ class PlainMLP(Adapter):
     second: str = ""
     act: str = "act"
     dropout: str = ""
+
+    arguments = ONE
 
     def known(self) -> frozenset[str]:
         return frozenset({self.first, self.second, self.act, self.dropout or self.act})

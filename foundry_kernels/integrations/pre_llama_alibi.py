@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.adapters import words
+from foundry_kernels.integrations.masks import is_dense
 from foundry_kernels.integrations.pre_llama import PlainMLP, PreLlamaAttention, activated
 from foundry_kernels.ops.rope import rope
 
@@ -22,6 +23,10 @@ class WholeAttention(PreLlamaAttention):
     """Products, rotation, cache and attention in one forward."""
 
     whole: ClassVar[bool] = True
+    arguments = words(
+        "self hidden_states residual alibi attention_mask position_ids layer_past use_cache output_attentions "
+        "position_embeddings kwargs"
+    )
 
     def runs_dense_masks(self, module: nn.Module) -> str:
         return "the model's own eager attention"
@@ -29,10 +34,6 @@ class WholeAttention(PreLlamaAttention):
     def members(self, original: type) -> dict[str, Any]:
         found = importlib.import_module("foundry_kernels.integrations.transformers")
         return {"_foundry_attend": staticmethod(found.attention), "_foundry_dense": staticmethod(found.as_dense)}
-
-
-def _is_dense(mask: Tensor | None) -> bool:
-    return mask is not None and mask.dtype != torch.int32
 
 
 def _additive(self: Any, x: Tensor, mask: Tensor | None, layer_past: Any) -> Tensor:
@@ -85,7 +86,7 @@ def _bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Any:
-    if _is_dense(attention_mask) and self._foundry.dense_masks != "kernels":
+    if is_dense(attention_mask) and self._foundry.dense_masks != "kernels":
         mask = _additive(self, hidden_states, attention_mask, layer_past)
         original = self._foundry_original.forward
         return original(self, hidden_states, residual, alibi, mask, layer_past, use_cache, output_attentions, **kwargs)
@@ -94,7 +95,7 @@ def _bloom_attention(
         k, v = layer_past.update(k, v, self.layer_idx)
     dropout = self.attention_dropout.p if self.training else 0.0
     options = {"scaling": self.inv_norm_factor, "dropout": dropout, "output_attentions": output_attentions}
-    if _is_dense(attention_mask):  # whose padding may lie between tokens, which its ALiBi then does not count
+    if is_dense(attention_mask):  # whose padding may lie between tokens, which its ALiBi then does not count
         options["position_bias"] = alibi.view(q.shape[0], self.num_heads, 1, -1) * self.beta
     else:
         options["alibi_slopes"] = self._foundry_home._get_alibi_slopes(self.num_heads, q.device)
@@ -111,6 +112,7 @@ class BloomMLP(PlainMLP):
         "gelu_impl dense_h_to_4h pretraining_tp slow_but_exact torch zeros_like dense_4h_to_h weight shape range F "
         "linear int dropout_add hidden_dropout training"
     )
+    arguments = words("self hidden_states residual")
 
     def known(self) -> frozenset[str]:
         return self.names
@@ -163,7 +165,7 @@ def _falcon_attention(
     **kwargs: Any,
 ) -> Any:
     ours = str(self.config._attn_implementation).startswith("foundry")
-    dense = _is_dense(attention_mask)
+    dense = is_dense(attention_mask)
     if not ours or (dense and self._foundry.dense_masks != "kernels"):
         mask = _additive(self, hidden_states, attention_mask, layer_past) if ours else attention_mask
         more = layer_past, use_cache, output_attentions, position_embeddings

@@ -35,8 +35,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foundry_kernels.integrations.adapters import words
+from foundry_kernels.integrations.isolation import apart, documents_told
 from foundry_kernels.integrations.mask_functions import is_passed_on, mask, mask_or_error, mask_or_sdpa
-from foundry_kernels.integrations.masks import DenseMask, dense_layout
+from foundry_kernels.integrations.masks import KEYS, LAYOUT, DenseMask, dense_layout, is_dense, kind_of, totals_of
+from foundry_kernels.integrations.packing import longest
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.weights import attention_weights, through_weights
@@ -46,15 +48,11 @@ try:  # what a call of a model collects from its layers
 except ImportError:  # a transformers whose models tell their layers
     collector = None  # type: ignore[assignment]
 
-#: Arguments besides those in the signature of `attention`: how a batch is packed, and what is no concern of attention's
-#: but comes with the rest (positions that are in the mask or in the queries, what the model returns, its loss).
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-UNCONCERNED = words(
-    "position_ids cache_position seq_idx use_cache return_dict output_hidden_states output_router_logits "
-    "output_attentions num_items_in_batch ignore_index shift_labels"
-)
-#: What transformers' "sdpa" knows of an argument that is set; the window is in its mask.
-SDPA = UNCONCERNED | {*PACKING, "scaling", "dropout", "is_causal", "sliding_window", "position_bias"}
+#: What other attention functions of transformers take and this one does not: paged caches, blocks, a mask of heads.
+#: Whatever else comes along is no attention's (what the model returns, its loss) and is ignored, as "sdpa" ignores it.
+OF_OTHERS = words("cache block_table block_indices k_cache v_cache head_mask sinks")
+#: What transformers' "sdpa" does not know.
+LACKING_IN_SDPA = words("softcap s_aux alibi_slopes")
 
 
 def attention(
@@ -93,13 +91,15 @@ def attention(
         that of the output goes through them, as in eager attention, so that they may have one.
 
     Raises:
-        ValueError: an argument of another attention function, unless the family of `module` also runs on "sdpa", which
-            knows no such argument. TypeError: the mask is neither bool nor floating.
+        ValueError: an argument of another attention function (`OF_OTHERS`); what is said of packed documents
+            contradicts itself or the batch. TypeError: the mask is neither bool nor floating.
     """
-    _refuse(module, kwargs)
+    _refuse(kwargs)
+    _check(attention_mask)
     if query.shape[0] == 1 != key.shape[0]:  # learned queries, the same for the whole batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    queries = query.shape[2]
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
     causal, window = _pattern(module, is_causal, sliding_window)
     options: dict[str, Any] = {
         "scale": scaling,
@@ -109,17 +109,25 @@ def attention(
         "dropout_p": dropout,
     }
     wanted = _wants_weights(module, kwargs)
-    if attention_mask is None or attention_mask.dtype == torch.int32:
-        layout = _layout(attention_mask, kwargs)
+    if kind_of(attention_mask) in (LAYOUT, KEYS):
+        causal = True  # they are of causal masks, whatever the module says
+    documents = documents_told(module, attention_mask, kwargs, batch, queries, keys)
+    layout = None
+    if documents is not None:
+        attention_mask, layout = apart(attention_mask, documents, keys, causal, window)
+    elif attention_mask is not None and not is_dense(attention_mask):
+        layout = _layout(attention_mask)
+        attention_mask = None
+    if attention_mask is None:
         if layout is not None and not wanted and position_bias is None:
             return _packed(module, query, key, value, layout, causal, window, kwargs, **options), None
-        attention_mask = None
         if layout is not None:
             sides = (None, 0 if causal else None) if window is None else (window, 0 if causal else window)
-            attention_mask = dense_layout(layout, query.shape[0], queries, key.shape[2], *sides)
+            attention_mask = dense_layout(layout, batch, queries, keys, *sides)
         elif causal and queries > 1 and not is_passed_on(getattr(module, "config", None)):
             options["align"] = "top_left"
-    if attention_mask is None or attention_mask.dtype == torch.int8:
+    of_keys = kind_of(attention_mask) == KEYS
+    if attention_mask is None or of_keys:
         options |= {"causal": causal, "window": None if window is None else (window, 0 if causal else window)}
     attn_mask = _combined(attention_mask, position_bias)
     backend = _backend(module, "flash_attention")
@@ -133,8 +141,8 @@ def attention(
         weights = attention_weights(query, key, lse, **options, attn_mask=attn_mask).to(query.dtype)
         if weights.requires_grad:
             out = through_weights(out, weights, value)
-    if attention_mask is not None and attention_mask.dtype == torch.int8:  # a query that is padding gives 0
-        hidden = (attention_mask[:, :, 0, -queries:] == 0)[..., None]
+    if attention_mask is not None and of_keys:  # a query that is padding gives 0
+        hidden = ~attention_mask[:, :, 0, -queries:, None]
         out = out.masked_fill(hidden, 0.0)
         weights = None if weights is None else weights.masked_fill(hidden, 0.0)
     return out.transpose(1, 2).contiguous(), weights
@@ -153,7 +161,7 @@ def _packed(
 ) -> Tensor:
     batch, heads, queries, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    max_seqlen_q, max_seqlen_k = kwargs.get("max_length_q") or queries, kwargs.get("max_length_k") or key.shape[2]
+    max_seqlen_q, max_seqlen_k = longest(kwargs, "max_length_q", queries), longest(kwargs, "max_length_k", key.shape[2])
     sides = None if window is None else (window, 0 if causal else window)
     backend = _backend(module, "flash_attention_varlen")
     out = flash_attention_varlen(
@@ -167,13 +175,19 @@ def _backend(module: nn.Module, op: str) -> str:
     return "auto" if state is None else str(state.backends.get(op, "auto"))
 
 
-def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    unknown = kwargs.keys() - UNCONCERNED - {*PACKING}
-    if getattr(module, "_foundry_runs_on_sdpa", False):
-        unknown &= {"cache"}  # a paged one, the one argument that SDPA knows and this does not
-    for name in unknown:
-        if kwargs[name] is not None and kwargs[name] is not False:
+def _refuse(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name in OF_OTHERS and value is not None and value is not False:
             raise ValueError(f"{name} must be None, attention here does not know it; {OTHERS}")
+
+
+def _check(mask: Any) -> None:
+    """Raises TypeError for a mask of a caller that is neither bool nor floating: SDPA takes no other."""
+    if mask is None or kind_of(mask) is not None:
+        return
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"attention_mask of four dimensions must be bool or floating; got {found}")
 
 
 OTHERS = "use attn_implementation='sdpa' or 'eager', and patch with ops that do not name flash_attention"
@@ -207,8 +221,6 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def _combined(mask: Tensor | None, bias: Tensor | None) -> Tensor | AttentionMask | None:
     """Returns a mask of transformers' and a bias as one for the kernels."""
-    if mask is not None and mask.dtype == torch.int8:
-        mask = mask.bool()
     if bias is None:
         tiles = None if mask is None or is_dynamo_compiling() else getattr(mask, "_foundry_tiles", None)
         return mask if tiles is None else tiles
@@ -221,25 +233,20 @@ def _combined(mask: Tensor | None, bias: Tensor | None) -> Tensor | AttentionMas
     return torch.where(mask, bias, -torch.inf)
 
 
-def _layout(mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Returns the running totals of the sequences' lengths, of queries and of keys; None for one sequence a row."""
-    if mask is not None and mask.dim() == 5:
-        mask = mask[0]
-    if mask is not None and mask.shape[2] == 2:
-        return mask[0, 0, 0], mask[0, 0, 1]
-    if kwargs.get("cu_seq_lens_q") is not None:
-        return kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-    if mask is not None:
-        torch._assert_async((mask == 0).all(), "position_ids restart: torch.compile must be given cu_seq_lens_q")
+def _layout(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns the running totals of the sequences' lengths that a mask stands for; None for one sequence a row."""
+    if kind_of(mask) == LAYOUT:
+        return totals_of(mask)
+    torch._assert_async((mask == 0).all(), "position_ids restart: torch.compile must be given cu_seq_lens_q")
     return None
 
 
 def as_dense(mask: Tensor | None, batch: int, queries: int, keys: int, device: Any) -> Tensor:
     """What :func:`mask` gave for a causal one as a mask ``[B or 1, 1, T, S]``, True where a query sees a key; one that
     sees none, which is padding, sees all, as in transformers' own masks. A dense one is returned as it is."""
-    if mask is not None and mask.dtype != torch.int32:
+    if mask is not None and is_dense(mask):
         return mask
-    layout = _layout(mask, {})
+    layout = None if mask is None else _layout(mask)
     if layout is None:
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
     seen = dense_layout(layout, batch, queries, keys)
@@ -254,7 +261,8 @@ def attention_or_error(
     Raises:
         DenseMask: there is one. ValueError: as :func:`attention`.
     """
-    if attention_mask is not None and attention_mask.dtype != torch.int32:
+    _check(attention_mask)
+    if attention_mask is not None and is_dense(attention_mask):
         raise DenseMask(f"is dense, {tuple(attention_mask.shape)} {attention_mask.dtype}")
     return attention(module, query, key, value, attention_mask, **kwargs)
 
@@ -271,15 +279,25 @@ def attention_or_sdpa(
     Raises:
         ValueError: as :func:`attention`; a dense mask with a soft cap or sinks, and no eager attention to be found.
     """
-    if attention_mask is None or attention_mask.dtype == torch.int32:
+    if attention_mask is None or not is_dense(attention_mask):
         return attention(module, query, key, value, attention_mask, **kwargs)
-    if not getattr(module, "_foundry_runs_on_sdpa", False) and any(
-        value is not None and value is not False and name not in SDPA for name, value in kwargs.items()
-    ):
+    attention_mask = _dense_apart(module, query, key, attention_mask, kwargs)
+    if any(kwargs.get(name) is not None for name in LACKING_IN_SDPA):
         return attention_or_eager(module, query, key, value, attention_mask, **kwargs)
     if _wants_weights(module, kwargs):
         return attention(module, query, key, value, attention_mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+def _dense_apart(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Returns a dense mask that keeps documents apart."""
+    _refuse(kwargs)
+    _check(mask)
+    batch, queries, keys = key.shape[0], query.shape[2], key.shape[2]
+    documents = documents_told(module, mask, kwargs, batch, queries, keys)
+    seen = mask if documents is None else apart(mask, documents, keys, True, None)[0]
+    assert seen is not None
+    return seen
 
 
 def attention_or_eager(
@@ -291,8 +309,9 @@ def attention_or_eager(
     Raises:
         ValueError: as :func:`attention`; a dense mask, and no eager attention to be found.
     """
-    if attention_mask is None or attention_mask.dtype == torch.int32:
+    if attention_mask is None or not is_dense(attention_mask):
         return attention(module, query, key, value, attention_mask, **kwargs)
+    attention_mask = _dense_apart(module, query, key, attention_mask, kwargs)
     eager = _own_eager(module)
     if eager is None:
         lacking = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]

@@ -1,0 +1,317 @@
+"""A call of a patched model of transformers: what it says of packed documents is read once, and kept while it runs.
+
+Transformers does not hand these arguments to all of its masks and layers. So a patched model reads them itself, and
+every mask that is made while it runs keeps documents apart (`mask_functions.py`). Masks are arguments of the layers:
+one that is computed again for its gradient gets the same. Attention that is reached by neither raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from foundry_kernels.integrations.adapters import Adapter
+from foundry_kernels.integrations.packing import (
+    LENGTHS,
+    ONE_A_ROW,
+    Documents,
+    can_be_read,
+    check_finer,
+    from_begins,
+    from_lengths,
+    restarts,
+    segments,
+    text_positions,
+)
+
+
+@dataclass
+class Call:
+    """A call of a patched model that is running.
+
+    documents: those of its rows; None for one a row. masked: whether a mask was made that keeps them apart.
+    """
+
+    batch: int
+    queries: int
+    documents: Documents | None
+    masked: bool = False
+
+
+_running = threading.local()  # torch.compile can trace it, unlike a ContextVar
+
+
+def current() -> Call | None:
+    """Returns the innermost call of a patched model that runs in this thread, or None."""
+    return getattr(_running, "call", None)
+
+
+def documents_of_mask(batch: int, queries: int) -> Documents | None:
+    """Returns the documents of the running call for a mask of `queries` tokens of `batch` rows that is being made."""
+    call = current()
+    if call is None or call.documents is None or not _fits(call.documents, batch, queries):
+        return None
+    call.masked = True
+    return call.documents
+
+
+def _fits(documents: Documents, batch: int, queries: int) -> bool:
+    return documents.batch == batch and documents.queries == queries
+
+
+#: How the classes of layers are called that mix tokens by a recurrent state or a convolution, in transformers.
+RECURRENT = re.compile(
+    r"(Mamba2?Mixer|MambaLayer|(Bamba|H1)Mixer|GatedDeltaNet|DeltaAttention|LightningAttention|LinearAttention"
+    r"|ShortConv(olution)?|RecurrentBlock|RwkvSelfAttention|CCA)$"
+)
+
+
+def recurrent_layers(model: nn.Module) -> Counter[str]:
+    """Returns how many layers of each class mix the documents of a row, whatever the masks are."""
+    return Counter(type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__))
+
+
+def models_around(model: nn.Module, attending: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the models of transformers in `model` that hold one of the modules `attending`: their arguments tell of
+    packed documents."""
+    theirs = set(attending)
+    return [m for m in model.modules() if _is_model(m) and not theirs.isdisjoint(m.modules())]
+
+
+def _is_model(module: nn.Module) -> bool:
+    known = (c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(module).__mro__)
+    return any(known)
+
+
+def reads_rows(model: nn.Module) -> bool:
+    """Returns whether a model reads rows of tokens, which may hold several documents."""
+    return not inspect.signature(model.forward).parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
+
+
+def makes_masks(module: nn.Module) -> bool:
+    """Returns whether the family of an attention has its masks made by transformers, and so by `mask_functions.py`."""
+    home = next((c.__module__ for c in type(module).__mro__ if not hasattr(c, "_foundry_class")), "")
+    return any(
+        getattr(value, "__module__", "") == "transformers.masking_utils" and name.startswith("create_")
+        for name, value in vars(sys.modules.get(home)).items()
+    )
+
+
+@dataclass(frozen=True)
+class PackedModel(Adapter):
+    """A model of transformers that holds patched attention."""
+
+    transparent: ClassVar[bool] = True
+
+    def name(self, original: type) -> tuple[str, str]:
+        """Returns the original's: transformers writes it into saved configs."""
+        return original.__module__, original.__name__
+
+    def members(self, original: Any) -> dict[str, Any]:
+        return {"forward": reads_documents(original.forward)}
+
+
+def reads_documents(theirs: Callable[..., Any]) -> Any:
+    """Returns `theirs`, the forward of a model, which reads what its arguments say of documents before it runs."""
+    signature = inspect.signature(theirs)
+    names = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(self, "_foundry", None)  # none once the patch is undone, if a wrapper has derived its own class
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        sizes = _sizes(given)
+        if state is None or sizes is None:
+            return theirs(self, *args, **kwargs)
+        outer = current()
+        documents, mask = _read(given, *sizes)
+        if documents is not None:
+            _check_model(self, state, documents)
+        elif outer is not None and outer.documents is not None and _fits(outer.documents, *sizes):
+            documents = outer.documents  # which a model around this one was told, and did not hand on
+        if mask is not None and "attention_mask" in kwargs:
+            kwargs = {**kwargs, "attention_mask": mask}
+        elif mask is not None:
+            at = names.index("attention_mask")
+            args = (*args[:at], mask, *args[at + 1 :])
+        _running.call = Call(*sizes, documents)
+        try:
+            out = theirs(self, *args, **kwargs)
+        finally:
+            _running.call = outer
+        if documents is not None:
+            _remember(out)
+        return out
+
+    made: Any = forward
+    made.__signature__ = signature  # trainers and `generate` look at it
+    made.__wrapped__ = theirs
+    return made
+
+
+def _remember(out: Any) -> None:
+    """Tells the caches that a model returns that they hold packed documents."""
+    for value in out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ():
+        if hasattr(value, "get_seq_length"):
+            value._foundry_packed = True
+
+
+def _sizes(given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns batch and tokens of a call; None where it is none of tokens, or its masks are made already."""
+    if isinstance(given.get("attention_mask"), dict):
+        return None
+    for name in ("input_ids", "inputs_embeds"):
+        tokens = given.get(name)
+        if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+            return tokens.shape[0], tokens.shape[1]
+    return None
+
+
+def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents | None, Tensor | None]:
+    """Returns the documents that a call gives, and the mask to take in place of one of segment ids.
+
+    Raises:
+        ValueError: arguments contradict each other, or do not fit the batch; documents are given on a cache that is
+            not empty, without the lengths of its keys.
+    """
+    cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+    lengths = any(given.get(name) is not None for name in (*LENGTHS, "seq_idx"))
+    if queries == 1 and not lengths and not getattr(cache, "_foundry_packed", False):
+        return None, None
+    mask, positions = given.get("attention_mask"), text_positions(given.get("position_ids"), queries)
+    if not isinstance(mask, Tensor):
+        mask = None
+    readable = all(can_be_read(x) for x in (mask, positions) if x is not None) and not is_compiling()
+    past = _past(cache) if lengths or readable else 0
+    if past and getattr(cache, "_foundry_packed", False):
+        raise ValueError(
+            "past_key_values holds several documents a row, and nothing tells which of them goes on; generate from one "
+            "document a row"
+        )
+    documents = from_lengths(given, batch, queries, past + queries) if lengths else None
+    whole = mask if mask is not None and mask.dim() == 2 else None
+    if not readable:
+        if documents is None:
+            assert_one_document(whole, positions)
+        return documents, None
+    own = None if whole is None else whole[:, past : past + queries]
+    real = None if own is None or own.shape[1] != queries else own != 0
+    restart = None if positions is None or queries == 1 else restarts(positions, real)
+    flags = [torch.zeros((), dtype=torch.bool) if restart is None else restart.any().cpu(), _has_ids(whole)]
+    restarting, has_ids = torch.stack(flags).tolist()
+    begins = None if not restarting or restart is None else restart.expand(batch, -1)
+    if begins is not None and mask is not None and mask.dim() == 4:
+        assert positions is not None
+        if documents is None:
+            check_mask(mask, positions.expand(batch, -1), past)
+            return None, None
+    if past and documents is None and (restarting or has_ids):
+        name = "position_ids" if restarting else "attention_mask"
+        raise ValueError(f"{name} begins a document on a cache that is not empty; {ONE_A_ROW}")
+    chosen = documents
+    if begins is not None:
+        if documents is None:
+            chosen = from_begins(begins, queries, "position_ids")
+        else:
+            check_finer(documents, begins, "position_ids")
+    if not has_ids:
+        return chosen, None
+    assert whole is not None
+    if own is None or own.shape[1] != queries:
+        raise ValueError(f"attention_mask of segment ids must be {[batch, queries]}; got {list(whole.shape)}")
+    ids = segments(own)
+    if chosen is None:
+        chosen = from_begins(ids, queries, "attention_mask")
+    else:
+        check_finer(chosen, ids, "attention_mask")
+    return chosen, (whole != 0).to(whole.dtype)
+
+
+def _past(cache: Any) -> int:
+    """Returns how many tokens are in a cache."""
+    length = getattr(cache, "get_seq_length", None)
+    past = 0 if length is None else length()
+    if isinstance(past, Tensor) and is_compiling():
+        raise ValueError("cu_seq_lens_q must be None with a static cache under torch.compile")
+    return int(past)
+
+
+def _has_ids(mask: Tensor | None) -> Tensor:
+    if mask is None or mask.dtype == torch.bool:
+        return torch.zeros((), dtype=torch.bool)
+    return ((mask != 0) & (mask != 1)).any().cpu()
+
+
+def assert_one_document(mask: Tensor | None, positions: Tensor | None) -> None:
+    """Fails when the graph runs, as no value can be read before."""
+    if not is_compiling() and any(x is not None and _is_unchecked(x) for x in (mask, positions)):
+        return
+    real = None
+    if mask is not None and mask.dtype != torch.bool:
+        real = mask != 0
+        torch._assert_async(
+            ((mask == 1) | ~real).all(), "attention_mask has segment ids: torch.compile must be given cu_seq_lens_q"
+        )
+    if positions is not None:
+        if real is not None and real.shape[1] != positions.shape[1]:
+            return  # on a cache, of which nobody knows how long it is
+        torch._assert_async(
+            ~restarts(positions, real).any(), "position_ids restart: torch.compile must be given cu_seq_lens_q"
+        )
+
+
+def _is_unchecked(x: Tensor) -> bool:
+    """Returns whether `x` has no values, or those of many calls: no check of it can run."""
+    return x.device.type == "meta" or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def check_mask(mask: Tensor, positions: Tensor, past: int) -> None:
+    """Raises ValueError where a mask of four dimensions lets a token see one of another document.
+
+    Such a mask says all that a token sees; branches that go on from one beginning have positions that are repeated. So
+    a document is only what begins anew with the first position of its row.
+    """
+    if past or mask.shape[-1] != positions.shape[1] or mask.shape[-2] != positions.shape[1]:
+        return
+    place = (positions == positions[:, :1]).cumsum(1)
+    apart = (place[:, :, None] != place[:, None])[:, None]
+    if mask.is_floating_point():
+        mask = mask > torch.finfo(mask.dtype).min
+    if mask.dtype == torch.bool and bool((mask & apart).any()):
+        raise ValueError(
+            "attention_mask lets a token see another document, which position_ids begins: they contradict each other"
+        )
+
+
+def _check_model(model: nn.Module, state: Any, documents: Documents) -> None:
+    """Raises ValueError, or warns, where a layer of `model` would mix documents whatever its masks are."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{documents.given_by} gives several documents a row, which an encoder-decoder does not keep apart; pass "
+            "one document a row"
+        )
+    if not state.recurrent:
+        return
+    layers = ", ".join(state.recurrent)
+    if documents.given_by != "position_ids":
+        raise ValueError(
+            f"{documents.given_by} gives several documents a row, which {layers} would mix; pass one document a row, "
+            "or patch with ops that do not name flash_attention"
+        )
+    if not is_compiling():
+        warnings.warn(
+            f"position_ids gives several documents a row: attention keeps them apart, {layers} does not, as without "
+            "a patch",
+            stacklevel=3,
+        )

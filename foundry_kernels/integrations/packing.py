@@ -1,0 +1,251 @@
+"""Packed documents: what arguments say about them, and what they make of a mask.
+
+Several documents may share a row. Where they begin is said by, in this order: the lengths that data collators make for
+flash attention (`cu_seq_lens_q`, ...) or `seq_idx`; position ids that restart; an attention mask of segment ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+#: What the errors say that a caller can do instead.
+ONE_A_ROW = "pass one document a row, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents in the rows of a batch, the rows laid one after another.
+
+    totals_q, totals_k: ``[n + 1]`` int32, the running totals of their lengths in queries and in keys.
+    batch, queries, keys: the sizes that these cover. given_by: the argument that says so.
+    """
+
+    totals_q: Tensor
+    totals_k: Tensor
+    batch: int
+    queries: int
+    keys: int
+    given_by: str
+
+    def of_queries(self) -> Tensor:
+        """Returns the document of each query, ``[B, T]``."""
+        return _places(self.totals_q, self.batch, self.queries)
+
+    def of_keys(self, keys: int) -> Tensor:
+        """Returns the document of each of `keys` keys, ``[B, S]``; -1 for those that are not there yet."""
+        found = _places(self.totals_k, self.batch, self.keys)
+        return torch.nn.functional.pad(found, (0, keys - self.keys), value=-1)
+
+    def same(self, keys: int) -> Tensor:
+        """Returns ``[B, 1, T, S]`` bool, True where a query and a key are of one document."""
+        return (self.of_queries()[:, :, None] == self.of_keys(keys)[:, None])[:, None]
+
+
+def _places(totals: Tensor, batch: int, tokens: int) -> Tensor:
+    token = torch.arange(batch * tokens, device=totals.device, dtype=totals.dtype)
+    return (torch.searchsorted(totals.contiguous(), token, right=True) - 1).view(batch, tokens)
+
+
+# What arguments say -------------------------------------------------------------------------------------------------
+
+
+def can_be_read(x: Tensor) -> bool:
+    """Returns whether Python may look at the values of `x`: nothing traces or captures what is computed."""
+    if is_compiling() or isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta":
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def from_lengths(given: Mapping[str, Any], batch: int, queries: int, keys: int) -> Documents | None:
+    """Returns the documents of `cu_seq_lens_q` and the like, or else of `seq_idx`; None where neither is given.
+
+    Raises:
+        ValueError: an argument is missing, of the wrong kind, or does not fit the batch.
+    """
+    found = [name for name in LENGTHS if given.get(name) is not None]
+    if not found:
+        return _from_indices(given.get("seq_idx"), batch, queries, keys)
+    for name in LENGTHS[:2]:
+        if name not in found:
+            raise ValueError(f"{name} must be given with {', '.join(found)}")
+    totals = [given[name] for name in LENGTHS[:2]]
+    for name, value, tokens in zip(LENGTHS, totals, (queries, keys), strict=False):
+        _check_totals(name, value, batch, tokens)
+    if totals[0].shape != totals[1].shape:
+        raise ValueError(
+            f"cu_seq_lens_k must have as many elements as cu_seq_lens_q; got {len(totals[1])} and {len(totals[0])}"
+        )
+    for name, value, most in zip(LENGTHS[2:], totals, (queries, keys), strict=True):
+        bound = longest(given, name, batch * most)
+        if can_be_read(value) and int(value.diff().max()) > bound:
+            raise ValueError(f"{name} must be at least {int(value.diff().max())}, the longest document; got {bound}")
+    totals = [x.to(torch.int32) for x in totals]
+    return Documents(totals[0], totals[1], batch, queries, keys, "cu_seq_lens_q")
+
+
+def _check_totals(name: str, value: Any, batch: int, tokens: int) -> None:
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
+        raise ValueError(f"{name} must be a tensor [documents + 1] of integers; got {_described(value)}")
+    if not can_be_read(value):
+        return
+    totals = value.tolist()
+    if not totals or totals[0] != 0 or totals[-1] != batch * tokens or sorted(totals) != totals:
+        raise ValueError(f"{name} must rise from 0 to the {batch * tokens} tokens of the batch; got {totals[:20]}")
+    if not set(range(0, batch * tokens, tokens or 1)) <= set(totals):
+        raise ValueError(f"{name} must begin a document with each row of {tokens} tokens; got {totals[:20]}")
+
+
+def longest(given: Mapping[str, Any], name: str, otherwise: int) -> int:
+    """Returns `max_length_q` or `max_length_k`, an int or a tensor of one; `otherwise` where it is not given.
+
+    Raises:
+        ValueError: it is neither, or less than 1.
+    """
+    value = given.get(name)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
+        value = int(value) if can_be_read(value) else None
+    if value is None:
+        return otherwise
+    if isinstance(value, (bool, float, str, Tensor)) or value < 1:
+        raise ValueError(f"{name} must be an int of 1 or more; got {_described(value)}")
+    number: int = value
+    return number
+
+
+def _from_indices(seq_idx: Any, batch: int, queries: int, keys: int) -> Documents | None:
+    if seq_idx is None:
+        return None
+    if not isinstance(seq_idx, Tensor) or seq_idx.shape != (batch, queries) or seq_idx.is_floating_point():
+        raise ValueError(f"seq_idx must be a tensor {[batch, queries]} of integers; got {_described(seq_idx)}")
+    if not can_be_read(seq_idx):
+        raise ValueError(f"seq_idx cannot be read under torch.compile; {ONE_A_ROW}")
+    begins = seq_idx.diff(dim=1) != 0
+    _check_runs("seq_idx", seq_idx, begins)
+    return from_begins(begins, keys, "seq_idx")
+
+
+def _check_runs(name: str, ids: Tensor, begins: Tensor) -> None:
+    """Raises ValueError where a document of `ids` ``[B, T]`` is in two pieces; `begins` ``[B, T - 1]``."""
+    for row, begin in zip(ids, begins, strict=True):
+        if len(row.unique()) != int(begin.sum()) + 1:
+            raise ValueError(f"{name} must have the tokens of a document side by side; got {row.tolist()[:20]}")
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def from_begins(begins: Tensor, keys: int, given_by: str) -> Documents | None:
+    """Returns the documents of `begins` ``[B, T - 1]`` bool: whether token t + 1 begins one. None for one a row. Reads
+    values."""
+    if not begins.any():
+        return None
+    batch, queries = begins.shape[0], begins.shape[1] + 1
+    row, token = torch.nn.functional.pad(begins, (1, 0), value=True).nonzero(as_tuple=True)
+    totals = [
+        torch.nn.functional.pad(row * tokens + token, (0, 1), value=batch * tokens).to(torch.int32)
+        for tokens in (queries, keys)
+    ]
+    if keys > queries:  # keys that are not there yet are no document's; those of the last one of a row are cut off
+        return Documents(totals[0], totals[0], batch, queries, queries, given_by)
+    return Documents(totals[0], totals[1], batch, queries, keys, given_by)
+
+
+def text_positions(position_ids: Any, queries: int) -> Tensor | None:
+    """Returns positions ``[1 or B, T]`` that count tokens, or None. Models of images have three or four of them, of
+    which the first of four counts tokens."""
+    if not isinstance(position_ids, Tensor) or position_ids.is_floating_point():
+        return None
+    if position_ids.dim() == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]
+    return position_ids if position_ids.dim() == 2 and position_ids.shape[1] == queries else None
+
+
+def restarts(positions: Tensor, real: Tensor | None = None) -> Tensor:
+    """Returns ``[B, T - 1]`` bool: token t + 1 does not come after the one before it, both of them no padding.
+
+    real: ``[B, T]`` bool, False for padding, whose positions mean nothing.
+    """
+    if real is None:
+        return positions[:, 1:] <= positions[:, :-1]
+    positions = positions.expand(real.shape[0], -1)
+    before = _token_before(real)
+    return (positions[:, 1:] <= positions.gather(1, before.clamp_min(0))) & real[:, 1:] & (before >= 0)
+
+
+def _token_before(real: Tensor) -> Tensor:
+    """Returns the last token before each one but the first that is no padding, ``[B, T - 1]``; -1 for none."""
+    at = torch.arange(real.shape[1], device=real.device)
+    return torch.where(real, at, -1).cummax(1).values[:, :-1]
+
+
+def segments(mask: Tensor, name: str = "attention_mask") -> Tensor:
+    """Returns ``[B, T - 1]`` bool of a mask of segment ids ``[B, T]``, 0 for padding: whether token t + 1 begins one.
+
+    Raises:
+        ValueError: the tokens of a segment are not side by side.
+    """
+    real = mask != 0
+    before = _token_before(real)
+    begins = (mask[:, 1:] != mask.gather(1, before.clamp_min(0))) & real[:, 1:] & (before >= 0)
+    for row, begin in zip(mask, begins, strict=True):
+        if len(row[row != 0].unique()) > int(begin.sum()) + 1:
+            raise ValueError(f"{name} must have the tokens of a segment side by side; got {row.tolist()[:20]}")
+    return begins
+
+
+def check_finer(documents: Documents, begins: Tensor | None, name: str) -> None:
+    """Raises ValueError where `begins` ``[1 or B, T - 1]`` of the argument `name` begins a document that is none of
+    `documents`."""
+    if begins is None:
+        return
+    place = documents.of_queries()
+    if bool((begins & (place[:, 1:] == place[:, :-1])).any()):
+        raise ValueError(f"{name} begins a document where {documents.given_by} begins none: they contradict each other")
+
+
+# Documents and masks ------------------------------------------------------------------------------------------------
+
+
+def cut(layout: tuple[Tensor, Tensor] | None, documents: Documents, keys: int) -> tuple[Tensor, Tensor]:
+    """Returns the running totals of sequences, of queries and of keys, that are of one document and of one sequence of
+    `layout`. Reads values."""
+    if layout is None:
+        return documents.totals_q, documents.totals_k
+    of_keys = documents.of_keys(keys)
+    of_keys = torch.where(of_keys < 0, of_keys[:, documents.keys - 1 : documents.keys], of_keys)
+    count = len(documents.totals_q)
+    codes = [
+        _places(totals, documents.batch, tokens).flatten() * count + document.flatten()
+        for totals, tokens, document in zip(
+            layout, (documents.queries, keys), (documents.of_queries(), of_keys), strict=True
+        )
+    ]
+    sequences = torch.cat(codes).unique()
+    totals_q, totals_k = (
+        torch.cat([torch.searchsorted(code, sequences), code.new_tensor([len(code)])]).to(torch.int32) for code in codes
+    )
+    return totals_q, totals_k
+
+
+def within(function: Callable[..., Tensor], documents: Documents, first: int | Tensor, begin: int, keys: int) -> Any:
+    """Returns a mask function of transformers that keeps documents apart and, within one, does what `function` does.
+
+    first, begin: the places of the first query and of the first key, as the function gets them.
+    """
+    of_query, of_key = documents.of_queries(), documents.of_keys(keys)
+
+    def same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        apart = of_query[batch, query - first] == of_key[batch, key - begin]
+        return function(batch, head, query, key) & apart
+
+    return same

@@ -1,0 +1,71 @@
+"""A small causal language model of any family of transformers that can be built from sizes alone; nothing is
+downloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from tiny_hf import randomise
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+from foundry_kernels.integrations.table import PATCHED
+
+#: The families without a row of their own, in this release of transformers.
+WITHOUT_A_ROW = sorted(set(NAMES) - set(PATCHED) - {"gemma3_text"})
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "sliding_window": 6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+#: What families need besides.
+EXTRA: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
+    "afmoe": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def any_family(family: str) -> Any:
+    """Returns a model of two layers with random weights, in float32 and eval mode; None where sizes do not suffice."""
+    kind = CONFIG_MAPPING[family]
+    known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(SIZES)
+    try:
+        config = kind(**{k: v for k, v in {**SIZES, **EXTRA.get(family, {})}.items() if k in known or k in EXTRA})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            if sum(p.numel() for p in on_meta(config).parameters()) > 2_000_000:
+                return None
+            return randomise(AutoModelForCausalLM.from_config(config))
+    except Exception:
+        return None
+
+
+def on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
