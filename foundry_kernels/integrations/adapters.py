@@ -232,6 +232,12 @@ def gated(state: State, gate: Tensor, up: Tensor | None, **options: Any) -> Tens
     return geglu(gate, up, approximate=state.gelu, backend=backends["geglu"])
 
 
+#: What the attention functions of transformers take that "foundry" knows.
+ATTENTION_ARGUMENTS = words(
+    "module query key value attention_mask scaling dropout is_causal softcap s_aux sliding_window position_bias kwargs"
+)
+
+
 @dataclass(frozen=True)
 class Attention(Adapter):
     """Projections, norms of queries and keys, rotation, cache, and the attention function of the model's config.
@@ -266,6 +272,9 @@ class Attention(Adapter):
         return self.names | {*self.uses, *norms, *packed} | ({"use_rope"} if self.optional_rope else set())
 
     def why_not(self, module: nn.Module) -> str | None:
+        eager = getattr(sys.modules[self.home(module)], "eager_attention_forward", None)
+        if eager and (unknown := sorted(inspect.signature(eager).parameters.keys() - ATTENTION_ARGUMENTS)):
+            return f"its attention function takes {', '.join(unknown)}, which this package does not know"
         if getattr(module.config, "output_attentions", False):
             return (
                 "its config has output_attentions=True, which transformers has for 'eager' alone; as an argument of a "

@@ -117,8 +117,11 @@ def _forward_of(theirs: Any) -> Any:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        count = len(given)
+        if cache == "cache" and "past_key_values" in given:  # its older name, which transformers takes as well
+            given.setdefault(cache, given.pop("past_key_values"))
         labels, logits_to_keep = given.get("labels"), given.get("logits_to_keep", 0)
-        refused = len(given) < len(args) + len(kwargs)  # too many arguments, or one given twice: theirs says so
+        refused = count < len(args) + len(kwargs)  # too many arguments, or one given twice: theirs says so
         if labels is None or refused or not _makes_no_logits(self, logits_to_keep):
             return self._foundry_original.forward(self, *args, **{**kwargs, "return_dict": True})
         row, home = self._foundry_row, self._foundry_home

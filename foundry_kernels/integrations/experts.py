@@ -28,6 +28,8 @@ class Experts(Gated):
         "torch zeros_like no_grad nn functional one_hot num_experts permute greater sum nonzero where linear "
         "gate_up_proj chunk act_fn down_proj index_add_ to dtype"
     )
+    #: Called by position; GPT-OSS has other names for the last two.
+    arguments = words("self hidden_states top_k_index top_k_weights router_indices routing_weights")
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("grouped_mm", *super().ops(module))

@@ -209,9 +209,10 @@ def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
     outer = _parts(function, "and_masks").get("mask_functions", ())
     if len(outer) != 2:
         return None
-    if _parts(outer[0], "packed_sequence_mask_function"):
-        inner = _parts(outer[1], "remap_positions_for_packed_sequence").get("mask_function")
-        return None if inner is None else blocks_in_window(inner)
+    packed = [bool(_parts(part, "packed_sequence_mask_function")) for part in outer]
+    if any(packed):  # first or last, by release
+        remapped = _parts(outer[packed.index(False)], "remap_positions_for_packed_sequence")
+        return blocks_in_window(remapped["mask_function"]) if remapped else None
     either = _parts(outer[0], "or_masks").get("mask_functions", ())
     window = _parts(outer[1], "sliding_window_overlay").get("sliding_window")
     if window is None or len(either) != 2 or getattr(either[0], "__name__", "") != "causal_mask_function":

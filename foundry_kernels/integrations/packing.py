@@ -198,7 +198,7 @@ def segments(mask: Tensor, name: str = "attention_mask") -> Tensor:
     before = _token_before(real)
     begins = (mask[:, 1:] != mask.gather(1, before.clamp_min(0))) & real[:, 1:] & (before >= 0)
     for row, begin in zip(mask, begins, strict=True):
-        if len(row[row != 0].unique()) > int(begin.sum()) + 1:
+        if max(len(row[row != 0].unique()), 1) != int(begin.sum()) + 1:
             raise ValueError(f"{name} must have the tokens of a segment side by side; got {row.tolist()[:20]}")
     return begins
 

@@ -17,6 +17,7 @@ from foundry_kernels.integrations.adapters import PATCHABLE, Adapter, Attention,
 from foundry_kernels.integrations.calls import PackedModel, makes_masks, models_around, reads_rows, recurrent_layers
 from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
+from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
 from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
@@ -200,6 +201,7 @@ def patch(
     Raises:
         TypeError: `model` is no module, `ops` is a string or no iterable of strings.
         ValueError: an unknown name in `ops`, `backend` or `dense_masks`; the model is patched already.
+        ImportError: transformers is older than 5.4.
         BackendUnavailable: a mapping names a backend of which the operation has no kernel.
 
     A model in which nothing is known is no error; the report says so. Where something raises, the model is as before.
@@ -209,6 +211,7 @@ def patch(
     wanted = tuple(op for op in _wanted(ops) if op != "linear_cross_entropy" or not return_logits)
     if dense_masks not in DENSE_MASKS:
         raise ValueError(f"dense_masks must be one of {', '.join(DENSE_MASKS)}; got {dense_masks!r}")
+    check_release_of(model)
     taken = [name for name, module in model.named_modules() if swap.is_patched(module)]
     if taken:
         raise ValueError(f"model is patched already ({taken[0] or 'itself'} is); undo that first")

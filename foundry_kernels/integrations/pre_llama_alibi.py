@@ -98,7 +98,7 @@ def _bloom_attention(
     if is_dense(attention_mask):  # whose padding may lie between tokens, which its ALiBi then does not count
         options["position_bias"] = alibi.view(q.shape[0], self.num_heads, 1, -1) * self.beta
     else:
-        options["alibi_slopes"] = self._foundry_home._get_alibi_slopes(self.num_heads, q.device)
+        options["alibi_slopes"] = _slopes(self, q.device)
     out, weights = self._foundry_attend(self, q, k, v, attention_mask, is_causal=True, **options)
     out = self.dense(out.reshape(*hidden_states.shape[:2], -1))
     return self._foundry_home.dropout_add(out, residual, self.hidden_dropout, self.training), weights
@@ -200,6 +200,11 @@ def _falcon_heads(self: Any, x: Tensor, repeated: bool) -> tuple[Tensor, Tensor,
 
 def _falcon_slopes(self: Any, device: torch.device) -> Tensor:
     """ALiBi is scaled as the scores are, and its slopes are rounded to bfloat16."""
+    return _slopes(self, device) * self.inv_norm_factor
+
+
+def _slopes(self: Any, device: torch.device) -> Tensor:
+    """Returns the model's own slopes: what its bias of the scores is from one key to the next."""
     ones = torch.ones(1, 2, device=device, dtype=torch.long)
-    slopes: Tensor = self._foundry_home.build_alibi_tensor(ones, self.num_heads, torch.float32)[:, 0, 1]
-    return slopes * self.inv_norm_factor
+    bias: Tensor = self._foundry_home.build_alibi_tensor(ones, self.num_heads, torch.float32)
+    return bias[:, 0, 1]

@@ -31,6 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+
+from foundry_kernels.integrations.release import check_release
+
+check_release()  # before an import fails that says less
+
+# ruff: noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

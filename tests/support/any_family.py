@@ -16,6 +16,22 @@ from foundry_kernels.integrations.table import PATCHED
 #: The families without a row of their own, in this release of transformers.
 WITHOUT_A_ROW = sorted(set(NAMES) - set(PATCHED) - {"gemma3_text"})
 
+#: Those of them that every test run tries; the others are slow tests.
+NAMED = (
+    "afmoe",
+    "biogpt",
+    "cohere2",
+    "doge",
+    "exaone4",
+    "falcon_h1",
+    "llama4_text",
+    "minimax",
+    "nemotron",
+    "opt",
+    "phi",
+    "stablelm",
+)
+
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,

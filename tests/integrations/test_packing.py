@@ -1,0 +1,424 @@
+"""Packed documents in a patched model: nothing of one reaches another, or the call is refused.
+
+Documents of 5, 9 and 4 tokens are in one row; the first is changed, which must not change the logits of the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from any_family import NAMED, WITHOUT_A_ROW, any_family
+from patching import BUILDABLE, close
+from torch import Tensor
+from transformers import AutoModelForCausalLM, StaticCache
+
+import foundry_kernels as fk
+from foundry_kernels.integrations.calls import recurrent_layers
+from foundry_kernels.integrations.tiny import tiny_config, tiny_model
+from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
+from foundry_kernels.integrations.tiny_encoders import tiny_encoder
+
+LENGTHS = (5, 9, 4)
+IDS = torch.randint(3, 61, (1, 18), generator=torch.Generator().manual_seed(0))
+CHANGED = torch.cat([(IDS[:, :5] + 7) % 57 + 3, IDS[:, 5:]], 1)
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+ONES = torch.ones_like(IDS)
+SEGMENTS = torch.tensor([[1] * 5 + [2] * 9 + [3] * 4])
+TOTALS = torch.tensor([0, 5, 14, 18], dtype=torch.int32)
+GIVEN: dict[str, Any] = {"cu_seq_lens_q": TOTALS, "cu_seq_lens_k": TOTALS, "max_length_q": 9, "max_length_k": 9}
+CAUSAL = torch.ones(1, 1, 18, 18, dtype=torch.bool).tril()
+
+#: What a call says of its documents, by positions and otherwise.
+BY_POSITIONS: dict[str, dict[str, Any]] = {
+    "positions": {"position_ids": POSITIONS},
+    "positions, mask": {"position_ids": POSITIONS, "attention_mask": ONES},
+    "positions, no cache": {"position_ids": POSITIONS, "use_cache": False},
+    "positions, mask, no cache": {"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False},
+    "positions, lengths": {"position_ids": POSITIONS, **GIVEN},
+    "positions, segments": {"position_ids": POSITIONS, "attention_mask": SEGMENTS},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "lengths": GIVEN,
+    "lengths, mask": {**GIVEN, "attention_mask": ONES},
+    "lengths as tensors": {**GIVEN, "max_length_q": torch.tensor(9), "max_length_k": torch.tensor([9])},
+    "segments": {"attention_mask": SEGMENTS},
+    "seq_idx": {"seq_idx": SEGMENTS - 1},
+}
+DENSE: dict[str, dict[str, Any]] = {
+    "lengths, a bool mask": {**GIVEN, "attention_mask": CAUSAL},
+    "lengths, a float mask": {**GIVEN, "attention_mask": torch.zeros(CAUSAL.shape).masked_fill(~CAUSAL, -1e9)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def refused(model: Any, ids: Tensor, **given: Any) -> bool:
+    """Whether the model refuses a call in words about documents."""
+    try:
+        model(ids, **given)
+    except ValueError as error:
+        return "document" in str(error)
+    return False
+
+
+def leaks(model: Any, **given: Any) -> bool:
+    first, second = (model(ids, **given)[0] for ids in (IDS, CHANGED))
+    return not close(first[:, 5:], second[:, 5:])
+
+
+def _arguments(model: Any) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def built(family: str) -> Any:
+    model = any_family(family)
+    if model is None:
+        pytest.skip("sizes do not suffice to build it in this release")
+    return model
+
+
+# Every family --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", BUILDABLE)
+def test_documents_do_not_see_each_other(family: str) -> None:
+    model = tiny_model(family)
+    with fk.patch(model):
+        alone = torch.cat([model(ids).logits for ids in IDS.split(LENGTHS, 1)], 1)
+    ways = OTHERS | (BY_POSITIONS if family != "bloom" else {})
+    for training in (False, True):
+        model.train(training)
+        with fk.patch(model) as handle:
+            assert handle.report().mixing == ()
+            for name, given in ways.items():
+                assert not leaks(model, **given), name
+                if name in BY_POSITIONS or family == "bloom":  # the others leave positions as they are
+                    assert close(model(IDS, **given).logits, alone), name
+            for name, given in DENSE.items():
+                if family != "bloom":  # which takes no mask of four dimensions
+                    assert refused(model, IDS, **given) or not leaks(model, **given), name
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in NAMED else pytest.param(f, marks=pytest.mark.slow) for f in WITHOUT_A_ROW]
+)
+def test_families_without_a_row(family: str) -> None:
+    model = built(family)
+    report = fk.patch(model).report()
+    if not any("flash_attention" in entry.ops for entry in report.replaced):
+        pytest.skip("its attention stays")
+    recurrent = recurrent_layers(model)
+    if recurrent:
+        for name, layers in recurrent.items():
+            assert any(f"{layers}  {name}  mixes them" in line for line in report.mixing)
+        for name, given in OTHERS.items():
+            assert refused(model, IDS, **given), name
+        with pytest.warns(UserWarning, match="attention keeps them apart"):
+            model(IDS, position_ids=POSITIONS)
+        return
+    assert report.mixing == ()
+    for name, given in (OTHERS | (BY_POSITIONS if "position_ids" in _arguments(model) else {})).items():
+        assert not leaks(model, **given), name
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders(family: str) -> None:
+    """Those of text keep documents apart; encoder-decoders refuse them."""
+    if ENCODERS[family][3] != "text":
+        return
+    model = tiny_encoder(family)
+    arguments = _arguments(model)
+    report = fk.patch(model).report()
+    if not any("flash_attention" in entry.ops for entry in report.replaced):
+        pytest.skip("its attention stays in this release")
+    ways = {**OTHERS, **({"positions": BY_POSITIONS["positions"]} if "position_ids" in arguments else {})}
+    for name, given in ways.items():
+        if model.config.is_encoder_decoder:
+            assert refused(model, IDS, decoder_input_ids=IDS, **given), name
+        else:
+            assert not leaks(model, **given), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "opt"])
+def test_gradients_of_layers_that_are_computed_again(family: str) -> None:
+    """No loss of one document has a gradient in the tokens of another, and all are those without checkpointing."""
+    model = (built(family) if family == "opt" else tiny_model(family)).train()
+    fk.patch(model, return_logits=True)
+    found = []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        torch.manual_seed(0)  # of dropout
+        with torch.enable_grad():
+            x = model.get_input_embeddings()(IDS).detach().requires_grad_()
+            out = model(inputs_embeds=x, position_ids=POSITIONS, attention_mask=ONES, use_cache=False).logits
+            out[:, 5:14].square().sum().backward()
+        assert x.grad is not None
+        assert not x.grad[:, :5].any()
+        assert not x.grad[:, 14:].any()
+        assert x.grad[:, 5:14].any()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_left_padding_is_no_document() -> None:
+    """What `generate` gives for positions of padding repeats itself, and so may those of a hole."""
+    model = tiny_model("llama")
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = mask[1, 4] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    ids = IDS[:, :16].view(2, 8)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    fk.patch(model)
+    assert close(model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()], expected)
+
+
+def test_documents_beside_padding() -> None:
+    """Padding behind, before and between the tokens of packed rows: each document is as it is alone."""
+    model = tiny_model("qwen2")  # with a window in one layer
+    ids = torch.cat([IDS, IDS.flip(1)])
+    for at in ([14, 15, 16, 17], [0, 1], [7], [0, 1, 7, 17]):
+        mask = torch.ones_like(ids)
+        mask[0, at] = 0
+        given = {"attention_mask": mask, "position_ids": POSITIONS}
+        with fk.patch(model):
+            out = model(ids, **given).logits
+        pieces = zip(ids[:1].split(LENGTHS, 1), mask[:1].split(LENGTHS, 1), POSITIONS.split(LENGTHS, 1), strict=True)
+        alone = [model(i, attention_mask=m, position_ids=p).logits for i, m, p in pieces]
+        assert close(out[0][mask[0].bool()], torch.cat(alone, 1)[0][mask[0].bool()]), at
+        whole = torch.cat([model(i).logits for i in ids[1:].split(LENGTHS, 1)], 1)
+        assert close(out[1], whole[0]), at
+
+
+# Precedence, and what is refused --------------------------------------------------------------------------------------
+
+
+def test_lengths_come_before_positions_and_positions_before_the_mask() -> None:
+    model = tiny_model("llama")
+    fk.patch(model)
+    counted = torch.arange(18)[None]
+    assert not leaks(model, **GIVEN, position_ids=counted)  # rotary positions may count on
+    assert not leaks(model, position_ids=counted, attention_mask=SEGMENTS)
+    two = torch.tensor([0, 5, 18], dtype=torch.int32)
+    coarse = {"cu_seq_lens_q": two, "cu_seq_lens_k": two, "max_length_q": 13, "max_length_k": 13}
+    for name, given in {
+        "position_ids begins a document where cu_seq_lens_q begins none": {**coarse, "position_ids": POSITIONS},
+        "attention_mask begins a document where cu_seq_lens_q begins none": {**coarse, "attention_mask": SEGMENTS},
+        "attention_mask begins a document where position_ids begins none": {
+            "position_ids": torch.tensor([[*range(5), *range(13)]]),
+            "attention_mask": SEGMENTS,
+        },
+        "attention_mask lets a token see another document": {"position_ids": POSITIONS, "attention_mask": CAUSAL},
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}.*contradict"):
+            model(IDS, **given)
+
+
+def test_a_mask_of_four_dimensions_says_all() -> None:
+    """Branches that share a beginning have positions that go back, but not to it."""
+    model = tiny_model("llama")
+    mask = CAUSAL.clone()
+    mask[..., 12:, 6:12] = False
+    positions = torch.tensor([[*range(12), *range(6, 12)]])
+    expected = model(IDS, attention_mask=mask, position_ids=positions).logits
+    blocks = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool() & CAUSAL
+    apart = model(IDS, attention_mask=blocks, position_ids=POSITIONS).logits
+    fk.patch(model)
+    assert close(model(IDS, attention_mask=mask, position_ids=positions).logits, expected)
+    assert close(model(IDS, attention_mask=blocks, position_ids=POSITIONS).logits, apart)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "one total": ({"cu_seq_lens_k": TOTALS}, "cu_seq_lens_q must be given with cu_seq_lens_k"),
+    "the other": ({"cu_seq_lens_q": TOTALS}, "cu_seq_lens_k must be given with cu_seq_lens_q"),
+    "a maximum": ({"max_length_q": 9}, "cu_seq_lens_q must be given with max_length_q"),
+    "too short": ({**GIVEN, "cu_seq_lens_q": TOTALS[:-1], "cu_seq_lens_k": TOTALS[:-1]}, "must rise from 0 to the 18"),
+    "falling": ({**GIVEN, "cu_seq_lens_q": torch.tensor([0, 9, 5, 18])}, "cu_seq_lens_q must rise"),
+    "floats": ({**GIVEN, "cu_seq_lens_q": TOTALS.float()}, "cu_seq_lens_q must be a tensor"),
+    "a maximum too small": ({**GIVEN, "max_length_k": 8}, "max_length_k must be at least 9"),
+    "no int": ({**GIVEN, "max_length_q": 9.0}, "max_length_q must be an int"),
+    "indices": ({"seq_idx": SEGMENTS[:, 1:]}, "seq_idx must be a tensor"),
+    "segments in pieces": (
+        {"attention_mask": torch.tensor([[1] * 5 + [2] * 9 + [1] * 4])},
+        "attention_mask must have the tokens of a segment side by side",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_arguments(bad: str) -> None:
+    model = tiny_model("llama")
+    fk.patch(model)
+    given, message = BAD[bad]
+    with pytest.raises(ValueError, match=message):
+        model(IDS, **given)
+    rows = torch.tensor([0, 10, 18], dtype=torch.int32)
+    with pytest.raises(ValueError, match="must begin a document with each row of 9 tokens"):
+        model(IDS.view(2, 9), **{**GIVEN, "cu_seq_lens_q": rows, "cu_seq_lens_k": rows, "max_length_q": 10})
+
+
+def test_a_cache_of_several_documents_is_not_continued() -> None:
+    model = tiny_model("llama")
+    fk.patch(model)
+    out = model(IDS, position_ids=POSITIONS, use_cache=True)
+    with pytest.raises(ValueError, match="holds several documents a row"):
+        model(IDS[:, :1], past_key_values=out.past_key_values)
+    one = model(IDS, use_cache=True)
+    for given in ({"position_ids": POSITIONS[:, :9]}, {"attention_mask": torch.cat([ONES, SEGMENTS[:, :9]], 1)}):
+        with pytest.raises(ValueError, match="begins a document on a cache that is not empty"):
+            model(IDS[:, :9], past_key_values=copy.deepcopy(one.past_key_values), **given)
+    static = StaticCache(config=model.config, max_cache_len=32)
+    assert close(
+        model(IDS, position_ids=POSITIONS, past_key_values=static).logits, model(IDS, position_ids=POSITIONS).logits
+    )
+
+
+def test_lengths_of_a_cache() -> None:
+    """Documents that go on: as many keys as are in the cache and new."""
+    model = tiny_model("llama")
+    expected = model(IDS).logits[:, 12:]
+    fk.patch(model)
+    cache = model(IDS[:, :12], use_cache=True).past_key_values
+    totals = {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 18])}
+    given = {**totals, "max_length_q": 6, "max_length_k": 18}
+    assert close(model(IDS[:, 12:], past_key_values=cache, **given).logits, expected)
+
+
+@pytest.mark.parametrize("dense_masks", ["kernels", "refuse", "sdpa"])
+def test_whatever_dense_masks_run_on(dense_masks: str) -> None:
+    for family in ("llama", "gemma2", "cohere2"):
+        model = built(family) if family == "cohere2" else tiny_model(family)
+        fk.patch(model, dense_masks=dense_masks)
+        for name, given in (OTHERS | BY_POSITIONS).items():
+            if dense_masks == "refuse" and family == "cohere2":
+                with pytest.raises(ValueError, match="in a family that has no row"):
+                    model(IDS, **given)
+            else:
+                assert not leaks(model, **given), name
+
+
+def test_a_model_that_tells_its_attention_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("opt")
+    home = sys.modules[type(model).__module__]
+    monkeypatch.setattr(home, "create_causal_mask", lambda **given: None)
+    layer = home.OPTDecoderLayer
+    theirs = layer.forward
+
+    def without(self: Any, hidden_states: Tensor, **given: Any) -> Any:
+        return theirs(
+            self, hidden_states, **{k: v for k, v in given.items() if k in ("attention_mask", "past_key_values")}
+        )
+
+    monkeypatch.setattr(layer, "forward", without)
+    handle = fk.patch(model)
+    assert any("OPTAttention  is not told of them: such a call is refused" in line for line in handle.report().mixing)
+    assert "several documents in a row" in str(handle.report())
+    model(IDS)
+    for given in (BY_POSITIONS["positions"], GIVEN):
+        with pytest.raises(ValueError, match=r"the model tells .*OPTAttention nothing: they would see each other"):
+            model(IDS, **given)
+
+
+# By name, and masks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [f for f in BUILDABLE if f not in ("bloom", "falcon")])
+def test_by_name(family: str) -> None:
+    """Without a patch, attention knows what it is given; GPT-2's learned positions are not given to it."""
+    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="foundry").eval()
+    alone = torch.cat([model(ids).logits for ids in IDS.split(LENGTHS, 1)], 1)
+    for name, given in BY_POSITIONS.items():
+        if "segments" not in name and not (family == "gpt2" and "lengths" not in name):
+            assert close(model(IDS, **given).logits, alone), name
+    for name in ("lengths", "lengths, mask", "seq_idx"):
+        assert not leaks(model, **OTHERS[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.uint8])
+def test_masks_of_integers(dtype: torch.dtype) -> None:
+    """Four dimensions: refused, as by SDPA, whatever our own masks look like."""
+    model = tiny_model("llama")
+    fk.patch(model)
+    for mask in (CAUSAL, CAUSAL[..., -1:, :], torch.ones(1, 1, 1, 18)):
+        with pytest.raises(TypeError, match=rf"attention_mask .*must be bool or floating; got {dtype}"):
+            model(IDS, attention_mask=mask.to(dtype))
+    with pytest.raises(TypeError, match=r"attention_mask .*must be bool or floating"):
+        model(IDS[:, :2], attention_mask=torch.tensor([[[[0, 1], [0, 2]]]], dtype=dtype))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_masks_carry_their_direction(family: str) -> None:
+    """As in transformers: `is_causal` of a module counts where there is no mask; a mask says it itself."""
+    model = tiny_model(family, attn_implementation="sdpa" if family == "llama" else "eager")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    hole = ONES.clone()
+    hole[0, 7] = 0
+    right = ONES.clone()
+    right[0, 14:] = 0
+    for given in ({}, {"attention_mask": hole}, {"attention_mask": right}, {"position_ids": POSITIONS}):
+        given = {**given, "use_cache": False}
+        real = given.get("attention_mask", ONES).bool()
+        if family == "gemma2" and not given.keys() - {"use_cache"}:
+            continue  # its own eager attention always has a mask
+        expected = model(IDS, **given).logits[real]
+        with fk.patch(model, ops=["flash_attention"]):
+            assert close(model(IDS, **given).logits[real], expected), given.keys()
+
+
+def test_other_arguments_are_ignored_as_without_a_patch() -> None:
+    others: dict[str, Any] = {
+        "token_type_ids": torch.zeros_like(IDS),
+        "special_tokens_mask": torch.zeros_like(IDS),
+        "length": torch.tensor([18]),
+        "return_loss": True,
+        "made_up": 3,
+    }
+    for family in BUILDABLE:
+        model = tiny_model(family)
+        for name, value in others.items():
+            if name in _arguments(model):  # GPT-2 embeds the types of tokens
+                continue
+            model(IDS, labels=IDS, **{name: value})
+            for training in (False, True):
+                with fk.patch(model.train(training)):
+                    expected = model(IDS, labels=IDS).loss
+                    assert torch.equal(model(IDS, labels=IDS, **{name: value}).loss, expected), (family, name)
+
+
+def test_no_warning_without_documents() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = built("falcon_h1")
+        fk.patch(model)
+        model(IDS, attention_mask=ONES)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "gpt_oss", "opt"])
+def test_compiled(family: str) -> None:
+    """Lengths are honoured without a value read; what would have to be read fails when the graph runs."""
+    model = built(family) if family == "opt" else tiny_model(family)
+    fk.patch(model)
+    run = torch.compile(model, fullgraph=True, backend="eager")
+    expected = model(IDS, **GIVEN, use_cache=False).logits
+    assert close(run(IDS, **GIVEN, use_cache=False).logits, expected)
+    assert close(run(CHANGED, **GIVEN, use_cache=False).logits[:, 5:], expected[:, 5:])
+    masked = run(IDS, **GIVEN, attention_mask=ONES, use_cache=False).logits
+    assert close(masked, expected)
+    if family == "llama":
+        for given in ({"position_ids": POSITIONS}, {"position_ids": POSITIONS, "attention_mask": ONES}):
+            with pytest.raises(RuntimeError, match=r"position_ids restart: torch\.compile must be given cu_seq_lens_q"):
+                run(IDS, **given, use_cache=False)
+        with pytest.raises(RuntimeError, match=r"segment ids: torch\.compile must be given cu_seq_lens_q"):
+            run(IDS, attention_mask=SEGMENTS, use_cache=False)
