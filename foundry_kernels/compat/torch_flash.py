@@ -66,8 +66,8 @@ class Handle:
 
 
 def _lse_without_gradient() -> Callable[[], None]:
-    """Lets `torch.nn.attention.varlen.varlen_attn` say what is true of its lse, as it does by itself since PyTorch 2.15:
-    before, the lse requires a gradient, and the backward pass drops that of it. Returns what undoes it."""
+    """Lets `torch.nn.attention.varlen.varlen_attn` say what is true of its lse, as it does since PyTorch 2.15: before,
+    the lse requires a gradient, which the backward pass drops. Returns what undoes it."""
     try:
         varlen: Any = importlib.import_module("torch.nn.attention.varlen")
         own = varlen._varlen_attn._setup_context_fn
