@@ -27,10 +27,13 @@ torch.library.register_fake("foundry_kernels::refuse_backward", lambda dout, why
 
 class _WithoutBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, why: str, x: Tensor, *inputs: Tensor) -> Tensor:
-        # Not the inputs themselves: a cache may be written to before the backward pass.
-        ctx.why, ctx.shapes = why, [each.shape for each in (x, *inputs)]
+    def forward(why: str, x: Tensor, *inputs: Tensor) -> Tensor:
         return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # Not the inputs themselves: a cache may be written to before the backward pass.
+        ctx.why, ctx.shapes = inputs[0], [x.shape for x in inputs[1:]]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:

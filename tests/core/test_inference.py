@@ -164,6 +164,19 @@ def test_compiled(name: str) -> None:
         out.sum().backward()
 
 
+def test_transforms() -> None:
+    """Of `torch.func`, which the reference serves."""
+    shapes, call, why = CALLS["flash_attention_varlen"]
+    given = tensors(shapes)
+
+    def loss(q: Tensor) -> Tensor:
+        out: Tensor = call(**{**given, "q": q}, backend="reference")[0]
+        return out.sum()
+
+    with pytest.raises(RuntimeError, match=why):
+        torch.func.grad(loss)(given["q"])
+
+
 def test_results_may_be_written_to() -> None:
     x = torch.ones(3, requires_grad=True)
     wanted, (inner, kept) = cut(x, "kept")
