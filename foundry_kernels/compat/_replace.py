@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -13,12 +14,14 @@ class Replacement:
     """`own` of `torch.nn.functional`, and `routed`, which takes its place.
 
     It is replaced in `torch.nn.functional`, where torch's own modules read the name at each call, and by whatever name
-    another module has imported it.
+    another module has imported it. TorchScript is not routed: it compiles the builtin that `own` is.
     """
 
     def __init__(self, own: Any, routed: Any) -> None:
         self.own, self.routed = own, routed
         self.replaced: list[tuple[ModuleType, str]] = []
+        # For good, and not by `put`: a module that imported `routed` meanwhile keeps it.
+        _name_for_torchscript(own, routed)
 
     def put(self) -> None:
         # torch's own modules compare functions with what is in torch._C.
@@ -34,3 +37,16 @@ class Replacement:
             if getattr(module, name, None) is self.routed:  # else somebody replaced it since: it is theirs
                 setattr(module, name, self.own)
         self.replaced.clear()
+
+
+def _name_for_torchscript(own: Any, routed: Any) -> None:
+    """TorchScript, which could not compile `routed`, takes it for the builtin `own`.
+
+    Its table is private: in a PyTorch that has another, scripting fails while `routed` is put, and nothing else does.
+    """
+    try:
+        builtins: Any = importlib.import_module("torch.jit._builtins")
+        if (name := builtins._find_builtin(own)) is not None:
+            builtins._register_builtin(routed, name)
+    except (ImportError, AttributeError, TypeError):
+        return

@@ -38,8 +38,8 @@ def batch_invariant() -> BatchInvariantSwitch:
 
     Linear layers are routed for plain tensors in float32, bfloat16 and float16 on a CPU (with the compiled extension)
     and on CUDA's GPUs; another dtype there raises, as does a CPU without the extension. Subclasses of Tensor (DTensor),
-    other devices and `torch.func` transforms stay with PyTorch, and so do products that are written ``x @ w`` and
-    other layers (convolutions, `torch.nn.Bilinear`).
+    other devices, TorchScript and `torch.func` transforms stay with PyTorch, and so do products that are written
+    ``x @ w`` and other layers (convolutions, `torch.nn.Bilinear`).
 
     It costs speed: decoding without splits of the keys, linear layers without BLAS.
 

@@ -11,6 +11,7 @@ from foundry_kernels.compat.scalars import as_int
 from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_integer, check_rank, check_shape
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
 
+NO_GRADIENT = "a cache is for inference: no gradient flows through it; use torch.no_grad() or detach inputs"
 ROTARY = "rotary_cos and rotary_sin must be given together, and with new keys k to be rotated"
 
 
@@ -33,8 +34,6 @@ def check_tensors(
         check_rank(name, x, 4, layout)
         check_dtype(name, x, "q", q)
         check_device(name, x, "q", q)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, *(x for _, x, _ in named))):
-        raise ValueError("a cache is for inference: no gradient flows through it; use torch.no_grad() or detach inputs")
 
     batch, _, n_heads, head_dim = q.shape
     rows, size, n_kv_heads, _ = k_cache.shape

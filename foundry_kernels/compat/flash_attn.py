@@ -102,7 +102,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: ``[B + 1]`` int32 (or int64): where each sequence begins, and the total.
         max_seqlen_q, max_seqlen_k: at least the length of the longest sequence.
         block_table: ``[B, max_blocks]`` int32 (or int64): k is ``[num_blocks, page_block_size, Hk, D]`` and v likewise,
-            see :func:`foundry_kernels.flash_attention_varlen`. Without gradients and dropout.
+            see :func:`foundry_kernels.flash_attention_varlen`. Without a backward pass and dropout.
         others: as for :func:`flash_attn_func`.
 
     Returns:

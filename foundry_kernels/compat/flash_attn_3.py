@@ -20,6 +20,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from torch import Tensor
 
+from foundry_kernels.compat.combine import flash_attn_combine
 from foundry_kernels.compat.flash_attn import translate
 from foundry_kernels.compat.kvcache import append_and_attend, check_num_splits
 from foundry_kernels.compat.paged_cache import append_and_attend_pages
@@ -30,7 +31,13 @@ from foundry_kernels.core.checks import check_rank, check_tensor
 from foundry_kernels.ops.flash_attention import Options
 from foundry_kernels.ops.flash_attention.checks import check_dense, check_varlen
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
 
 
 def flash_attn_func(

@@ -9,11 +9,12 @@ from typing import NamedTuple, SupportsFloat, SupportsIndex
 import torch
 from torch import Tensor
 
-from foundry_kernels.compat.cache_checks import ROTARY, check_tables, check_tensors, read_where
+from foundry_kernels.compat.cache_checks import NO_GRADIENT, ROTARY, check_tables, check_tensors, read_where
 from foundry_kernels.compat.flash_attn import translate
 from foundry_kernels.compat.paged_cache import Places, append_and_attend_pages, attend_places
 from foundry_kernels.compat.qv import attend, check_qv
 from foundry_kernels.compat.scalars import as_int
+from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, Options
 from foundry_kernels.ops.flash_attention.checks import check_alibi_slopes
@@ -91,9 +92,9 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: an argument is no tensor or has the wrong kind of dtype.
         ValueError: shapes, dtypes or devices do not fit together; a length, row or padding is out of range; the new
-            keys do not fit into the cache; an input shares memory with what is written; a gradient is wanted, which
-            does not flow through a cache.
+            keys do not fit into the cache; an input shares memory with what is written.
         BackendUnavailable: the named backend does not support this device or dtype.
+        RuntimeError: a backward pass goes through the results: no gradient flows through a cache.
 
     The host must know the lengths: the call waits for each of `cache_seqlens`, `cache_batch_idx` and `cache_leftpad`
     that is a tensor on a GPU, and for `block_table`. An int or a tensor on the CPU is taken too, and nothing waits for
@@ -122,9 +123,10 @@ def append_and_attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse) of :func:`flash_attn_with_kvcache`, whose arguments these are: `k_cache`, `v_cache`, `k`, `v`;
     the tables and `rotary_interleaved`; `cache_seqlens`, `cache_batch_idx`, `cache_leftpad`; and FlashAttention 3's."""
-    k_cache, v_cache, k, v = caches
-    rotary_cos, rotary_sin, interleaved = rotary
-    alibi_slopes, backend = options["alibi_slopes"], options["backend"]
+    wanted, (q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes) = cut(
+        q, *caches, *rotary[:2], options["alibi_slopes"]
+    )
+    options, interleaved, backend = options | {"alibi_slopes": alibi_slopes}, rotary[2], options["backend"]
     new = check_tensors(q, k_cache, v_cache, k, v, where[1] is not None)
     options = check_qv(qv, q, k_cache, v_cache, options)
     if alibi_slopes is not None:
@@ -140,7 +142,9 @@ def append_and_attend(
     if k is not None and v is not None:
         _append(k_cache, k, cached)
         _append(v_cache, v, cached)
-    return _attend(q, k_cache, v_cache, cached, new, options, qv, attention_chunk)
+    found = _attend(q, k_cache, v_cache, cached, new, options, qv, attention_chunk)
+    out, lse = without_backward(found, wanted, NO_GRADIENT)
+    return out, lse
 
 
 def check_num_splits(num_splits: SupportsIndex) -> None:

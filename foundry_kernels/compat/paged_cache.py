@@ -11,8 +11,9 @@ from typing import NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from foundry_kernels.compat.cache_checks import ROTARY, check_tables, check_tensors, read_where
+from foundry_kernels.compat.cache_checks import NO_GRADIENT, ROTARY, check_tables, check_tensors, read_where
 from foundry_kernels.core.checks import check_device, check_integer, check_rank, check_tensor
+from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import BackendUnavailable, resolve
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION_VARLEN, Options, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.checks import check_alibi_slopes
@@ -175,7 +176,8 @@ def append_and_attend_pages(
     cu_seqlens: of queries and of new keys that are packed; ``(None, None)``: all sequences have as many. named: the
     table in errors.
     """
-    k_cache, v_cache, k, v = caches
+    wanted, (q, k_cache, v_cache, k, v, cos, sin, alibi_slopes) = cut(q, *caches, *rotary[:2], options["alibi_slopes"])
+    rotary, options = (cos, sin, rotary[2]), options | {"alibi_slopes": alibi_slopes}
     of_q, of_k = cu_seqlens
     if of_q is None:
         n_new = check_tensors(q, k_cache, v_cache, k, v, True)
@@ -205,7 +207,8 @@ def append_and_attend_pages(
         block_table, named = torch.arange(k_cache.shape[0])[:, None], "k_cache"
     table = read_table(block_table, chosen, batch, k_cache, named)
     places = Places(table, lengths, begins, queries, new)
-    out, lse = _attend_places(packed_q, fresh, (k_cache, v_cache), places, rotary, options, named)
+    found = _attend_places(packed_q, fresh, (k_cache, v_cache), places, rotary, options, named)
+    out, lse = without_backward(found, wanted, NO_GRADIENT)
     if of_q is not None:
         return out, lse
     shape = (batch, q.shape[1])

@@ -30,8 +30,9 @@ def use_sdpa(backend: str = "auto") -> SdpaSwitch:
 
     Callers reach it as ``F.scaled_dot_product_attention`` (with `torch.nn.MultiheadAttention` and transformers' "sdpa"
     among them) and by a name that their module imported from there, before or after. `torch.compile` traces it: what
-    was compiled before is compiled again. What calls PyTorch's C++ function by another way is not routed: TorchScript,
-    the fused fast path of `torch.nn.TransformerEncoderLayer`, an object that keeps the function as an attribute.
+    was compiled before is compiled again. What calls PyTorch's C++ function by another way is not routed: TorchScript
+    (`torch.jit.script` compiles PyTorch's own, as it does without the switch), the fused fast path of
+    `torch.nn.TransformerEncoderLayer`, an object that keeps the function as an attribute.
 
     Nested tensors, other devices than CPUs and CUDA's, dtypes other than float32, bfloat16, float16 and float64, and
     heads wider than 512 stay with PyTorch. Tensors and modes with a `__torch_function__` of their own see the call

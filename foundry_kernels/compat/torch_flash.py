@@ -5,10 +5,13 @@
 the backward pass needs. It holds for code that was compiled before, as the operators are the same. A call that comes
 here and that no kernel takes (float64, a scale that is not positive, a build without the extension) goes to the kernel
 that was there before, if any.
+
+The lse that such operators return takes no gradient, as PyTorch's autograd has no formula for one, and says so.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from collections.abc import Callable
@@ -46,18 +49,47 @@ def activate() -> Handle:
             if hasattr(torch.ops.aten, name):  # one of them is not in PyTorch 2.11
                 kernel = _Kernel(name, device, _KERNELS[name])
                 library.impl(name, kernel, device, with_keyset=True, allow_override=True)
-    return Handle(library)
+    return Handle(library, _lse_without_gradient())
 
 
 class Handle:
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, restore: Callable[[], None]) -> None:
         self.library: Library | None = library
+        self.restore = restore
 
     def remove(self) -> None:
         """PyTorch's own kernels are back."""
         if self.library is not None:
             self.library._destroy()
             self.library = None
+            self.restore()
+
+
+def _lse_without_gradient() -> Callable[[], None]:
+    """Lets `torch.nn.attention.varlen.varlen_attn` say what is true of its lse, as it does since PyTorch 2.15: before,
+    the lse requires a gradient, which the backward pass drops. Returns what undoes it."""
+    try:
+        varlen: Any = importlib.import_module("torch.nn.attention.varlen")
+        own = varlen._varlen_attn._setup_context_fn
+    except (ImportError, AttributeError):
+        return _nothing
+    if own is None:
+        return _nothing
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        own(ctx, inputs=inputs, output=output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    def restore() -> None:
+        if varlen._varlen_attn._setup_context_fn is setup_context:  # else somebody replaced it since: it is theirs
+            varlen._varlen_attn._setup_context_fn = own
+
+    varlen._varlen_attn._setup_context_fn = setup_context
+    return restore
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Kernel:

@@ -48,7 +48,8 @@ def varlen_attn(
         seqused_k: ``[B]`` int32 or int64, or None: only so many of each sequence's first keys are in use. Gradients
             flow with it too.
         block_table: ``[B, max_blocks]`` int32 or int64: key is ``[num_blocks, page_block_size, Hk, D]``, value too, see
-            :func:`foundry_kernels.flash_attention_varlen`. Then `seqused_k` must be given, and no gradient flows.
+            :func:`foundry_kernels.flash_attention_varlen`. Then `seqused_k` must be given, and a backward
+            pass raises RuntimeError.
         num_splits: accepted; each backend chooses by itself how to split the work.
         backend: "auto", "reference", "triton" or "native".
 

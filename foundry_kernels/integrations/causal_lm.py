@@ -246,12 +246,17 @@ def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int)
 
 
 def _by_items(loss: Tensor, num_items_in_batch: Any) -> Tensor:
-    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype."""
+    """Returns a sum over the number of items, where that is given: float32 whatever the model's dtype. Nothing over no
+    items is 0, as a mean is; something over none is infinite, as without a patch."""
     loss = loss.float()
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
+        count = num_items_in_batch.to(loss.device)
+        # In the divisor, as the gradient of a quotient that is chosen afterwards is 0 / 0 all the same.
+        return loss / torch.where((count == 0) & (loss == 0), 1, count)
+    if num_items_in_batch == 0:
+        return loss / torch.where(loss == 0, 1.0, 0.0)
     return loss / num_items_in_batch
 
 

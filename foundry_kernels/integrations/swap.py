@@ -16,6 +16,7 @@ from torch import nn
 
 from foundry_kernels.integrations.adapters import Adapter, Attention, State
 from foundry_kernels.integrations.configs import give_back, give_back_outer
+from foundry_kernels.nn._scripting import refuse_scripting
 
 _CLASSES: dict[tuple[type, Adapter], type] = {}
 
@@ -30,6 +31,7 @@ def patched_class(original: type, adapter: Adapter) -> type:
         "__module__": module,
         "__doc__": f"{original.__name__} on the operations of foundry_kernels.",
         "__reduce_ex__": _reduce,
+        "__prepare_scriptable__": refuse_scripting,
         "_foundry_row": adapter,
         "_foundry_original": original,
         "_foundry_home": sys.modules[next(c for c in original.__mro__ if adapter.method in vars(c)).__module__],

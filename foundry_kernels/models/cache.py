@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from foundry_kernels.core.checks import check_int
+from foundry_kernels.core.inference import recorded, without_backward
 from foundry_kernels.models.config import ModelConfig
+from foundry_kernels.models.context import Context
 from foundry_kernels.nn._linear_layers import KeyValueMemory
+from foundry_kernels.nn._paged import NO_GRADIENT
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def without_graph(forward: Forward) -> Forward:
+    """A model's `forward`, of which a call with a cache keeps nothing for a backward pass, in any mode; one through
+    what it returns raises RuntimeError."""
+
+    @wraps(forward)
+    def call(self: Any, *args: Any, cache: Any = None, **options: Any) -> Any:
+        if cache is None or not torch.is_grad_enabled():
+            return forward(self, *args, cache=cache, **options)
+        context = options.get("context")
+        read = context.layers if isinstance(context, Context) else context
+        wanted = recorded(*self.parameters(), *tree_leaves((args, options, read)))
+        with torch.no_grad():
+            result = forward(self, *args, cache=cache, **options)
+        return tree_map(lambda x: _without_backward(x, wanted), result)
+
+    return call  # type: ignore[return-value]  # `wraps` says less than the variable
+
+
+def _without_backward(x: Any, wanted: list[Tensor]) -> Any:
+    found = isinstance(x, Tensor) and x.is_floating_point()
+    return without_backward((x,), wanted, NO_GRADIENT)[0] if found else x
 
 
 class KVCache:
@@ -70,8 +101,6 @@ class KVCache:
                 f"cache is full: it holds {self.length} of max_len={self.max_len} positions, "
                 f"{tokens.shape[1]} more do not fit"
             )
-        if torch.is_grad_enabled():
-            raise ValueError("cache is for inference: gradients do not flow through it; use torch.no_grad()")
 
     def layer(self, index: int) -> LayerCache:
         """Returns one layer's part, as :class:`foundry_kernels.nn.Attention` takes it."""

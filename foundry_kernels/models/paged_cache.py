@@ -25,7 +25,7 @@ class PagedKVCache:
     until one is written to, :meth:`free` gives its pages back. ``model(tokens, cache=cache.batch([a, b]))`` appends a
     row of tokens to each of these; ``cache=cache`` is all sequences in the order in which they were made. With
     `cu_seqlens` tokens are ``[1, total]`` and each sequence gets as many as it says: the chunk of a prompt beside
-    single tokens of others. All is for inference.
+    single tokens of others. All is for inference: a backward pass raises RuntimeError.
 
     Args:
         config: of the model.
@@ -179,8 +179,6 @@ class PagedBatch:
         """
         cache, (batch, count) = self.cache, tokens.shape
         cache.check(tokens.device, dtype, n_layers)
-        if torch.is_grad_enabled():
-            raise ValueError("cache is for inference: gradients do not flow through it; use torch.no_grad()")
         rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
         if rows != len(self.sequences):
             raise ValueError(f"cache's batch has {len(self.sequences)} sequences; got tokens of {rows}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.models.blocks import TransformerBlock, add_branch, make_norm, operations
-from foundry_kernels.models.cache import KVCache
+from foundry_kernels.models.cache import KVCache, without_graph
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.cross_blocks import block_class
@@ -173,6 +173,7 @@ class Transformer(nn.Module):
         ours.load_state_dict(state)
         return ours.train(model.training)
 
+    @without_graph
     def forward(
         self,
         tokens: Tensor,
@@ -214,9 +215,10 @@ class Transformer(nn.Module):
                 :meth:`read_context` has read of it, for many calls.
             context_lengths: ``[B]`` int32 or int64: of context b the positions at ``context_lengths[b]`` and behind it
                 are padding, which nobody sees. What `read_context` has read knows its lengths.
-            cache: keys and values of the positions before `tokens`; those of `tokens` are appended. Inference only.
-                With a :class:`PagedKVCache`, or sequences of it (its `batch`), rows of `tokens` may continue at
-                different positions, and with `cu_seqlens` by different numbers of tokens; not with a mask or lengths.
+            cache: keys and values of the positions before `tokens`; those of `tokens` are appended. A backward
+                pass then raises RuntimeError, and nothing is kept for one. With a :class:`PagedKVCache`, or sequences
+                of it (its `batch`), rows of `tokens` may continue at different positions, and with `cu_seqlens` by
+                different numbers of tokens; not with a mask or lengths.
             last_only: logits of the last position only, ``[B, 1, V]``; not together with targets. With `cu_seqlens`
                 and a cache of the last token of each sequence, ``[1, N, V]``.
             ignore_index: positions with this target are ignored.

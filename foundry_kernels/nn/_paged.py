@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.ops.flash_attention import flash_attention_varlen
+
+NO_GRADIENT = "cache is for inference: gradients do not flow through it; use torch.no_grad()"
 
 
 class PagedStep(NamedTuple):
@@ -41,12 +44,14 @@ class PagedKeyValues:
 
         Raises:
             ValueError: they do not fit the pages.
+            RuntimeError: a backward pass goes through the results.
         """
         step, (batch, _, tokens, _) = self.step, q.shape
+        wanted, (q, k, v) = cut(q, k, v)
         for name, new, pages in (("k", k, self.k), ("v", v, self.v)):
             if new.shape != (batch, pages.shape[2], tokens, pages.shape[3]) or batch * tokens != len(step.page):
-                wanted = (batch, pages.shape[2], tokens, pages.shape[3])
-                raise ValueError(f"{name} must be {wanted}, as the cache is; got {tuple(new.shape)}")
+                expected = (batch, pages.shape[2], tokens, pages.shape[3])
+                raise ValueError(f"{name} must be {expected}, as the cache is; got {tuple(new.shape)}")
             if new.dtype != pages.dtype or new.device != pages.device:
                 got = f"{new.dtype} on {new.device}"
                 raise ValueError(f"{name} must be {pages.dtype} on {pages.device}, as the cache is; got {got}")
@@ -57,6 +62,8 @@ class PagedKeyValues:
             packed, self.k, self.v, step.cu_seqlens_q, None, step.max_seqlen_q, step.max_seqlen_k,
             block_table=step.block_table, seqused_k=step.seqused_k, **options,
         )  # fmt: skip
-        out, *rows = result if isinstance(result, tuple) else (result,)
+        found = result if isinstance(result, tuple) else (result,)
+        with_gradient = 1 + options.get("return_lse", False)  # statistics never have one
+        out, *rows = without_backward(found[:with_gradient], wanted, NO_GRADIENT) + found[with_gradient:]
         heads = out.unflatten(0, (batch, tokens)).transpose(1, 2)
         return heads, *(x.unflatten(1, (batch, tokens)).transpose(0, 1) for x in rows)

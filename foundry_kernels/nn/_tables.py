@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.registry import is_subclass
+from foundry_kernels.nn._scripting import refuse_scripting
 
 
 class FixedTables(torch.nn.Module):
@@ -21,6 +22,8 @@ class FixedTables(torch.nn.Module):
     They follow the module to another device, but stay float32 under ``.to(torch.bfloat16)`` and the like. Built on the
     meta device, they get their values with ``to_empty(device=...)``.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     #: Names of the buffers, in the order of `_tables`.
     names: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from foundry_kernels.nn._head import weight_of_norm
 from foundry_kernels.nn._linear_layers import Layers, layers_for
 from foundry_kernels.nn._masks import check_masks, hide_padding, packed_positions
 from foundry_kernels.nn._paged import PagedKeyValues
+from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.nn.norm import RMSNorm
 from foundry_kernels.nn.positions import AlibiSlopes
 from foundry_kernels.nn.rotary import RotaryEmbedding
@@ -85,6 +86,8 @@ class Attention(torch.nn.Module):
             dimensions exceed `head_dim`, `alibi` has other heads, `sliding_window` is below 1, `dropout` outside
             [0, 1), `scale` is not positive, an unknown `qk_norm_over` or backend.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

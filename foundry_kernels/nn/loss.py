@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -28,6 +29,8 @@ class LinearCrossEntropy(torch.nn.Linear):
     Raises:
         ValueError: an unknown backend. Options are checked by the call.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

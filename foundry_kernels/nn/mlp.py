@@ -14,6 +14,7 @@ from foundry_kernels.core.dropout import draw_seed
 from foundry_kernels.nn._backend import Backend, describe, plan
 from foundry_kernels.nn._layers import is_linear, is_plain
 from foundry_kernels.nn._linear_layers import layers_for
+from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.ops._linear import Linear
 from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.swiglu import geglu, glu, reglu, swiglu
@@ -62,6 +63,8 @@ class GatedMLP(torch.nn.Module):
 
     Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,
@@ -137,6 +140,8 @@ class MLP(torch.nn.Module):
     Raises:
         ValueError: a width below 1, a dropout outside [0, 1), an unknown `activation`, `recompute` or backend.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.nn.mlp import GATES, GatedMLP, check_dropout
 from foundry_kernels.nn.router import Router, RouterStats, Routing
 from foundry_kernels.ops.combine_experts import combine_experts
@@ -68,7 +69,12 @@ class _Gather(torch.autograd.Function):
 def gather_rows(x: Tensor, where: Dispatch, backend: str) -> Tensor:
     """The rows of x ``[T, D]`` by expert ``[M, D]``; `backend` is that of combine_experts."""
     tokens = where.order // where.slots.shape[1]
-    return x[tokens] if _transformed() else _Gather.apply(x, tokens, where.slots, backend)
+    if _transformed():
+        return x[tokens]
+    if not (torch.is_grad_enabled() and x.requires_grad):  # a trace that is to be saved has no autograd function
+        return x.index_select(0, tokens)
+    gathered: Tensor = _Gather.apply(x, tokens, where.slots, backend)
+    return gathered
 
 
 #: Experts on rows ``[M, D]`` sorted by expert, of which offs ``[E]`` has the ends.
@@ -142,6 +148,8 @@ class Experts(nn.Module):
     """E gated feed-forward blocks, ``down_e (activation(gate_e x) * up_e x)``; parameters are called and laid out as in
     transformers: `gate_up_proj` ``[E, 2N, D]``, the gate first, `down_proj` ``[E, D, N]``, and with `bias`
     `gate_up_proj_bias` and `down_proj_bias`. The arguments are those of :class:`MoE`."""
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,
@@ -275,6 +283,8 @@ class MoE(nn.Module):
     Shazeer et al., 2017, arXiv:1701.06538; Gale et al., "MegaBlocks", 2022, arXiv:2211.15841; Dai et al.,
     "DeepSeekMoE" (shared experts), 2024, arXiv:2401.06066.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

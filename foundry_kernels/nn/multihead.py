@@ -15,6 +15,7 @@ from foundry_kernels.core.registry import FLOATS
 from foundry_kernels.nn._backend import Backend, describe, plan, serving
 from foundry_kernels.nn._linear_layers import products_for
 from foundry_kernels.nn._nested import Packed, nest_like, pack, pad_packed
+from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.ops._linear import Linear
 from foundry_kernels.ops.flash_attention import flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.checks import MAX_HEAD_DIM
@@ -55,6 +56,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     In inference torch.nn.TransformerEncoderLayer calls a kernel of its own in place of whatever attention it holds;
     :func:`foundry_kernels.patch` of the layer mends that.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

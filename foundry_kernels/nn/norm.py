@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_not_negative, check_number, check_tensor
 from foundry_kernels.nn._backend import Backend, describe, plan
+from foundry_kernels.nn._scripting import refuse_scripting
 from foundry_kernels.ops.rms_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
@@ -31,6 +32,8 @@ class RMSNorm(torch.nn.RMSNorm):
         ValueError: a zero-width or empty `normalized_shape`, a negative eps, an offset without a weight, an unknown
             backend.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     weight_offset: float = 0.0  # the base class resets the parameters before __init__ gets to set this
 
@@ -154,6 +157,8 @@ class LayerNorm(torch.nn.LayerNorm):
     Raises:
         ValueError: a zero-width or empty `normalized_shape`, a negative eps, an unknown backend.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

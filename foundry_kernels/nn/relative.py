@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_int
+from foundry_kernels.nn._scripting import refuse_scripting
 
 
 def why_no_buckets(buckets: int, max_distance: int, causal: bool) -> str | None:
@@ -55,6 +56,8 @@ class RelativeBias(torch.nn.Module):
     Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2019,
     arXiv:1910.10683.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self,

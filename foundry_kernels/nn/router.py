@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from foundry_kernels.core.autocast import no_autocast
 from foundry_kernels.core.checks import check_positive
 from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.nn._scripting import refuse_scripting
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -89,6 +90,8 @@ class Router(nn.Module):
     2024, arXiv:2401.04088; Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
     arXiv:2408.15664; DeepSeek-AI, "DeepSeek-V3", 2024, arXiv:2412.19437.
     """
+
+    __prepare_scriptable__ = refuse_scripting
 
     selection_bias: Tensor | None
     chosen: Tensor | None

@@ -217,7 +217,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"k_cache must have a place of its own for each element",
     ),
-    "gradient": (kv(q=q.clone().requires_grad_()), ValueError, r"no gradient flows through it"),
     "rotary alone": (kv(rotary_cos=cos), ValueError, r"rotary_cos and rotary_sin must be given together"),
     "rotary without keys": (
         kv(k=None, v=None, rotary_cos=cos, rotary_sin=cos),

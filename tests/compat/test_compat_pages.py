@@ -200,7 +200,6 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         paged(rotary_cos=COS[:6], rotary_sin=SIN[:6], causal=True),
         r"rotary_cos must have a row for each of 7 positions",
     ),
-    "gradient": (paged(q=Q.clone().requires_grad_()), r"no gradient flows through it"),
 }
 
 

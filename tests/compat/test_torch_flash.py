@@ -135,6 +135,57 @@ def test_varlen_attn(ours: list[str], window: tuple[int, int]) -> None:
             torch.testing.assert_close(into, compat.varlen_attn(*given, cu, cu, 7, 7, **options))
 
 
+def test_lse_takes_no_gradient_and_says_so(ours: list[str]) -> None:
+    """PyTorch's autograd drops the gradient of lse; `compat.varlen_attn` has it. One token, so that it is known."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    cu, sizes = torch.tensor([0, 1], dtype=torch.int32), (1, 1)
+    aux = varlen.AuxRequest(lse=True)
+    q, k, v = given = [torch.full((1, 1, 1), x, requires_grad=True) for x in (1.0, 1.0, 2.0)]
+    out, lse = varlen.varlen_attn(*given, cu, cu, *sizes, return_aux=aux, scale=1.0)
+    assert out.requires_grad
+    assert not lse.requires_grad
+    grads = torch.autograd.grad((out * torch.sigmoid(lse)[..., None]).sum(), given)
+    torch.testing.assert_close(torch.cat(grads).flatten(), torch.tensor([0.0, 0.0, 0.73106]), rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        lse.sum().backward()
+    compiled = torch.compile(varlen.varlen_attn, backend="aot_eager", fullgraph=True)
+    assert not compiled(*given, cu, cu, *sizes, return_aux=aux, scale=1.0)[1].requires_grad
+
+    out, lse = compat.varlen_attn(*given, cu, cu, *sizes, return_aux=aux, scale=1.0)
+    grads = torch.autograd.grad((out * torch.sigmoid(lse)[..., None]).sum(), given)
+    torch.testing.assert_close(torch.cat(grads).flatten(), torch.tensor([0.39322, 0.39322, 0.73106]), rtol=1e-4, atol=0)
+
+    dense = [x[None] for x in given]
+    for made in (
+        aten._scaled_dot_product_flash_attention(*dense, 0.0, False, False),
+        aten._scaled_dot_product_flash_attention_for_cpu(*dense, 0.0, False),
+        aten._flash_attention_forward(*dense, None, None, *sizes, 0.0, False, False),
+        aten._flash_attention_forward(q, k, v, cu, cu, *sizes, 0.0, False, False),
+    ):
+        assert made[0].requires_grad
+        assert not made[1].requires_grad
+
+
+def test_nothing_is_left_of_what_lse_says() -> None:
+    """Nor is what somebody else has put there since taken away, and a torch without these names is served."""
+    operator: Any = pytest.importorskip("torch.nn.attention.varlen")._varlen_attn
+    own = operator._setup_context_fn
+    attention.activate_flash_attention_impl("foundry")
+    assert operator._setup_context_fn is not own
+    attention.restore_flash_attention_impl()
+    assert operator._setup_context_fn is own
+    handle = torch_flash.activate()
+    try:
+        operator._setup_context_fn = print
+        handle.remove()
+        assert operator._setup_context_fn is print
+        del operator._setup_context_fn
+        torch_flash.activate().remove()
+        assert not hasattr(operator, "_setup_context_fn")
+    finally:
+        operator._setup_context_fn = own
+
+
 def test_the_operator_for_gpus(ours: list[str]) -> None:
     """The one that PyTorch chooses on a GPU, with dropout and grouped heads; here by name, on the CPU."""
     q, k, v = given = inputs((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 import foundry_kernels as fk
-from foundry_kernels.compat import scaled_dot_product_attention, sdpa_switch, use_sdpa
+from foundry_kernels.compat import _replace, scaled_dot_product_attention, sdpa_switch, use_sdpa
 from foundry_kernels.compat.sdpa import TORCHS
 
 
@@ -197,6 +198,67 @@ def test_a_model_of_transformers(served: list[str]) -> None:
             assert len(served) == (2 if route else 0)
             found.append((loss.detach(), *(p.grad.clone() for p in model.parameters())))
         torch.testing.assert_close(found[1], found[0], rtol=2e-4, atol=2e-5)
+
+
+def attend(q: Tensor, k: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.5)
+
+
+def attend_by_name(q: Tensor, k: Tensor) -> Tensor:
+    return imported_before(q, k, k, None, 0.0, True)
+
+
+#: What TorchScript compiles of torch's own modules and of a caller's functions.
+SCRIPTED: dict[str, Callable[[], Any]] = {
+    "function": lambda: attend,
+    "name": lambda: attend_by_name,
+    "attention": lambda: torch.nn.MultiheadAttention(8, 2),
+    "layer": lambda: torch.nn.TransformerDecoderLayer(8, 2, 16, 0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is (deprecated|not supported)")
+@pytest.mark.parametrize("what", SCRIPTED)
+def test_torchscript_is_left_alone(what: str, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted while a switch is on, it is what it is without: the same code, which calls torch's function."""
+    # Else what another test has compiled would be taken.
+    monkeypatch.setattr(torch.jit._recursive, "concrete_type_store", torch.jit._recursive.ConcreteTypeStore())
+    monkeypatch.setattr(torch.jit._state, "_jit_caching_layer", weakref.WeakKeyDictionary())
+    torch.manual_seed(0)
+    made = SCRIPTED[what]()
+    given = (q, k) if what in ("function", "name") else (draw(5, 2, 8).float(),) * (3 if what == "attention" else 2)
+    with use_sdpa():
+        scripted = torch.jit.script(made)
+        out = scripted(*given)
+    assert not served
+    assert "scaled_dot_product_attention" in str(scripted.inlined_graph)
+    after = torch.jit.script(SCRIPTED[what]())
+    assert scripted.code == after.code
+    torch.testing.assert_close(out, made(*given))
+    torch.testing.assert_close(scripted(*given), out)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is (deprecated|not supported)")
+def test_torchscript_of_a_name_that_was_imported_meanwhile() -> None:
+    with use_sdpa():
+        meanwhile: Any = F.scaled_dot_product_attention
+    assert meanwhile is sdpa_switch.routed
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        out: Tensor = meanwhile(q, k, k)
+        return out
+
+    assert torch.equal(torch.jit.script(attend)(q, k), TORCHS(q, k, k))
+
+
+def test_torchscripts_private_table_may_be_another(monkeypatch: pytest.MonkeyPatch, served: list[str]) -> None:
+    monkeypatch.delattr(torch.jit._builtins, "_register_builtin")
+    routing = _replace.Replacement(TORCHS, lambda *given: "ours")
+    monkeypatch.setitem(__import__("sys").modules, "torch.jit._builtins", None)
+    _replace.Replacement(TORCHS, abs)
+    routing.put()
+    assert F.scaled_dot_product_attention(q, k, k) == "ours"  # type: ignore[comparison-overlap]
+    routing.restore()
 
 
 # --- what stays with PyTorch, and what sees the call first ------------------------------------------------------------

@@ -100,6 +100,41 @@ def test_labels_that_all_count_nothing() -> None:
     assert not gradients.any()
 
 
+@pytest.mark.parametrize("return_logits", [False, True], ids=["", "logits"])
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0), torch.tensor(0.0)], ids=repr)
+def test_a_count_of_nothing(count: Any, return_logits: bool) -> None:
+    """0 where no label counts. Where one does, the count is wrong, and the loss says so as it does without a patch."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    nothing = torch.full_like(IDS, -100)
+    with fk.patch(model, return_logits=return_logits):
+        out, gradients = train(model, labels=nothing, num_items_in_batch=count)
+        assert (out.logits is None) is not return_logits
+        assert out.loss == 0
+        assert len(gradients) > 0
+        assert not gradients.any()
+        model.eval()
+        assert model(IDS, labels=nothing, num_items_in_batch=count).loss == 0
+        assert train(model, num_items_in_batch=count)[0].loss == float("inf")
+    assert train(model, num_items_in_batch=count)[0].loss == float("inf")
+
+
+@pytest.mark.parametrize("return_logits", [False, True], ids=["", "logits"])
+@pytest.mark.parametrize("count", [0, torch.tensor(0)], ids=repr)
+def test_a_count_of_nothing_compiled(count: Any, return_logits: bool) -> None:
+    """One graph for a count of nothing and, if it is a tensor, of something."""
+    model = tiny_model("llama", num_hidden_layers=1).train()
+    torch.compiler.reset()
+    with fk.patch(model, return_logits=return_logits):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        loss = compiled(IDS, labels=torch.full_like(IDS, -100), num_items_in_batch=count).loss
+        loss.backward()
+        assert loss == 0
+        assert not any(p.grad.any() for p in model.parameters())
+        if isinstance(count, Tensor):
+            some = compiled(IDS, labels=LABELS, num_items_in_batch=count + 7).loss
+            assert close(some, model(IDS, labels=LABELS, num_items_in_batch=7).loss)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 def test_mixed_precision(family: str) -> None:
     """Under autocast, against float32: the loss alone, as the norms round elsewhere too. Of one model either error may

@@ -59,6 +59,19 @@ def test_switches_nest_and_leave_nothing() -> None:
     assert not invariance.on
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is (deprecated|not supported)")
+def test_torchscript_is_left_alone() -> None:
+    layer, x = torch.nn.Linear(8, 5), torch.randn(3, 8)
+    expected = layer(x)
+    with fk.batch_invariant():
+        assert same(torch.jit.script(layer)(x), expected)
+
+        def linear(x: Tensor, weight: Tensor) -> Tensor:
+            return F.linear(x, weight)
+
+        assert "aten::linear" in str(torch.jit.script(linear).graph)
+
+
 @needs_native
 def test_compiled_code_follows_the_switch() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), fk.nn.Attention(16, 2))

@@ -103,7 +103,6 @@ X, W = draw(2, 4), draw(3, 4)
         ((X, W, W.T), ValueError, r"weight2 must be \[N, K\] with x's last dimension 4; got \(4, 3\)"),
         ((X, W, None, W.half()), ValueError, r"weight3 must have x's dtype torch\.float32; got torch\.float16"),
         ((X, W, None, None, W.to("meta")), ValueError, "weight4 must be on x's device cpu; got meta"),
-        ((X, W.clone().requires_grad_()), ValueError, r"decode_linear has no gradient; use torch\.no_grad\(\)"),
     ],
 )
 def test_refusals(args: tuple[Tensor, ...], error: type[Exception], message: str) -> None:

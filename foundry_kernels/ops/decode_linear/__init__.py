@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_device, check_dtype, check_float, check_rank
+from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.decode_linear import reference
@@ -47,8 +47,8 @@ def decode_linear(
 
     Raises:
         TypeError: an argument is not a tensor or not floating-point.
-        ValueError: shapes, dtypes or devices do not match, x has more than 8 rows, an argument is to have a gradient
-            (there is none), or the backend is unknown.
+        ValueError: shapes, dtypes or devices do not match, x has more than 8 rows, or the backend is unknown.
+        RuntimeError: a backward pass goes through the result: there is no gradient.
         BackendUnavailable: the named backend does not support this device or dtype.
 
     Under autocast x and the weights are rounded to its dtype first, as a linear layer's are.
@@ -70,11 +70,11 @@ def decode_linear(
         check_dtype(name, each, "x", x)
         check_device(name, each, "x", x)
         weights.append(each)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
-        raise ValueError("decode_linear has no gradient; use torch.no_grad()")
+    wanted, (x, *weights) = cut(x, *weights)
     if (low := autocast_dtype(x)) is not None:
         x, weights = x.to(low), [w.to(low) for w in weights]
-    return resolve(DECODE_LINEAR, backend, x)(x, weights)
+    y = resolve(DECODE_LINEAR, backend, x)(x, weights)
+    return without_backward((y,), wanted, "decode_linear has no gradient; use torch.no_grad()")[0] if wanted else y
 
 
 DECODE_LINEAR = register_op(decode_linear, reference.decode_linear, native_devices=("cpu",))

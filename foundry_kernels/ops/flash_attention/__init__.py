@@ -42,6 +42,7 @@ from torch.compiler import is_dynamo_compiling
 from foundry_kernels.core import invariance
 from foundry_kernels.core.autocast import autocast_dtype
 from foundry_kernels.core.checks import check_tensor
+from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
 from foundry_kernels.ops.flash_attention import reference
@@ -292,8 +293,8 @@ def flash_attention_varlen(
         block_table: ``[B, max_blocks]`` int32 or int64: k is ``[num_blocks, page_block_size, Hk, D]`` and v
             ``[num_blocks, page_block_size, Hk, Dv]``, with unit last strides, and position p of sequence n is row
             ``p % page_block_size`` of page ``block_table[n, p // page_block_size]``. Pages have any size, lie in any
-            order, and may belong to several sequences. `cu_seqlens_k` has no more than the lengths then. Inference
-            only, without dropout.
+            order, and may belong to several sequences. `cu_seqlens_k` has no more than the lengths then. Without
+            dropout, and without a backward pass, which raises RuntimeError.
         seqused_k: ``[B]`` int32 or int64, with `block_table` and in place of `cu_seqlens_k`, which is None: how many
             positions each sequence has. The last query is aligned with the last of these.
         leftpad_k: ``[B]`` int32 or int64, with `block_table`: nobody sees the positions before this one; None is 0.
@@ -318,12 +319,14 @@ def flash_attention_varlen(
     """
     check_tensor("q", q)
     pages = None
+    wanted: list[Tensor] = []
     q, k, v = _autocast(q, k, v)
     if block_table is not None:
         pages = check_paged(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_k, leftpad_k
         )
         cu_seqlens_k, backend = None, _for_pages(backend, q)
+        wanted, (q, k, v, sinks, alibi_slopes) = cut(q, k, v, sinks, alibi_slopes)
     else:
         for name, x in (("seqused_k", seqused_k), ("leftpad_k", leftpad_k)):
             if x is not None:
@@ -333,9 +336,16 @@ def flash_attention_varlen(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
         attn_mask, dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats, pages,
     )  # fmt: skip
-    if pages is not None and sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
-        raise ValueError("sinks take no gradient with block_table; use torch.no_grad() or detach them")
-    return resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
+    results = resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
+    if not wanted:
+        return results
+    found = results if isinstance(results, tuple) else (results,)
+    with_gradient = 1 + return_lse  # statistics never have one
+    found = (*without_backward(found[:with_gradient], wanted, _PAGES), *found[with_gradient:])
+    return found if len(found) > 1 else found[0]
+
+
+_PAGES = "pages are for inference: no gradient flows with block_table; use torch.no_grad() or detach"
 
 
 def _for_pages(backend: str, q: Tensor) -> str:

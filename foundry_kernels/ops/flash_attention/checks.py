@@ -112,8 +112,6 @@ def check_paged(
         check_shape("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, "that of cu_seqlens_q")
         seqused_k = cu_seqlens_k.diff()
     assert seqused_k is not None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("pages are for inference: no gradient flows with block_table; use torch.no_grad() or detach")
     lengths = "seqused_k" if cu_seqlens_k is None else "the lengths in cu_seqlens_k"
     pages = check_pages(block_table, seqused_k, leftpad_k, cu_seqlens_q.shape[0] - 1, k, (lengths, "leftpad_k", "k"))
     if q.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -145,8 +145,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no positions": (call(k=PAGES[:, :0], v=PAGES[:, :0]), ValueError, r"k must have pages of at least one position"),
     "dropout": (call(dropout_p=0.1), ValueError, r"dropout_p must be 0, and dropout_seed None, with block_table"),
     "mask": (call(attn_mask=torch.ones(1, 1)), ValueError, r"attn_mask must be None for packed sequences"),
-    "gradient": (call(q=Q.clone().requires_grad_()), ValueError, r"no gradient flows with block_table"),
-    "sinks": (call(sinks=torch.ones(4, requires_grad=True)), ValueError, r"sinks take no gradient with block_table"),
     "without a table": (call(block_table=None), ValueError, r"seqused_k must be None without block_table"),
     "no keys": (call(block_table=None, seqused_k=None), TypeError, r"cu_seqlens_k must be a torch.Tensor"),
 }
