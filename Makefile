@@ -33,7 +33,7 @@ INSTALL := $(PYTHON) bootstrap.py $(VENV)
 WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
 PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test test-stack resources cuda-build fuzz sanitize \
+.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test test-stack test-releases resources cuda-build fuzz sanitize \
 	bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
@@ -72,6 +72,10 @@ lint: $(VENV)/.test-packages
 test-stack: $(VENV)/.test-packages
 	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or test_gluon or (test_aot and (attention or qk_norm)) \
 		or (test_parity and triton and (opcheck or (float32 and (glu or rms_norm or cross_entropy))))"
+
+# Patched models on the oldest transformers that is supported and on the newest there is, in environments of their own.
+test-releases: setup-test
+	$(PY) tests/support/releases.py $(ARGS)
 
 # Registers, stack and shared memory of the CUDA kernels, by nvcc where there is one. A spill fails.
 resources: setup-test

@@ -119,12 +119,16 @@ class PackedModel(Adapter):
         return original.__module__, original.__name__
 
     def members(self, original: Any) -> dict[str, Any]:
-        return {"forward": reads_documents(original.forward)}
+        return {"forward": reads_documents(_own, inspect.signature(original.forward))}
 
 
-def reads_documents(theirs: Callable[..., Any]) -> Any:
+def _own(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the class as it is now: somebody may have replaced it since."""
+    return self._foundry_original.forward(self, *args, **kwargs)
+
+
+def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) -> Any:
     """Returns `theirs`, the forward of a model, which reads what its arguments say of documents before it runs."""
-    signature = inspect.signature(theirs)
     names = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +159,6 @@ def reads_documents(theirs: Callable[..., Any]) -> Any:
 
     made: Any = forward
     made.__signature__ = signature  # trainers and `generate` look at it
-    made.__wrapped__ = theirs
     return made
 
 

@@ -97,9 +97,10 @@ class CausalLM(Adapter):
 
     def members(self, original: Any) -> dict[str, Any]:
         theirs = importlib.import_module("transformers.loss.loss_utils").ForCausalLMLoss
+        signature = inspect.signature(original.forward)
         can_return_tuple = importlib.import_module("transformers.utils.generic").can_return_tuple
         return {
-            "forward": reads_documents(can_return_tuple(_forward_of(original.forward))),
+            "forward": reads_documents(can_return_tuple(_forward_of(original.forward)), signature),
             "loss_function": property(_get_loss_function, _set_loss_function),
             "_foundry_get_loss": original.loss_function.fget,  # which the compiler cannot look up
             "_foundry_their_loss": staticmethod(theirs),

@@ -89,7 +89,10 @@ def from_lengths(given: Mapping[str, Any], batch: int, queries: int, keys: int) 
         if can_be_read(value) and int(value.diff().max()) > bound:
             raise ValueError(f"{name} must be at least {int(value.diff().max())}, the longest document; got {bound}")
     totals = [x.to(torch.int32) for x in totals]
-    return Documents(totals[0], totals[1], batch, queries, keys, "cu_seq_lens_q")
+    documents = Documents(totals[0], totals[1], batch, queries, keys, "cu_seq_lens_q")
+    if (seq_idx := given.get("seq_idx")) is not None and can_be_read(totals[0]):
+        check_finer(documents, _begins_of(seq_idx, batch, queries), "seq_idx")
+    return documents
 
 
 def _check_totals(name: str, value: Any, batch: int, tokens: int) -> None:
@@ -124,19 +127,25 @@ def longest(given: Mapping[str, Any], name: str, otherwise: int) -> int:
 def _from_indices(seq_idx: Any, batch: int, queries: int, keys: int) -> Documents | None:
     if seq_idx is None:
         return None
+    if isinstance(seq_idx, Tensor) and not can_be_read(seq_idx):
+        raise ValueError(f"seq_idx cannot be read under torch.compile; {ONE_A_ROW}")
+    return from_begins(_begins_of(seq_idx, batch, queries), keys, "seq_idx")
+
+
+def _begins_of(seq_idx: Any, batch: int, queries: int) -> Tensor:
     if not isinstance(seq_idx, Tensor) or seq_idx.shape != (batch, queries) or seq_idx.is_floating_point():
         raise ValueError(f"seq_idx must be a tensor {[batch, queries]} of integers; got {_described(seq_idx)}")
-    if not can_be_read(seq_idx):
-        raise ValueError(f"seq_idx cannot be read under torch.compile; {ONE_A_ROW}")
     begins = seq_idx.diff(dim=1) != 0
     _check_runs("seq_idx", seq_idx, begins)
-    return from_begins(begins, keys, "seq_idx")
+    return begins
 
 
-def _check_runs(name: str, ids: Tensor, begins: Tensor) -> None:
-    """Raises ValueError where a document of `ids` ``[B, T]`` is in two pieces; `begins` ``[B, T - 1]``."""
+def _check_runs(name: str, ids: Tensor, begins: Tensor, padding: int | None = None) -> None:
+    """Raises ValueError where a document of `ids` ``[B, T]`` is in two pieces. begins: ``[B, T - 1]``, whether token
+    t + 1 begins one. padding: the id of tokens that are no document's."""
     for row, begin in zip(ids, begins, strict=True):
-        if len(row.unique()) != int(begin.sum()) + 1:
+        documents = row if padding is None else row[row != padding]
+        if max(len(documents.unique()), 1) != int(begin.sum()) + 1:
             raise ValueError(f"{name} must have the tokens of a document side by side; got {row.tolist()[:20]}")
 
 
@@ -197,9 +206,7 @@ def segments(mask: Tensor, name: str = "attention_mask") -> Tensor:
     real = mask != 0
     before = _token_before(real)
     begins = (mask[:, 1:] != mask.gather(1, before.clamp_min(0))) & real[:, 1:] & (before >= 0)
-    for row, begin in zip(mask, begins, strict=True):
-        if max(len(row[row != 0].unique()), 1) != int(begin.sum()) + 1:
-            raise ValueError(f"{name} must have the tokens of a segment side by side; got {row.tolist()[:20]}")
+    _check_runs(name, mask, begins, padding=0)
     return begins
 
 

@@ -215,6 +215,7 @@ def test_lengths_come_before_positions_and_positions_before_the_mask() -> None:
     for name, given in {
         "position_ids begins a document where cu_seq_lens_q begins none": {**coarse, "position_ids": POSITIONS},
         "attention_mask begins a document where cu_seq_lens_q begins none": {**coarse, "attention_mask": SEGMENTS},
+        "seq_idx begins a document where cu_seq_lens_q begins none": {**coarse, "seq_idx": SEGMENTS},
         "attention_mask begins a document where position_ids begins none": {
             "position_ids": torch.tensor([[*range(5), *range(13)]]),
             "attention_mask": SEGMENTS,
@@ -251,7 +252,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "indices": ({"seq_idx": SEGMENTS[:, 1:]}, "seq_idx must be a tensor"),
     "segments in pieces": (
         {"attention_mask": torch.tensor([[1] * 5 + [2] * 9 + [1] * 4])},
-        "attention_mask must have the tokens of a segment side by side",
+        "attention_mask must have the tokens of a document side by side",
     ),
 }
 

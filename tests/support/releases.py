@@ -1,0 +1,62 @@
+"""`make test-releases`: patched models on the oldest transformers that is supported, and on the newest there is.
+
+Each has an environment in build/transformers-RELEASE, which holds transformers and what that release asks for; all
+else, torch among it, is that of the environment which runs this script.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from foundry_kernels.integrations.release import OLDEST
+
+ROOT = Path(__file__).resolve().parents[2]
+#: What is tested: packed documents in every family, and results, gradients and generation of those of the table.
+TESTS = ("tests/integrations/test_packing.py", "tests/integrations/test_releases.py")
+RELEASES = {"oldest": f"transformers=={'.'.join(map(str, OLDEST))}.*", "newest": "transformers"}
+
+
+def main(arguments: list[str]) -> int:
+    failed = 0
+    for name, requirement in RELEASES.items():
+        python = environment(name, requirement)
+        print(f"{name}: {version(python)}", flush=True)
+        if version(python) == version(Path(sys.executable)):
+            print("make test is on the same")
+            continue
+        command = [python, "-m", "pytest", *TESTS, "-m", "not slow", "--numprocesses", "auto", "--maxprocesses", "4"]
+        command += ["-p", "no:cacheprovider", *arguments]
+        failed |= subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "passive"}).returncode
+    return failed
+
+
+def environment(name: str, requirement: str) -> Path:
+    """The Python of an environment that has this release, made or brought up to date."""
+    folder = ROOT / "build" / f"transformers-{name}"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    inner = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # Its own packages come first; those of the environment around it, by this line, behind them.
+    Path(inner.stdout.strip(), "around.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-compile", "--no-warn-conflicts"]
+    subprocess.run([python, "-m", "pip", "install", *quiet, "--upgrade", requirement], check=True)
+    return python
+
+
+def version(python: Path) -> str:
+    script = "import transformers, torch; print(f'transformers {transformers.__version__}, torch {torch.__version__}')"
+    return subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
