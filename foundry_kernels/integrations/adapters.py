@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from foundry_kernels.integrations.activations import activation
 from foundry_kernels.nn import LayerNorm, RMSNorm
 from foundry_kernels.nn._head import count_hooks
 from foundry_kernels.nn._linear_layers import Layers, products_for
@@ -159,23 +160,6 @@ class TorchNorm(Adapter):
 
 def _backends(self: Any) -> Mapping[str, str]:
     return {f"add_{self._foundry_row.op}": "auto", **self._foundry.backends}
-
-
-#: Classes of activations that a gated kernel has, by module and name: the operation and the approximation of GELU.
-ACTIVATIONS = {
-    ("torch.nn.modules.activation", "SiLU"): ("swiglu", ""),
-    ("transformers.activations", "SiLUActivation"): ("swiglu", ""),
-    ("transformers.activations", "GELUActivation"): ("geglu", "none"),
-    ("transformers.activations", "GELUTanh"): ("geglu", "tanh"),
-}
-
-
-def activation(act: object) -> tuple[str, str] | None:
-    """(operation, approximation of GELU) of an activation module, or None where no kernel has it."""
-    if isinstance(act, nn.GELU):
-        return "geglu", act.approximate
-    found = ACTIVATIONS.get((type(act).__module__, type(act).__qualname__))
-    return None if found == ("geglu", "none") and getattr(act, "act", None) is not nn.functional.gelu else found
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,20 @@ def _fits(documents: Documents, batch: int, queries: int) -> bool:
 #: How the classes of layers are called that mix tokens by a recurrent state or a convolution, in transformers.
 RECURRENT = re.compile(
     r"(Mamba2?Mixer|MambaLayer|(Bamba|H1)Mixer|GatedDeltaNet|DeltaAttention|LightningAttention|LinearAttention"
-    r"|ShortConv(olution)?|RecurrentBlock|RwkvSelfAttention|CCA)$"
+    r"|ShortConv(olution)?|RecurrentBlock|RwkvSelfAttention|CCAProjection)$"
 )
+#: The same of kinds of layers in a config's `layer_types`, for classes that are called otherwise.
+RECURRENT_KIND = re.compile(r"linear|mamba|conv|recurrent|hybrid")
 
 
 def recurrent_layers(model: nn.Module) -> Counter[str]:
     """Returns how many layers of each class mix the documents of a row, whatever the masks are."""
-    return Counter(type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__))
+    found = Counter(type(m).__name__ for m in model.modules() if RECURRENT.search(type(m).__name__))
+    if found:
+        return found
+    config: Any = getattr(model, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    return Counter(f"layers of {kind}" for kind in kinds if RECURRENT_KIND.search(str(kind)))
 
 
 def models_around(model: nn.Module, attending: Iterable[nn.Module]) -> list[nn.Module]:

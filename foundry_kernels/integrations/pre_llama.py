@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters import ONE, Adapter, Attention, activation, layers_of, words
+from foundry_kernels.integrations.activations import activation
+from foundry_kernels.integrations.adapters import ONE, Adapter, Attention, layers_of, words
 from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.bias_gelu import bias_gelu

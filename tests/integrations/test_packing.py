@@ -150,6 +150,16 @@ def test_encoders(family: str) -> None:
             assert not leaks(model, **given), name
 
 
+def test_documents_of_a_bidirectional_decoder() -> None:
+    """With a window in one layer, in either direction."""
+    model = tiny_model("gemma3", use_bidirectional_attention=True)
+    alone = torch.cat([model(ids).logits for ids in IDS.split(LENGTHS, 1)], 1)
+    fk.patch(model)
+    for name, given in (OTHERS | BY_POSITIONS).items():
+        assert not leaks(model, **given), name
+        assert close(model(IDS, **given).logits, alone), name
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "falcon", "opt"])
 def test_gradients_of_layers_that_are_computed_again(family: str) -> None:
     """No loss of one document has a gradient in the tokens of another, and all are those without checkpointing."""

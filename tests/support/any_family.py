@@ -24,11 +24,14 @@ NAMED = (
     "doge",
     "exaone4",
     "falcon_h1",
+    "lfm2",
     "llama4_text",
     "minimax",
     "nemotron",
     "opt",
     "phi",
+    "qwen3_5_text",
+    "qwen3_next",
     "stablelm",
 )
 
@@ -56,9 +59,18 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+}
 #: What families need besides.
 EXTRA: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
