@@ -67,10 +67,12 @@ lint: $(VENV)/.test-packages
 	$(VENV)/bin/clang-format --dry-run -Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # What depends most on the versions of torch and Triton, a few minutes of it and without the extension: how kernels are
-# launched, attention and the norms of heads compiled ahead of time, and operators and float32 results in the interpreter.
+# launched, attention and the norms of heads compiled ahead of time, patched models compiled in training, and operators and
+# float32 results in the interpreter.
 # .ci/run runs it on the older stack.
 test-stack: $(VENV)/.test-packages
 	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or test_gluon or (test_aot and (attention or qk_norm)) \
+		or one_graph_forward_and_backward or test_packing and test_compiled \
 		or (test_parity and triton and (opcheck or (float32 and (glu or rms_norm or cross_entropy))))"
 
 # Patched models on the oldest transformers that is supported and on the newest there is, in environments of their own.
