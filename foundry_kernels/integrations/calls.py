@@ -36,15 +36,21 @@ from foundry_kernels.integrations.packing import (
 )
 
 
+#: The arguments of a model that tell of packed documents.
+TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
+
+
 @dataclass
 class Call:
     """A call of a patched model that is running.
 
-    documents: those of its rows; None for one a row. masked: whether a mask was made that keeps them apart.
+    told: the arguments that tell of documents, by `TELLING`, as its layers get them. documents: those of its rows; None
+    for one a row. masked: whether a mask was made that keeps them apart.
     """
 
     batch: int
     queries: int
+    told: tuple[Any, ...]
     documents: Documents | None
     masked: bool = False
 
@@ -144,7 +150,9 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
         sizes = _sizes(given)
         if state is None or sizes is None:
             return theirs(self, *args, **kwargs)
-        outer = current()
+        outer, told = current(), tuple(given.get(name) for name in TELLING)
+        if outer is not None and (outer.batch, outer.queries) == sizes and _same(outer.told, told):
+            return theirs(self, *args, **kwargs)  # a model inside of one that has read them
         documents, mask = _read(given, *sizes)
         if documents is not None:
             _check_model(self, state, documents)
@@ -155,7 +163,8 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
         elif mask is not None:
             at = names.index("attention_mask")
             args = (*args[:at], mask, *args[at + 1 :])
-        _running.call = Call(*sizes, documents)
+        told = told if mask is None else (*told[:-1], mask)
+        _running.call = Call(*sizes, told, documents)
         try:
             out = theirs(self, *args, **kwargs)
         finally:
@@ -167,6 +176,10 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
     made: Any = forward
     made.__signature__ = signature  # trainers and `generate` look at it
     return made
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _remember(out: Any) -> None:
@@ -203,11 +216,13 @@ def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents
         mask = None
     readable = all(can_be_read(x) for x in (mask, positions) if x is not None) and not is_compiling()
     past = _past(cache) if lengths or readable else 0
-    if past and getattr(cache, "_foundry_packed", False):
-        raise ValueError(
-            "past_key_values holds several documents a row, and nothing tells which of them goes on; generate from one "
-            "document a row"
-        )
+    if getattr(cache, "_foundry_packed", False):
+        if past:
+            raise ValueError(
+                "past_key_values holds several documents a row, and nothing tells which of them goes on; generate from "
+                "one document a row"
+            )
+        cache._foundry_packed = False  # it was emptied
     documents = from_lengths(given, batch, queries, past + queries) if lengths else None
     whole = mask if mask is not None and mask.dim() == 2 else None
     if not readable:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
 
 import foundry_kernels as fk
+from foundry_kernels.integrations import calls
 from foundry_kernels.integrations.calls import recurrent_layers
 from foundry_kernels.integrations.tiny import tiny_config, tiny_model
 from foundry_kernels.integrations.tiny_encoders import FAMILIES as ENCODERS
@@ -290,9 +291,23 @@ def test_a_cache_of_several_documents_is_not_continued() -> None:
         with pytest.raises(ValueError, match="begins a document on a cache that is not empty"):
             model(IDS[:, :9], past_key_values=copy.deepcopy(one.past_key_values), **given)
     static = StaticCache(config=model.config, max_cache_len=32)
-    assert close(
-        model(IDS, position_ids=POSITIONS, past_key_values=static).logits, model(IDS, position_ids=POSITIONS).logits
-    )
+    packed = model(IDS, position_ids=POSITIONS, past_key_values=static).logits
+    assert close(packed, model(IDS, position_ids=POSITIONS).logits)
+    static.reset()
+    model(IDS[:, :9], past_key_values=static)
+    assert close(model(IDS[:, 9:], past_key_values=static).logits, model(IDS).logits[:, 9:])
+
+
+def test_arguments_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by each model inside of another: on a GPU the host would wait each time."""
+    model, read = tiny_model("llama"), []
+    theirs = calls.restarts
+    monkeypatch.setattr(calls, "restarts", lambda *args: read.append(1) or theirs(*args))
+    fk.patch(model)
+    for given in (BY_POSITIONS["positions, mask"], {"position_ids": torch.arange(18)[None]}):
+        read.clear()
+        model(IDS, **given)
+        assert len(read) == 1
 
 
 def test_lengths_of_a_cache() -> None:
