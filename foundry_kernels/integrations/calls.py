@@ -35,7 +35,6 @@ from foundry_kernels.integrations.packing import (
     text_positions,
 )
 
-
 #: The arguments of a model that tell of packed documents.
 TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
 
@@ -216,8 +215,8 @@ def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents
         mask = None
     readable = all(can_be_read(x) for x in (mask, positions) if x is not None) and not is_compiling()
     past = _past(cache) if lengths or readable else 0
-    if getattr(cache, "_foundry_packed", False):
-        if past:
+    if cache is not None and getattr(cache, "_foundry_packed", False):
+        if past or not readable:
             raise ValueError(
                 "past_key_values holds several documents a row, and nothing tells which of them goes on; generate from "
                 "one document a row"
@@ -229,37 +228,45 @@ def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents
         if documents is None:
             assert_one_document(whole, positions)
         return documents, None
-    own = None if whole is None else whole[:, past : past + queries]
-    real = None if own is None or own.shape[1] != queries else own != 0
-    restart = None if positions is None or queries == 1 else restarts(positions, real)
-    flags = [torch.zeros((), dtype=torch.bool) if restart is None else restart.any().cpu(), _has_ids(whole)]
-    restarting, has_ids = torch.stack(flags).tolist()
-    begins = None if not restarting or restart is None else restart.expand(batch, -1)
-    if begins is not None and mask is not None and mask.dim() == 4:
-        assert positions is not None
-        if documents is None:
-            check_mask(mask, positions.expand(batch, -1), past)
-            return None, None
-    if past and documents is None and (restarting or has_ids):
-        name = "position_ids" if restarting else "attention_mask"
-        raise ValueError(f"{name} begins a document on a cache that is not empty; {ONE_A_ROW}")
-    chosen = documents
-    if begins is not None:
-        if documents is None:
-            chosen = from_begins(begins, queries, "position_ids")
+    restart, ids = _begins(positions, whole, batch, queries, past)
+    if restart is not None and documents is None and mask is not None and mask.dim() == 4:
+        assert positions is not None  # which restart
+        check_mask(mask, positions.expand(batch, -1), past)
+        return None, None
+    for begins, name in ((restart, "position_ids"), (ids, "attention_mask")):
+        if begins is None:
+            continue
+        if documents is not None:
+            check_finer(documents, begins, name)
+        elif past:
+            raise ValueError(f"{name} begins a document on a cache that is not empty; {ONE_A_ROW}")
         else:
-            check_finer(documents, begins, "position_ids")
-    if not has_ids:
-        return chosen, None
-    assert whole is not None
-    if own is None or own.shape[1] != queries:
-        raise ValueError(f"attention_mask of segment ids must be {[batch, queries]}; got {list(whole.shape)}")
-    ids = segments(own)
-    if chosen is None:
-        chosen = from_begins(ids, queries, "attention_mask")
-    else:
-        check_finer(chosen, ids, "attention_mask")
-    return chosen, (whole != 0).to(whole.dtype)
+            documents = from_begins(begins, queries, name)
+    return documents, None if ids is None or whole is None else (whole != 0).to(whole.dtype)
+
+
+def _begins(
+    positions: Tensor | None, mask: Tensor | None, batch: int, queries: int, past: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns where positions begin documents, and where segment ids do, ``[B, T - 1]`` each; None where they are no
+    such positions or ids. The values are read at once: on a GPU, the host waits for them."""
+    own = None if mask is None else mask[:, past : past + queries]
+    real = None if own is None or own.shape[1] != queries else own != 0
+    restart = None if positions is None or queries == 1 else restarts(positions, real).expand(batch, -1)
+    flags = [x.any() for x in (restart, _unlike_a_mask(mask)) if x is not None]
+    found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    has_ids = mask is not None and found.pop()
+    restart = restart if found and found[0] else None
+    if mask is None or own is None or not has_ids:
+        return restart, None
+    if real is None:
+        raise ValueError(f"attention_mask of segment ids must be {[batch, queries]}; got {list(mask.shape)}")
+    return restart, segments(own)
+
+
+def _unlike_a_mask(mask: Tensor | None) -> Tensor | None:
+    """Returns where a mask is neither 0 nor 1."""
+    return None if mask is None else (mask != 0) & (mask != 1)
 
 
 def _past(cache: Any) -> int:
@@ -269,12 +276,6 @@ def _past(cache: Any) -> int:
     if isinstance(past, Tensor) and is_compiling():
         raise ValueError("cu_seq_lens_q must be None with a static cache under torch.compile")
     return int(past)
-
-
-def _has_ids(mask: Tensor | None) -> Tensor:
-    if mask is None or mask.dtype == torch.bool:
-        return torch.zeros((), dtype=torch.bool)
-    return ((mask != 0) & (mask != 1)).any().cpu()
 
 
 def assert_one_document(mask: Tensor | None, positions: Tensor | None) -> None:
