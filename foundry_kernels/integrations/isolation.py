@@ -6,6 +6,7 @@ for its gradient. What attention gets of the model's arguments is in its keyword
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,65 +47,58 @@ def documents_told(
     """
     if keeps_apart(mask):
         return None
-    documents = None
+    sizes = (batch, queries, keys)
     if any(kwargs.get(name) is not None for name in (*LENGTHS, "seq_idx")):
-        documents = _remembered("lengths", kwargs, batch, queries, keys)
+        owner = kwargs.get("cu_seq_lens_q") if kwargs.get("cu_seq_lens_q") is not None else kwargs.get("seq_idx")
+        return _once(owner, sizes, lambda: from_lengths(kwargs, *sizes))
     call = current()
-    running = call is not None and (call.batch, call.queries) == (batch, queries)
-    if documents is None and queries > 1 and keys >= queries and not running:
-        documents = _of_positions(mask, kwargs.get("position_ids"), batch, queries, keys)
-    if documents is None and running and not getattr(module, "is_cross_attention", False):
-        assert call is not None
-        unaware = call.documents is not None and not (call.masked and mask is not None)
-        if unaware and call.documents is not None:
-            raise ValueError(
-                f"{call.documents.given_by} gives several documents a row, of which the model tells "
-                f"{type(module).__name__} nothing: they would see each other; pass one document a row"
-            )
-    return documents
+    if call is None or (call.batch, call.queries) != (batch, queries):
+        positions = text_positions(kwargs.get("position_ids"), queries)
+        if positions is None or queries == 1 or keys < queries:
+            return None
+        return _of_positions(mask, positions, sizes)
+    told = call.documents is None or (call.masked and mask is not None)
+    if call.documents is not None and not told and not getattr(module, "is_cross_attention", False):
+        raise ValueError(
+            f"{call.documents.given_by} gives several documents a row, of which the model tells "
+            f"{type(module).__name__} nothing: they would see each other; pass one document a row"
+        )
+    return None
 
 
-def _of_positions(mask: Tensor | None, position_ids: Any, batch: int, queries: int, keys: int) -> Documents | None:
-    positions = text_positions(position_ids, queries)
-    if positions is None:
-        return None
-    if mask is not None and kind_of(mask) is None:
-        if can_be_read(mask) and can_be_read(positions):
-            check_mask(mask, positions.expand(batch, -1), keys - queries)
-        return None
+def _of_positions(mask: Tensor | None, positions: Tensor, sizes: tuple[int, int, int]) -> Documents | None:
+    batch, queries, keys = sizes
+    kind = kind_of(mask)
     if not can_be_read(positions):
-        if kind_of(mask) is None:  # else its maker sees to it, or it is one of a static cache
+        if kind is None and mask is None:  # else its maker sees to it, or it is one of a static cache
             assert_one_document(None, positions)
+        return None
+    if mask is not None and kind is None:  # the caller's, which says all
+        if can_be_read(mask):
+            _once(mask, sizes, lambda: check_mask(mask, positions.expand(batch, -1), keys - queries))
         return None
     if keys != queries:
         return None  # a cache, of which nobody tells where its documents begin
     real = None
-    if mask is not None and kind_of(mask) == KEYS:
+    if mask is not None and kind == KEYS:
         real = mask[:, 0, 0].expand(batch, -1)
-    elif mask is not None and kind_of(mask) == DENSE:
+    elif mask is not None and kind == DENSE:
         real = mask[:, 0].diagonal(dim1=-2, dim2=-1).expand(batch, -1)
-    if real is not None:
-        return from_begins(restarts(positions, real).expand(batch, -1), keys, "position_ids")
-    return _remembered("positions", {"position_ids": positions}, batch, queries, keys)
+    owner = positions if real is None else mask
+    return _once(owner, sizes, lambda: from_begins(restarts(positions, real).expand(batch, -1), keys, "position_ids"))
 
 
-def _remembered(what: str, given: dict[str, Any], batch: int, queries: int, keys: int) -> Documents | None:
-    """Returns what arguments say of documents; all layers of a model get the same tensor, which is read once."""
-    tensor = next(
-        x for x in (given.get(n) for n in ("cu_seq_lens_q", "seq_idx", "position_ids", *LENGTHS)) if x is not None
-    )
-    able = isinstance(tensor, Tensor) and not is_compiling() and not tensor.is_inference()
-    key = (what, batch, queries, keys, tensor._version) if able else None
-    known = getattr(tensor, "_foundry_documents", None) if able else None
-    if known is not None and known[0] == key:
-        found: Documents | None = known[1]
-        return found
-    if what == "lengths":
-        found = from_lengths(given, batch, queries, keys)
-    else:
-        found = from_begins(restarts(tensor).expand(batch, -1), keys, "position_ids")
-    if able:
-        tensor._foundry_documents = (key, found)
+def _once(owner: Any, sizes: tuple[int, int, int], read: Callable[[], Documents | None]) -> Documents | None:
+    """Returns what `read` does, which is kept with `owner`: all layers of a model get this one tensor, and the host
+    waits for its values once."""
+    if not isinstance(owner, Tensor) or is_compiling() or owner.is_inference():
+        return read()
+    key = (sizes, owner._version)
+    known: Any = getattr(owner, "_foundry_documents", None)
+    if known is None or known[0] != key:
+        known = key, read()
+        owner._foundry_documents = known  # type: ignore[attr-defined]
+    found: Documents | None = known[1]
     return found
 
 

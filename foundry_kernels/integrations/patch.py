@@ -168,8 +168,9 @@ def patch(
     ``torch.nn.LayerNorm`` in any model, and this package's own modules, whose backend is set.
     Every module stays the same object with its parameters, buffers, names and hooks; the state dict, optimizers and
     wrappers (PEFT, FSDP) notice nothing. A patched model can be deep-copied and pickled. Nothing of transformers is
-    changed: other models of the process are not touched. A LayerNorm's result has its input's dtype, where PyTorch's
-    is float32 under autocast on a GPU.
+    changed: other models of the process are not touched. Packed documents do not see each other in a patched model of
+    transformers, or the call raises ValueError; `report` names layers that mix them. A LayerNorm's result has its
+    input's dtype, where PyTorch's is float32 under autocast on a GPU.
 
     Attention goes through the model's config: it is set to "foundry" there (see
     :mod:`foundry_kernels.integrations.transformers`). Because models may share a config object, the model gets a copy

@@ -80,7 +80,8 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def any_family(family: str) -> Any:
-    """Returns a model of two layers with random weights, in float32 and eval mode; None where sizes do not suffice for one that runs."""
+    """Returns a model of two layers with random weights, in float32 and eval mode; None where sizes do not suffice for
+    one that runs."""
     kind = CONFIG_MAPPING[family]
     known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(SIZES)
     try:
@@ -91,7 +92,7 @@ def any_family(family: str) -> Any:
                 return None
             model = randomise(AutoModelForCausalLM.from_config(config))
         with torch.no_grad():
-            model(torch.arange(3, 8)[None])  # whose sizes may not go together
+            model(torch.arange(3, 21)[None])  # sizes may not go together
         return model
     except Exception:
         return None
