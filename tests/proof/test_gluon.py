@@ -58,7 +58,7 @@ class Emulator:
         self.worlds: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
             from gluon_emulation import Pointer
             from gluon_emulation import launch as emulate
 
