@@ -4,7 +4,8 @@
 # Each begins by installing what it needs into .venv and building the extension. All targets are safe to repeat.
 
 # Any target with STACK=2.11 runs on the older torch and Triton of constraints-2.11.txt, in a copy of this tree with an
-# environment and a build folder of its own, build/stack-2.11 (5 GB).
+# environment and a build folder of its own, build/stack-2.11 (5 GB). STACK=newest: on the newest that the package index
+# has, in the newest Python here. Its versions are the stack's own: a file that constrains pip on this machine is not read.
 
 PYTHON ?= python3
 ifneq ($(STACK),)
@@ -12,7 +13,8 @@ GOALS := $(or $(MAKECMDGOALS),demo)
 .PHONY: $(GOALS)
 $(GOALS):
 	$(PYTHON) tests/support/stack.py $(STACK)
-	$(MAKE) -C build/stack-$(STACK) $@ STACK= ARCHIVE=$(CURDIR)/build/gpu-cache.tar.xz
+	PIP_CONSTRAINT=$(CURDIR)/build/stack-$(STACK)/constraints.txt $(MAKE) -C build/stack-$(STACK) $@ STACK= \
+		ARCHIVE=$(CURDIR)/build/gpu-cache.tar.xz $(if $(filter file,$(origin PYTHON)),PYTHON=$(shell $(PYTHON) tests/support/stack.py --python $(STACK)))
 else
 
 # Where this is set, each process translates all of torch that it imports, which takes as long again as to import it.
@@ -27,13 +29,18 @@ COMMIT ?= HEAD
 # What the extension and the demo need; and besides these, what the tests, the checks of the source and the benchmarks do.
 DEMO_PACKAGES := torch setuptools wheel numpy matplotlib tqdm $(if $(filter Linux,$(shell uname -s)),triton)
 TEST_PACKAGES := pytest pytest-benchmark pytest-xdist expecttest hypothesis transformers tokenizers build ruff mypy clang-format
+# What the tests of a stack run on.
+VERSIONS = echo "on:" $$($(PY) -m pip --disable-pip-version-check list 2>/dev/null | \
+	awk '$$1 ~ /^(torch|triton|numpy|transformers|tokenizers)$$/ {print $$1, $$2 ","}') "$$($(PY) --version)"
 # An environment with these packages; says how far it is, and in one line what this machine lacks.
 INSTALL := $(PYTHON) bootstrap.py $(VENV)
 # Where no GPU could run them the CUDA kernels are left to `make cuda-build`: they take minutes.
 WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
-PYTEST := OMP_WAIT_POLICY=passive $(PY) -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
+RUN_TESTS := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := $(RUN_TESTS) tests
 
-.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test test-stack test-releases resources cuda-build fuzz sanitize \
+# launched, attention and the norms of heads compiled ahead of time, patched models compiled in training, and operators and
+# float32 results in the interpreter. .ci/run runs it on the older stack, and every third commit on the newest.
 	bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
@@ -68,9 +75,9 @@ lint: $(VENV)/.test-packages
 
 # What depends most on the versions of torch and Triton, a few minutes of it and without the extension: how kernels are
 # launched, attention and the norms of heads compiled ahead of time, patched models compiled in training, and operators and
-# float32 results in the interpreter.
-# .ci/run runs it on the older stack.
+# float32 results in the interpreter. .ci/run runs it on the older stack, and every third commit on the newest.
 test-stack: $(VENV)/.test-packages
+	@$(VERSIONS)
 	$(PYTEST) -m "not slow" $(ARGS) -k "test_launch or test_gpu or test_gluon or (test_aot and (attention or qk_norm)) \
 		or one_graph_forward_and_backward or test_packing and test_compiled \
 		or (test_parity and triton and (opcheck or (float32 and (glu or rms_norm or cross_entropy))))"
@@ -78,6 +85,13 @@ test-stack: $(VENV)/.test-packages
 # Patched models on the oldest transformers that is supported and on the newest there is, in environments of their own.
 test-releases: setup-test
 	$(PY) tests/support/releases.py $(ARGS)
+
+# What depends most on torch, a few minutes of it, with the extension as an installation has it: for this processor alone.
+# Every third commit .ci/run runs it on the newest.
+test-native: $(VENV)/.test-packages $(VENV)/.built
+	@$(VERSIONS)
+	$(RUN_TESTS) tests/core tests/compat tests/integrations tests/ops/test_*.py tests/proof/test_parity.py -m "not slow" $(ARGS) \
+		-k "not triton and not cuda_on_cpu and (not test_parity or float32 or opcheck)"
 
 # Registers, stack and shared memory of the CUDA kernels, by nvcc where there is one. A spill fails.
 resources: setup-test

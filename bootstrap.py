@@ -68,6 +68,8 @@ def install(folder: Path, packages: list[str]) -> str | None:
         "--constraint",
         "constraints.txt",
     ]
+    if not set(packages) <= pinned(Path("constraints.txt").read_text()):
+        options.append("--upgrade")  # what may be any version is to be the newest, also where an older one is installed
     command = [str(folder / "bin" / "python"), "-m", "pip", "install", *options, *packages]
     began = shown = time.monotonic()
     print(f"installing {', '.join(packages)}", flush=True)
@@ -87,6 +89,10 @@ def install(folder: Path, packages: list[str]) -> str | None:
         return f"packages cannot be downloaded; is there a network? pip: {last_line(said)}"
     print(said[-3000:], file=sys.stderr)
     return f"pip failed ({code}): {last_line(said)}"
+
+
+def pinned(constraints: str) -> set[str]:
+    return {line.partition("==")[0] for line in constraints.splitlines() if "==" in line}
 
 
 def last_line(text: str) -> str:

@@ -51,7 +51,9 @@ def uncompiled(driver: StubDriver, src: Any, function: Any = None) -> Any:
     from triton.compiler import CompiledKernel
 
     kernel = CompiledKernel.__new__(CompiledKernel)
-    kernel.src, kernel.name, kernel.module, kernel._run = src, src.fn.__name__, object(), driver.launch
+    # Nothing is loaded, and so nothing is there to unload, which Triton 3.8 does where a kernel is no longer used.
+    kernel.module, kernel._init_handles = None, lambda: None
+    kernel.src, kernel.name, kernel._run = src, src.fn.__name__, driver.launch
     kernel.metadata, kernel.function = SimpleNamespace(target=driver.target), function
     kernel.packed_metadata = ("metadata of", src.fn.__name__)
     return kernel

@@ -91,10 +91,11 @@ const char* name_of(Isa isa) {
   }
 }
 
-bool processor_has_lowest() {
+// What `lowest` stands for; itself where that is what all processors have.
+Isa lowest_by_name() {
   for (const Isa isa : kIsas)
-    if (std::strcmp(name_of(isa), FK_STRING(FK_LOWEST)) == 0) return processor_has(isa);
-  return false;
+    if (std::strcmp(name_of(isa), FK_STRING(FK_LOWEST)) == 0) return isa;
+  return Isa::lowest;
 }
 
 std::atomic<Isa>& choice() {
@@ -109,9 +110,14 @@ std::atomic<Isa>& choice() {
 
 }  // namespace
 
-bool isa_usable(Isa isa) { return compiled(isa) && (isa == Isa::lowest ? processor_has_lowest() : processor_has(isa)); }
+bool isa_usable(Isa isa) { return compiled(isa) && processor_has(isa == Isa::lowest ? lowest_by_name() : isa); }
 
 Isa chosen_isa() { return choice().load(std::memory_order_relaxed); }
+
+bool chosen_isa_has(Isa least) {
+  const Isa isa = chosen_isa();
+  return (isa == Isa::lowest ? lowest_by_name() : isa) >= least;
+}
 
 void force_isa(Isa isa) { choice().store(isa); }
 

@@ -13,6 +13,8 @@ constexpr Isa kIsas[] = {Isa::lowest, Isa::avx2, Isa::avx512, Isa::avx512_bf16, 
 
 // The best instruction set that is compiled in and that this processor has, or the one set by force_isa.
 Isa chosen_isa();
+// Whether that is `least` or a better one, also where it is what the build has for `lowest`.
+bool chosen_isa_has(Isa least);
 bool isa_usable(Isa isa);  // compiled in, and this processor has it
 void force_isa(Isa isa);   // for tests; the caller has checked isa_usable
 const char* isa_name(Isa isa);

@@ -127,7 +127,7 @@ bool fast_float16_products() { return at::native::cpublas::could_pack(at::kHalf)
 bool fast_float32_products() {
 #if defined(__x86_64__)
   static const bool by_avx2 = at::hasMKL() && products_cpu::amd_family() >= products_cpu::kZen5;
-  return !by_avx2 || chosen_isa() < Isa::avx512;
+  return !by_avx2 || !chosen_isa_has(Isa::avx512);
 #else
   return true;
 #endif

@@ -15,12 +15,13 @@ the globals of a kernel are constant is checked then.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
 
 #: Releases of Triton whose `JITFunction.run` does what `launch` replaces.
-KNOWN = ("3.6.", "3.7.")
+KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 try:
     import triton
@@ -40,8 +41,9 @@ if DIRECT:
     _ENTER, _EXIT = type(knobs.runtime).__dict__["launch_enter_hook"], type(knobs.runtime).__dict__["launch_exit_hook"]
     _RUNTIME, _COMPILATION = knobs.runtime.__dict__, knobs.compilation.__dict__  # what a program has set
 
-#: Settings that `JITFunction.run` looks at.
+#: Settings that `JITFunction.run` looks at; those of compilation end in options of the kernel.
 _LOOKED_AT = frozenset({"launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook"})
+_COMPILED_INTO = frozenset({"instrumentation_mode", "fpsan_homomorphic_casts"})
 
 #: What a launch may name besides the kernel's arguments.
 _OPTIONS = frozenset({"num_warps", "num_stages", "maxnreg"})
@@ -81,14 +83,14 @@ def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
         # The interpreter drops what a kernel does not have; a compiled one refuses it by itself.
         if unknown := plan.constants.keys() - _OPTIONS - set(getattr(kernel, "arg_names", plan.constants)):
             raise TypeError(f"{kernel.__name__} has no {', '.join(sorted(unknown))}")
-        kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
+        kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **compiler_options())
         return
     driver = _drivers.active
     device = driver.get_current_device()
     key = (kernel.__name__, device, *specializations(kernel, device, tensors))
     kept = plan.kept.get(key)
     if kept is None or kept[0] is not kernel:
-        compiled = kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
+        compiled = kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **compiler_options())
         if type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
             plan.kept[key] = (kernel, compiled.run, compiled, *_rest(kernel, plan, len(tensors)))
         return
@@ -98,6 +100,14 @@ def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
         x, y, z, driver.get_current_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
         *tensors, *rest,
     )  # fmt: skip
+
+
+def compiler_options() -> dict[str, bool]:
+    """What every kernel is compiled with: fused multiply-adds, as Triton 3.10 will make them only where they are asked
+    for, and 3.9 warns of it. Whoever sets Triton's own variable or setting decides instead."""
+    settings = knobs.language
+    chosen = "TRITON_DEFAULT_FP_FUSION" in os.environ or "default_fp_fusion" in settings.__dict__
+    return {"enable_fp_fusion": settings.default_fp_fusion if chosen else True}
 
 
 def specializations(kernel: Any, device: int, tensors: tuple[Any, ...]) -> list[Any]:
@@ -112,7 +122,7 @@ def _undisturbed(kernel: Any) -> bool:
         not _ENTER.calls
         and not _EXIT.calls
         and _LOOKED_AT.isdisjoint(_RUNTIME)
-        and "instrumentation_mode" not in _COMPILATION
+        and _COMPILED_INTO.isdisjoint(_COMPILATION)
         and not kernel.pre_run_hooks
         and JITFunction.run is _RUN
     )

@@ -47,8 +47,10 @@ def leaves(sample: Any) -> list[Tensor]:
     return [t for t in every if isinstance(t, Tensor) and t.requires_grad]
 
 
-def run(function: Callable[..., Tensor], sample: Any, wide: bool = False, **extra: Any) -> list[Tensor]:
-    """The result and the gradients of all inputs that require one; in float64 if `wide`."""
+def run(
+    function: Callable[..., Tensor], sample: Any, wide: bool = False, plain: bool = False, **extra: Any
+) -> list[Tensor]:
+    """The result and the gradients of all inputs that require one; in float64 if `wide`, `plain` without chunks."""
 
     def argument(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -62,7 +64,7 @@ def run(function: Callable[..., Tensor], sample: Any, wide: bool = False, **extr
     for value, original in zip((*of_ours, *named.values()), theirs, strict=True):
         if isinstance(original, Tensor) and original.requires_grad:
             inputs.append(value.requires_grad_())
-    if wide and "options" in named:
+    if (wide or plain) and "options" in named:
         del named["options"]  # how PyTorch makes chunks
     result = function(*of_ours, **named, **extra)
     g = torch.Generator().manual_seed(1)
@@ -94,10 +96,15 @@ def test_torchs_samples(name: str, dtype: torch.dtype, backend: str) -> None:
         largest = (
             max(float(t.detach().abs().max()) for t in leaves(sample) if t.numel()) if sample.input.numel() else 1.0
         )
-        for a, e in zip(ours, run(theirs, sample, wide=True), strict=True):
+        expected = run(theirs, sample, wide=True)
+        # The reference's logits are rounded, as plain PyTorch's are: where they are large, that is most of the error.
+        rounded = backend == "reference" and name == "linear_cross_entropy"
+        plain = run(theirs, sample, plain=True) if rounded else expected
+        for a, e, p in zip(ours, expected, plain, strict=True):
             assert a.shape == e.shape
             assert a.dtype == dtype
             near = 2.0 * ROUNDING[dtype] * max([1.0, largest, *e.nan_to_num().abs().flatten().tolist()])  # of sums
+            near = max([near, *(2.0 * (p.double() - e)).nan_to_num().abs().flatten().tolist()])
             torch.testing.assert_close(a.double(), e, rtol=ROUNDING[dtype], atol=near, equal_nan=True)
 
 

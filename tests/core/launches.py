@@ -30,6 +30,8 @@ from foundry_kernels.tools.tune import ahead, measuring
 
 pytest_plugins = ["launch_recorder"]
 
+#: A setting that Triton has since 3.9.
+CASTS = "fpsan_homomorphic_casts"
 OPS = [pytest.param(op, id=op.name) for op in fk.OPS.values() if op.impl("triton")]
 
 
@@ -166,6 +168,18 @@ def test_a_kernel_of_each_device(gpu: Recorder, runs: list[str]) -> None:
     assert len(runs) == 2
 
 
+@pytest.mark.parametrize(("set_to", "fused"), [(None, True), ("1", True), ("0", False)])
+def test_fused_multiply_adds_are_asked_for(
+    set_to: str | None, fused: bool, gpu: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not left to Triton's default, which changes; but to the user's variable."""
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", set_to)
+    launch(JITFunction(toy_kernel.fn), plan(), draw(), draw(), draw())
+    assert f"'enable_fp_fusion': {fused}" in gpu.take()[0][4][-1]
+
+
 def test_threads(gpu: Recorder) -> None:
     """Plans and kinds of tensors mixed, from an empty cache: every launch is of the kernel that Triton would take."""
     plans = [plan(n=n, num_warps=w) for n in (1, 16, 17) for w in (4, 8)]
@@ -247,6 +261,7 @@ DISTURBANCES = {
     "hook that is set": lambda: a_setting(knobs.runtime, "launch_enter_hook", hook),
     "debug": lambda: a_setting(knobs.runtime, "debug", True),
     "instrumentation": lambda: a_setting(knobs.compilation, "instrumentation_mode", "x"),
+    **({"casts": lambda: a_setting(knobs.compilation, CASTS, True)} if hasattr(knobs.compilation, CASTS) else {}),
     "pre-run hook": a_pre_run_hook,
     "another version": another_version,
     "run replaced": run_replaced,

@@ -13,6 +13,7 @@ import torch
 
 import foundry_kernels as fk
 from benchmarks.stub_gpu import StubDriver, stub_gpu, uncompiled
+from foundry_kernels import _triton
 from foundry_kernels._triton import tuning
 from foundry_kernels.tools.inspect import aot
 from foundry_kernels.tools.inspect.estimate import estimate
@@ -77,15 +78,16 @@ def test_it_fits(width: int, causal: bool) -> None:
 @over_cases
 def test_products_are_under_way_during_the_softmax(width: int, causal: bool) -> None:
     """All products of every loop, those of the next scores and those with values, have exponentials between them and
-    the wait for them; at 128 wide without a mask these are all exponentials."""
+    the wait for them; at 128 wide without a mask these are all exponentials, but for two since Triton 3.9."""
     masked, plain = loops(width, causal)
     assert len(plain) == 2
     assert len(masked) == (2 if causal else 0)
     for loop in masked + plain:
         tiles = 1 if loop in masked else 2
         assert loop.counts["product"] == loop.overlapped == tiles * (width // 16 + 4)
-        share = 1 if width == 128 and loop in plain else 0.6
-        assert loop.hidden >= share * loop.counts["exponential"]
+        exponentials = loop.counts["exponential"]
+        most = exponentials - 2 * (_triton.VERSION >= (3, 9))
+        assert loop.hidden >= (most if width == 128 and loop in plain else 0.6 * exponentials)
         assert not loop.counts.get("local")
     for loop in plain:
         assert loop.instructions <= 2 * MOST_INSTRUCTIONS[width]

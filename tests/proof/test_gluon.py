@@ -58,7 +58,7 @@ class Emulator:
         self.worlds: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
             from gluon_emulation import Pointer
             from gluon_emulation import launch as emulate
 
@@ -239,7 +239,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "no fence after initializing": (
         "    hopper.fence_async_shared()  #", "    #", "no fence since it was initialized"
     ),
-    "no fence": ("    hopper.fence_async_shared()\n    tma", "    tma", "without a fence"),
+    "no fence": ("    hopper.fence_async_shared()\n    copy_out", "    copy_out", "without a fence"),
     "no wait for the store": ("    tma.store_wait(0)\n", "", "ends without a wait"),
     "one tile too few": ("in range(n_tiles):", "in range(n_tiles - 1):", DEADLOCK),
     "one tile too many": ("in range(n_tiles):", "in range(n_tiles + 1):", "nobody has read|being copied"),

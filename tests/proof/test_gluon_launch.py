@@ -41,7 +41,7 @@ class Launches:
         self.made.append(("decode", (), {}))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **constants: Any) -> None:
+        def launch(*args: Any, enable_fp_fusion: bool, **constants: Any) -> None:
             self.made.append(("gluon", grid, dict(zip(self.names, args, strict=False)) | constants))
 
         return launch

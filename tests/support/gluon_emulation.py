@@ -267,9 +267,9 @@ def stand_ins(real: Any) -> dict[str, Any]:
         "gl": language(real),
         "tl": language(real),
         "mbarrier": SimpleNamespace(wait=_wait, arrive=_arrive, expect=_expect, init=_init, MBarrierLayout=_no_layout),
-        "tma": SimpleNamespace(
-            async_copy_global_to_shared=_load, async_copy_shared_to_global=_save, store_wait=_store_wait
-        ),
+        "tma": SimpleNamespace(store_wait=_store_wait),
+        "copy_in": _load,
+        "copy_out": _save,
         "hopper": SimpleNamespace(
             warpgroup_mma=_multiply, warpgroup_mma_wait=_products_wait, fence_async_shared=_fence
         ),

@@ -1,8 +1,11 @@
-"""`make TARGET STACK=2.11`: any target, on other versions of torch and Triton.
+"""`make TARGET STACK=2.11` or `STACK=newest`: any target, on other versions of torch and Triton.
 
 The target runs in a copy of this tree, build/stack-2.11, with its own environment, build folder and extension, so that
 nothing of the default's is touched: an extension lies beside the sources and is for one version of torch. This script
-makes the copy, or brings it up to date. constraints-2.11.txt has the versions that differ from constraints.txt.
+makes the copy, or brings it up to date. constraints-2.11.txt has the versions that differ from constraints.txt; a name
+alone, as all are in constraints-newest.txt, stands for the newest version that the package index has.
+
+`stack.py --python STACK` says which Python the stack's environment is made with.
 """
 
 from __future__ import annotations
@@ -10,15 +13,26 @@ from __future__ import annotations
 import fnmatch
 import re
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: What `make` is told by that the packages are installed (Makefile).
+INSTALLED = Path(".venv", ".demo-packages")
+#: Seconds after which the index is asked again what is newest.
+FRESH = 3600
+#: Whether a Python can make an environment and compile for it.
+USABLE = "import bootstrap, sys; sys.exit(bootstrap.missing() is not None)"
 
 
 def main(argv: list[str]) -> int:
-    [stack] = argv
+    [*flags, stack] = argv
+    if flags == ["--python"]:
+        print(python(ROOT, stack))
+        return 0
     try:
         print(f"{update(ROOT, stack)}: this tree with {changed_versions(ROOT, stack)}")
     except ValueError as error:
@@ -35,6 +49,9 @@ def update(root: Path, stack: str) -> Path:
     """
     versions = constraints(root, stack)
     copy = root / "build" / f"stack-{stack}"
+    stamp, newest = copy / INSTALLED, without_version(_file(root, stack).read_text())
+    if newest and stamp.exists() and time.time() - stamp.stat().st_mtime > FRESH:
+        stamp.unlink()
     wanted = {path.relative_to(root): path.read_bytes() for path in files(root)}
     wanted[Path("constraints.txt")] = versions.encode()
     copy.mkdir(parents=True, exist_ok=True)
@@ -71,18 +88,50 @@ def files(root: Path) -> Iterator[Path]:
 
 def constraints(root: Path, stack: str) -> str:
     """constraints.txt with the versions of the stack in place of its own."""
-    ours = pins(_file(root, stack).read_text())
+    text = _file(root, stack).read_text()
+    ours = pins(text)
     lines = (root / "constraints.txt").read_text().splitlines()
-    kept = [line for line in lines if line.partition("==")[0] not in ours]
+    kept = [line for line in lines if line.partition("==")[0] not in {*ours, *without_version(text)}]
     return "\n".join([*kept, *(f"{name}=={version}" for name, version in ours.items())]) + "\n"
 
 
 def changed_versions(root: Path, stack: str) -> str:
-    return ", ".join(f"{name} {version}" for name, version in pins(_file(root, stack).read_text()).items())
+    text = _file(root, stack).read_text()
+    named = [f"{name} {version}" for name, version in pins(text).items()]
+    return ", ".join([*named, *(f"the newest {name}" for name in without_version(text))])
 
 
 def pins(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE))
+
+
+def without_version(text: str) -> list[str]:
+    return re.findall(r"^([\w-]+)$", text, re.MULTILINE)
+
+
+def python(root: Path, stack: str) -> str:
+    """The Python for the stack's environment: the newest one here for the newest packages, some of which ask for one,
+    and else the one that runs this."""
+    if not without_version(_file(root, stack).read_text()):
+        return sys.executable
+    return next(filter(_usable, newer_pythons()), sys.executable)
+
+
+def newer_pythons() -> list[str]:
+    """Commands and, where pyenv keeps them, paths of Pythons, the newest first."""
+    kept = Path.home() / ".pyenv" / "versions"
+    found = []
+    for minor in (14, 13, 12):
+        name = f"python3.{minor}"
+        found += [name, *map(str, sorted(kept.glob(f"3.{minor}.*/bin/{name}"), reverse=True))]
+    return found
+
+
+def _usable(command: str) -> bool:
+    try:
+        return subprocess.run([command, "-c", USABLE], cwd=ROOT, capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def _file(root: Path, stack: str) -> Path:

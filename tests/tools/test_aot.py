@@ -115,7 +115,7 @@ def test_the_backward_pass_of_norms_has_enough_bytes_in_flight() -> None:
 
 
 @needs_triton
-def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_for_one_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take the place of a config of the table where all that it depends on is the same, and nowhere else."""
     from foundry_kernels.ops.flash_attention.triton import config as table
 
@@ -136,10 +136,24 @@ def test_rows_for_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (kernel, arch, 512, half, n) for kernel in ("fwd", "dk", "dv", "dq") for arch in aot.GPUS for n in (False, True)
     ]
     monkeypatch.setattr(table, "VERSION", (3, 7))
-    newer = {what: row(*what) for what in asked}
-    monkeypatch.setattr(table, "VERSION", (3, 6))
-    differ = {what: row(*what) for what in asked if row(*what) != newer[what]}
-    assert differ == {
+    usual = {what: row(*what) for what in asked}
+
+    def differ(*version: int) -> dict[tuple[object, ...], tuple[int, ...]]:
+        monkeypatch.setattr(table, "VERSION", version)
+        return {what: row(*what) for what in asked if row(*what) != usual[what]}
+
+    assert differ(3, 8) == {("dq", 90, 512, half, True): (32, 16, 8, 2)}
+    assert differ(3, 9) == differ(3, 8) | {
+        ("fwd", 90, 32, half, False): (128, 64, 8, 3),
+        ("fwd", 90, 64, half, False): (128, 64, 8, 3),
+        ("fwd", 90, 256, half, False): (64, 64, 8, 2),
+        ("fwd", 90, 512, half, False): (32, 32, 8, 2),
+        ("fwd", 90, 512, half, True): (32, 32, 8, 2),
+        ("dkdv", 90, 128, half, False): (32, 128, 8, 2),
+        ("dk", 90, 512, half, False): (32, 32, 8, 2),
+        ("dv", 90, 512, half, False): (32, 32, 8, 2),
+    }
+    assert differ(3, 6) == {
         ("dkdv", 80, 32, half, True): (32, 64, 8, 2),
         ("dkdv", 80, 64, half, True): (32, 64, 8, 2),
         ("fwd", 90, 32, half, False): (128, 64, 8, 3),

@@ -45,7 +45,8 @@ def combine_experts_fwd_kernel(
     for first in range(0, k, AT_A_TIME):
         for i in tl.static_range(AT_A_TIME):
             j = first + i
-            b_slot = tl.load(slots_ptr + tokens * k + j, mask=live & (j < k), other=-1).to(tl.int64)
+            named = live & (tl.zeros([1], tl.int32) + j < k)  # two numbers make no mask in Triton 3.9's interpreter
+            b_slot = tl.load(slots_ptr + tokens * k + j, mask=named, other=-1).to(tl.int64)
             named = (b_slot >= 0) & (b_slot < n_rows)
             b_wrong |= (b_slot >= n_rows).to(tl.int32)
             b_x = tl.load(x_ptr + (b_slot * stride_x)[:, None] + cols, mask=named[:, None] & m_cols, other=0.0)

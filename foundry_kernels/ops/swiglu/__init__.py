@@ -16,7 +16,8 @@ GPT-OSS clamps both and shifts u: with a limit c, a slope alpha and an offset b
    a_\alpha(g) = g \, \sigma(\alpha g), \quad
    a_\alpha'(g) = \sigma(\alpha g) + \alpha g \, \sigma(\alpha g) (1 - \sigma(\alpha g))
 
-where a gradient passes a clamp inside its bounds and at them, as that of ``torch.clamp`` does.
+where a gradient passes a clamp inside its bounds and at them, as that of ``torch.clamp`` does before PyTorch 2.14
+(since then, inside alone).
 
 Dropout, :math:`y \odot k / (1 - p)` with a mask :math:`k` of zeros and ones, is in the same pass, before the result is
 rounded. The mask is a function of a seed (`foundry_kernels.core.dropout`), and the backward pass makes it again.

@@ -21,7 +21,7 @@ def swiglu(
 ) -> Tensor:
     gate32, up32 = _halves(gate, up, interleaved)
     if limit is not None:
-        gate32, up32 = gate32.clamp(max=limit), up32.clamp(-limit, limit)
+        gate32, up32 = _clamp(gate32, None, limit), _clamp(up32, -limit, limit)
     activated = silu(gate32) if alpha == 1.0 else gate32 * torch.sigmoid(alpha * gate32)
     if up_offset != 0.0:
         up32 = up32 + up_offset
@@ -49,6 +49,12 @@ def _result(product: Tensor, gate: Tensor, dropout_p: float, dropout_seed: Tenso
     if dropout_seed is not None:
         product = dropout(product, dropout_p, dropout_seed)
     return product.to(gate.dtype).contiguous()
+
+
+def _clamp(x: Tensor, low: float | None, high: float) -> Tensor:
+    """Passes the gradient of what lies inside of the bounds or at them; `torch.clamp` that at them until 2.13 alone."""
+    inside = x <= high if low is None else (x >= low) & (x <= high)
+    return torch.where(inside, x, x.detach().clamp(low, high))
 
 
 def _halves(gate: Tensor, up: Tensor | None, interleaved: bool = False) -> tuple[Tensor, Tensor]:

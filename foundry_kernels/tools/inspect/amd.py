@@ -101,10 +101,14 @@ def compile_for(launch: Launch, arch: str, brief: bool = False) -> AmdCost:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from foundry_kernels._triton.launch import compiler_options
+
     (launch,) = without_foreign_options([launch])
     # Tensors below 2 GB, which the backend addresses by 32 bits: it is told as at a launch.
     source = source_of(launch, {name: [["tt.pointer_range", 32]] for name in launch.small})
-    compiled = triton.compile(source, target=GPUTarget("hip", arch, _LANES), options=dict(launch.options))
+    compiled = triton.compile(
+        source, target=GPUTarget("hip", arch, _LANES), options=compiler_options() | dict(launch.options)
+    )
     code = compiled.asm["amdgcn"]
     matrix = ""
     if re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):

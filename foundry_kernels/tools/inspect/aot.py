@@ -280,7 +280,11 @@ def compile_for(launch: Launch, arch: int, brief: bool = False) -> Cost:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    compiled = triton.compile(source_of(launch), target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
+    from foundry_kernels._triton.launch import compiler_options
+
+    compiled = triton.compile(
+        source_of(launch), target=GPUTarget("cuda", arch, 32), options=compiler_options() | dict(launch.options)
+    )
     cubin, ptx, matrix = compiled.asm["cubin"], compiled.asm["ptx"], ""
     if launch.gluon or re.search(DOT_IN_16_BITS, compiled.asm["ttir"]):
         # A tile too small for the newest instruction, as wide heads need, takes the one that all devices have.

@@ -302,6 +302,10 @@ def test_products_are_under_way_during_the_softmax() -> None:
     budgets[512] = (1700, 1750, 0, 0.0)  # tiles of 16 keys, in which nothing overlaps yet
     if triton_version().startswith("3.6."):  # a tile of 64 keys: 128 would spill
         budgets[64] = (320, 395, 8, 0.75)
+    # Other tiles (`_SINCE_3_9`) and another ptxas, after which kernels that save lse wait for most products at once.
+    newest = _triton.VERSION >= (3, 9)
+    if newest:
+        budgets = {64: (350, 400, 3, 0.5), 128: (505, 535, 4, 0.75), 256: (525, 820, 0, 0.0), 512: (1015, 1155, 0, 0.0)}
     seen = dict.fromkeys(budgets, 0)
     launches = re.split(r"\n(?=\w+_kernel )", done.stdout)
     for launch in (each for each in launches if each.startswith("flash_attention_fwd_kernel ")):
@@ -313,7 +317,7 @@ def test_products_are_under_way_during_the_softmax() -> None:
         assert masked["all"] <= most_masked * tiles, (width, masked)
         assert plain["overlapped"] >= overlapped, (width, plain)
         assert plain["hidden"] >= hidden * plain["exponential"], (width, plain)
-        if width > 64:
+        if width > 64 and not (newest and width == 256):
             assert masked["all"] <= 1.25 * plain["all"], (width, masked, plain)
         seen[width] += 1
     assert all(seen.values())

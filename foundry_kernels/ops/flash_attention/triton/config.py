@@ -118,6 +118,20 @@ _BEFORE_3_7: dict[tuple[str, str, int, bool], Row] = {
     ("hopper", "dv", 512, True): (32, 16, 8, 2),
 }
 
+#: The same of Triton 3.8, and of 3.9 and newer. With options see also `pairs_config.py`.
+_OF_3_8: dict[tuple[str, str, int, bool], Row] = {("hopper", "dq", 512, True): (32, 16, 8, 2)}
+_SINCE_3_9: dict[tuple[str, str, int, bool], Row] = {
+    **_OF_3_8,
+    ("hopper", "fwd", 64, False): (128, 64, 8, 3),  # half the keys a tile
+    ("hopper", "fwd", 256, False): (64, 64, 8, 2),  # half the queries
+    # mma.sync: what is wide enough for wgmma spills.
+    ("hopper", "fwd", 512, False): (32, 32, 8, 2),
+    ("hopper", "fwd", 512, True): (32, 32, 8, 2),
+    ("hopper", "dkdv", 128, False): (32, 128, 8, 2),  # a stage less
+    ("hopper", "dk", 512, False): (32, 32, 8, 2),
+    ("hopper", "dv", 512, False): (32, 32, 8, 2),
+}
+
 
 #: dK, dV and dQ in one kernel, in 16 bits: by class of device, head dimension and `needs_registers`. What is not here
 #: spills, or gains nothing by the estimate: two kernels take its place.
@@ -170,9 +184,11 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
             m, n = min(m, 64), 32
         elif head_dim == 128 and device_of(capability).name == "blackwell":
             n = 32
-    if VERSION < (3, 7) and capability and dtype.itemsize == 2:
+    if capability and dtype.itemsize == 2:
+        own = _SINCE_3_9 if VERSION >= (3, 9) else _OF_3_8 if VERSION >= (3, 8) else {}
+        own = _BEFORE_3_7 if VERSION < (3, 7) else own
         key = (device_of(capability).name, kernel, max(64, head_dim), needs_registers)
-        m, n, warps, stages = _BEFORE_3_7.get(key, (m, n, warps, stages))
+        m, n, warps, stages = own.get(key, (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both variants
         if capability == 0:

@@ -40,7 +40,8 @@ from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows, list_
 
 @triton.jit
 def _products(b_q, keys, pages, tile, m_keys, CHECK: tl.constexpr, sizes, PAGE_SIZE: tl.constexpr):
-    """[M, N]: of the queries with one tile of keys; with CHECK only `m_keys` are read, [N, 1] or one for all."""
+    """[M, N]: of the queries with one tile of keys; with CHECK only `m_keys` are read, [N, 1] or [1, 1]:
+    a comparison of two numbers is no mask in Triton 3.9's interpreter."""
     k = keys.k
     if PAGE_SIZE:
         dims = tl.arange(0, sizes.BLOCK_D)[None, :]
@@ -80,7 +81,8 @@ def _attend_range(
         j0 = tl.multiple_of(tile_at(order, tile) * sizes.BLOCK_N, sizes.BLOCK_N)
         if AHEAD:  # the next tile is whole; where there is none, nothing is loaded or, in whole tiles, this one again
             b_now, following = b_qk, tl.maximum(tile - 1, first_tile)
-            b_qk = _products(b_q, keys, pages, tile_at(order, following), following < tile, MASKED, sizes, PAGE_SIZE)
+            some = tl.zeros([1, 1], tl.int32) + following < tile
+            b_qk = _products(b_q, keys, pages, tile_at(order, following), some, MASKED, sizes, PAGE_SIZE)
         else:
             m_keys = tl.arange(0, sizes.BLOCK_N)[:, None] < keys.seqlen - j0
             b_now = _products(b_q, keys, pages, tile_at(order, tile), m_keys, MASKED, sizes, PAGE_SIZE)

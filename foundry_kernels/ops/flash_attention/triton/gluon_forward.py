@@ -25,6 +25,9 @@ CONSUMERS = gl.constexpr(2)
 #: Registers of a thread: 65536 for 128 threads of each consumer and of the producer, whose warps come in fours.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
+#: Between a tensor and shared memory: by their names since Triton 3.8, and by those before, which 3.9 refuses.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 class Buffers(NamedTuple):
@@ -82,7 +85,7 @@ def _copy(desc, tiles, n, head, row, i, form):
     at = i % form.STAGES
     mbarrier.wait(tiles.free.index(at), ((i // form.STAGES) & 1) ^ 1)
     mbarrier.expect(tiles.ready.index(at), form.BLOCK_N * form.D * 2)
-    tma.async_copy_global_to_shared(desc, [n, head, row, 0], tiles.ready.index(at), tiles.mem.index(at))
+    copy_in(desc, [n, head, row, 0], tiles.ready.index(at), tiles.mem.index(at))
 
 
 @gluon.jit
@@ -91,7 +94,7 @@ def _produce(q_desc, k_desc, v_desc, q, k, v, n, head, kv_head, row, n_tiles, fo
     for who in gl.static_range(CONSUMERS):
         at = [n, head, row + who * form.BLOCK_M, 0]
         mbarrier.expect(q.ready.index(who), form.BLOCK_M * form.D * 2)
-        tma.async_copy_global_to_shared(q_desc, at, q.ready.index(who), q.mem.index(who))
+        copy_in(q_desc, at, q.ready.index(who), q.mem.index(who))
     for i in range(n_tiles):
         key = (n_tiles - 1 - i) * form.BLOCK_N
         _copy(k_desc, k, n, kv_head, key, i, form)
@@ -222,7 +225,7 @@ def _consume(
     b_out = b_acc / _by_row(b_l, form)
     own.store(b_out.to(form.DTYPE))  # where this consumer's queries were, which nothing reads any more
     hopper.fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [n, head, row, 0], q.mem.index(WHO))
+    copy_out(out_desc, [n, head, row, 0], q.mem.index(WHO))
     tma.store_wait(0)
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._triton.launch import Plan, planned
+from foundry_kernels._triton.launch import Plan, compiler_options, planned
 
 if TYPE_CHECKING:
     from foundry_kernels.ops.flash_attention.triton.launch import _Problem
@@ -92,7 +92,7 @@ def launch_gluon(made: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     m, n = made.constants["BLOCK_M"], made.constants["BLOCK_N"]
     tensors = (*(descriptor(x, rows) for x, rows in ((q, m), (k, n), (v, n), (out, m))), lse)
-    flash_attention_fwd_gluon_kernel[made.grid](*tensors, *made.numbers, **made.constants)
+    flash_attention_fwd_gluon_kernel[made.grid](*tensors, *made.numbers, **made.constants, **compiler_options())
 
 
 def descriptor(x: Tensor, rows: int) -> Any:

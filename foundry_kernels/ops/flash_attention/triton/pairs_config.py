@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from foundry_kernels._triton import VERSION
 from foundry_kernels._triton.devices import device_of
 
 Launch = dict[str, Any]
@@ -34,9 +35,12 @@ def with_pairs(
         return launch | _cdna(kernel, head_dim, m, n, needs, sum(options) > 1)
     if dtype.itemsize == 2:
         synchronous = name in ("ampere", "small")
+        dense_would_spill = head_dim == 128 and name == "hopper" and VERSION >= (3, 9)
         if kernel == "fwd" and n == 128:
             n, stages = 64, 3
-        elif kernel == "dq" and synchronous and options.tiles:
+        elif kernel == "fwd" and n == 64 and head_dim == 256:  # the config for Triton 3.9
+            n = 32
+        elif kernel == "dq" and ((synchronous and options.tiles) or (options.dense and dense_would_spill)):
             n = min(n, 32)
         elif kernel == "dkdv" and name == "small" and options.dense:
             n = min(n, 32 if head_dim <= 64 else 64)
@@ -53,6 +57,11 @@ def _crowded(kernel: str, name: str, head_dim: int, m: int, n: int, needs: bool)
     """Queries and keys of a tile where several options meet."""
     if kernel == "fwd":
         return min(m, 64 if head_dim > 128 else m), min(n, 32 if needs or name != "hopper" else n)
+    if head_dim == 256 and name == "hopper" and not needs and VERSION >= (3, 8):  # with which the tiles below spill
+        if kernel == "dkdv":
+            return m, min(n, 32)
+        if kernel == "dq" and VERSION >= (3, 9):
+            return m, 16
     if kernel == "dq":
         most = m if not needs else 64 if head_dim <= 128 or name in ("ampere", "small") else 32
         return min(m, most), min(n, 32)
