@@ -39,9 +39,8 @@ WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
 RUN_TESTS := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 PYTEST := $(RUN_TESTS) tests
 
-# launched, attention and the norms of heads compiled ahead of time, patched models compiled in training, and operators and
-# float32 results in the interpreter. .ci/run runs it on the older stack, and every third commit on the newest.
-	bench bench-compare gpu-cache gpu-check clean
+.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test test-stack test-native test-releases resources \
+	cuda-build fuzz sanitize bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
