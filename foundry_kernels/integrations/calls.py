@@ -241,7 +241,7 @@ def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents
         elif past:
             raise ValueError(f"{name} begins a document on a cache that is not empty; {ONE_A_ROW}")
         else:
-            documents = from_begins(begins, queries, name)
+            documents = from_begins(begins, name)
     return documents, None if ids is None or whole is None else (whole != 0).to(whole.dtype)
 
 

@@ -85,7 +85,7 @@ def _of_positions(mask: Tensor | None, positions: Tensor, sizes: tuple[int, int,
     elif mask is not None and kind == DENSE:
         real = mask[:, 0].diagonal(dim1=-2, dim2=-1).expand(batch, -1)
     owner = positions if real is None else mask
-    return _once(owner, sizes, lambda: from_begins(restarts(positions, real).expand(batch, -1), keys, "position_ids"))
+    return _once(owner, sizes, lambda: from_begins(restarts(positions, real).expand(batch, -1), "position_ids"))
 
 
 def _once(owner: Any, sizes: tuple[int, int, int], read: Callable[[], Documents | None]) -> Documents | None:

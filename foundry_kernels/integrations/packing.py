@@ -6,6 +6,7 @@ flash attention (`cu_seq_lens_q`, ...) or `seq_idx`; position ids that restart; 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,16 +79,14 @@ def from_lengths(given: Mapping[str, Any], batch: int, queries: int, keys: int) 
         if name not in found:
             raise ValueError(f"{name} must be given with {', '.join(found)}")
     totals = [given[name] for name in LENGTHS[:2]]
-    for name, value, tokens in zip(LENGTHS, totals, (queries, keys), strict=False):
-        _check_totals(name, value, batch, tokens)
+    for name, most, value, tokens in zip(LENGTHS[:2], LENGTHS[2:], totals, (queries, keys), strict=True):
+        length = _check_totals(name, value, batch, tokens)
+        if (bound := longest(given, most, batch * tokens)) < length:
+            raise ValueError(f"{most} must be at least {length}, the longest document; got {bound}")
     if totals[0].shape != totals[1].shape:
         raise ValueError(
             f"cu_seq_lens_k must have as many elements as cu_seq_lens_q; got {len(totals[1])} and {len(totals[0])}"
         )
-    for name, value, most in zip(LENGTHS[2:], totals, (queries, keys), strict=True):
-        bound = longest(given, name, batch * most)
-        if can_be_read(value) and int(value.diff().max()) > bound:
-            raise ValueError(f"{name} must be at least {int(value.diff().max())}, the longest document; got {bound}")
     totals = [x.to(torch.int32) for x in totals]
     documents = Documents(totals[0], totals[1], batch, queries, keys, "cu_seq_lens_q")
     if (seq_idx := given.get("seq_idx")) is not None and can_be_read(totals[0]):
@@ -95,16 +94,18 @@ def from_lengths(given: Mapping[str, Any], batch: int, queries: int, keys: int) 
     return documents
 
 
-def _check_totals(name: str, value: Any, batch: int, tokens: int) -> None:
+def _check_totals(name: str, value: Any, batch: int, tokens: int) -> int:
+    """Returns the length of the longest document; 0 where values cannot be read."""
     if not isinstance(value, Tensor) or value.dim() != 1 or value.is_floating_point() or value.dtype == torch.bool:
         raise ValueError(f"{name} must be a tensor [documents + 1] of integers; got {_described(value)}")
     if not can_be_read(value):
-        return
+        return 0
     totals = value.tolist()
-    if not totals or totals[0] != 0 or totals[-1] != batch * tokens or sorted(totals) != totals:
+    if len(totals) < 2 or totals[0] != 0 or totals[-1] != batch * tokens or sorted(totals) != totals:
         raise ValueError(f"{name} must rise from 0 to the {batch * tokens} tokens of the batch; got {totals[:20]}")
     if not set(range(0, batch * tokens, tokens or 1)) <= set(totals):
         raise ValueError(f"{name} must begin a document with each row of {tokens} tokens; got {totals[:20]}")
+    return max(end - start for start, end in itertools.pairwise(totals))
 
 
 def longest(given: Mapping[str, Any], name: str, otherwise: int) -> int:
@@ -129,7 +130,10 @@ def _from_indices(seq_idx: Any, batch: int, queries: int, keys: int) -> Document
         return None
     if isinstance(seq_idx, Tensor) and not can_be_read(seq_idx):
         raise ValueError(f"seq_idx cannot be read under torch.compile; {ONE_A_ROW}")
-    return from_begins(_begins_of(seq_idx, batch, queries), keys, "seq_idx")
+    documents = from_begins(_begins_of(seq_idx, batch, queries), "seq_idx")
+    if documents is not None and keys != queries:
+        raise ValueError(f"seq_idx begins a document on a cache that is not empty; {ONE_A_ROW}")
+    return documents
 
 
 def _begins_of(seq_idx: Any, batch: int, queries: int) -> Tensor:
@@ -153,20 +157,15 @@ def _described(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def from_begins(begins: Tensor, keys: int, given_by: str) -> Documents | None:
+def from_begins(begins: Tensor, given_by: str) -> Documents | None:
     """Returns the documents of `begins` ``[B, T - 1]`` bool: whether token t + 1 begins one. None for one a row. Reads
     values."""
     if not begins.any():
         return None
-    batch, queries = begins.shape[0], begins.shape[1] + 1
-    row, token = torch.nn.functional.pad(begins, (1, 0), value=True).nonzero(as_tuple=True)
-    totals = [
-        torch.nn.functional.pad(row * tokens + token, (0, 1), value=batch * tokens).to(torch.int32)
-        for tokens in (queries, keys)
-    ]
-    if keys > queries:  # keys that are not there yet are no document's; those of the last one of a row are cut off
-        return Documents(totals[0], totals[0], batch, queries, queries, given_by)
-    return Documents(totals[0], totals[1], batch, queries, keys, given_by)
+    batch, tokens = begins.shape[0], begins.shape[1] + 1
+    starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
+    totals = torch.nn.functional.pad(starts, (0, 1), value=batch * tokens).to(torch.int32)
+    return Documents(totals, totals, batch, tokens, tokens, given_by)
 
 
 def text_positions(position_ids: Any, queries: int) -> Tensor | None:

@@ -287,7 +287,11 @@ def test_a_cache_of_several_documents_is_not_continued() -> None:
     with pytest.raises(ValueError, match="holds several documents a row"):
         model(IDS[:, :1], past_key_values=out.past_key_values)
     one = model(IDS, use_cache=True)
-    for given in ({"position_ids": POSITIONS[:, :9]}, {"attention_mask": torch.cat([ONES, SEGMENTS[:, :9]], 1)}):
+    for given in (
+        {"position_ids": POSITIONS[:, :9]},
+        {"attention_mask": torch.cat([ONES, SEGMENTS[:, :9]], 1)},
+        {"seq_idx": SEGMENTS[:, :9]},
+    ):
         with pytest.raises(ValueError, match="begins a document on a cache that is not empty"):
             model(IDS[:, :9], past_key_values=copy.deepcopy(one.past_key_values), **given)
     static = StaticCache(config=model.config, max_cache_len=32)
