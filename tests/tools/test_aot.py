@@ -195,6 +195,9 @@ def test_what_is_estimated_of_attention_is_kept() -> None:
     if _triton.VERSION < (3, 7):  # configs of its own, narrower ones
         del least["dkdv", 64], least["dkdv", 256]
         least["fwd", 64] = 350
+    if _triton.VERSION >= (3, 9):  # likewise; and by its ptxas a forward pass that saves lse waits for most products
+        del least["dkdv", 256]
+        least |= {("fwd", 64): 295, ("fwd", 128): 390, ("fwd", 256): 354}
     assert {key: best.get(key) for key, tflops in least.items() if not best.get(key, 0) >= tflops} == {}
     for width, tflops in ((64, 300), (128, 345), (256, 185)):
         if ("dkdv", width) in least:
