@@ -22,6 +22,7 @@ from foundry_kernels.integrations.masks import (
     DenseMask,
     as_mask,
     blocks_in_window,
+    is_packed,
     keeps_apart,
     kind_of,
     marked,
@@ -93,8 +94,7 @@ def _of_unread(documents: Documents | None, **kwargs: Any) -> Tensor | None:
     local, config = kwargs.get("local_size"), kwargs.get("config")
     # What lets a token see later ones is an or_mask, outermost; what keeps packed sequences apart an and_mask.
     other = kwargs.get("use_vmap") or getattr(function, "__name__", "") == "or_mask"
-    chunked = local is not None and local == getattr(config, "attention_chunk_size", None)
-    if other or chunked or (_is_bidirectional(kwargs) and (local is not None or padding is not None)):
+    if other or _is_chunked(kwargs) or (_is_bidirectional(kwargs) and (local is not None or padding is not None)):
         return _of_tokens(documents, **kwargs)
     first, queries = kwargs.get("q_offset", 0), kwargs["q_length"]
     begin, keys = kwargs.get("kv_offset", 0), kwargs["kv_length"]
@@ -113,7 +113,8 @@ def _seen(documents: Documents | None, **kwargs: Any) -> Tensor | None:
     if documents is not None:
         function = kwargs.get("mask_function", causal_mask_function)
         first, begin = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-        kwargs["mask_function"] = within(function, documents, first, begin, kwargs["kv_length"])
+        anew = _is_chunked(kwargs) and not is_packed(function)
+        kwargs["mask_function"] = within(function, documents, first, begin, kwargs["kv_length"], anew)
         kwargs["allow_is_bidirectional_skip"] = False
     return sdpa_mask(**kwargs)
 
@@ -132,6 +133,11 @@ def _of_tokens(documents: Documents | None, **kwargs: Any) -> Tensor | None:
     tokens = torch.arange(kwargs["q_length"], device=padding.device) + first
     real = padding[:, tokens.clamp_max(padding.shape[1] - 1)]
     return seen if seen is None else _with_tiles(seen & real[:, None, :, None], documents is not None)
+
+
+def _is_chunked(kwargs: dict[str, Any]) -> bool:
+    local, config = kwargs.get("local_size"), kwargs.get("config")
+    return local is not None and local == getattr(config, "attention_chunk_size", None)
 
 
 def _is_bidirectional(kwargs: dict[str, Any]) -> bool:
@@ -215,7 +221,7 @@ def _skippable(
         if local_size is None and documents is None and full:
             return None
         raise DenseMask("is bidirectional, with a window or padding")
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+    if _is_chunked({"local_size": local_size, "config": config}):
         raise DenseMask("is chunked")
     if not allow_is_causal_skip and q_length > 1:
         before, after = neighbours(mask_function, batch_size, q_length, q_offset, device)

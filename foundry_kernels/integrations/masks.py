@@ -221,6 +221,12 @@ def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
     return None if blocks is None else (blocks, window)
 
 
+def is_packed(function: MaskFunction) -> bool:
+    """Returns whether transformers itself keeps documents apart in a mask, and counts anew in each."""
+    parts = _parts(function, "and_masks").get("mask_functions", ())
+    return any(_parts(part, "packed_sequence_mask_function") for part in parts)
+
+
 def _parts(function: Any, maker: str) -> dict[str, Any]:
     """What `function` was made of by the function `maker` of transformers; empty if another one made it."""
     if getattr(function, "__module__", "") != "transformers.masking_utils":

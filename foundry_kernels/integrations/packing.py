@@ -243,15 +243,22 @@ def cut(layout: tuple[Tensor, Tensor] | None, documents: Documents, keys: int) -
     return totals_q, totals_k
 
 
-def within(function: Callable[..., Tensor], documents: Documents, first: int | Tensor, begin: int, keys: int) -> Any:
+def within(
+    function: Callable[..., Tensor], documents: Documents, first: int | Tensor, begin: int, keys: int, anew: bool
+) -> Callable[..., Tensor]:
     """Returns a mask function of transformers that keeps documents apart and, within one, does what `function` does.
 
-    first, begin: the places of the first query and of the first key, as the function gets them.
+    first, begin: the places of the first query and of the first key, as the function gets them. anew: whether
+    `function` counts from the beginning of a document on, as one of chunks has to.
     """
     of_query, of_key = documents.of_queries(), documents.of_keys(keys)
 
     def same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        apart = of_query[batch, query - first] == of_key[batch, key - begin]
+        document = of_query[batch, query - first]
+        apart = document == of_key[batch, key - begin]
+        if anew:
+            start = documents.totals_q[document] - batch * documents.queries
+            query, key = query - start, key - start
         return function(batch, head, query, key) & apart
 
     return same

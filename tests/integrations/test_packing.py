@@ -129,8 +129,15 @@ def test_families_without_a_row(family: str) -> None:
             model(IDS, position_ids=POSITIONS)
         return
     assert report.mixing == ()
-    for name, given in (OTHERS | (BY_POSITIONS if "position_ids" in _arguments(model) else {})).items():
+    ways = OTHERS
+    if "position_ids" in _arguments(model):
+        ways = OTHERS | BY_POSITIONS
+        pieces = zip(IDS.split(LENGTHS, 1), POSITIONS.split(LENGTHS, 1), strict=True)
+        alone = torch.cat([model(ids, position_ids=positions).logits for ids, positions in pieces], 1)
+    for name, given in ways.items():
         assert not leaks(model, **given), name
+        if name in BY_POSITIONS:
+            assert close(model(IDS, **given).logits, alone), name
 
 
 @pytest.mark.parametrize("family", ENCODERS)

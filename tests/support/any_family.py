@@ -70,6 +70,7 @@ LINEAR = {
 EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "llama4_text": {"attention_chunk_size": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
