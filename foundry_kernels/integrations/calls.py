@@ -146,13 +146,14 @@ def reads_documents(theirs: Callable[..., Any], signature: inspect.Signature) ->
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = getattr(self, "_foundry", None)  # none once the patch is undone, if a wrapper has derived its own class
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        sizes = _sizes(given)
-        if state is None or sizes is None:
+        tokens = _tokens(given)
+        if state is None or tokens is None:
             return theirs(self, *args, **kwargs)
+        sizes = tokens.shape[0], tokens.shape[1]
         outer, told = current(), tuple(given.get(name) for name in TELLING)
         if outer is not None and (outer.batch, outer.queries) == sizes and _same(outer.told, told):
             return theirs(self, *args, **kwargs)  # a model inside of one that has read them
-        documents, mask = _read(given, *sizes)
+        documents, mask = _read(given, *sizes, tokens.device)
         if documents is not None:
             _check_model(self, state, documents)
         elif outer is not None and outer.documents is not None and _fits(outer.documents, *sizes):
@@ -188,18 +189,20 @@ def _remember(out: Any) -> None:
             value._foundry_packed = True
 
 
-def _sizes(given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns batch and tokens of a call; None where it is none of tokens, or its masks are made already."""
+def _tokens(given: Mapping[str, Any]) -> Tensor | None:
+    """Returns the tokens of a call, or their embeddings; None where it has none, or its masks are made already."""
     if isinstance(given.get("attention_mask"), dict):
         return None
     for name in ("input_ids", "inputs_embeds"):
         tokens = given.get(name)
         if isinstance(tokens, Tensor) and tokens.dim() >= 2:
-            return tokens.shape[0], tokens.shape[1]
+            return tokens
     return None
 
 
-def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents | None, Tensor | None]:
+def _read(
+    given: Mapping[str, Any], batch: int, queries: int, device: torch.device
+) -> tuple[Documents | None, Tensor | None]:
     """Returns the documents that a call gives, and the mask to take in place of one of segment ids.
 
     Raises:
@@ -213,6 +216,9 @@ def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents
     mask, positions = given.get("attention_mask"), text_positions(given.get("position_ids"), queries)
     if not isinstance(mask, Tensor):
         mask = None
+    elif mask.dim() == 2:
+        mask = mask.to(device)
+    positions = None if positions is None else positions.to(device)
     readable = all(can_be_read(x) for x in (mask, positions) if x is not None) and not is_compiling()
     past = _past(cache) if lengths or readable else 0
     if cache is not None and getattr(cache, "_foundry_packed", False):
@@ -223,6 +229,7 @@ def _read(given: Mapping[str, Any], batch: int, queries: int) -> tuple[Documents
             )
         cache._foundry_packed = False  # it was emptied
     documents = from_lengths(given, batch, queries, past + queries) if lengths else None
+    documents = None if documents is None else documents.to(device)
     whole = mask if mask is not None and mask.dim() == 2 else None
     if not readable:
         if documents is None:
@@ -254,7 +261,7 @@ def _begins(
     real = None if own is None or own.shape[1] != queries else own != 0
     restart = None if positions is None or queries == 1 else restarts(positions, real).expand(batch, -1)
     flags = [x.any() for x in (restart, _unlike_a_mask(mask)) if x is not None]
-    found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    found = torch.stack(flags).tolist() if flags else []
     has_ids = mask is not None and found.pop()
     restart = restart if found and found[0] else None
     if mask is None or own is None or not has_ids:

@@ -35,6 +35,10 @@ class Documents:
     keys: int
     given_by: str
 
+    def to(self, device: torch.device) -> Documents:
+        totals = self.totals_q.to(device), self.totals_k.to(device)
+        return Documents(*totals, self.batch, self.queries, self.keys, self.given_by)
+
     def of_queries(self) -> Tensor:
         """Returns the document of each query, ``[B, T]``."""
         return _places(self.totals_q, self.batch, self.queries)
