@@ -35,6 +35,8 @@ from foundry_kernels.integrations.packing import (
     text_positions,
 )
 
+#: What a floating mask adds to a score at most where it hides a key: the weight, e to this, is 0.
+HIDDEN = -1e3
 #: The arguments of a model that tell of packed documents.
 TELLING = (*LENGTHS, "seq_idx", "position_ids", "attention_mask")
 
@@ -113,10 +115,10 @@ def reads_rows(model: nn.Module) -> bool:
 
 def makes_masks(module: nn.Module) -> bool:
     """Returns whether the family of an attention has its masks made by transformers, and so by `mask_functions.py`."""
-    home = next((c.__module__ for c in type(module).__mro__ if not hasattr(c, "_foundry_class")), "")
+    home = next(c.__module__ for c in type(module).__mro__ if "forward" in vars(c))
     return any(
         getattr(value, "__module__", "") == "transformers.masking_utils" and name.startswith("create_")
-        for name, value in vars(sys.modules.get(home)).items()
+        for name, value in vars(sys.modules[home]).items()
     )
 
 
@@ -319,7 +321,7 @@ def check_mask(mask: Tensor, positions: Tensor, past: int) -> None:
     place = (positions == positions[:, :1]).cumsum(1)
     apart = (place[:, :, None] != place[:, None])[:, None]
     if mask.is_floating_point():
-        mask = mask > torch.finfo(mask.dtype).min
+        mask = mask > HIDDEN
     if mask.dtype == torch.bool and bool((mask & apart).any()):
         raise ValueError(
             "attention_mask lets a token see another document, which position_ids begins: they contradict each other"

@@ -18,6 +18,7 @@ from foundry_kernels.integrations.masks import (
     DENSE,
     KEYS,
     LAYOUT,
+    UNREAD,
     dense_layout,
     keeps_apart,
     kind_of,
@@ -110,7 +111,7 @@ def apart(
     causal, window: what goes with a mask of keys.
     """
     kind = kind_of(mask)
-    if mask is None or kind not in (LAYOUT, KEYS, DENSE, None):
+    if mask is None or kind == UNREAD:
         return None, (documents.totals_q, documents.totals_k)
     if kind == LAYOUT and can_be_read(mask):
         return None, cut(totals_of(mask), documents, keys)

@@ -200,7 +200,7 @@ def _token_before(real: Tensor) -> Tensor:
     return torch.where(real, at, -1).cummax(1).values[:, :-1]
 
 
-def segments(mask: Tensor, name: str = "attention_mask") -> Tensor:
+def segments(mask: Tensor) -> Tensor:
     """Returns ``[B, T - 1]`` bool of a mask of segment ids ``[B, T]``, 0 for padding: whether token t + 1 begins one.
 
     Raises:
@@ -209,15 +209,13 @@ def segments(mask: Tensor, name: str = "attention_mask") -> Tensor:
     real = mask != 0
     before = _token_before(real)
     begins = (mask[:, 1:] != mask.gather(1, before.clamp_min(0))) & real[:, 1:] & (before >= 0)
-    _check_runs(name, mask, begins, padding=0)
+    _check_runs("attention_mask", mask, begins, padding=0)
     return begins
 
 
-def check_finer(documents: Documents, begins: Tensor | None, name: str) -> None:
+def check_finer(documents: Documents, begins: Tensor, name: str) -> None:
     """Raises ValueError where `begins` ``[1 or B, T - 1]`` of the argument `name` begins a document that is none of
     `documents`."""
-    if begins is None:
-        return
     place = documents.of_queries()
     if bool((begins & (place[:, 1:] == place[:, :-1])).any()):
         raise ValueError(f"{name} begins a document where {documents.given_by} begins none: they contradict each other")

@@ -255,6 +255,9 @@ def test_a_mask_of_four_dimensions_says_all() -> None:
     apart = model(IDS, attention_mask=blocks, position_ids=POSITIONS).logits
     fk.patch(model)
     assert close(model(IDS, attention_mask=mask, position_ids=positions).logits, expected)
+    for lowest in (-torch.inf, -1e9, -1e4):
+        added = torch.zeros(blocks.shape).masked_fill(~blocks, lowest)
+        assert close(model(IDS, attention_mask=added, position_ids=POSITIONS).logits, apart)
     assert close(model(IDS, attention_mask=blocks, position_ids=POSITIONS).logits, apart)
 
 
