@@ -16,7 +16,8 @@ from foundry_kernels.integrations.release import OLDEST
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What is tested: packed documents in every family, and results, gradients and generation of those of the table.
-TESTS = ("tests/integrations/test_packing.py", "tests/integrations/test_releases.py")
+NAMES = ("test_packing", "test_packing_arguments", "test_releases")
+TESTS = tuple(f"tests/integrations/{name}.py" for name in NAMES)
 RELEASES = {"oldest": f"transformers=={'.'.join(map(str, OLDEST))}.*", "newest": "transformers"}
 
 

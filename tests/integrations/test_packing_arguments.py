@@ -1,0 +1,136 @@
+"""What a call of a patched model may say of packed documents: precedence, contradictions, caches, bad arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from packed import BY_POSITIONS, CAUSAL, GIVEN, IDS, LENGTHS, ONES, POSITIONS, SEGMENTS, TOTALS, leaks
+from patching import close
+from transformers import StaticCache
+
+import foundry_kernels as fk
+from foundry_kernels.integrations import calls
+from foundry_kernels.integrations.tiny import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def test_lengths_come_before_positions_and_positions_before_the_mask() -> None:
+    model = tiny_model("llama")
+    fk.patch(model)
+    counted = torch.arange(18)[None]
+    assert not leaks(model, **GIVEN, position_ids=counted)  # rotary positions may count on
+    assert not leaks(model, position_ids=counted, attention_mask=SEGMENTS)
+    two = torch.tensor([0, 5, 18], dtype=torch.int32)
+    coarse = {"cu_seq_lens_q": two, "cu_seq_lens_k": two, "max_length_q": 13, "max_length_k": 13}
+    for name, given in {
+        "position_ids begins a document where cu_seq_lens_q begins none": {**coarse, "position_ids": POSITIONS},
+        "attention_mask begins a document where cu_seq_lens_q begins none": {**coarse, "attention_mask": SEGMENTS},
+        "seq_idx begins a document where cu_seq_lens_q begins none": {**coarse, "seq_idx": SEGMENTS},
+        "attention_mask begins a document where position_ids begins none": {
+            "position_ids": torch.tensor([[*range(5), *range(13)]]),
+            "attention_mask": SEGMENTS,
+        },
+        "attention_mask lets a token see another document": {"position_ids": POSITIONS, "attention_mask": CAUSAL},
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}.*contradict"):
+            model(IDS, **given)
+
+
+def test_a_mask_of_four_dimensions_says_all() -> None:
+    """Branches that share a beginning have positions that go back, but not to it."""
+    model = tiny_model("llama")
+    mask = CAUSAL.clone()
+    mask[..., 12:, 6:12] = False
+    positions = torch.tensor([[*range(12), *range(6, 12)]])
+    expected = model(IDS, attention_mask=mask, position_ids=positions).logits
+    blocks = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool() & CAUSAL
+    apart = model(IDS, attention_mask=blocks, position_ids=POSITIONS).logits
+    fk.patch(model)
+    assert close(model(IDS, attention_mask=mask, position_ids=positions).logits, expected)
+    for lowest in (-torch.inf, -1e9, -1e4):
+        added = torch.zeros(blocks.shape).masked_fill(~blocks, lowest)
+        assert close(model(IDS, attention_mask=added, position_ids=POSITIONS).logits, apart)
+    assert close(model(IDS, attention_mask=blocks, position_ids=POSITIONS).logits, apart)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "one total": ({"cu_seq_lens_k": TOTALS}, "cu_seq_lens_q must be given with cu_seq_lens_k"),
+    "the other": ({"cu_seq_lens_q": TOTALS}, "cu_seq_lens_k must be given with cu_seq_lens_q"),
+    "a maximum": ({"max_length_q": 9}, "cu_seq_lens_q must be given with max_length_q"),
+    "too short": ({**GIVEN, "cu_seq_lens_q": TOTALS[:-1], "cu_seq_lens_k": TOTALS[:-1]}, "must rise from 0 to the 18"),
+    "falling": ({**GIVEN, "cu_seq_lens_q": torch.tensor([0, 9, 5, 18])}, "cu_seq_lens_q must rise"),
+    "floats": ({**GIVEN, "cu_seq_lens_q": TOTALS.float()}, "cu_seq_lens_q must be a tensor"),
+    "a maximum too small": ({**GIVEN, "max_length_k": 8}, "max_length_k must be at least 9"),
+    "no int": ({**GIVEN, "max_length_q": 9.0}, "max_length_q must be an int"),
+    "indices": ({"seq_idx": SEGMENTS[:, 1:]}, "seq_idx must be a tensor"),
+    "segments in pieces": (
+        {"attention_mask": torch.tensor([[1] * 5 + [2] * 9 + [1] * 4])},
+        "attention_mask must have the tokens of a document side by side",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_arguments(bad: str) -> None:
+    model = tiny_model("llama")
+    fk.patch(model)
+    given, message = BAD[bad]
+    with pytest.raises(ValueError, match=message):
+        model(IDS, **given)
+    rows = torch.tensor([0, 10, 18], dtype=torch.int32)
+    with pytest.raises(ValueError, match="must begin a document with each row of 9 tokens"):
+        model(IDS.view(2, 9), **{**GIVEN, "cu_seq_lens_q": rows, "cu_seq_lens_k": rows, "max_length_q": 10})
+
+
+def test_a_cache_of_several_documents_is_not_continued() -> None:
+    model = tiny_model("llama")
+    fk.patch(model)
+    out = model(IDS, position_ids=POSITIONS, use_cache=True)
+    with pytest.raises(ValueError, match="holds several documents a row"):
+        model(IDS[:, :1], past_key_values=out.past_key_values)
+    one = model(IDS, use_cache=True)
+    for given in (
+        {"position_ids": POSITIONS[:, :9]},
+        {"attention_mask": torch.cat([ONES, SEGMENTS[:, :9]], 1)},
+        {"seq_idx": SEGMENTS[:, :9]},
+    ):
+        with pytest.raises(ValueError, match="begins a document on a cache that is not empty"):
+            model(IDS[:, :9], past_key_values=copy.deepcopy(one.past_key_values), **given)
+    static = StaticCache(config=model.config, max_cache_len=32)
+    packed = model(IDS, position_ids=POSITIONS, past_key_values=static).logits
+    assert close(packed, model(IDS, position_ids=POSITIONS).logits)
+    static.reset()
+    model(IDS[:, :9], past_key_values=static)
+    assert close(model(IDS[:, 9:], past_key_values=static).logits, model(IDS).logits[:, 9:])
+
+
+def test_arguments_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by each model inside of another: on a GPU the host would wait each time."""
+    model, read = tiny_model("llama"), []
+    theirs = calls.restarts
+    monkeypatch.setattr(calls, "restarts", lambda *args: read.append(1) or theirs(*args))
+    fk.patch(model)
+    for given in (BY_POSITIONS["positions, mask"], {"position_ids": torch.arange(18)[None]}):
+        read.clear()
+        model(IDS, **given)
+        assert len(read) == 1
+
+
+def test_lengths_of_a_cache() -> None:
+    """Documents that go on: as many keys as are in the cache and new."""
+    model = tiny_model("llama")
+    expected = model(IDS).logits[:, 12:]
+    fk.patch(model)
+    cache = model(IDS[:, :12], use_cache=True).past_key_values
+    totals = {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 18])}
+    given = {**totals, "max_length_q": 6, "max_length_k": 18}
+    assert close(model(IDS[:, 12:], past_key_values=cache, **given).logits, expected)
