@@ -39,7 +39,7 @@ def words(text: str) -> frozenset[str]:
 
 
 #: The arguments of a module of one input; `forward` is called with them by position or by these names.
-ONE = words("self x hidden_states")
+ONE_INPUT = words("self x hidden_states")
 
 
 def names_of(code: CodeType) -> set[str]:
@@ -117,7 +117,7 @@ class Norm(Adapter):
     round_before_weight: bool = False
 
     names = words("dtype to torch float32 pow mean rsqrt variance_epsilon weight _norm float type_as eps")
-    arguments = ONE
+    arguments = ONE_INPUT
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("rms_norm",)
@@ -189,7 +189,7 @@ class MLP(Gated):
     packed: bool = False
 
     names = words("gate_proj up_proj gate_up_proj down_proj act_fn activation_fn chunk")
-    arguments = ONE
+    arguments = ONE_INPUT
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _mlp_forward}

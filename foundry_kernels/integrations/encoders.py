@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_kernels.integrations.adapters import ONE, Adapter, Gated, Norm, _norm_forward, gated, layers_of, words
+from foundry_kernels.integrations.adapters import (
+    ONE_INPUT,
+    Adapter,
+    Gated,
+    Norm,
+    _norm_forward,
+    gated,
+    layers_of,
+    words,
+)
 from foundry_kernels.integrations.pre_llama import PlainMLP, activated, gelu_of
 from foundry_kernels.ops.swiglu import geglu
 
@@ -50,7 +59,7 @@ class ModernBertMLP(Gated):
     """One product for the gate and, behind it, what it multiplies."""
 
     names = words("Wi chunk Wo drop act")
-    arguments = ONE
+    arguments = ONE_INPUT
 
     def members(self, original: type) -> dict[str, Any]:
         return {"forward": _modernbert_mlp}
@@ -66,7 +75,7 @@ class T5MLP(Adapter):
     """``wo(dropout(gelu(wi_0(x)) * wi_1(x)))``; `wo` may be kept in float32, or be quantised."""
 
     names = words("act wi_0 wi_1 dropout isinstance wo weight torch Tensor dtype int8 to")
-    arguments = ONE
+    arguments = ONE_INPUT
 
     def ops(self, module: nn.Module) -> tuple[str, ...]:
         return ("geglu",)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from foundry_kernels.integrations.activations import activation
-from foundry_kernels.integrations.adapters import ONE, Adapter, Attention, layers_of, words
+from foundry_kernels.integrations.adapters import ONE_INPUT, Adapter, Attention, layers_of, words
 from foundry_kernels.nn._layers import is_observed
 from foundry_kernels.nn._linear_layers import Layers
 from foundry_kernels.ops.bias_gelu import bias_gelu
@@ -116,7 +116,7 @@ class PlainMLP(Adapter):
     act: str = "act"
     dropout: str = ""
 
-    arguments = ONE
+    arguments = ONE_INPUT
 
     def known(self) -> frozenset[str]:
         return frozenset({self.first, self.second, self.act, self.dropout or self.act})
