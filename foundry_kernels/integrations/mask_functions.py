@@ -22,7 +22,6 @@ from foundry_kernels.integrations.masks import (
     DenseMask,
     as_mask,
     blocks_in_window,
-    is_packed,
     keeps_apart,
     kind_of,
     marked,
@@ -31,6 +30,7 @@ from foundry_kernels.integrations.masks import (
     padding_layout,
     present_keys,
     totals_of,
+    unpacked,
 )
 from foundry_kernels.integrations.packing import Documents, cut, within
 from foundry_kernels.integrations.table import FAMILIES
@@ -113,7 +113,9 @@ def _seen(documents: Documents | None, **kwargs: Any) -> Tensor | None:
     if documents is not None:
         function = kwargs.get("mask_function", causal_mask_function)
         first, begin = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-        anew = _is_chunked(kwargs) and not is_packed(function)
+        anew = _is_chunked(kwargs)
+        if anew:
+            function = unpacked(function)
         kwargs["mask_function"] = within(function, documents, first, begin, kwargs["kv_length"], anew)
         kwargs["allow_is_bidirectional_skip"] = False
     return sdpa_mask(**kwargs)

@@ -206,13 +206,9 @@ def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
 
     Packed sequences around it are looked through; :func:`neighbours` finds those.
     """
-    outer = _parts(function, "and_masks").get("mask_functions", ())
+    outer = _parts(unpacked(function), "and_masks").get("mask_functions", ())
     if len(outer) != 2:
         return None
-    packed = [bool(_parts(part, "packed_sequence_mask_function")) for part in outer]
-    if any(packed):  # first or last, by release
-        remapped = _parts(outer[packed.index(False)], "remap_positions_for_packed_sequence")
-        return blocks_in_window(remapped["mask_function"]) if remapped else None
     either = _parts(outer[0], "or_masks").get("mask_functions", ())
     window = _parts(outer[1], "sliding_window_overlay").get("sliding_window")
     if window is None or len(either) != 2 or getattr(either[0], "__name__", "") != "causal_mask_function":
@@ -221,10 +217,13 @@ def blocks_in_window(function: MaskFunction) -> tuple[Tensor, int] | None:
     return None if blocks is None else (blocks, window)
 
 
-def is_packed(function: MaskFunction) -> bool:
-    """Returns whether transformers itself keeps documents apart in a mask, and counts anew in each."""
-    parts = _parts(function, "and_masks").get("mask_functions", ())
-    return any(_parts(part, "packed_sequence_mask_function") for part in parts)
+def unpacked(function: MaskFunction) -> MaskFunction:
+    """Returns what a mask function was before transformers made it keep packed sequences apart."""
+    outer = _parts(function, "and_masks").get("mask_functions", ())
+    packed = [bool(_parts(part, "packed_sequence_mask_function")) for part in outer]
+    if len(outer) == 2 and any(packed):
+        function = outer[packed.index(False)]  # first or last, by release
+    return _parts(function, "remap_positions_for_packed_sequence").get("mask_function", function)
 
 
 def _parts(function: Any, maker: str) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import torch
 from any_family import NAMED, WITHOUT_A_ROW, any_family
 from packed import BY_POSITIONS, CAUSAL, CHANGED, DENSE, GIVEN, IDS, LENGTHS, ONES, OTHERS, POSITIONS, SEGMENTS, leaks
 from patching import BUILDABLE, close
+from packaging.version import Version
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, __version__
 
 import foundry_kernels as fk
 from foundry_kernels.integrations.calls import recurrent_layers
@@ -99,7 +100,8 @@ def test_families_without_a_row(family: str) -> None:
         alone = torch.cat([model(ids, position_ids=positions).logits for ids, positions in pieces], 1)
     for name, given in ways.items():
         assert not leaks(model, **given), name
-        if name in BY_POSITIONS:
+        # Before 5.23 a short row of Doge gets no mask, and a short document in a long row does.
+        if name in BY_POSITIONS and (family != "doge" or Version(__version__) >= Version("5.23")):
             assert close(model(IDS, **given).logits, alone), name
 
 
