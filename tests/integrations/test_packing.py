@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from any_family import NAMED, WITHOUT_A_ROW, any_family
+from packaging.version import Version
 from packed import BY_POSITIONS, CAUSAL, CHANGED, DENSE, GIVEN, IDS, LENGTHS, ONES, OTHERS, POSITIONS, SEGMENTS, leaks
 from patching import BUILDABLE, close
-from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForCausalLM, __version__
 
