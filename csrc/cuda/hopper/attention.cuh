@@ -1,0 +1,108 @@
+// What the forward and the backward kernel share.
+#pragma once
+
+#include "../flash_attention_scores.cuh"
+#include "../flash_attention_tiles.cuh"
+#include "attention.h"
+#include "products.cuh"
+
+namespace foundry {
+namespace cuda {
+namespace hopper {
+
+using tiles::kLog2e;
+
+// Columns of the kernels that take heads of these widths: boxes are filled up with zeros.
+inline int width_of(const AttentionInputs& a) {
+  const int width = max(a.head_dim, a.head_dim_v);
+  return width <= 64 ? 64 : width <= 128 ? 128 : 256;
+}
+
+// The parts of a call that tensor maps describe: 16-byte chunks at multiples of 16 bytes.
+inline bool can_map(const void* data, const HeadStrides& s, const AttentionInputs& a, int64_t heads, int width) {
+  const bool packed = a.starts_q != nullptr;
+  const auto fits = [](int64_t stride, int64_t size) {
+    return size <= 1 || (stride > 0 && stride < (int64_t(1) << 39) && stride % 8 == 0);
+  };
+  return width % 8 == 0 && width <= 256 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && fits(s.token, 2) &&
+         fits(s.head, heads) && (packed || fits(s.batch, a.n_sequences));
+}
+
+// What takes() asks of a forward and of a backward pass.
+inline bool takes_inputs(const AttentionInputs& a) {
+  return a.type != Dtype::f32 && a.n_queries > 0 && a.n_keys > 0 && a.n_sequences > 0 && !a.mask && !a.tiles.index &&
+         !a.bias && !a.dropout.threshold && can_map(a.q, a.q_strides, a, a.n_heads, a.head_dim) &&
+         can_map(a.k, a.k_strides, a, a.n_heads / a.group, a.head_dim) &&
+         can_map(a.v, a.v_strides, a, a.n_heads / a.group, a.head_dim_v);
+}
+
+// Whether scores are more than products with the scale that the window's edges hide.
+inline bool has_score_options(const AttentionInputs& a) { return a.softcap > 0.f || a.alibi_slopes; }
+
+inline cudaError_t map_queries(TensorMap& map, const AttentionInputs& a, const void* data, const HeadStrides& strides,
+                               int width, int rows) {
+  const bool packed = a.starts_q != nullptr;
+  return encode_map(map, {data, a.type, packed ? 1 : a.n_sequences, a.n_heads, packed ? a.total_q : a.n_queries, width,
+                          strides, rows});
+}
+inline cudaError_t map_keys(TensorMap& map, const AttentionInputs& a, const void* data, const HeadStrides& strides,
+                            int width, int rows) {
+  const bool packed = a.starts_k != nullptr;
+  return encode_map(map, {data, a.type, packed ? 1 : a.n_sequences, a.n_heads / a.group, packed ? a.total_k : a.n_keys,
+                          width, strides, rows});
+}
+// The batch that a tensor map knows a sequence by.
+__device__ __forceinline__ int batch_of(const AttentionInputs& a, const Head& h) { return a.starts_q ? 0 : h.n; }
+
+// --- tiles of the tokens of all sequences ----------------------------------------------------------------------------
+//
+// Packed sequences have as many tiles as their tokens need; those of sequence n begin at starts[n] / size + n, which
+// leaves a gap of at most one after each and needs no table. Sequences of a batch have equally many.
+
+struct TileOf {
+  int sequence, tile;  // the tile may lie behind the sequence's end
+};
+
+inline __host__ __device__ int64_t count_tiles(const int32_t* starts, int64_t total, int64_t n_sequences,
+                                               int64_t tokens, int size) {
+  return starts ? total / size + n_sequences : n_sequences * ((tokens + size - 1) / size);
+}
+
+__device__ __forceinline__ int64_t first_tile_of(const int32_t* starts, int64_t total, int64_t tokens, int n,
+                                                 int size) {
+  if (!starts) return n * ((tokens + size - 1) / size);
+  return Head::bounded(starts[n], total) / size + n;
+}
+
+__device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total, int64_t n_sequences, int64_t tokens,
+                                            int size, int64_t index) {
+  if (!starts) {
+    const int64_t each = (tokens + size - 1) / size;
+    return {static_cast<int>(index / each), static_cast<int>(index % each)};
+  }
+  int low = 0, high = static_cast<int>(n_sequences) - 1;  // the last sequence that begins at `index` or before
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first_tile_of(starts, total, tokens, middle, size) <= index) low = middle;
+    else high = middle - 1;
+  }
+  return {low, static_cast<int>(index - first_tile_of(starts, total, tokens, low, size))};
+}
+
+// --- in shared memory ------------------------------------------------------------------------------------------------
+
+// Zeros for rows [begin, end) of a tile of panels, by 128 threads of which this is `thread`: rows behind the end of a
+// packed sequence are those of the next, and what they hold, NaN too, must not reach a sum. Others wait until all have
+// passed fence_proxy_async().
+__device__ __forceinline__ void clear_rows(uint32_t tile, int begin, int end, int panels, uint32_t panel_bytes,
+                                           int thread) {
+  const int chunks = (end - begin) * 8;
+  for (int panel = 0; panel < panels; ++panel)
+    for (int i = thread; i < chunks; i += 128)
+      clear_shared_16(tile + panel * panel_bytes + begin * kPanelBytes + i * 16);
+  fence_proxy_async();
+}
+
+}  // namespace hopper
+}  // namespace cuda
+}  // namespace foundry
