@@ -1,0 +1,91 @@
+// The launches of the forward kernel.
+#include "attention_forward_kernel.cuh"
+
+#include <algorithm>
+
+namespace foundry {
+namespace cuda {
+namespace hopper {
+namespace {
+
+using namespace forward;
+
+int width_of_kernel(const AttentionInputs& a) {
+  const int width = max(a.head_dim, a.head_dim_v);
+  return width > 64 && width <= 96 ? 96 : width_of(a);
+}
+int rows_of_kernel(const AttentionInputs& a) { return width_of(a) == 64 ? Shape<64>::kRows : Shape<128>::kRows; }
+
+int64_t count_row_tiles(const AttentionInputs& a) {
+  return a.starts_q ? count_tiles(a.starts_q, a.total_q, a.n_sequences, 0, rows_of_kernel(a))
+                    : (a.n_queries + rows_of_kernel(a) - 1) / rows_of_kernel(a);
+}
+int64_t count_heads(const AttentionInputs& a) { return a.starts_q ? a.n_heads : a.n_sequences * a.n_heads; }
+
+Order order_of(const AttentionForward& a, int* counter) {
+  Order order{};
+  order.row_tiles = static_cast<int>(count_row_tiles(a));
+  order.heads = static_cast<int>(count_heads(a));
+  order.tiles = order.row_tiles * order.heads;
+  order.counter = counter;
+  // K and V of the heads that are under way take at most this much of the L2 cache; groups of about equal size.
+  constexpr int64_t kCache = 32 << 20;
+  const int64_t bytes = 2 * a.n_keys * (a.head_dim + a.head_dim_v);
+  const int64_t fit = std::max<int64_t>(1, kCache / bytes) * a.group, groups = (order.heads + fit - 1) / fit;
+  const int64_t each = (order.heads + groups - 1) / groups, whole = (each + a.group - 1) / a.group * a.group;
+  order.heads_at_once = static_cast<int>(a.starts_q ? order.heads : std::min<int64_t>(order.heads, whole));
+  return order;
+}
+
+template <class T, int kDim, bool kOptions>
+cudaError_t launch_kernel(const AttentionForward& a, const Order& order, int blocks, cudaStream_t stream) {
+  using S = Shape<kDim>;
+  TensorMap q, k, v;
+  cudaError_t error = map_queries(q, a, a.q, a.q_strides, a.head_dim, S::kRows);
+  if (error == cudaSuccess) error = map_keys(k, a, a.k, a.k_strides, a.head_dim, S::kKeys);
+  if (error == cudaSuccess) error = map_keys(v, a, a.v, a.v_strides, a.head_dim_v, S::kKeys);
+  if (error != cudaSuccess) return error;
+  return launch_hopper(attention_forward<T, kDim, kOptions>, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
+                       S::kShared, stream, false, q, k, v, a, order);
+}
+
+template <class T>
+cudaError_t launch_of_type(const AttentionForward& a, const Order& order, int blocks, cudaStream_t stream) {
+  const auto of_width = [&](auto width) {
+    constexpr int kDim = decltype(width)::value;
+    return has_score_options(a) ? launch_kernel<T, kDim, true>(a, order, blocks, stream)
+                                : launch_kernel<T, kDim, false>(a, order, blocks, stream);
+  };
+  switch (width_of_kernel(a)) {
+    case 64: return of_width(Constant<64>{});
+    case 96: return of_width(Constant<96>{});
+    case 128: return of_width(Constant<128>{});
+    default: return of_width(Constant<256>{});
+  }
+}
+
+}  // namespace
+
+bool takes(const AttentionForward& a) {
+  // Of few queries the other kernels divide the keys over blocks; what is batch-invariant may not depend on how many
+  // there are.
+  constexpr int64_t kFewest = 128;
+  return takes_inputs(a) && !a.entropy && !a.max_logit && (a.batch_invariant || a.n_queries >= kFewest) &&
+         tiles::rows_are_aligned(a.out, a.out_strides, a.head_dim_v, a.type) &&
+         count_row_tiles(a) * count_heads(a) <= kMaxBlocks / 2;
+}
+
+int64_t forward_counters(const AttentionForward& a, int multiprocessors) {
+  return count_row_tiles(a) * count_heads(a) > multiprocessors ? 1 : 0;
+}
+
+cudaError_t attention_forward(const AttentionForward& a, int multiprocessors, int* counters, cudaStream_t stream) {
+  const Order order = order_of(a, counters);
+  const int blocks = std::min(order.tiles, multiprocessors);
+  return a.type == Dtype::bf16 ? launch_of_type<__nv_bfloat16>(a, order, blocks, stream)
+                               : launch_of_type<__half>(a, order, blocks, stream);
+}
+
+}  // namespace hopper
+}  // namespace cuda
+}  // namespace foundry

@@ -1,0 +1,280 @@
+// Attention, forward, on compute capability 9.0.
+//
+// A block has a warpgroup whose first thread copies tiles by TMA, and two or three that compute, 64 rows of queries
+// each; as many blocks as there are multiprocessors take tiles of rows until none is left. K and V go through rings of
+// stages, each with a barrier that says it is full and one that says all have read it.
+//
+// The life of a tile of keys, from the last that the rows see to the first: its scores S = Q K^T are computed beside
+// the sums O += P V of the tile before; while O is under way, P = exp2(S scale - max) is made from S in registers,
+// where it is the left side of the next product. O is rescaled only when a row's maximum grows by more than a factor of
+// 2^8
+// ("lazily"): until then weights are relative to an older maximum, which changes no result but by rounding.
+//
+//   copies    | K n-1       | V n           | K n-2         | ...
+//   products  | S n-1, O n        .. waits for S | .. for O | S n-2, O n-1
+//   registers |                   | P n-1 from S | rescale O
+#pragma once
+
+#include "attention.cuh"
+
+namespace foundry {
+namespace cuda {
+namespace hopper {
+namespace forward {
+
+// What heads of up to kDim numbers need: `kGroups` warpgroups compute, with kKeys keys at a time.
+template <int kDim_>
+struct Shape {
+  static constexpr int kDim = kDim_, kGroups = kDim == 64 ? 3 : 2, kKeys = kDim == 256 ? 80 : 128;
+  static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kPanels = (kDim + kPanel - 1) / kPanel;
+  static constexpr bool kKeepQ = kDim == 96 || kDim == 128;  // in registers; else it is read from shared memory
+  // What tile of rows it is, in registers; else it is read again where it is needed, and Q's place is kept until the
+  // end.
+  static constexpr bool kKeepWork = kGroups == 2;
+  static constexpr int kQueues = kDim == 64 ? 2 : 1;  // places for Q
+  static constexpr int kStages = kDim == 64 ? 3 : 2;  // of K, and of V
+  // Tiles of keys that all rows of a warpgroup lie left of are passed over; with as many keys as rows there are none.
+  static constexpr bool kSkips = kRows != kKeys;
+  static constexpr int kProducer = kGroups == 3 ? 32 : 24, kConsumer = kGroups == 3 ? 160 : 240;  // registers
+  // Bytes of shared memory.
+  static constexpr uint32_t kQPanel = kRows * kPanelBytes, kKPanel = kKeys * kPanelBytes;
+  static constexpr uint32_t kQBytes = kPanels * kQPanel, kKBytes = kPanels * kKPanel;
+  static constexpr uint32_t kQ = 0, kK = kQueues * kQBytes, kV = kK + kStages * kKBytes;
+  static constexpr uint32_t kQFull = kV + kStages * kKBytes, kQEmpty = kQFull + 8 * kQueues;
+  static constexpr uint32_t kKFull = kQEmpty + 8 * kQueues, kKEmpty = kKFull + 8 * kStages;
+  static constexpr uint32_t kVFull = kKEmpty + 8 * kStages, kVEmpty = kVFull + 8 * kStages;
+  static constexpr uint32_t kWork = kVEmpty + 8 * kStages;  // for each place of Q its Work
+  static constexpr uint32_t kShared = kWork + 16 * kQueues;
+  static_assert(kShared <= (227 << 10), "shared memory");
+};
+
+// The tiles of rows, in the order in which they are taken: heads in groups of which K and V stay in the L2 cache, and
+// of these, row by row, the last rows first, which see most keys of a causal mask.
+struct Order {
+  int tiles, row_tiles, heads, heads_at_once;
+  int* counter;  // of tiles that are taken beyond the first of each block, or null where these are all
+};
+
+// A tile of rows: of a sequence and head from row `first`. sequence < 0 says that there is none left.
+struct Work {
+  int sequence, head, first;
+};
+
+template <int kRows>
+__device__ __forceinline__ Work work_of(const AttentionForward& a, const Order& order, int tile) {
+  const int each = order.heads_at_once * order.row_tiles, group = tile / each, rest = tile % each;
+  const int heads = min(order.heads_at_once, order.heads - group * order.heads_at_once);
+  const int row_tile = order.row_tiles - 1 - rest / heads, head = group * order.heads_at_once + rest % heads;
+  const int n_heads = static_cast<int>(a.n_heads);
+  if (!a.starts_q) return {head / n_heads, head % n_heads, row_tile * kRows};
+  const TileOf found = find_tile(a.starts_q, a.total_q, a.n_sequences, 0, kRows, row_tile);
+  return {found.sequence, head, found.tile * kRows};
+}
+
+// The tiles of keys [begin, end) that rows [first, last] see, at least one: that may be hidden altogether.
+struct KeyTiles {
+  int begin, end;
+  __device__ KeyTiles(const Head& h, int first, int last, int size) {
+    const int from = h.first_key(first), to = h.end_key(last);
+    end = max(1, (max(to, 0) + size - 1) / size);
+    begin = min(from / size, end - 1);
+  }
+};
+
+// A place in a ring of stages, and the parity of the phase that is waited for there.
+template <int kStages>
+struct Place {
+  uint32_t stage, parity;
+  __device__ void next() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+  __device__ Place before() const { return stage > 0 ? Place{stage - 1, parity} : Place{kStages - 1, parity ^ 1}; }
+};
+
+// --- the producer ----------------------------------------------------------------------------------------------------
+
+template <class S>
+__device__ __forceinline__ void produce(const AttentionForward& a, const TensorMap* q, const TensorMap* k,
+                                        const TensorMap* v, const Order& order, uint32_t base) {
+  Place<S::kStages> in_k{0, 1}, in_v{0, 1};
+  Place<S::kQueues> in_q{0, 1};
+  const auto load = [&](const TensorMap* map, uint32_t to, uint32_t barrier, uint32_t panel_bytes, int64_t token,
+                        int head, int batch) {
+    mbarrier_expect(barrier, S::kPanels * panel_bytes);
+    FK_UNROLL for (int panel = 0; panel < S::kPanels; ++panel)
+        tma_load(to + panel * panel_bytes, map, barrier, panel * kPanel, static_cast<int>(token), head, batch);
+  };
+  for (int tile = blockIdx.x;;) {
+    Work work = tile < order.tiles ? work_of<S::kRows>(a, order, tile) : Work{-1, 0, 0};
+    const Head h(a, max(work.sequence, 0), work.head);
+    if (work.sequence < 0 || work.first < h.q_len) {
+      mbarrier_wait(base + S::kQEmpty + 8 * in_q.stage, in_q.parity);
+      const uint32_t full = base + S::kQFull + 8 * in_q.stage, at = base + S::kWork + 16 * in_q.stage;
+      store_shared(at, work.sequence);
+      if (work.sequence < 0) {
+        mbarrier_arrive(full);
+        break;
+      }
+      store_shared(at + 4, work.head);
+      store_shared(at + 8, work.first);
+      const int batch = batch_of(a, h);
+      load(q, base + S::kQ + in_q.stage * S::kQBytes, full, S::kQPanel, h.q_start + work.first, h.head, batch);
+      in_q.next();
+      // K of a tile, then V of the tile after it: the order in which they are used.
+      const KeyTiles keys(h, work.first, min(work.first + S::kRows, h.q_len) - 1, S::kKeys);
+      for (int n = keys.end - 1; n >= keys.begin - 1; --n) {
+        if (n >= keys.begin) {
+          mbarrier_wait(base + S::kKEmpty + 8 * in_k.stage, in_k.parity);
+          load(k, base + S::kK + in_k.stage * S::kKBytes, base + S::kKFull + 8 * in_k.stage, S::kKPanel,
+               h.k_start + n * S::kKeys, h.kv_head, batch);
+          in_k.next();
+        }
+        if (n + 1 < keys.end) {
+          mbarrier_wait(base + S::kVEmpty + 8 * in_v.stage, in_v.parity);
+          load(v, base + S::kV + in_v.stage * S::kKBytes, base + S::kVFull + 8 * in_v.stage, S::kKPanel,
+               h.k_start + (n + 1) * S::kKeys, h.kv_head, batch);
+          in_v.next();
+        }
+      }
+    }
+    // While the others still work through the stages.
+    tile = gridDim.x + (order.counter ? atomicAdd(order.counter, 1) : tile);
+  }
+}
+
+// --- softmax ---------------------------------------------------------------------------------------------------------
+
+// What is known of a thread's two rows, g and g + 8 of its warp: the maximum that weights are relative to, as a product
+// before it is scaled, their sum so far, and what older sums are to be multiplied by.
+struct Rows {
+  float max[2], sum[2], shrink[2];
+};
+
+constexpr float kLazy = 8.f;  // by how many powers of 2 a maximum may be exceeded before it is replaced
+
+// s, products of a tile (or logits in powers of 2, with scale 1), become weights. kMasked: some may be -inf.
+template <int kKeys, bool kMasked, bool kFirst>
+__device__ __forceinline__ void soften(float (&s)[kKeys / 2], Rows& rows, float scale) {
+  float top[2], base[2];
+  FK_UNROLL for (int r = 0; r < 2; ++r) {
+    float even = s[2 * r], odd = s[2 * r + 1];
+    FK_UNROLL for (int j = 1; j < kKeys / 8; ++j) {
+      even = fmaxf(even, s[4 * j + 2 * r]);
+      odd = fmaxf(odd, s[4 * j + 2 * r + 1]);
+    }
+    top[r] = fmaxf(even, odd);
+  }
+  FK_UNROLL for (int r = 0; r < 2; ++r) {
+    FK_UNROLL for (int lanes = 1; lanes < 4; lanes *= 2) top[r] =
+        fmaxf(top[r], __shfl_xor_sync(0xFFFFFFFFu, top[r], lanes));
+  }
+  FK_UNROLL for (int r = 0; r < 2; ++r) {
+    if constexpr (!kFirst) {
+      const float before = rows.max[r], larger = fmaxf(before, top[r]);
+      top[r] = (top[r] - before) * scale <= kLazy ? before : larger;  // before = -inf: not so, or NaN
+    }
+    base[r] = __fmul_rn(top[r], scale);  // not fused, so that an unchanged maximum gives a shrink of exactly 1
+    if constexpr (kMasked) base[r] = top[r] == kNone ? 0.f : base[r];  // exp2(-inf - 0) is 0, not NaN
+    if constexpr (!kFirst) rows.shrink[r] = exp2_fast(__fsub_rn(__fmul_rn(rows.max[r], scale), base[r]));
+    rows.max[r] = top[r];
+  }
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};
+  FK_UNROLL for (int i = 0; i < kKeys / 2; ++i) {
+    s[i] = exp2_fast(fmaf(s[i], scale, -base[i / 2 % 2]));
+    sums[i % 4] += s[i];
+  }
+  FK_UNROLL for (int r = 0; r < 2; ++r) {
+    const float sum = sums[2 * r] + sums[2 * r + 1];
+    rows.sum[r] = kFirst ? sum : fmaf(rows.sum[r], rows.shrink[r], sum);
+  }
+}
+
+// Products become logits in powers of 2, by soft cap and ALiBi. i: the thread's first row; j: the key of its first
+// column.
+template <int kKeys>
+__device__ __forceinline__ void to_logits(float (&s)[kKeys / 2], const AttentionForward& a, const Head& h, int i,
+                                          int j) {
+  if (a.softcap > 0.f) {
+    const float inner = a.scale / a.softcap, outer = a.softcap * kLog2e;
+    FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] = outer * tanhf(s[x] * inner);
+  } else {
+    FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] *= a.scale * kLog2e;
+  }
+  if (!a.alibi_slopes) return;
+  const float slope = h.slope * kLog2e;
+  const int distance = i + h.offset - j;
+  FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) s[x] =
+      fmaf(-slope, fabsf(static_cast<float>(distance + x / 2 % 2 * 8 - x / 4 * 8 - x % 2)), s[x]);
+}
+
+// Hides the columns of a tile that begins at key `n` which the thread's rows i and i + 8 do not see; `left`: whether
+// some may lie left of the window.
+template <int kKeys>
+__device__ __forceinline__ void hide(float (&s)[kKeys / 2], const Head& h, int i, int n, bool left) {
+  const int column = n + threadIdx.x % 4 * 2;
+  const int end[2] = {h.end_key(i) - column, h.end_key(i + 8) - column};
+  FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) if (x / 4 * 8 + x % 2 >= end[x / 2 % 2]) s[x] = kNone;
+  if (!left) return;
+  const int begin[2] = {h.first_key(i) - column, h.first_key(i + 8) - column};
+  FK_UNROLL for (int x = 0; x < kKeys / 2; ++x) if (x / 4 * 8 + x % 2 < begin[x / 2 % 2]) s[x] = kNone;
+}
+
+// --- results ---------------------------------------------------------------------------------------------------------
+
+// Of a row with this maximum (in powers of 2) and sum of weights: writes lse, and returns what its sums of values are
+// to be multiplied by.
+__device__ __forceinline__ float finish(const AttentionForward& a, const Head& h, int i, float top, float sum,
+                                        bool writes) {
+  const bool empty = sum == 0.f;
+  float factor = 1.f;
+  if (a.sinks && !empty) {
+    const float sink = a.sinks[h.head] * kLog2e, larger = fmaxf(top, sink);
+    factor = exp2_fast(top - larger);
+    sum = fmaf(sum, factor, exp2_fast(sink - larger));
+    top = larger;
+  }
+  if (writes && a.lse) {
+    // Exponent and mantissa apart: no digit is lost beside a large maximum.
+    int exponent;
+    const float part = log2f(frexpf(sum, &exponent));
+    constexpr double kLn2 = 0.6931471805599453;
+    const double lse = (static_cast<double>(top) + exponent + part) * kLn2;
+    a.lse[h.row_at(a, i)] = empty ? static_cast<double>(kNone) : lse;
+  }
+  return empty ? 0.f : factor / sum;
+}
+
+// Rows i and i + 8 of the thread: each of the four threads of a row gets 8 neighbouring columns of every 32, by two
+// exchanges, and stores 16 bytes.
+template <class T, int kDim>
+__device__ __forceinline__ void write(const AttentionForward& a, const Head& h, int i, const float (&o)[kDim / 2],
+                                      const float (&factor)[2]) {
+  const int part = threadIdx.x % 4;
+  FK_UNROLL for (int r = 0; r < 2; ++r) {
+    T* out = static_cast<T*>(a.out) + h.query_at(a.out_strides, i + 8 * r) + part * 8;
+    FK_UNROLL for (int g = 0; g < kDim / 32; ++g) {
+      uint32_t x[4];
+      FK_UNROLL for (int c = 0; c < 4; ++c) {
+        const int at = 4 * (4 * g + c) + 2 * r;
+        x[c] = pack<T>(o[at] * factor[r], o[at + 1] * factor[r]);
+      }
+      FK_UNROLL for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = part & bit;
+        FK_UNROLL for (int c = 0; c < 4; ++c) {
+          if (c & bit) continue;
+          const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? x[c] : x[c + bit], bit);
+          (upper ? x[c] : x[c + bit]) = got;
+        }
+      }
+      if (i + 8 * r < h.q_len && g * 32 + part * 8 < a.head_dim_v)
+        store(out + g * 32, *reinterpret_cast<const Pack<T, 8>*>(x));
+    }
+  }
+}
+
+}  // namespace forward
+}  // namespace hopper
+}  // namespace cuda
+}  // namespace foundry
