@@ -32,8 +32,14 @@ for name in sys.argv[2:]:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("foundry_kernels::" + name, "CUDA"), name
 x, w = torch.randn(5, 96), torch.randn(96)
 torch.testing.assert_close(fk.rms_norm(x, w, backend="native"), fk.rms_norm(x, w, backend="reference"))
+assert extension.HAS_HOPPER
 print(f"loads: CUDA kernels for {extension.build_info()['cuda_architectures']}: {', '.join(sys.argv[2:])}")
 """
+
+#: The machine code that the library has by default, and the PTX, which newer GPUs compile; of attention for Hopper
+#: there is the first alone.
+ARCHITECTURES = {"sm_80", "sm_90", "sm_90a"}
+PTX = {"sm_90"}
 
 
 def toolkit(dryrun: str) -> Path:
@@ -70,6 +76,7 @@ def main() -> int:
     assert program is not None
     said = subprocess.run([program, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     env = os.environ | environment(toolkit(said), Path(sysconfig.get_path("purelib"))) | {"CI": "true"}  # it must build
+    env.pop("TORCH_CUDA_ARCH_LIST", None)
     FOLDER.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={FOLDER}", f"--build-temp={FOLDER / 'temp'}"]
     print(f"compiling with the toolkit in {env['CUDA_HOME']}; log: build/cuda/log.txt", flush=True)
@@ -80,7 +87,20 @@ def main() -> int:
         return code
     [library] = (FOLDER / "foundry_kernels").glob("_C*.so")
     print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
+    for kind, expected in (("elf", ARCHITECTURES), ("ptx", PTX)):
+        if (found := architectures(library, kind)) != expected:
+            print(f"its {kind} is for {sorted(found)}, not for {sorted(expected)}", file=sys.stderr)
+            return 1
     return subprocess.run([sys.executable, "-c", LOAD, str(library), *operators()], cwd=ROOT).returncode
+
+
+def architectures(library: Path, kind: str) -> set[str]:
+    """Those of its machine code ("elf") or "ptx"."""
+    from foundry_kernels.tools.inspect.aot import tool
+
+    command = [tool("cuobjdump"), f"--list-{kind}", str(library)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"\.(sm_\w+)\.", listed))
 
 
 def operators() -> list[str]:

@@ -173,6 +173,7 @@ def main() -> int:
             print(f"  {k.registers:>3} registers  {k.stack} B stack  {k.shared:>5} B shared  {k.name}{note}")
             bad += bool(k.problem)
     print_attention_loops()
+    print_hopper_loops()
     return 1 if bad else 0
 
 
@@ -202,6 +203,16 @@ def print_attention_loops() -> None:
                     for n, x in ((n, clean_loop(loops[name])) for n, name in names)
                 ]
     print("\n".join(attention_estimate.report(ours)))
+
+
+def print_hopper_loops() -> None:
+    """The plain loop of each kernel of csrc/cuda/hopper: its shortest."""
+    from wgmma_steps import product_loops
+
+    for source in HOPPER:
+        for name, code in sorted(machine_code(source, "90a").items()):
+            if loops := [loop for loop in product_loops(code) if loop.steps]:
+                print(f"sm_90a  {name}: {min(loops, key=lambda loop: loop.instructions)}")
 
 
 #: The kernels of a pass at 128 wide: products of a score, and the rest of the template's arguments.
