@@ -4,10 +4,10 @@ csrc/cpu is compiled once per instruction set: all of them for a wheel, and wher
 (`pip install -e .`, `build_ext --inplace`) the best that its processor has, which takes half the time.
 `--instruction-sets` or FOUNDRY_KERNELS_INSTRUCTION_SETS say otherwise: `all`, `native`, or names with commas between
 them. csrc/torch and the Python module (what knows torch) are compiled once, several files as one, csrc/cuda by nvcc
-where torch is a CUDA build and CUDA_HOME has one (csrc/cuda/hopper for compute capability 9.0 alone, where that is among
-TORCH_CUDA_ARCH_LIST). MAX_JOBS at a time (default: as many as there are processors), and
-only those again that something changed for. `build_ext --sanitize` builds an extension that reports invalid memory
-accesses and undefined behaviour, in a folder of its own (see tests/support/sanitize.py).
+where torch is a CUDA build and CUDA_HOME has one; csrc/cuda/hopper for compute capability 9.0 alone, if it is among
+those that TORCH_CUDA_ARCH_LIST names. MAX_JOBS at a time (default: as many as there are processors), and only those
+again that something changed for. `build_ext --sanitize` builds an extension that reports invalid memory accesses and
+undefined behaviour, in a folder of its own (see tests/support/sanitize.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 
 #include "cuda_common.h"
 #include "flash_attention.h"
-#include "flash_attention_hopper.h"
+#include "flash_attention_hopper_cuda.h"
 
 namespace foundry {
 namespace flash_attention_cuda {

@@ -1,6 +1,7 @@
 """Which calls "auto" gives to the kernels of `csrc/cuda/hopper`, on compute capability 9.0 and where the extension has
-them: those that they take forward. `takes` of `csrc/cuda/hopper/attention.h` decides what they compute; this is the same
-list as torch.compile can trace it, and `tests/ops/flash_attention/test_hopper.py` holds one against the other."""
+them: those that they take forward. `takes` of `csrc/cuda/hopper/attention.h` decides what they compute; this is the
+same list as torch.compile can trace it, and `tests/ops/flash_attention/test_hopper_kernels.py` holds one against the
+other."""
 
 from __future__ import annotations
 
