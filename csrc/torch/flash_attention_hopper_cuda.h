@@ -26,7 +26,6 @@ inline void check_maps(cudaError_t error, const char* what, const NamedTensors& 
   if (error == cudaErrorInvalidValue)
     for (const auto& [name, t] : tensors) {
       if (t.const_data_ptr() != cuda::hopper::refused_map) continue;
-      cudaGetLastError();
       TORCH_CHECK(false, what, ": the driver refuses a tensor map of ", name, " of shape ", t.sizes(), " and strides ",
                   t.strides());
     }

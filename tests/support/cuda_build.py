@@ -36,10 +36,9 @@ assert extension.HAS_HOPPER
 print(f"loads: CUDA kernels for {extension.build_info()['cuda_architectures']}: {', '.join(sys.argv[2:])}")
 """
 
-#: The machine code that the library has by default, and the PTX, which newer GPUs compile; of attention for Hopper
-#: there is the first alone.
-ARCHITECTURES = {"sm_80", "sm_90", "sm_90a"}
-PTX = {"sm_90"}
+#: What the library has by default: machine code ("elf"), of which that for sm_90a is attention's for Hopper, and PTX,
+#: which newer GPUs compile.
+CODE = {("elf", "sm_80"), ("elf", "sm_90"), ("elf", "sm_90a"), ("ptx", "sm_90")}
 
 
 def toolkit(dryrun: str) -> Path:
@@ -87,20 +86,20 @@ def main() -> int:
         return code
     [library] = (FOLDER / "foundry_kernels").glob("_C*.so")
     print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
-    for kind, expected in (("elf", ARCHITECTURES), ("ptx", PTX)):
-        if (found := architectures(library, kind)) != expected:
-            print(f"its {kind} is for {sorted(found)}, not for {sorted(expected)}", file=sys.stderr)
-            return 1
+    if (found := code_of(library)) != CODE:
+        print(f"it has code for {sorted(found)}, not for {sorted(CODE)}", file=sys.stderr)
+        return 1
     return subprocess.run([sys.executable, "-c", LOAD, str(library), *operators()], cwd=ROOT).returncode
 
 
-def architectures(library: Path, kind: str) -> set[str]:
-    """Those of its machine code ("elf") or "ptx"."""
-    from foundry_kernels.tools.inspect.aot import tool
+def code_of(library: Path) -> set[tuple[str, str]]:
+    """Kinds of code, and what they are for."""
+    import triton  # whose package brings the tool along
 
-    command = [tool("cuobjdump"), f"--list-{kind}", str(library)]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return set(re.findall(r"\.(sm_\w+)\.", listed))
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [tool, "--dump-resource-usage", str(library)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"Fatbin (elf|ptx) code:\n=+\narch = (sm_\w+)", said))
 
 
 def operators() -> list[str]:
