@@ -102,7 +102,9 @@ __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total
 __device__ __forceinline__ void clear_rows(uint32_t tile, int begin, int end, int panels, uint32_t panel_bytes,
                                            int thread) {
   const int chunks = (end - begin) * 8;
+#pragma unroll 1
   for (int panel = 0; panel < panels; ++panel)
+#pragma unroll 1
     for (int i = thread; i < chunks; i += 128)
       clear_shared_16(tile + panel * panel_bytes + begin * kPanelBytes + i * 16);
   fence_proxy_async();
