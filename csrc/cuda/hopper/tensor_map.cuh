@@ -4,7 +4,7 @@
 #include "../flash_attention.h"
 
 #if defined(FK_CUDA_ON_CPU)
-#include "hopper_tensor_map.h"  // defines TensorMap and encode_map
+#include "hopper_tensor_map.h"
 #else
 #include <cuda.h>
 
@@ -41,3 +41,7 @@ cudaError_t encode_map(TensorMap& map, const MapOf& of);
 }  // namespace hopper
 }  // namespace cuda
 }  // namespace foundry
+
+#if defined(FK_CUDA_ON_CPU)
+#include "hopper_encode_map.h"
+#endif

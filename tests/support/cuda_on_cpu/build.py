@@ -32,9 +32,7 @@ def _compiler() -> list[str]:
 def compile_object(source: Path, flags: list[str], text: str | None = None) -> Path:
     """The object file of `source`, or of `text` in its place and folder."""
     content = source.read_text() if text is None else text
-    headers = "".join(
-        p.read_text() for f in (HERE / "include", *(ROOT / "csrc").iterdir()) for p in sorted(f.glob("*.*h"))
-    )
+    headers = "".join(p.read_text() for f in (HERE / "include", ROOT / "csrc") for p in sorted(f.rglob("*.*h")))
     key = hashlib.sha256("\0".join([content, headers, *flags, torch.__version__]).encode()).hexdigest()[:16]
     target = CACHE / f"{source.stem}.{key}.o"
     if not target.exists():
@@ -62,7 +60,7 @@ def link(name: str, objects: list[Path], flags: list[str] = []) -> Path:  # noqa
 @functools.cache
 def load_operators() -> ctypes.CDLL:
     """Registers torch.ops.foundry_kernels_cuda_on_cpu.*: the package's operators, with CUDA kernels for CPU tensors."""
-    kernels = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    kernels = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
     bindings = [p for p in sorted((ROOT / "csrc" / "torch").glob("*.cpp")) if not p.stem.endswith(("_cpu", "_cuda"))]
     torch_flags = [
         "-std=c++20",

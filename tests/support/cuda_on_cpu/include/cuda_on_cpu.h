@@ -17,6 +17,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda_runtime_api.h"
 #include "fibers.h"
@@ -52,9 +53,17 @@ T unpack(uint64_t bits) {
   return v;
 }
 
+// NaNs of hopper_warpgroups.h: the result of a product that runs, and one that was forgotten.
+constexpr uint32_t kRunning = 0x7FD0F1E5u, kForgotten = 0x7FD0F0E0u;
+inline void check_value(float v) {
+  if (bits_of(v) == kRunning) fail("the result of a product is read before wgmma_wait");
+  if (bits_of(v) == kForgotten) fail("a result is read that was forgotten");
+}
+
 template <class T>
 T shuffle(const char* name, unsigned mask, T v, int lane, int line) {
   check_caller(name, mask);
+  if constexpr (std::is_same<T, float>::value) check_value(v);
   if (lane >= 0 && lane < 32 && !(mask >> lane & 1u)) fail(std::string(name) + " reads a lane outside of its mask");
   return unpack<T>(warp_exchange(name, mask, pack(v), unsigned(lane), line));
 }
@@ -110,6 +119,18 @@ inline int __all_sync(unsigned mask, int predicate, int line = __builtin_LINE())
 inline unsigned __reduce_add_sync(unsigned mask, unsigned v, int line = __builtin_LINE()) {
   return unsigned(cuda_on_cpu::warp_exchange("reduce_add", mask, v, 32, line));
 }
+
+template <class T>
+T atomicAdd(T* to, T v) {  // fibers take turns: nobody is between the read and the write
+  const T before = *to;
+  *to = before + v;
+  return before;
+}
+inline void __threadfence() {}
+inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::float_of(bits); }
+inline unsigned __float_as_uint(float v) { return cuda_on_cpu::bits_of(v); }
+inline float __int_as_float(int bits) { return cuda_on_cpu::float_of(uint32_t(bits)); }
+inline int __float_as_int(float v) { return int(cuda_on_cpu::bits_of(v)); }
 
 namespace cuda_on_cpu {
 

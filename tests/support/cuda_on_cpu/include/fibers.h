@@ -21,11 +21,20 @@
 
 namespace cuda_on_cpu {
 
-constexpr size_t kStack = 64 << 10;
+constexpr size_t kStack = 128 << 10;
 constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kMaxShared = 227 << 10;
+constexpr unsigned kMaxResident = 16;  // blocks that run at once (hopper_scheduler.h)
 
-enum class Waiting { nothing, barrier, warp };
+enum class Waiting { nothing, barrier, warp, warpgroup, condition };
+
+// What a thread waits for that is not the arrival of certain others.
+struct Condition {
+  bool spins = false;  // the thread goes on without it, and looks again
+  virtual bool holds() = 0;
+  virtual std::string missing() { return ""; }
+  virtual ~Condition() = default;
+};
 
 // A thread of the block.
 struct Thread {
@@ -42,6 +51,7 @@ struct Thread {
   unsigned mask = 0;
   unsigned source = 0;  // lane that a shuffle reads
   uint64_t value = 0, result = 0;
+  Condition* condition = nullptr;  // on the thread's stack
   // order of accesses to shared memory: (*clock)[i] is up to which of thread i's steps this thread has waited for since
   // clock_epoch began, the last barrier of the whole block; shared by those who met
   uint32_t step = 1;
@@ -55,7 +65,16 @@ struct Fiber {
   jmp_buf here;
 };
 
+// Is told which threads have met, in place of what Thread::clock is for.
+struct Meetings {
+  virtual void meet(const std::vector<Thread*>& met) = 0;
+  virtual ~Meetings() = default;
+};
+
+// A block and its threads: one machine runs all blocks, one after another, or several run one each at the same time.
 struct Machine {
+  unsigned slot = 0;  // 0, or 1 .. kMaxResident for those that run at the same time
+  Meetings* meetings = nullptr;
   dim3 grid, block;
   uint3 block_index;
   uint64_t epoch = 0;        // barriers of a whole block and beginnings of blocks so far, over all launches
@@ -66,14 +85,22 @@ struct Machine {
   Thread* running = nullptr;
   int line = 0;  // of the instruction whose accesses are being checked, where that is known
   jmp_buf scheduler;
-  sigjmp_buf fault;  // where a kernel that went wrong ends
   std::string error;
   std::function<void()> kernel;
 };
 
-inline Machine& machine() {
+inline Machine& first_machine() {
   static Machine m;
   return m;
+}
+inline Machine*& current_machine() {
+  static Machine* current = &first_machine();
+  return current;
+}
+inline Machine& machine() { return *current_machine(); }
+inline sigjmp_buf& fault_exit() {  // where a kernel that went wrong ends
+  static sigjmp_buf exit;
+  return exit;
 }
 inline Thread& self() { return *machine().running; }
 
@@ -93,7 +120,7 @@ inline std::string where_now() {
   Machine& m = machine();
   m.error = what + ", " + where_now();
   m.running = nullptr;
-  siglongjmp(m.fault, 1);
+  siglongjmp(fault_exit(), 1);
 }
 
 inline void check_aligned(const void* p, size_t bytes) {
@@ -129,6 +156,22 @@ inline uint64_t warp_exchange(const char* instruction, unsigned mask, uint64_t v
   t.line = line;
   yield(Waiting::warp);
   return t.result;
+}
+
+// The 128 threads of the warpgroup meet.
+inline void meet_warpgroup(const char* instruction, int line) {
+  Thread& t = self();
+  t.instruction = instruction;
+  t.line = line;
+  yield(Waiting::warpgroup);
+}
+
+inline void wait_for(const char* instruction, Condition& condition, int line) {
+  Thread& t = self();
+  t.instruction = instruction;
+  t.condition = &condition;
+  t.line = line;
+  yield(Waiting::condition);
 }
 
 inline void fiber_main() {
@@ -171,7 +214,7 @@ inline void on_fault(int signal, siginfo_t* info, void*) {
   else std::snprintf(text, sizeof(text), "misaligned access or undefined arithmetic, ");
   m.error = text + where_now();
   m.running = nullptr;
-  siglongjmp(m.fault, 1);
+  siglongjmp(fault_exit(), 1);
 }
 
 // While it lives, faults of a kernel are caught, on a stack of their own.

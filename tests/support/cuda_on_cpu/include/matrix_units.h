@@ -111,19 +111,23 @@ struct At {
   ~At() { machine().line = 0; }
 };
 
-// All 32 lanes meet; the first that goes on computes for all of them. Their requests lie on their stacks.
+// All threads of the warp, or of the warpgroup, meet; the first that goes on computes for all of them. Their requests
+// lie on their stacks.
 template <class Request, class Resolve>
-void meet(const char* name, Request& request, int line, const Resolve& resolve) {
-  static Request* slots[kMaxThreads];
-  if ((self().id / 32 + 1) * 32 > machine().threads.size())
-    fail(std::string(name) + " in a warp of fewer than 32 threads");
+void meet(const char* name, Request& request, int line, const Resolve& resolve, unsigned threads = 32) {
+  static std::array<std::array<Request*, kMaxThreads>, kMaxResident + 1> all;
+  const unsigned first = self().id / threads * threads;
+  if (first + threads > machine().threads.size())
+    fail(std::string(name) + (threads == 32 ? " in a warp" : " in a warpgroup") + " of fewer than " +
+         std::to_string(threads) + " threads");
   request.done = false;
+  Request** slots = all[machine().slot].data();
   slots[self().id] = &request;
-  warp_exchange(name, 0xFFFFFFFFu, 0, 32, line);
+  if (threads == 32) warp_exchange(name, 0xFFFFFFFFu, 0, 32, line);
+  else meet_warpgroup(name, line);
   if (request.done) return;
-  Request** warp = slots + self().id / 32 * 32;
-  resolve(warp);
-  for (int lane = 0; lane < 32; ++lane) warp[lane]->done = true;
+  resolve(slots + first);
+  for (unsigned i = first; i < first + threads; ++i) slots[i]->done = true;
 }
 
 template <class Shared>
@@ -241,6 +245,8 @@ inline void add_pair(float* to, float x, float y) {  // fibers take turns: nobod
 
 template <class T>
 uint32_t pack(float low, float high) {
+  cuda_on_cpu::check_value(low);
+  cuda_on_cpu::check_value(high);
   if constexpr (std::is_same<T, __half>::value)
     return __float2half_rn(low).bits | uint32_t(__float2half_rn(high).bits) << 16;
   else return __float2bfloat16_rn(low).bits | uint32_t(__float2bfloat16_rn(high).bits) << 16;
@@ -285,7 +291,10 @@ inline void cp_async_finished(int line = __builtin_LINE()) {
   if (pending) cuda_on_cpu::fail("the kernel ends before its cp.async copies were waited for");
 }
 
-inline float exp2_fast(float x) { return std::exp2(x); }
+inline float exp2_fast(float x) {
+  cuda_on_cpu::check_value(x);
+  return std::exp2(x);
+}
 
 }  // namespace cuda
 }  // namespace foundry
