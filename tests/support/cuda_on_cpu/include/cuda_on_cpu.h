@@ -130,6 +130,9 @@ inline void __threadfence() {}
 inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::float_of(bits); }
 inline unsigned __float_as_uint(float v) { return cuda_on_cpu::bits_of(v); }
 inline float __int_as_float(int bits) { return cuda_on_cpu::float_of(uint32_t(bits)); }
+// Never a part of a fused product and sum, which g++ makes nowhere without being told to.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline int __float_as_int(float v) { return int(cuda_on_cpu::bits_of(v)); }
 
 namespace cuda_on_cpu {
