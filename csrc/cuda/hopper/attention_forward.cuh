@@ -113,12 +113,12 @@ __device__ __forceinline__ void produce(const AttentionForward& a, const TensorM
       mbarrier_wait(base + S::kQEmpty + 8 * in_q.stage, in_q.parity);
       const uint32_t full = base + S::kQFull + 8 * in_q.stage, at = base + S::kWork + 16 * in_q.stage;
       store_shared(at, work.sequence);
+      store_shared(at + 4, work.head);
+      store_shared(at + 8, work.first);
       if (work.sequence < 0) {
         mbarrier_arrive(full);
         break;
       }
-      store_shared(at + 4, work.head);
-      store_shared(at + 8, work.first);
       const int batch = batch_of(a, h);
       load(q, base + S::kQ + in_q.stage * S::kQBytes, full, S::kQPanel, h.q_start + work.first, h.head, batch);
       in_q.next();

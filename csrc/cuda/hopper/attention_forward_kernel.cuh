@@ -40,6 +40,7 @@ struct Consumer {
     else return read_work();
   }
   __device__ __forceinline__ void release_q() {
+    __syncwarp();  // all lanes have read what goes with it
     if (is_first_lane()) mbarrier_arrive(base + S::kQEmpty + 8 * place_of_q());
   }
 
@@ -199,10 +200,7 @@ struct Consumer {
     settle(p);
     release_v(in_v);
     const Work done = work();
-    if constexpr (!S::kKeepWork) {
-      __syncwarp();  // all lanes have read it
-      release_q();
-    }
+    if constexpr (!S::kKeepWork) release_q();
     ++taken;
     write_rows(done);
     return true;
