@@ -76,14 +76,12 @@ __global__ void __launch_bounds__(kThreads) backward_numbers(AttentionBackward a
 template <class T, int kWidth>
 __global__ void __launch_bounds__(128) backward_dq(AttentionBackward a, BackwardWork work) {
   constexpr int kQueries = query_tile_of(kWidth), kPieces = pieces_of(kWidth);
-  FK_SHARED(int, done, 1);
   const int piece = static_cast<int>(blockIdx.x % kPieces), lane = threadIdx.x % 32;
   const QueryTile tile = QueryTile::of<kQueries>(a, work, blockIdx.x / kPieces);
   const Head h(a, tile.place.sequence, tile.head);
-  if (threadIdx.x == 0) done[0] = load_acquire(work.done + h.kv_head * a.n_sequences + h.n) >= writers_of(work, h);
-  __syncthreads();
+  const int* const done = work.done + h.kv_head * a.n_sequences + h.n;
   // This kernel must not end before the main one, which the last block sees to.
-  if (!done[0] || blockIdx.x == gridDim.x - 1) wait_for_launch_before();
+  if (load_acquire(done) < writers_of(work, h) || blockIdx.x == gridDim.x - 1) wait_for_launch_before();
   const int first = tile.place.tile * kQueries, last = min(first + kQueries, h.q_len) - 1;
   if (first > last) return;
 
