@@ -64,8 +64,8 @@ def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
             found.add(path)
             included = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
             pending += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
-            names = [name for header in included for name in _OF_HEADER.get(header, ())]
-            pending += [p for name in names for p in (root / "csrc").glob(name)]
+            beside = [name for header in included for name in _OF_HEADER.get(header, ())]
+            pending += [p for name in beside for p in (root / "csrc").glob(name)]
     return sorted(found)
 
 

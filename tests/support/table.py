@@ -106,17 +106,23 @@ class Row:
 
 
 @contextmanager
-def on_hopper() -> Iterator[None]:
-    """While it lasts, the checker's operators believe that they run on compute capability 9.0. Its kernels must serve
-    at least one forward pass."""
+def pretended_hopper() -> Iterator[None]:
+    """While it lasts, the checker's operators believe that they run on compute capability 9.0."""
     load_operators()
     library = getattr(torch.ops, LIBRARY)
-    before = hopper_passes()
-    library.pretend_hopper(True)
+    was = library.pretend_hopper(True)
     try:
         yield
     finally:
-        library.pretend_hopper(False)
+        library.pretend_hopper(was)
+
+
+@contextmanager
+def on_hopper() -> Iterator[None]:
+    """Likewise, and its kernels must serve at least one forward pass."""
+    before = hopper_passes()
+    with pretended_hopper():
+        yield
     assert hopper_passes()[0] > before[0], "no forward pass went to the kernels of csrc/cuda/hopper"
 
 
