@@ -1,277 +1,177 @@
-"""The backward kernels of csrc/cuda/hopper under the checker, against gradients in double."""
+"""The backward kernels of csrc/cuda/hopper under the checker: right, the same bits in any order of events, bounded."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+import hopper_backward
 import pytest
 import torch
-from cuda_on_cpu.build import ROOT, as_one, load_plain
-from torch import Tensor
+from hopper_backward import Case, Pass, error, is_right, make
 
-HOPPER = ROOT / "csrc" / "cuda" / "hopper"
-SOURCES = [HOPPER / f"{name}.cu" for name in ("attention_backward", "backward_rows")]
-SOURCES += [HOPPER / f"attention_backward_{width}.cu" for width in (64, 128, 256)]
-FAR = 1 << 30
-
-DRIVER = """
-#include <stdexcept>
-#include <string>
-
-namespace {
-using namespace foundry::cuda;
-
-struct Call {
-  const void* inputs[5];  // q, k, v, out, dout
-  void* outputs[3];       // dq, dk, dv
-  int64_t strides[8][3];
-  const double* lse;
-  const float* dlse;
-  float* delta;
-  const int32_t *starts_q, *starts_k;
-  const float* slopes;
-  float* floats;
-  int32_t* integers;
-  int64_t bf16, sequences, heads, queries, keys, total_q, total_k, group, head_dim, head_dim_v, slopes_stride;
-  int64_t left, right, bottom_right, deterministic, multiprocessors;
-  double scale, softcap;
-  int64_t row_strides[3];
-};
-
-AttentionBackward arguments(const Call& c) {
-  AttentionBackward a{};
-  const auto strides = [&](int i) { return foundry::HeadStrides{c.strides[i][0], c.strides[i][1], c.strides[i][2]}; };
-  a.q = c.inputs[0], a.k = c.inputs[1], a.v = c.inputs[2], a.out = c.inputs[3], a.dout = c.inputs[4];
-  a.q_strides = strides(0), a.k_strides = strides(1), a.v_strides = strides(2);
-  a.out_strides = strides(3), a.dout_strides = strides(4);
-  a.dq = c.outputs[0], a.dk = c.outputs[1], a.dv = c.outputs[2];
-  a.dq_strides = strides(5), a.dk_strides = strides(6), a.dv_strides = strides(7);
-  a.lse = c.lse, a.dlse = c.dlse, a.delta = c.delta;
-  a.type = c.bf16 ? foundry::Dtype::bf16 : foundry::Dtype::f16;
-  a.starts_q = c.starts_q, a.starts_k = c.starts_k;
-  a.n_sequences = c.sequences, a.n_heads = c.heads, a.n_queries = c.queries, a.n_keys = c.keys;
-  a.total_q = c.total_q, a.total_k = c.total_k, a.group = c.group;
-  a.head_dim = int(c.head_dim), a.head_dim_v = int(c.head_dim_v);
-  a.scale = float(c.scale), a.softcap = float(c.softcap);
-  a.alibi_slopes = c.slopes, a.alibi_slopes_batch_stride = c.slopes_stride;
-  a.window_left = c.left, a.window_right = c.right, a.bottom_right = c.bottom_right != 0;
-  a.row_strides = {c.row_strides[0], c.row_strides[1], c.row_strides[2]};
-  return a;
+CASES = {
+    "pairs": Case(queries=320, keys=320, heads=2, group=2, right=0, batch=2),
+    "pairs, 64 wide": Case(queries=640, keys=640, heads=2, group=2, right=0, dim=64),
+    "pairs, 256 wide": Case(queries=320, keys=320, heads=2, group=2, right=0, dim=256),
+    "causal without pairs": Case(queries=400, keys=400, heads=1, right=0, multiprocessors=1),
+    "all, ends of tiles": Case(queries=140, keys=333, heads=1),
+    "more keys": Case(queries=190, keys=450, heads=4, group=4, right=0),
+    "rows without keys": Case(queries=450, keys=190, heads=1, right=0, batch=2),
+    "keys without rows": Case(queries=190, keys=450, heads=1, right=0, bottom_right=False),
+    "window": Case(queries=500, keys=500, heads=1, left=100, right=30),
+    "window, 64 wide": Case(queries=500, keys=600, heads=1, left=100, right=0, dim=64),
+    "window, 256 wide": Case(queries=200, keys=200, heads=1, left=70, right=20, dim=256),
+    "D 40": Case(queries=300, keys=300, heads=1, dim=40, right=0),
+    "D 96": Case(queries=150, keys=150, heads=1, dim=96, right=0),
+    "D 192, Dv 128": Case(queries=150, keys=150, heads=1, dim=192, dim_v=128),
+    "D 64, Dv 104": Case(queries=150, keys=150, heads=1, dim=64, dim_v=104, dlse=True),
+    "float16": Case(queries=150, keys=150, heads=1, dtype=torch.float16, right=0),
+    "float16, 64 wide": Case(queries=150, keys=150, heads=1, dtype=torch.float16, dim=64),
+    "soft cap and ALiBi": Case(queries=200, keys=200, softcap=2.0, alibi=True, dlse=True, right=0),
+    "soft cap, 64 wide": Case(queries=200, keys=200, dim=64, softcap=2.0, left=90, right=0),
+    "ALiBi, 256 wide": Case(queries=130, keys=150, heads=1, dim=256, alibi=True),
+    "both, float16, 64 wide": Case(queries=200, keys=200, dtype=torch.float16, dim=64, softcap=2.0, alibi=True),
+    "[B, T, H, D]": Case(queries=130, keys=200, heads=4, group=4, batch=2, token_first=True),
+    "packed": Case(lengths_q=(100, 0, 70, 200, 3), lengths_k=(120, 50, 0, 200, 300), heads=2, group=2, right=0),
+    "packed, 64 wide": Case(lengths_q=(100, 0, 170), lengths_k=(120, 50, 200), heads=1, dim=64, left=40, right=0),
+    "packed, 256 wide": Case(lengths_q=(130, 0, 70), lengths_k=(120, 50, 90), heads=1, dim=256),
 }
-}  // namespace
-
-extern "C" int takes_backward(const Call* c) { return hopper::takes(arguments(*c)); }
-extern "C" void space_of_backward(const Call* c, int64_t* space) {
-  const auto s = hopper::backward_space(arguments(*c), c->deterministic != 0, int(c->multiprocessors));
-  space[0] = s.floats, space[1] = s.integers;
-}
-extern "C" const char* run_backward(const Call* c, int seed) {
-  static std::string report;
-  cuda_on_cpu_schedule(unsigned(seed), int(c->multiprocessors));
-  report.clear();
-  try {
-    const cudaError_t error = hopper::attention_backward(arguments(*c), c->deterministic != 0, int(c->multiprocessors),
-                                                         c->floats, c->integers, nullptr);
-    if (error != cudaSuccess) report = "error " + std::to_string(int(error));
-  } catch (const std::runtime_error& e) {
-    report = e.what();
-  }
-  return report.c_str();
-}
-"""
 
 
-class Call(ctypes.Structure):
-    _fields_ = [
-        ("inputs", ctypes.c_void_p * 5),
-        ("outputs", ctypes.c_void_p * 3),
-        ("strides", (ctypes.c_int64 * 3) * 8),
-        *((name, ctypes.c_void_p) for name in ("lse", "dlse", "delta", "starts_q", "starts_k", "slopes")),
-        *((name, ctypes.c_void_p) for name in ("floats", "integers")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("bf16", "sequences", "heads", "queries", "keys", "total_q", "total_k", "group", "head_dim"),
-                *("head_dim_v", "slopes_stride", "left", "right", "bottom_right", "deterministic", "multiprocessors"),
-            )
-        ),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-        ("row_strides", ctypes.c_int64 * 3),
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_right(name: str, deterministic: bool) -> None:
+    case = CASES[name]
+    sequences = make(case)
+    p = Pass(case, sequences, deterministic)
+    assert p.taken
+    r = p.run()
+    assert r.report == ""
+    assert is_right(case, sequences, r), [
+        [error(*x) for x in zip(f, s.gradients, strict=True)] for f, s in zip(r.gradients, sequences, strict=True)
     ]
+    for found, s in zip(r.delta, sequences, strict=True):
+        assert error(found, s.delta) < 1e-6
+    assert r.done.tolist() == expected_writers(case, deterministic)
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    loaded = load_plain(HOPPER / "attention_backward.cu", as_one(SOURCES) + DRIVER)
-    loaded.run_backward.restype = ctypes.c_char_p
-    return loaded
+def expected_writers(case: Case, deterministic: bool) -> list[list[int]]:
+    """What the launch that makes dq waits for: of each head and sequence, the writers of all blocks."""
+    blocks = []
+    for t, s in case.lengths:
+        tiles = (s + 127) // 128
+        columns = 2 if max(case.dim, case.dim_v or 0) > 128 else 1
+        pairs = not case.lengths_q and t == s and case.right == 0 and case.left >= t
+        if pairs and not (deterministic and (tiles + 1) // 2 * columns > case.multiprocessors):
+            tiles = (tiles + 1) // 2
+        blocks.append(tiles * columns * (2 if deterministic else 8))
+    return [blocks] * (case.heads // case.group)
 
 
-@dataclass(frozen=True)
-class Case:
-    queries: int = 256
-    keys: int = 256
-    heads: int = 2
-    group: int = 1
-    batch: int = 1
-    dim: int = 128
-    dim_v: int | None = None
-    dtype: torch.dtype = torch.bfloat16
-    left: int = FAR
-    right: int = FAR
-    bottom_right: bool = True
-    softcap: float = 0.0
-    alibi: bool = False
-    lengths_q: tuple[int, ...] = ()  # packed
-    lengths_k: tuple[int, ...] = ()
-    dlse: bool = False
-    token_first: bool = False  # [B, T, H, D]
-    multiprocessors: int = 4
+@pytest.mark.parametrize("name", ["pairs", "pairs, 64 wide", "pairs, 256 wide", "window", "packed"])
+def test_the_same_bits_in_any_order(name: str) -> None:
+    case = replace(CASES[name], multiprocessors=6)
+    sequences = make(case)
+    results = [Pass(case, sequences).run(seed) for seed in range(4)]
+    assert [r.report for r in results] == [""] * 4
+    for r in results[1:]:
+        for n in range(len(sequences)):
+            assert all(torch.equal(*x) for x in zip(r.bits(n), results[0].bits(n), strict=True))
 
 
-@dataclass
-class Problem:
-    """Tensors of a case, by sequences [H, T, D], and what the gradients are in double."""
-
-    case: Case
-    q: list[Tensor] = field(default_factory=list)
-    k: list[Tensor] = field(default_factory=list)
-    v: list[Tensor] = field(default_factory=list)
-    out: list[Tensor] = field(default_factory=list)
-    dout: list[Tensor] = field(default_factory=list)
-    lse: list[Tensor] = field(default_factory=list)
-    dlse: list[Tensor] = field(default_factory=list)
-    slopes: list[Tensor] = field(default_factory=list)
-    gradients: list[tuple[Tensor, ...]] = field(default_factory=list)
-
-
-def make(case: Case, seed: int = 0) -> Problem:
-    g = torch.Generator().manual_seed(seed)
-    p = Problem(case)
-    dim_v = case.dim_v or case.dim
-    lengths = list(zip(case.lengths_q, case.lengths_k, strict=True)) or [(case.queries, case.keys)] * case.batch
-    for t, s in lengths:
-        def normal(heads: int, n: int, dim: int) -> Tensor:
-            return torch.randn(heads, n, dim, generator=g, dtype=torch.float64).to(case.dtype)
-
-        q, k, v = normal(case.heads, t, case.dim), normal(case.heads // case.group, s, case.dim), None
-        v = normal(case.heads // case.group, s, dim_v)
-        dout = normal(case.heads, t, dim_v)
-        slopes = torch.rand(case.heads, generator=g) if case.alibi else torch.zeros(case.heads)
-        dlse = torch.randn(case.heads, t, generator=g) if case.dlse else torch.zeros(case.heads, t)
-        leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        keys, values = (x.repeat_interleave(case.group, 0) for x in leaves[1:])
-        scores = leaves[0] @ keys.transpose(1, 2) * case.dim**-0.5
-        if case.softcap:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
-        i, j = torch.arange(t)[:, None], torch.arange(s)[None]
-        distance = i + (s - t if case.bottom_right else 0) - j
-        scores = scores - slopes[:, None, None].double() * distance.abs()
-        seen = (distance <= case.left) & (distance >= -case.right)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        lse = torch.logsumexp(scores, -1) if s else torch.full((case.heads, t), -torch.inf, dtype=torch.float64)
-        weights = torch.where(seen, torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]), 0.0)
-        out = weights @ values
-        row = seen.any(-1) if s else torch.zeros(t, dtype=torch.bool)
-        loss = (out * dout.double()).sum() + (torch.where(row, lse, 0) * dlse.double()).sum()
-        grads = torch.autograd.grad(loss, leaves)
-        for name, value in (
-            *(("q", q), ("k", k), ("v", v), ("dout", dout), ("lse", lse.detach()), ("dlse", dlse)),
-            *(("out", out.detach().to(case.dtype)), ("slopes", slopes)),
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_neighbours_reach_nothing(dim: int) -> None:
+    """A packed sequence has the same bits beside others as beside NaN and infinity, and as by itself."""
+    case = Case(lengths_q=(70, 150, 90), lengths_k=(200, 100, 90), heads=2, group=2, dim=dim, right=0)
+    sequences = make(case)
+    alone = Pass(replace(case, lengths_q=(150,), lengths_k=(100,)), sequences[1:2]).run().bits(0)
+    beside = Pass(case, sequences).run()
+    for s in (sequences[0], sequences[2]):
+        for x, value in (
+            (s.q, torch.nan),
+            (s.k, torch.inf),
+            (s.v, torch.nan),
+            (s.out, torch.nan),
+            (s.dout, -torch.inf),
         ):
-            getattr(p, name).append(value)
-        p.gradients.append(tuple(x.detach() for x in grads))
-    return p
+            x.fill_(value)
+    poisoned = Pass(case, sequences).run()
+    assert beside.report == poisoned.report == ""
+    for r in (beside, poisoned):
+        assert all(torch.equal(*x) for x in zip(r.bits(1), alone, strict=True))
 
 
-def laid_out(case: Case, parts: list[Tensor], fill: float = 0.0) -> tuple[Tensor, list[int]]:
-    """The tensor of all sequences and its (batch, head, token) strides; packed: with `fill` in rows behind the end."""
-    if case.lengths_q:
-        joined = torch.cat([x.transpose(0, 1) for x in parts]).contiguous()  # [tokens, heads, ...]
-        return joined, [0, joined.stride(1), joined.stride(0)]
-    stacked = torch.stack(parts)
-    if case.token_first:
-        stacked = stacked.transpose(1, 2).contiguous().transpose(1, 2)
-    return stacked, list(stacked.stride()[:3])
+@pytest.mark.parametrize("name", ["pairs", "window"])
+def test_a_batch_changes_no_bits(name: str) -> None:
+    case = replace(CASES[name], batch=3)
+    sequences = make(case)
+    all_of_them = Pass(case, sequences).run()
+    for n, s in enumerate(sequences):
+        alone = Pass(replace(case, batch=1), [s]).run()
+        assert all(torch.equal(*x) for x in zip(alone.bits(0), all_of_them.bits(n), strict=True))
 
 
-@dataclass
-class Result:
-    report: str
-    gradients: list[list[Tensor]]  # of each sequence dq, dk and dv
-    raw: list[Tensor]
-    delta: Tensor
-    took: bool
+def test_what_is_not_taken() -> None:
+    case = Case(queries=128, keys=128, heads=1)
+    assert Pass(case, make(case)).taken
+    short = replace(case, queries=127)
+    assert not Pass(short, make(short)).taken
+    for changes in ({"scale": -1.0}, {"scale": 0.0}, {"head_dim": 100}, {"head_dim_v": 12}, {"head_dim": 264}):
+        p = Pass(case, make(case))
+        for field, value in changes.items():
+            setattr(p.call, field, value)
+        assert not p.taken, changes
+    for i in range(8):  # a stride of no whole chunk, an address likewise
+        for change in ("stride", "address"):
+            p = Pass(case, make(case))
+            pointers, at = (p.call.inputs, i) if i < 5 else (p.call.outputs, i - 5)
+            if change == "stride":
+                p.call.strides[i][2] = 132
+            else:
+                pointers[at] = pointers[at] + 8
+            assert not p.taken, (i, change)
+    for i in range(3):  # no gradient is wanted of one of them
+        p = Pass(case, make(case))
+        p.call.outputs[i] = None
+        assert not p.taken
 
 
-def run(p: Problem, deterministic: bool = True, seed: int = 1, poisoned: bool = False) -> Result:
-    case = p.case
-    dim_v = case.dim_v or case.dim
-    parts = [p.q, p.k, p.v, p.out, p.dout]
-    tensors = [laid_out(case, x) for x in parts]
-    empty = [[torch.full_like(x, torch.nan) for x in y] for y in (p.q, p.k, p.v)]
-    outputs = [laid_out(case, x) for x in empty]
-    c = Call()
-    for i, (x, strides) in enumerate(tensors):
-        c.inputs[i] = x.data_ptr()
-        c.strides[i][:] = strides
-    for i, (x, strides) in enumerate(outputs):
-        c.outputs[i] = x.data_ptr()
-        c.strides[5 + i][:] = strides
-    packed = bool(case.lengths_q)
-    rows = torch.cat(p.lse, 1) if packed else torch.stack(p.lse)
-    rows = rows.contiguous()
-    dlse = (torch.cat(p.dlse, 1) if packed else torch.stack(p.dlse)).contiguous()
-    delta = torch.full_like(dlse, torch.nan)
-    slopes = torch.stack(p.slopes).contiguous()
-    starts = [torch.tensor([0, *torch.tensor(x).cumsum(0).tolist()], dtype=torch.int32) if packed else None
-              for x in (case.lengths_q, case.lengths_k)]
-    c.lse, c.delta = rows.data_ptr(), delta.data_ptr()
-    if case.dlse:
-        c.dlse = dlse.data_ptr()
-    if case.alibi:
-        c.slopes, c.slopes_stride = slopes.data_ptr(), case.heads
-    if packed:
-        c.starts_q, c.starts_k = (x.data_ptr() for x in starts)
-        c.row_strides[:] = [0, rows.stride(0), 1]
-        c.total_q, c.total_k = sum(case.lengths_q), sum(case.lengths_k)
-        c.queries, c.keys = max(case.lengths_q), max(case.lengths_k)
-    else:
-        c.row_strides[:] = list(rows.stride())
-        c.queries, c.keys = case.queries, case.keys
-    c.bf16 = case.dtype == torch.bfloat16
-    c.sequences, c.heads, c.group = len(p.q), case.heads, case.group
-    c.head_dim, c.head_dim_v, c.scale, c.softcap = case.dim, dim_v, case.dim**-0.5, case.softcap
-    c.left, c.right, c.bottom_right = case.left, case.right, case.bottom_right
-    c.deterministic, c.multiprocessors = deterministic, case.multiprocessors
-    space = (ctypes.c_int64 * 2)()
-    library().space_of_backward(ctypes.byref(c), space)
-    floats = torch.full((space[0],), torch.nan)
-    integers = torch.zeros(space[1], dtype=torch.int32)
-    c.floats, c.integers = floats.data_ptr(), integers.data_ptr()
-    took = bool(library().takes_backward(ctypes.byref(c)))
-    report = library().run_backward(ctypes.byref(c), seed).decode()
-    raw = [x for x, _ in outputs]
-    gradients: list[list[Tensor]] = []
-    for n in range(len(p.q)):
-        if packed:
-            spans = [(int(s[n]), int(s[n + 1])) for s in starts]
-            gradients.append([x[slice(*spans[0 if i == 0 else 1])].transpose(0, 1) for i, x in enumerate(raw)])
-        else:
-            gradients.append([x[n] for x in raw])
-    return Result(report, gradients, raw, delta, took)
+#: What is changed, and into what.
+MISTAKES = {
+    "the stride of panels of dO and Q": ("matrix(rows, S::kQueryPanel)", "matrix(rows, kSwizzleBytes)"),
+    "no fence before dS^T is read": (
+        "        fence_proxy_async();\n        __syncwarp();\n",
+        "        __syncwarp();\n",
+    ),
+    "Q and dO released early": (
+        "        wgmma_wait<1>();  // dv and dk have",
+        "        wgmma_wait<2>();  // dv and dk have",
+    ),
+    "a wrong phase of dS^T": ("8 * buffer, (count / 2 & 1) ^ 1)", "8 * buffer, count / 2 & 1)"),
+    "dS^T of the other warpgroup not waited for": (
+        "        if (begun) mbarrier_wait(base + S::kScoresFull + 8 * before, ((count - 1) / 2) & 1);\n",
+        "",
+    ),
+    "a turn skipped": ("    wait_until(work.turns + piece, turn);\n", ""),
+    "a turn passed on early": ("    bulk_wait();\n", ""),
+    "dq's buffer released early": ("    bulk_wait_read();\n", ""),
+    "bytes announced": ("kAtOnce * S::kQueryPanel + (last", "kAtOnce * S::kQueryPanel - 16 + (last"),
+    "K released for the second part": ("      arrive(S::kKeysFree);\n", ""),
+    "the last query seen": (
+        "const int to = part_word(part, kUpper) + shift;",
+        "const int to = part_word(part, kUpper) + shift + 1;",
+    ),
+    "whole tiles": ("to / kQueries);", "to / kQueries + 1);"),
+}
 
 
-def worst(p: Problem, r: Result) -> float:
-    """The largest root of mean squared errors, by that of the gradient."""
-    errors = [0.0]
-    for found, expected in zip(r.gradients, p.gradients, strict=True):
-        for x, y in zip(found, expected, strict=True):
-            if y.numel() == 0:
-                continue
-            error, size = (x.double() - y).square().mean().sqrt(), y.square().mean().sqrt()
-            errors.append(float(error / size) if size > 0 else float(error))
-    return max(errors, key=lambda e: float("inf") if e != e else e)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(name: str) -> None:
+    library = hopper_backward.load(hopper_backward.broken(*MISTAKES[name]))
+    for case in (CASES["pairs"], CASES["window"]):
+        sequences = make(case)
+        p = Pass(case, sequences)
+        results = [p.run(seed, library) for seed in range(3)]
+        if not all(is_right(case, sequences, r) for r in results):
+            return
+    pytest.fail("nothing was found")
