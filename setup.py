@@ -113,7 +113,7 @@ def extension() -> CppExtension:
     return CUDAExtension(
         "foundry_kernels._C",
         [*files, *kernels],
-        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-lineinfo", "-Xptxas=-v"]},
+        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-lineinfo", "-Xptxas=-v", "-Xfatbin=-compress-all"]},
     )
 
 

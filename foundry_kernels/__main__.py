@@ -81,7 +81,7 @@ def cuda_architectures(info: dict[str, Any]) -> str:
     """What the CUDA kernels are compiled for; attention has some for 9.0 alone."""
     if not info["cuda_architectures"]:
         return "not compiled in"
-    hopper = "9.0a" if info.get("hopper") else "not compiled in (9.0 is not among these)"
+    hopper = "9.0a" if info.get("hopper") else "not compiled in"
     return f"{info['cuda_architectures']}; attention's kernels for Hopper: {hopper}"
 
 
