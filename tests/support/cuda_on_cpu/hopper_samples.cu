@@ -271,6 +271,15 @@ __global__ void turns(const __grid_constant__ TensorMap, const __grid_constant__
   add_release(counters + 1);
 }
 
+// All blocks wait for each other.
+__global__ void all_at_once(const __grid_constant__ TensorMap, const __grid_constant__ TensorMap, const uint16_t*,
+                            float* out) {
+  int* arrived = reinterpret_cast<int*>(out);
+  if (threadIdx.x != 0) return;
+  add_release(arrived);
+  wait_until(arrived, gridDim.x);
+}
+
 #if defined(FK_CUDA_ON_CPU)
 using Failure = std::runtime_error;
 #else
@@ -290,6 +299,16 @@ cudaError_t map_of(TensorMap& map, const void* data, bool half, int64_t batches,
 }
 
 }  // namespace
+
+// The error of encode_map; of: batches, heads, tokens, columns; strides of token, head, batch; rows.
+extern "C" int encode(const void* data, int type, const int64_t* of) {
+  TensorMap map{};
+  foundry::HeadStrides strides{};
+  strides.token = of[4];
+  strides.head = of[5];
+  strides.batch = of[6];
+  return encode_map(map, {data, Dtype(type), of[0], of[1], of[2], of[3], strides, static_cast<int>(of[7])});
+}
 
 // a, b: 16-bit numbers; sizes: what the sample is told.
 extern "C" const char* run_sample(const char* name, const uint16_t* a, const uint16_t* b, float* out,
@@ -323,7 +342,7 @@ extern "C" const char* run_sample(const char* name, const uint16_t* a, const uin
     }
     if (wanted == "ring" && make(false, 64, 128, 8, 128, 64)) run(ring, 1, 64);
     error = wanted == "add_bulk" || wanted == "add_four" || wanted == "store_bulk" || wanted == "store_four" ||
-                    wanted == "turns" || wanted.rfind("registers_", 0) == 0
+                    wanted == "turns" || wanted == "all_at_once" || wanted.rfind("registers_", 0) == 0
                 ? cudaSuccess
                 : error;
     if (wanted == "add_bulk") run(sums<kAddBulk>, 24, 128);
@@ -331,6 +350,7 @@ extern "C" const char* run_sample(const char* name, const uint16_t* a, const uin
     if (wanted == "store_bulk") run(sums<kStoreBulk>, 24, 128);
     if (wanted == "store_four") run(sums<kStoreFour>, 24, 128);
     if (wanted == "turns") run(turns, 24, 64);
+    if (wanted == "all_at_once") run(all_at_once, 4, 64);
     if (wanted == "registers_2") run(registers<2, 24, 240>, 3, 384);
     if (wanted == "registers_3") run(registers<3, 32, 160>, 3, 512);
     ALONG(64)

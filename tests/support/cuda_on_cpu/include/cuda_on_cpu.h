@@ -10,7 +10,8 @@
 //     from a lane outside of the mask;
 //   - global memory: an access outside of an allocation, where allocations end at an unmapped page (guarded_memory.h),
 //     and misaligned vector accesses (foundry::load and store; also others where compiled with -fsanitize=alignment);
-//   - mistakes with matrix instructions and asynchronous copies: matrix_units.h.
+//   - mistakes with matrix instructions and asynchronous copies: matrix_units.h; with those of compute capability 9.0:
+//   hopper_*.h, under which several blocks run at the same time and warps in random order.
 // What it cannot see: races in global memory, timing, and the memory model between warps beyond barriers.
 #pragma once
 
@@ -60,12 +61,27 @@ inline void check_value(float v) {
   if (bits_of(v) == kForgotten) fail("a result is read that was forgotten");
 }
 
+inline float max_of(float a, float b) {  // in which a NaN gets lost
+  check_value(a);
+  check_value(b);
+  return std::fmax(a, b);
+}
+
 template <class T>
 T shuffle(const char* name, unsigned mask, T v, int lane, int line) {
   check_caller(name, mask);
   if constexpr (std::is_same<T, float>::value) check_value(v);
   if (lane >= 0 && lane < 32 && !(mask >> lane & 1u)) fail(std::string(name) + " reads a lane outside of its mask");
   return unpack<T>(warp_exchange(name, mask, pack(v), unsigned(lane), line));
+}
+
+inline void named_barrier(int id, unsigned count, int line) {
+  machine().line = line;  // of a failure
+  if (id < 1 || id > 15) fail("barrier " + std::to_string(id) + " is none of 1..15");
+  if (count == 0 || count % 32 || count > machine().threads.size())
+    fail("a barrier of " + std::to_string(count) + " threads");
+  machine().line = 0;
+  wait_at_barrier(id, count, line);
 }
 
 inline int lane_id() { return int(self().id % 32); }
@@ -81,8 +97,9 @@ inline int in_segment(int lane, int width) {
 // --- what kernels call -----------------------------------------------------------------------------------------------
 
 #define __syncthreads() ::cuda_on_cpu::wait_at_barrier(0, blockDim.x* blockDim.y* blockDim.z, __LINE__)
+#define fmaxf(...) ::cuda_on_cpu::max_of(__VA_ARGS__)
 #define FK_CHECK_ALIGNED(p, bytes) ::cuda_on_cpu::check_aligned(p, bytes)
-#define FK_NAMED_BARRIER(id, count) ::cuda_on_cpu::wait_at_barrier(id, count, __LINE__)
+#define FK_NAMED_BARRIER(id, count) ::cuda_on_cpu::named_barrier(id, count, __LINE__)
 
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, int line = __builtin_LINE()) {
   cuda_on_cpu::warp_exchange("__syncwarp", mask, 0, 32, line);

@@ -61,6 +61,7 @@ class Arena {
     steps_.clear();
     unused_.clear();
     waits_.clear();
+    passed_ = {};
   }
   size_t size() const { return size_; }
 
@@ -200,7 +201,7 @@ class Arena {
       if (c.ended[w] == 0) continue;
       const Wait& wait = waits_[c.ended[w] - 1];
       const Passed now{c.ended[w], self().id, clocks.version(self().id)};
-      if (now == passed_) continue;
+      if (now == passed_[w]) continue;
       for (unsigned warp = 0; warp < 4; ++warp) {
         bool seen = false;
         for (unsigned i = 32 * warp; i < 32 * warp + 32; ++i) seen |= clock[wait.first + i] >= wait.steps[i];
@@ -208,7 +209,7 @@ class Arena {
           fail("race: shared memory is written without a barrier after warp " + std::to_string(wait.first / 32 + warp) +
                " waited for the product of " + line_text(wait.line) + " that reads it (a stage released early?)");
       }
-      passed_ = now;
+      passed_[w] = now;
     }
     for (Cell* cell = c.begin(word); cell != c.end(word, count); ++cell) {
       if (cell->written && clock[cell->writer.who] < cell->writer.step) race("written", cell->writer, "wrote");
@@ -267,7 +268,7 @@ class Arena {
   std::vector<std::vector<uint32_t>> steps_;  // of readers in no order
   std::vector<int> unused_;                   // of these
   std::vector<Wait> waits_;
-  Passed passed_;
+  std::array<Passed, kMaxWarpgroups> passed_;  // that were found in order last
 };
 
 }  // namespace hopper

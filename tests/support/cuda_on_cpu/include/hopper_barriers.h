@@ -3,6 +3,7 @@
 
 #include <deque>
 
+#include "cuda_on_cpu.h"
 #include "hopper_arena.h"
 
 namespace cuda_on_cpu {
@@ -27,8 +28,8 @@ struct PhaseWait : Condition {
   PhaseWait(Barrier& b, uint32_t p) : barrier(b), parity(p) {}
   bool holds() override { return (barrier.phase & 1) != (parity & 1); }
   std::string missing() override {
-    return "parity " + std::to_string(parity) + " of the mbarrier at " + std::to_string(barrier.at) + " (its " +
-           std::to_string(barrier.index + 1) + "th), in phase " + std::to_string(barrier.phase) + " with " +
+    return "parity " + std::to_string(parity) + " of the mbarrier at " + std::to_string(barrier.at) + " (number " +
+           std::to_string(barrier.index + 1) + "), in phase " + std::to_string(barrier.phase) + " with " +
            std::to_string(barrier.pending) + " of " + std::to_string(barrier.count) + " arrivals and " +
            std::to_string(barrier.bytes) + " bytes to come";
   }
@@ -63,7 +64,8 @@ class Barriers {
   }
   void init_fence() { fences_.make(arena_.clocks.now(self().id)); }
 
-  Barrier& use(const char* what, uint32_t at) {
+  Barrier& use(const char* what, uint32_t at, int line) {
+    const At in(line);
     arena_.place(at, 8, 8);
     for (Barrier& b : all_) {
       if (b.at != at) continue;
@@ -101,13 +103,13 @@ class Barriers {
     return by;
   }
   void wait(const char* what, uint32_t at, uint32_t parity, int line) {
-    Barrier& b = use(what, at);
+    Barrier& b = use(what, at, line);
     PhaseWait condition(b, parity);
     if (!condition.holds()) wait_for(what, condition, line);
     passed(b);
   }
   bool test(const char* what, uint32_t at, uint32_t parity, int line) {
-    Barrier& b = use(what, at);
+    Barrier& b = use(what, at, line);
     PhaseWait condition(b, parity);
     condition.spins = true;
     if (!condition.holds()) {

@@ -16,6 +16,7 @@ struct Block : Meetings {
   std::deque<Warpgroup> warpgroups;
   unsigned free_registers = 0;
   bool running = false;
+  bool waited = false;  // for the launch before, or for what it tells
 
   void begin(size_t shared_bytes) {
     machine.meetings = this;
@@ -33,8 +34,15 @@ struct Block : Meetings {
     }
     free_registers = 0;
     running = true;
+    waited = false;
   }
   void meet(const std::vector<Thread*>& met) override { arena.clocks.meet(met); }
+
+  // The running thread looks at what other blocks, or the launch before, have said.
+  void acquire() {
+    copies.acquire(true);
+    waited = true;
+  }
 
   // What it leaves behind that is a mistake, or "".
   std::string left() const {

@@ -32,6 +32,7 @@ struct Store {
 };
 struct Stores {  // of one thread
   std::vector<Store> open, groups;
+  bool acquired = false;  // what others wrote to global memory, without fence_proxy_async_global since
 };
 
 class Copies {
@@ -46,7 +47,7 @@ class Copies {
     if (map->made != TensorMap::kMade) fail("tma_load by a tensor map that encode_map has not made");
     const uint32_t bytes = 128 * uint32_t(map->rows);
     arena_.place(to, bytes, 1024);
-    issue({*map, nullptr, to, bytes, at, &barriers_.use("tma_load", barrier), self().id, line});
+    issue({*map, nullptr, to, bytes, at, &barriers_.use("tma_load", barrier, line), self().id, line});
   }
   void load_row(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, int line) {
     check_row("bulk_load", from, bytes);
@@ -56,7 +57,7 @@ class Copies {
            to,
            bytes,
            {},
-           &barriers_.use("bulk_load", barrier),
+           &barriers_.use("bulk_load", barrier, line),
            self().id,
            line});
   }
@@ -77,7 +78,9 @@ class Copies {
     check_row(name, to, bytes);
     arena_.place(from, bytes, 16);
     arena_.begin_store(from, bytes, line);
-    stores_[self().id].open.push_back({static_cast<unsigned char*>(to), from, bytes, adds, line, false, {}});
+    Stores& mine = stores_[self().id];
+    if (mine.acquired) fail(std::string(name) + " after load_acquire or wait_until without fence_proxy_async_global");
+    mine.open.push_back({static_cast<unsigned char*>(to), from, bytes, adds, line, false, {}});
   }
   void commit() {
     Stores& s = stores_[self().id];
@@ -98,6 +101,7 @@ class Copies {
     for (Store& s : mine.groups) write(s);
     mine.groups.clear();
   }
+  void acquire(bool yes) { stores_[self().id].acquired = yes; }
   bool writing(unsigned thread) const { return !stores_[thread].open.empty() || !stores_[thread].groups.empty(); }
   // What the block leaves behind that is a mistake, or "".
   std::string left() const {

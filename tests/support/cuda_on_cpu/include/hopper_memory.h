@@ -46,12 +46,12 @@ inline void mbarrier_init_fence() {
 inline void mbarrier_arrive(uint32_t barrier, int line = __builtin_LINE()) {
   const cuda_on_cpu::At at(line);
   cuda_on_cpu::hopper::Barriers& all = cuda_on_cpu::hopper::here().barriers;
-  all.arrive(all.use("mbarrier_arrive", barrier), 0);
+  all.arrive(all.use("mbarrier_arrive", barrier, line), 0);
 }
 inline void mbarrier_expect(uint32_t barrier, uint32_t bytes, int line = __builtin_LINE()) {
   const cuda_on_cpu::At at(line);
   cuda_on_cpu::hopper::Barriers& all = cuda_on_cpu::hopper::here().barriers;
-  all.arrive(all.use("mbarrier_expect", barrier), bytes);
+  all.arrive(all.use("mbarrier_expect", barrier, line), bytes);
 }
 inline bool mbarrier_try(uint32_t barrier, uint32_t parity, int line = __builtin_LINE()) {
   return cuda_on_cpu::hopper::here().barriers.test("mbarrier_try", barrier, parity, line);
@@ -97,7 +97,7 @@ inline void fence_proxy_async() {
   cuda_on_cpu::hopper::Arena& arena = cuda_on_cpu::hopper::here().arena;
   arena.proxy.make(arena.clocks.now(cuda_on_cpu::self().id));
 }
-inline void fence_proxy_async_global() {}
+inline void fence_proxy_async_global() { cuda_on_cpu::hopper::here().copies.acquire(false); }
 
 // --- ordinary accesses -----------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ inline void store_matrices(uint32_t to, const uint32_t (&r)[4], int line = __bui
 // --- between blocks --------------------------------------------------------------------------------------------------
 
 inline int load_acquire(const int* from, int line = __builtin_LINE()) {
-  cuda_on_cpu::hopper::here();
+  cuda_on_cpu::hopper::here().acquire();
   cuda_on_cpu::hopper::Spin spin;
   cuda_on_cpu::wait_for("load_acquire", spin, line);
   return *from;
@@ -168,7 +168,7 @@ inline void add_release(int* to, int line = __builtin_LINE()) {
   ++*to;
 }
 inline void wait_until(const int* from, int value, int line = __builtin_LINE()) {
-  cuda_on_cpu::hopper::here();
+  cuda_on_cpu::hopper::here().acquire();
   cuda_on_cpu::hopper::ValueWait condition(from, value);
   if (!condition.holds()) cuda_on_cpu::wait_for("wait_until", condition, line);
 }
@@ -190,8 +190,11 @@ inline void store_four(float* to, float a, float b, float c, float d, int line =
   to[2] = c;
   to[3] = d;
 }
-inline void launch_dependents() {}  // launches run one after another
-inline void wait_for_launch_before() {}
+// Launches run one after another.
+inline void launch_dependents() {}
+inline void wait_for_launch_before() {
+  if (cuda_on_cpu::machine().meetings) cuda_on_cpu::hopper::here().waited = true;
+}
 
 // --- registers -------------------------------------------------------------------------------------------------------
 
@@ -248,13 +251,13 @@ void fewer_registers(int line = __builtin_LINE()) {
 
 template <class... Params, class... Args>
 cudaError_t launch_hopper(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
-                          bool /*early*/, const Args&... args) {
+                          bool early, const Args&... args) {
   const size_t threads = size_t(block.x) * block.y * block.z;
   if (shared_bytes > cuda_on_cpu::kMaxShared) return cudaErrorInvalidValue;
   if (threads < 1 || threads > cuda_on_cpu::kMaxThreads || block.z > 64 || grid.x == 0 || grid.x > 0x7FFFFFFF ||
       grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535)
     return cudaErrorInvalidConfiguration;
-  cuda_on_cpu::hopper::Grid all(grid, block, shared_bytes, [=] { kernel(Params(args)...); });
+  cuda_on_cpu::hopper::Grid all(grid, block, shared_bytes, early, [=] { kernel(Params(args)...); });
   const std::string error = all.run();
   if (!error.empty()) throw std::runtime_error("CUDA on CPU: " + error);
   return cudaSuccess;

@@ -21,10 +21,11 @@ inline Schedule& schedule() {
 
 class Grid {
  public:
-  Grid(dim3 grid, dim3 block, size_t shared_bytes, std::function<void()> kernel)
+  Grid(dim3 grid, dim3 block, size_t shared_bytes, bool early, std::function<void()> kernel)
       : grid_(grid),
         block_(block),
         shared_bytes_(shared_bytes),
+        early_(early),
         kernel_(std::move(kernel)),
         random_(schedule().seed) {
     // How eagerly copies are delivered: only when nothing else can move, or now and then.
@@ -83,7 +84,7 @@ class Grid {
       for (auto& b : blocks())
         for (unsigned w = 0; b->running && w < (b->machine.threads.size() + 31) / 32; ++w)
           turns.emplace_back(b.get(), w);
-      if (turns.empty()) return;
+      if (turns.empty()) return check_early();
       std::shuffle(turns.begin(), turns.end(), random_);
       bool moved = false;
       spinning_ = false;
@@ -99,6 +100,12 @@ class Grid {
       if (moved) idle = 0;
       else if (!spinning_ || ++idle > 1000) return explain();
     }
+  }
+
+  void check_early() {
+    if (early_ && !waited_)
+      error_ =
+          "a kernel that may begin before the launch before it has ended never waits for that (wait_for_launch_before)";
   }
 
   bool run_warp(Block& b, unsigned warp) {
@@ -168,6 +175,7 @@ class Grid {
       return;
     }
     b.copies.finish();
+    waited_ |= b.waited;
     b.running = false;
   }
 
@@ -212,6 +220,7 @@ class Grid {
 
   dim3 grid_, block_;
   size_t shared_bytes_;
+  bool early_, waited_ = false;
   std::function<void()> kernel_;
   std::mt19937 random_;
   unsigned every_;

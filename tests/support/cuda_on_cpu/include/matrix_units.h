@@ -107,21 +107,28 @@ inline CopyQueue& copy_queue() {
 
 // While it lives, reports name the line.
 struct At {
-  explicit At(int line) { machine().line = line; }
-  ~At() { machine().line = 0; }
+  explicit At(int line) : before(machine().line) { machine().line = line; }
+  ~At() { machine().line = before; }
+  int before;
 };
+
+// Of the threads of the machine.
+template <class Request>
+Request** requests() {
+  static std::array<std::array<Request*, kMaxThreads>, kMaxResident + 1> all;
+  return all[machine().slot].data();
+}
 
 // All threads of the warp, or of the warpgroup, meet; the first that goes on computes for all of them. Their requests
 // lie on their stacks.
 template <class Request, class Resolve>
 void meet(const char* name, Request& request, int line, const Resolve& resolve, unsigned threads = 32) {
-  static std::array<std::array<Request*, kMaxThreads>, kMaxResident + 1> all;
   const unsigned first = self().id / threads * threads;
   if (first + threads > machine().threads.size())
     fail(std::string(name) + (threads == 32 ? " in a warp" : " in a warpgroup") + " of fewer than " +
          std::to_string(threads) + " threads");
   request.done = false;
-  Request** slots = all[machine().slot].data();
+  Request** slots = requests<Request>();
   slots[self().id] = &request;
   if (threads == 32) warp_exchange(name, 0xFFFFFFFFu, 0, 32, line);
   else meet_warpgroup(name, line);

@@ -142,6 +142,8 @@ struct Cells {
   std::vector<Cell<T>> cells;
   size_t count = 0;
   Reference<T> at(long long i) {
+    if (machine().meetings)
+      fail("FK_SHARED or FK_DYNAMIC_SHARED in a kernel of launch_hopper, whose blocks run at the same time");
     if (i < 0 || size_t(i) >= count)
       fail("shared memory index " + std::to_string(i) + " is outside of 0.." + std::to_string(long(count) - 1));
     return {cells[size_t(i)]};
