@@ -21,15 +21,16 @@ FK_LISTED(kNothing, kOperandInRegisters, kOverlapped,
           // mbarriers
           kNoInit, kInitTwice, kNoInitFence, kNoSyncAfterInit, kNoArrivalsAtAll, kTooManyExpected, kOneWarpArrives,
           kArrivesTwice, kFullNotWaitedFor, kFullOfWrongPhase, kEmptyNotWaitedFor, kEmptyOfWrongPhase, kTriedForEver,
-          kMbarrierAsMemory, kMbarrierMisaligned,
+          kMbarrierAsMemory, kMbarrierMisaligned, kInitOfNothing, kTooManyBytes,
           // copies
           kFewerBytesAnnounced, kMoreBytesAnnounced, kLoadTooMany, kBoxMisplaced, kBoxOutside, kMapNotMade,
-          kSourceMisaligned, kBytesNotOf16, kSourceOutside, kTouchedInFlight,
+          kSourceMisaligned, kBytesNotOf16, kSourceOutside, kTouchedInFlight, kPrefetchesNoMap,
           // products
-          kNoFence, kNoCommit, kNoWait, kShortWait, kReadEarly, kWrittenEarly, kReleasedEarly, kOperandChanged,
-          kWeightsWithoutProxyFence, kProxyFenceAfterBarrier, kWeightsWithoutBarrier, kWeightsMissing,
-          kWeightsOverwritten, kStrideOf512, kNoSwizzle, kBeginsInARow, kLeavesTheRow, kAddressTooLarge, kLeadingOf100,
-          kThreeWarps, kTwoMatrices, kAddsToForgotten, kReadsForgotten, kNeedsNegative, kNeverWaited,
+          kNoFence, kNoCommit, kNoWait, kShortWait, kReadEarly, kMaximumEarly, kShuffledEarly, kStoredEarly,
+          kForgottenEarly, kWrittenEarly, kReleasedEarly, kOperandChanged, kWeightsWithoutProxyFence,
+          kProxyFenceAfterBarrier, kWeightsWithoutBarrier, kWeightsMissing, kWeightsOverwritten, kStrideOf512,
+          kNoSwizzle, kBeginsInARow, kLeavesTheRow, kBaseOffset, kAcrossInARow, kPartOfAResult, kAddressTooLarge,
+          kLeadingOf112, kThreeWarps, kTwoMatrices, kAddsToForgotten, kReadsForgotten, kNeedsNegative, kNeverWaited,
           kLeavesBeforeProducts,
           // stores
           kStoreWithoutProxyFence, kStoreWithoutBarrier, kStoreNotCommitted, kStoreNotRead, kStoreSourceTouched,
@@ -58,8 +59,12 @@ __device__ void produce(const Places& at, const TensorMap& map, const TensorMap&
     const uint32_t full = at.full + 8 * stage, empty = at.empty + 8 * stage;
     while (m == kTriedForEver && !mbarrier_try(full, 0)) {
     }
+    if (m == kPrefetchesNoMap) tma_prefetch_map(&unmade);
     if (m != kEmptyNotWaitedFor) mbarrier_wait(empty, parity);
-    mbarrier_expect(full, kTile + (m == kFewerBytesAnnounced ? -1024 : m == kMoreBytesAnnounced ? 16 : 0));
+    mbarrier_expect(full, kTile + (m == kFewerBytesAnnounced  ? -1024
+                                   : m == kMoreBytesAnnounced ? 16
+                                   : m == kTooManyBytes       ? 1 << 20
+                                                              : 0));
     if (m == kArrivesTwice) mbarrier_arrive(full);
     uint32_t to = at.tiles + stage * kTile;
     if (m == kBoxMisplaced) to += 128;
@@ -105,10 +110,13 @@ __device__ void multiply(float (&d)[32], uint32_t (&r)[16], const Places& at, ui
   if (m == kNoSwizzle) b -= uint64_t(1) << 62;
   if (m == kBeginsInARow) b = matrix(at.weights + 128);
   if (m == kLeavesTheRow) b = further(b, 112);
+  if (m == kBaseOffset) b += uint64_t(1) << 49;
   if (m == kAddressTooLarge) b += 1 << 14;
-  if (m == kLeadingOf100) {
+  if (m == kAcrossInARow) return Wgmma<64>::shared<bf16, false, true>(d, a, further(b, 16), true);
+  if (m == kLeadingOf112 || m == kPartOfAResult) {
     float wide[64] = {};
-    return Wgmma<128>::shared<bf16, false, true>(wide, a, matrix(at.weights, 112), false);
+    Wgmma<128>::shared<bf16, false, true>(wide, a, matrix(at.weights, m == kLeadingOf112 ? 112 : 1024), false);
+    return Wgmma<64>::shared<bf16, false, false>(*reinterpret_cast<float (*)[32]>(wide + 32), a, b, true);
   }
   if (m == kTwoMatrices && threadIdx.x % kGroup == 37) a = further(a, 32);
   if (m == kThreeWarps && warp == 3) return wgmma_commit();
@@ -135,6 +143,10 @@ __device__ void consume(const Places& at, const uint16_t* b, float* out, int* tu
     multiply(d, r, at, tile, registers, m);
     if (m == kLeavesBeforeProducts && lane == 7) return;
     if (m == kReadEarly) out[thread] = exp2_fast(d[3] * 0.5f - 1.f);
+    if (m == kMaximumEarly) out[thread] = fmaxf(d[3], 1.f);
+    if (m == kShuffledEarly) out[thread] = __shfl_xor_sync(0xFFFFFFFFu, d[3], 1);
+    if (m == kStoredEarly) store_shared_four(at.results + 16 * thread, 0.f, 1.f, 2.f, d[3]);
+    if (m == kForgottenEarly) forget(d);
     if (m == kWrittenEarly && thread == 9) d[5] = 0.f;
     if (m == kOperandChanged && thread == 9) r[6] += 1;
     if (m == kWeightsOverwritten && thread == 0) clear_shared_16(at.weights);
@@ -204,9 +216,10 @@ __global__ void __launch_bounds__(256, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages && m != kNoInit; ++stage) {
       mbarrier_init(at.full + 8 * stage, 1);
-      mbarrier_init((m == kInitTwice ? at.full : at.empty) + 8 * stage, m == kTooManyExpected  ? 8
-                                                                        : m == kOneWarpArrives ? 1
-                                                                                               : 4);
+      mbarrier_init((m == kInitTwice ? at.full : at.empty) + 8 * stage, m == kInitOfNothing     ? 0
+                                                                        : m == kTooManyExpected ? 8
+                                                                        : m == kOneWarpArrives  ? 1
+                                                                                                : 4);
     }
     if (m != kNoInitFence) mbarrier_init_fence();
   }
