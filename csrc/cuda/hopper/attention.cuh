@@ -82,8 +82,8 @@ __device__ __forceinline__ int64_t first_tile_of(const int32_t* starts, int64_t 
 __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total, int64_t n_sequences, int64_t tokens,
                                             int size, int64_t index) {
   if (!starts) {
-    const int64_t each = (tokens + size - 1) / size;
-    return {static_cast<int>(index / each), static_cast<int>(index % each)};
+    const int each = static_cast<int>((tokens + size - 1) / size), at = static_cast<int>(index);  // of a grid's blocks
+    return {at / each, at % each};
   }
   int low = 0, high = static_cast<int>(n_sequences) - 1;  // the last sequence that begins at `index` or before
   while (low < high) {

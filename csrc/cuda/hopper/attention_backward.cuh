@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(384, 1)
   FK_HOPPER_SHARED(base);
   launch_dependents();
   if (threadIdx.x == 0) {
+    for (const TensorMap* map : {&q, &k, &v, &dout}) tma_prefetch_map(map);
     const auto init = [&](uint32_t first, int n, uint32_t arrivals) {
       for (int i = 0; i < n; ++i) mbarrier_init(base + first + 8 * i, arrivals);
     };

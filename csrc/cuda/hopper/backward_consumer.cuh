@@ -101,9 +101,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
   uint32_t parity = 0;
 
   // dq's piece of step `step`, which was of the query tile with number `place` among those of all heads.
-  const auto deliver = [&](const float (&dq)[32], int step, int place, bool first) {
-    float* const to =
-        work.dq + (static_cast<int64_t>(place) * S::kPieces + 2 * column_block + consumer) * kPieceFloats + thread * 4;
+  const auto deliver = [&](const float (&dq)[32], int step, int place) {
     if constexpr (S::kStaged) {
       const int buffer = 2 * consumer + step % 2;
       mbarrier_wait(base + S::kSumsFree + 8 * buffer, (step / 2 & 1) ^ 1);
@@ -113,19 +111,25 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
       fence_proxy_async();
       __syncwarp();
       arrive(S::kSumsFull + 8 * buffer);
+      return;
+    }
+    int64_t piece = static_cast<int64_t>(place) * S::kPieces + 2 * column_block + consumer;
+    if constexpr (S::kTold) {
+      mbarrier_wait(base + S::kSumsFree + 8 * consumer, step & 1);  // until it is our turn
+      piece = load_shared(words + 4 * (kPiece0 + consumer));
+    }
+    const bool stores = S::kTold && piece < 0;
+    float* const to = work.dq + (stores ? ~piece : piece) * kPieceFloats + thread * 4;
+    if (stores) {
+      FK_UNROLL for (int r = 0; r < 8; ++r)
+          store_four(to + r * 512, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
     } else {
-      if constexpr (S::kTold) mbarrier_wait(base + S::kSumsFree + 8 * consumer, step & 1);  // until it is our turn
-      if (S::kTold && first) {
-        FK_UNROLL for (int r = 0; r < 8; ++r)
-            store_four(to + r * 512, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
-      } else {
-        FK_UNROLL for (int r = 0; r < 8; ++r)
-            add_four(to + r * 512, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
-      }
-      if constexpr (S::kTold) {
-        __syncwarp();
-        arrive(S::kSumsFull + 8 * consumer);
-      }
+      FK_UNROLL for (int r = 0; r < 8; ++r)
+          add_four(to + r * 512, dq[4 * r], dq[4 * r + 1], dq[4 * r + 2], dq[4 * r + 3]);
+    }
+    if constexpr (S::kTold) {
+      __syncwarp();
+      arrive(S::kSumsFull + 8 * consumer);
     }
   };
 
@@ -135,7 +139,7 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
     float dk[S::kColumns / 2] = {}, dv[S::kColumns / 2] = {};
     int tile = part_word(part, kStart), head = 0, place = 0;
     if (tile != part_word(part, kStop)) {
-      bool begun = false, first = false;  // first: whether the step before was the first to add to its piece
+      bool begun = false;
       const uint32_t keys_parity = part == part_words(words, 0) ? 0 : 1;
       mbarrier_wait_both(base + S::kKFull, keys_parity, base + S::kVFull, keys_parity);
       if (a.starts_k && part_word(part, kKeysLeft) < kKeyTile) {
@@ -143,7 +147,6 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
                    S::kKeyPanel, thread);
         FK_NAMED_BARRIER(1, 256);
       }
-      float s[kQueries / 2];
 #pragma unroll 1
       do {
         const uint32_t q = base + S::kQ + stage * S::kQueryBytes, dout = base + S::kDout + stage * S::kQueryBytes;
@@ -151,12 +154,11 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         if (a.starts_q && block_word(words, kQueryLength) < (tile + 1) * kQueries)
           clear_behind<S>(base, consumer, thread, stage, parity, block_word(words, kQueryLength) - tile * kQueries);
 
-        float dp[kQueries / 2];
+        float s[kQueries / 2], dp[kQueries / 2];
         if constexpr (S::kHalves) {
           const uint32_t k0 = 2 * S::kKeyPanel - column_block * 2 * S::kKeyPanel, k1 = 2 * S::kKeyPanel - k0;
           const uint32_t q0 = 2 * S::kQueryPanel - columns;
           mbarrier_wait(base + S::kQFull + other, parity);
-          forget(s);
           wgmma_fence();
           multiply_rows<S, 2>(s, own_k + k0, q + q0, false);
           mbarrier_wait(base + S::kDoutFull + other, parity);
@@ -172,7 +174,6 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
           wgmma_commit();
         } else {
           mbarrier_wait(base + S::kQFull + landing, parity);
-          forget(s);
           wgmma_fence();
           multiply_rows<S, S::kPanels>(s, own_k, q, false);
           wgmma_commit();
@@ -241,12 +242,11 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
         settle(dq);
         if (begun) {
           arrive(S::kScoresFree + 8 * before);
-          deliver(dq, count - 1, place, first);
+          deliver(dq, count - 1, place);
         }
-        if constexpr (!S::kStaged)
+        if constexpr (!S::kInOrder)
           place = (block_word(words, kKvHead) * group + head) * work.query_tiles + block_word(words, kFirstQueryTile) +
                   tile;
-        if constexpr (S::kTold) first = turn_of<kQueries>(a, work, words, tile, part_word(part, kTile)) == 0;
         begun = true;
         ++count;
         if (++head == group) head = 0, tile += part_word(part, kStepBy);
@@ -263,10 +263,11 @@ __device__ __forceinline__ void consume(const AttentionBackward& a, const Backwa
       settle(dv);
       arrive(S::kScoresFree + 8 * last);
       arrive(S::kKeysFree);
-      deliver(dq, count - 1, place, first);
+      deliver(dq, count - 1, place);
     }
 
-    const Head h(a, block_word(words, kSequence), block_word(words, kKvHead) * group);
+    Head h(a, block_word(words, kSequence), 0);
+    h.kv_head = block_word(words, kKvHead);  // without a division
     FK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = part_word(part, kTile) * kKeyTile + key_again() + 8 * half;
       const int first_column = column_block * S::kColumns;

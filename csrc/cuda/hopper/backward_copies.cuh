@@ -95,27 +95,39 @@ __device__ __forceinline__ void add_staged(const AttentionBackward& a, const Bac
   }
 }
 
-// Tells the warpgroup that it is its turn, and the next adder when it has added. Whether the next step's turn has come
-// is looked up while this step is made, so that the warpgroup seldom waits for the release.
+// Tells the warpgroup which piece it adds to when it is its turn, and the next adder when it has added. Whether the
+// next step's turn has come is looked up while this step is made, so that the warpgroup seldom waits for the release.
 template <class S>
 __device__ __forceinline__ void tell_turns(const AttentionBackward& a, const BackwardWork& work, uint32_t base,
                                            int consumer) {
   const uint32_t words = base + S::kWords, full = base + S::kSumsFull + 8 * consumer;
-  const uint32_t free = base + S::kSumsFree + 8 * consumer;
   const int group = static_cast<int>(a.group), place = 2 * block_word(words, kColumnBlock) + consumer;
   Walk walk(words, group);
   bool told = false;
   for (uint32_t parity = 0; !walk.at_end(); parity ^= 1) {
-    const auto turn = [&] { return turn_of<S::kQueries>(a, work, words, walk.tile, part_word(walk.part, kTile)); };
-    int* const turns = work.turns + piece_at<S>(work, words, walk, group, place);
+    int piece = 0, turn = 0;
+    const auto find = [&] {
+      piece = static_cast<int>(piece_at<S>(work, words, walk, group, place));
+      turn = turn_of<S::kQueries>(a, work, words, walk.tile, part_word(walk.part, kTile));
+    };
+    const auto tell = [&] {
+      store_shared(words + 4 * (kPiece0 + consumer), turn == 0 ? ~piece : piece);
+      mbarrier_arrive(base + S::kSumsFree + 8 * consumer);
+    };
+    find();
+    int* const turns = work.turns + piece;
     if (!told) {
-      wait_until(turns, turn());
-      mbarrier_arrive(free);
+      wait_until(turns, turn);
+      tell();
     }
     walk.next();
-    told = !walk.at_end() && load_acquire(work.turns + piece_at<S>(work, words, walk, group, place)) == turn();
+    told = false;
+    if (!walk.at_end()) {
+      find();
+      told = load_acquire(work.turns + piece) == turn;
+    }
     mbarrier_wait(full, parity);
-    if (told) mbarrier_arrive(free);
+    if (told) tell();
     add_release(turns);
   }
 }

@@ -57,6 +57,8 @@ enum BlockWord {
   kFirstQueryTile,  // of the sequence, among those of all
   kOffset,          // as Head's
   kFirstKey,        // the first key that query i sees is i + this, if that is not negative
+  kPiece0,          // of dq, that a warpgroup adds to next, or ~ of one that it stores, where it is told
+  kPiece1,
   kBlockWords
 };
 enum PartWord {
@@ -104,16 +106,10 @@ __device__ __forceinline__ void write_words(const AttentionBackward& a, const Ba
                                             int index) {
   const auto write = [&](BlockWord word, int value) { store_shared(words + 4 * word, value); };
   const int unit = index / kColumnBlocks, of_head = unit % work.units, kv_head = unit / work.units;
-  TileOf place;
-  int second = 0;
-  if (work.pairs) {
-    const int tiles = static_cast<int>((a.n_keys + kKeyTile - 1) / kKeyTile), pairs = (tiles + 1) / 2;
-    place = {of_head / pairs, of_head % pairs};
-    second = tiles - 1 - place.tile;
-  } else {
-    place = find_tile(a.starts_k, a.total_k, a.n_sequences, a.n_keys, kKeyTile, of_head);
-    second = place.tile;
-  }
+  const int tiles = static_cast<int>((a.n_keys + kKeyTile - 1) / kKeyTile), pairs = (tiles + 1) / 2;
+  const TileOf place = work.pairs ? TileOf{of_head / pairs, of_head % pairs}
+                                  : find_tile(a.starts_k, a.total_k, a.n_sequences, a.n_keys, kKeyTile, of_head);
+  const int second = work.pairs ? tiles - 1 - place.tile : place.tile;
   const Head h(a, place.sequence, kv_head * static_cast<int>(a.group));
   write(kParts, place.tile * kKeyTile >= h.k_len ? 0 : second == place.tile ? 1 : 2);
   write(kSequence, place.sequence);

@@ -6,17 +6,17 @@ namespace cuda {
 namespace hopper {
 namespace {
 
-// Of a tile of queries that a block has.
+// A tile of queries, the `index`th of all.
 struct QueryTile {
-  int64_t index;  // among all
+  int64_t index;
   int head;
   TileOf place;
 
   template <int kQueries>
-  __device__ static QueryTile of(const AttentionBackward& a, const BackwardWork& work, int64_t index) {
-    const int64_t in_head = index % work.query_tiles;
-    return {index, static_cast<int>(index / work.query_tiles),
-            find_tile(a.starts_q, a.total_q, a.n_sequences, a.n_queries, kQueries, in_head)};
+  __device__ static QueryTile of(const AttentionBackward& a, const BackwardWork& work, unsigned index) {
+    const unsigned tiles = work.query_tiles;
+    return {index, static_cast<int>(index / tiles),
+            find_tile(a.starts_q, a.total_q, a.n_sequences, a.n_queries, kQueries, index % tiles)};
   }
 };
 
