@@ -34,7 +34,7 @@ def _guarded() -> Iterator[None]:
 
 @pytest.fixture(params=SEEDS)
 def seed(request: pytest.FixtureRequest) -> int:
-    return request.param  # type: ignore[no-any-return]
+    return int(request.param)
 
 
 @functools.cache
