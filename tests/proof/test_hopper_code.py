@@ -22,7 +22,7 @@ FORWARD = {64: (128, 500, 302, 66), 96: (168, 500, 296, 66), 128: (168, 500, 296
 
 #: Backward by width: all instructions of the loop without options, of sums in any order and in order (the sketch's: 783
 #: and 812, 497 and 524, 541 and 575), its products and its exponentials.
-BACKWARD = {64: ((925, 955), 32, 64), 128: ((570, 605), 32, 32), 256: ((620, 705), 48, 32)}
+BACKWARD = {64: ((925, 955), 32, 64), 128: ((570, 605), 32, 32), 256: ((620, 670), 48, 32)}
 BACKWARD_REGISTERS = 168
 
 
