@@ -77,8 +77,8 @@ __device__ __forceinline__ int64_t first_tile_of(const int32_t* starts, int64_t 
 __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total, int64_t n_sequences, int64_t tokens,
                                             int size, int64_t index) {
   if (!starts) {
-    const int64_t each = (tokens + size - 1) / size;
-    return {static_cast<int>(index / each), static_cast<int>(index % each)};
+    const int each = static_cast<int>((tokens + size - 1) / size), at = static_cast<int>(index);  // of a grid's blocks
+    return {at / each, at % each};
   }
   int low = 0, high = static_cast<int>(n_sequences) - 1;  // the last sequence that begins at `index` or before
   while (low < high) {
@@ -97,7 +97,9 @@ __device__ __forceinline__ TileOf find_tile(const int32_t* starts, int64_t total
 __device__ __forceinline__ void clear_rows(uint32_t tile, int begin, int end, int panels, uint32_t panel_bytes,
                                            int thread) {
   const int chunks = (end - begin) * 8;
+#pragma unroll 1
   for (int panel = 0; panel < panels; ++panel)
+#pragma unroll 1
     for (int i = thread; i < chunks; i += 128)
       clear_shared_16(tile + panel * panel_bytes + begin * kPanelBytes + i * 16);
   fence_proxy_async();

@@ -1,0 +1,13 @@
+// The backward pass of heads of 136 to 256 columns.
+#include "attention_backward.cuh"
+
+namespace foundry {
+namespace cuda {
+namespace hopper {
+
+template cudaError_t launch_backward_of_width<256>(const AttentionBackward& a, const BackwardWork& work,
+                                                   cudaStream_t stream);
+
+}  // namespace hopper
+}  // namespace cuda
+}  // namespace foundry

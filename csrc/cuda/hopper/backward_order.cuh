@@ -1,0 +1,197 @@
+// The order of the work of the backward pass: what a block does, and when it is its turn to add to dq.
+//
+// A block makes dk and dv of 128 keys of all heads of a group (256 wide: of 128 columns of these), and a part of dq of
+// each tile of queries that sees one of its keys. Query tiles are visited from the last to the first, of each the heads
+// of the group one after the other, and blocks of neighbouring keys begin together: they work on the same query tiles
+// at the same time, which so stay in L2, as do the sums of dq.
+//
+// Where each query sees all keys up to its own, tiles of keys have work that falls from the first to the last: a block
+// takes two, one from either end, the second one's queries upwards. All blocks of a head then end together, and never
+// leave the same few query tiles.
+//
+// Sums of dq come about in any order, or by turns: the adders of a query tile have numbers, and each waits until those
+// before have added. A block waits only for blocks that already run: its number is that in which it began, and where
+// pairs wait for each other all of a head run at once.
+#pragma once
+
+#include "attention.cuh"
+
+namespace foundry {
+namespace cuda {
+namespace hopper {
+
+constexpr int kKeyTile = 128;       // keys
+constexpr int kPieceFloats = 4096;  // of a piece of dq: 64 queries x 64 columns, as the registers of a warpgroup
+__host__ __device__ constexpr int query_tile_of(int width) { return width == 64 ? 128 : 64; }
+__host__ __device__ constexpr int column_blocks_of(int width) {
+  return width == 256 ? 2 : 1;
+}  // that share a tile of keys
+__host__ __device__ constexpr int pieces_of(int width) {
+  return query_tile_of(width) * width / kPieceFloats;
+}  // of a query tile
+
+// What is known of a backward pass beside its inputs.
+struct BackwardWork {
+  float* dq;           // [heads, query tiles, pieces, 4096]: sums, to be multiplied by the scale
+  float *lse, *delta;  // [heads, query tiles, rows]: in powers of 2, infinite where a row sees no key, and delta
+  int* turns;          // [heads, query tiles, pieces]: adders that have added
+  int* ticket;         // blocks that have begun
+  int* done;           // [key-value heads, sequences]: writers of dq that have ended
+  int query_tiles;     // of one head of all sequences
+  int units;           // tiles of keys, or pairs of them, of one head of all sequences
+  int writers;         // of dq, of each of these
+  bool pairs, in_order;
+  float scale_log2;            // of a product, to logits in powers of 2
+  float cap_in, cap_out_log2;  // its tanh is of cap_in times it
+};
+
+// Places in shared memory of what a block's first thread finds out for all.
+enum BlockWord {
+  kParts,  // tiles of keys: 0, 1 or 2
+  kSequence,
+  kKvHead,
+  kColumnBlock,
+  kQueryLength,
+  kQueryStart,  // its tokens, in packed tensors
+  kKeyStart,
+  kFirstQueryTile,  // of the sequence, among those of all
+  kOffset,          // as Head's
+  kFirstKey,        // the first key that query i sees is i + this, if that is not negative
+  kPiece0,          // of dq, that a warpgroup adds to next, or ~ of one that it stores, where it is told
+  kPiece1,
+  kBlockWords
+};
+enum PartWord {
+  kTile,  // of keys
+  kStart,
+  kStop,
+  kStepBy,  // tiles of queries that see one of its keys: from kStart by kStepBy to before kStop
+  kBeginWhole,
+  kEndWhole,  // those of them whose pairs are all seen
+  kLower,
+  kUpper,     // its key j is seen by queries from kLower + j to before kUpper + j
+  kKeysLeft,  // how many there are of it and behind it
+  kPartWords
+};
+constexpr int kAllWords = kBlockWords + 2 * kPartWords;
+
+__device__ __forceinline__ int block_word(uint32_t words, BlockWord word) { return load_shared(words + 4 * word); }
+__device__ __forceinline__ uint32_t part_words(uint32_t words, int part) {
+  return words + 4 * (kBlockWords + part * kPartWords);
+}
+__device__ __forceinline__ int part_word(uint32_t part, PartWord word) { return load_shared(part + 4 * word); }
+
+template <int kQueries>
+__device__ __forceinline__ void write_part(const Head& h, uint32_t at, int tile, bool upwards) {
+  const auto write = [&](PartWord word, int value) { store_shared(at + 4 * word, value); };
+  const int first = tile * kKeyTile, last = min(first + kKeyTile, h.k_len) - 1;
+  const int from = h.first_query(first), end = h.end_query(last);
+  const int begin = end > from ? from / kQueries : 0, count = end > from ? (end + kQueries - 1) / kQueries - begin : 0;
+  const int to = first - h.offset + h.left + 1;  // the first key is seen before this
+  const bool full = first + kKeyTile <= h.k_len;
+  write(kTile, tile);
+  write(kStart, upwards ? begin : begin + count - 1);
+  write(kStop, upwards ? begin + count : begin - 1);
+  write(kStepBy, upwards ? 1 : -1);
+  write(kBeginWhole, (h.first_query(last) + kQueries - 1) / kQueries);
+  write(kEndWhole, !full || to < 0 ? 0 : to >= h.q_len ? kFar : to / kQueries);
+  write(kLower, max(first - h.offset - h.right, -kKeyTile));  // within what no row's sums pass
+  write(kUpper, min(to, h.q_len));
+  write(kKeysLeft, h.k_len - first);
+}
+
+// By one thread: what block `index` does.
+template <int kQueries, int kColumnBlocks>
+__device__ __forceinline__ void write_words(const AttentionBackward& a, const BackwardWork& work, uint32_t words,
+                                            int index) {
+  const auto write = [&](BlockWord word, int value) { store_shared(words + 4 * word, value); };
+  const int unit = index / kColumnBlocks, of_head = unit % work.units, kv_head = unit / work.units;
+  const int tiles = static_cast<int>((a.n_keys + kKeyTile - 1) / kKeyTile), pairs = (tiles + 1) / 2;
+  const TileOf place = work.pairs ? TileOf{of_head / pairs, of_head % pairs}
+                                  : find_tile(a.starts_k, a.total_k, a.n_sequences, a.n_keys, kKeyTile, of_head);
+  const int second = work.pairs ? tiles - 1 - place.tile : place.tile;
+  const Head h(a, place.sequence, kv_head * static_cast<int>(a.group));
+  write(kParts, place.tile * kKeyTile >= h.k_len ? 0 : second == place.tile ? 1 : 2);
+  write(kSequence, place.sequence);
+  write(kKvHead, kv_head);
+  write(kColumnBlock, index % kColumnBlocks);
+  write(kQueryLength, h.q_len);
+  write(kQueryStart, static_cast<int>(h.q_start));
+  write(kKeyStart, static_cast<int>(h.k_start));
+  write(kFirstQueryTile, static_cast<int>(first_tile_of(a.starts_q, a.total_q, a.n_queries, place.sequence, kQueries)));
+  write(kOffset, h.offset);
+  write(kFirstKey, h.offset - h.left);
+  write_part<kQueries>(h, part_words(words, 0), place.tile, false);
+  write_part<kQueries>(h, part_words(words, 1), second, true);
+}
+
+// A block's steps in their order, for those who do nothing but walk along: of each of its parts the query tiles, of
+// each the heads of the group.
+class Walk {
+ public:
+  uint32_t part;   // where its words are
+  int tile, head;  // the head within the group
+
+  __device__ Walk(uint32_t words, int group)
+      : part(part_words(words, 0)),
+        head(0),
+        end_(part_words(words, block_word(words, kParts))),
+        group_(group) {
+    enter();
+    if (tile == part_word(part, kStop)) part = end_;  // no query sees a key of it, and then it is the only one
+  }
+  __device__ bool at_end() const { return part == end_; }
+  __device__ bool begins_part() const { return begins_; }
+  __device__ void next() {
+    begins_ = false;
+    if (++head < group_) return;
+    head = 0;
+    tile += part_word(part, kStepBy);
+    if (tile != part_word(part, kStop)) return;
+    part += 4 * kPartWords;
+    if (part != end_) enter();
+  }
+
+ private:
+  uint32_t end_;
+  int group_;
+  bool begins_;
+
+  __device__ void enter() {
+    tile = part_word(part, kStart);
+    begins_ = true;
+  }
+};
+
+// The turn of a tile of keys at a tile of queries. Of pairs the first halves come first, and then the second halves,
+// both in the order in which the blocks began.
+template <int kQueries>
+__device__ __forceinline__ int turn_of(const AttentionBackward& a, const BackwardWork& work, uint32_t words,
+                                       int query_tile, int key_tile) {
+  const int first = query_tile * kQueries;
+  if (!work.pairs) return key_tile - max(first + block_word(words, kFirstKey), 0) / kKeyTile;
+  const int pairs = (static_cast<int>((a.n_keys + kKeyTile - 1) / kKeyTile) + 1) / 2;
+  return key_tile < pairs ? key_tile : pairs + (first + kQueries - 1) / kKeyTile - key_tile;
+}
+
+// The number of a query tile of one head among those of all, by which dq, the numbers a row and turns are found.
+__device__ __forceinline__ int64_t query_tile_at(const BackwardWork& work, int head, int first_tile, int tile) {
+  return static_cast<int64_t>(head) * work.query_tiles + first_tile + tile;
+}
+
+// What BackwardWork::done counts up to for a sequence.
+__device__ __forceinline__ int writers_of(const BackwardWork& work, const Head& h) {
+  const int tiles = (h.k_len + kKeyTile - 1) / kKeyTile;
+  return work.writers * (work.pairs ? (tiles + 1) / 2 : tiles);
+}
+
+// The launches before and after the main one: the numbers of each row, and zeros for sums in any order; dq.
+cudaError_t launch_before_backward(const AttentionBackward& a, const BackwardWork& work, cudaStream_t stream);
+cudaError_t launch_after_backward(const AttentionBackward& a, const BackwardWork& work, cudaStream_t stream);
+// The main one, of each width in a file of its own, as they take long to compile.
+template <int kWidth>
+cudaError_t launch_backward_of_width(const AttentionBackward& a, const BackwardWork& work, cudaStream_t stream);
+
+}  // namespace hopper
+}  // namespace cuda
+}  // namespace foundry

@@ -1,0 +1,184 @@
+"""The backward kernels of csrc/cuda/hopper under the checker: right, the same bits in any order of events, bounded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hopper_backward
+import pytest
+import torch
+from hopper_backward import Case, Pass, error, is_right, make
+
+CASES = {
+    "pairs": Case(queries=320, keys=320, heads=2, group=2, right=0, batch=2),
+    "pairs, 64 wide": Case(queries=640, keys=640, heads=2, group=2, right=0, dim=64),
+    "pairs, 256 wide": Case(queries=320, keys=320, heads=2, group=2, right=0, dim=256),
+    "causal without pairs": Case(queries=400, keys=400, heads=1, right=0, multiprocessors=1),
+    "all, ends of tiles": Case(queries=140, keys=333, heads=1),
+    "more keys": Case(queries=190, keys=450, heads=4, group=4, right=0),
+    "rows without keys": Case(queries=450, keys=190, heads=1, right=0, batch=2),
+    "keys without rows": Case(queries=190, keys=450, heads=1, right=0, bottom_right=False),
+    "window": Case(queries=500, keys=500, heads=1, left=250, right=30),
+    "window, 64 wide": Case(queries=500, keys=600, heads=1, left=100, right=0, dim=64),
+    "window, 256 wide": Case(queries=200, keys=200, heads=1, left=70, right=20, dim=256),
+    "D 40": Case(queries=300, keys=300, heads=1, dim=40, right=0),
+    "D 96": Case(queries=150, keys=150, heads=1, dim=96, right=0),
+    "D 192, Dv 128": Case(queries=150, keys=150, heads=1, dim=192, dim_v=128),
+    "D 64, Dv 104": Case(queries=150, keys=150, heads=1, dim=64, dim_v=104, dlse=True),
+    "float16": Case(queries=150, keys=150, heads=1, dtype=torch.float16, right=0),
+    "float16, 64 wide": Case(queries=150, keys=150, heads=1, dtype=torch.float16, dim=64),
+    "soft cap and ALiBi": Case(queries=200, keys=200, softcap=2.0, alibi=True, dlse=True, right=0),
+    "soft cap, 64 wide": Case(queries=200, keys=200, dim=64, softcap=2.0, left=90, right=0),
+    "ALiBi, 256 wide": Case(queries=130, keys=150, heads=1, dim=256, alibi=True),
+    "both, float16, 64 wide": Case(queries=200, keys=200, dtype=torch.float16, dim=64, softcap=2.0, alibi=True),
+    "[B, T, H, D]": Case(queries=130, keys=200, heads=4, group=4, batch=2, token_first=True),
+    "packed": Case(lengths_q=(100, 0, 70, 200, 3), lengths_k=(120, 50, 0, 200, 300), heads=2, group=2, right=0),
+    "packed, 64 wide": Case(lengths_q=(100, 0, 170), lengths_k=(120, 50, 200), heads=1, dim=64, left=40, right=0),
+    "packed, 256 wide": Case(lengths_q=(130, 0, 70), lengths_k=(120, 50, 90), heads=1, dim=256),
+}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_right(name: str, deterministic: bool) -> None:
+    case = CASES[name]
+    sequences = make(case)
+    p = Pass(case, sequences, deterministic)
+    assert p.taken
+    r = p.run()
+    assert r.report == ""
+    assert is_right(case, sequences, r), [
+        [error(*x) for x in zip(f, s.gradients, strict=True)] for f, s in zip(r.gradients, sequences, strict=True)
+    ]
+    for found, s in zip(r.delta, sequences, strict=True):
+        assert error(found, s.delta) < 1e-6
+    assert r.done.tolist() == expected_writers(case, deterministic)
+
+
+def expected_writers(case: Case, deterministic: bool) -> list[list[int]]:
+    """What the launch that makes dq waits for: of each head and sequence, the writers of all blocks."""
+    blocks = []
+    for t, s in case.lengths:
+        tiles = (s + 127) // 128
+        columns = 2 if max(case.dim, case.dim_v or 0) > 128 else 1
+        pairs = not case.lengths_q and t == s and case.right == 0 and case.left >= t
+        if pairs and not (deterministic and (tiles + 1) // 2 * columns > case.multiprocessors):
+            tiles = (tiles + 1) // 2
+        blocks.append(tiles * columns * (2 if deterministic else 8))
+    return [blocks] * (case.heads // case.group)
+
+
+@pytest.mark.parametrize("name", ["pairs", "pairs, 64 wide", "pairs, 256 wide", "window", "packed"])
+def test_the_same_bits_in_any_order(name: str) -> None:
+    case = replace(CASES[name], multiprocessors=6)
+    sequences = make(case)
+    results = [Pass(case, sequences).run(seed) for seed in range(4)]
+    assert [r.report for r in results] == [""] * 4
+    for r in results[1:]:
+        for n in range(len(sequences)):
+            assert all(torch.equal(*x) for x in zip(r.bits(n), results[0].bits(n), strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_neighbours_reach_nothing(dim: int) -> None:
+    """A packed sequence has the same bits beside others as beside NaN and infinity, and as by itself."""
+    case = Case(lengths_q=(70, 150, 90), lengths_k=(200, 100, 90), heads=2, group=2, dim=dim, right=0)
+    sequences = make(case)
+    alone = Pass(replace(case, lengths_q=(150,), lengths_k=(100,)), sequences[1:2]).run().bits(0)
+    beside = Pass(case, sequences).run()
+    for s in (sequences[0], sequences[2]):
+        for x, value in (
+            (s.q, torch.nan),
+            (s.k, torch.inf),
+            (s.v, torch.nan),
+            (s.out, torch.nan),
+            (s.dout, -torch.inf),
+        ):
+            x.fill_(value)
+    poisoned = Pass(case, sequences).run()
+    assert beside.report == poisoned.report == ""
+    for r in (beside, poisoned):
+        assert all(torch.equal(*x) for x in zip(r.bits(1), alone, strict=True))
+
+
+@pytest.mark.parametrize("name", ["pairs", "window"])
+def test_a_batch_changes_no_bits(name: str) -> None:
+    case = replace(CASES[name], batch=3)
+    sequences = make(case)
+    all_of_them = Pass(case, sequences).run()
+    for n, s in enumerate(sequences):
+        alone = Pass(replace(case, batch=1), [s]).run()
+        assert all(torch.equal(*x) for x in zip(alone.bits(0), all_of_them.bits(n), strict=True))
+
+
+def test_what_is_not_taken() -> None:
+    case = Case(queries=128, keys=128, heads=1)
+    assert Pass(case, make(case)).taken
+    short = replace(case, queries=127)
+    assert not Pass(short, make(short)).taken
+    for changes in ({"scale": -1.0}, {"scale": 0.0}, {"head_dim": 100}, {"head_dim_v": 12}, {"head_dim": 264}):
+        p = Pass(case, make(case))
+        for field, value in changes.items():
+            setattr(p.call, field, value)
+        assert not p.taken, changes
+    for i in range(8):  # a stride of no whole chunk, an address likewise
+        for change in ("stride", "address"):
+            p = Pass(case, make(case))
+            pointers, at = (p.call.inputs, i) if i < 5 else (p.call.outputs, i - 5)
+            if change == "stride":
+                p.call.strides[i][2] = 132
+            else:
+                pointers[at] = pointers[at] + 8
+            assert not p.taken, (i, change)
+    for i in range(3):  # no gradient is wanted of one of them
+        p = Pass(case, make(case))
+        p.call.outputs[i] = None
+        assert not p.taken
+
+
+#: What is changed, and into what.
+MISTAKES = {
+    "the stride of panels of dO and Q": ("matrix(rows, S::kQueryPanel)", "matrix(rows, kSwizzleBytes)"),
+    "no fence before dS^T is read": (
+        "        fence_proxy_async();\n        __syncwarp();\n",
+        "        __syncwarp();\n",
+    ),
+    "Q and dO released early": (
+        "        wgmma_wait<1>();  // dv and dk have",
+        "        wgmma_wait<2>();  // dv and dk have",
+    ),
+    "a wrong phase of dS^T": ("8 * buffer, (count / 2 & 1) ^ 1)", "8 * buffer, count / 2 & 1)"),
+    "dS^T of the other warpgroup not waited for": (
+        "        if (begun) mbarrier_wait(base + S::kScoresFull + 8 * before, ((count - 1) / 2) & 1);\n",
+        "",
+    ),
+    "a turn skipped": ("    wait_until(work.turns + piece, turn);\n", ""),
+    "a turn passed on early": ("    bulk_wait();\n", ""),
+    "dq's buffer released early": ("    bulk_wait_read();\n", ""),
+    "bytes announced": ("kAtOnce * S::kQueryPanel + (last", "kAtOnce * S::kQueryPanel - 16 + (last"),
+    "K released for the second part": ("      arrive(S::kKeysFree);\n", ""),
+    "the last query seen": (
+        "const int to = part_word(part, kUpper) + shift;",
+        "const int to = part_word(part, kUpper) + shift + 1;",
+    ),
+    "whole tiles": ("to / kQueries);", "to / kQueries + 1);"),
+}
+
+
+def is_found(old: str, new: str) -> bool:
+    library = hopper_backward.load(hopper_backward.broken(old, new))
+    for case in (CASES["pairs"], CASES["window"]):
+        sequences = make(case)
+        p = Pass(case, sequences)
+        if not all(is_right(case, sequences, p.run(seed, library)) for seed in range(3)):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(name: str) -> None:
+    assert is_found(*MISTAKES[name])
+
+
+def test_no_mistake_is_found_where_there_is_none() -> None:
+    assert not is_found("wgmma_wait<0>();\n      settle(dq);", "wgmma_wait<0>();\n      settle(dq);")

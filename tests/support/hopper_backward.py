@@ -1,0 +1,261 @@
+"""Runs the backward kernels of csrc/cuda/hopper under the checker, beside gradients in double."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cuda_on_cpu.build import HERE, ROOT, as_one, load_plain
+from torch import Tensor
+
+HOPPER = ROOT / "csrc" / "cuda" / "hopper"
+SOURCES = [HOPPER / f"{name}.cu" for name in ("attention_backward", "backward_rows")]
+SOURCES += [HOPPER / f"attention_backward_{width}.cu" for width in (64, 128, 256)]
+HEADER = r'#include "((?:attention_)?backward\w*\.cuh)"\n'
+FAR = 1 << 30
+
+
+def text() -> str:
+    return as_one([*SOURCES, HERE / "hopper_backward.cu"])
+
+
+def broken(old: str, new: str) -> str:
+    """The same with `new` in place of `old`, which is somewhere in it or in its own headers, and one width alone."""
+
+    def inlined(match: re.Match[str]) -> str:
+        header = HOPPER / match[1]
+        if header in seen:
+            return ""
+        seen.add(header)
+        return re.sub(HEADER, inlined, header.read_text().replace("#pragma once", ""))
+
+    seen: set[Path] = set()
+    source = re.sub(HEADER, inlined, as_one([SOURCES[0], SOURCES[1], SOURCES[3], HERE / "hopper_backward.cu"]))
+    assert source.count(old) == 1, old
+    return re.sub(r"launch_backward_of_width<(64|256)>", "launch_backward_of_width<128>", source.replace(old, new))
+
+
+def load(source: str) -> ctypes.CDLL:
+    loaded = load_plain(HOPPER / "attention_backward.cu", source)
+    loaded.run_backward.restype = ctypes.c_char_p
+    return loaded
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        ("inputs", ctypes.c_void_p * 5),
+        ("outputs", ctypes.c_void_p * 3),
+        ("strides", (ctypes.c_int64 * 3) * 8),
+        *((name, ctypes.c_void_p) for name in ("lse", "dlse", "delta", "starts_q", "starts_k", "slopes")),
+        *((name, ctypes.c_void_p) for name in ("floats", "integers")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("bf16", "sequences", "heads", "queries", "keys", "total_q", "total_k", "group", "head_dim"),
+                *("head_dim_v", "slopes_stride", "left", "right", "bottom_right", "deterministic", "multiprocessors"),
+            )
+        ),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("row_strides", ctypes.c_int64 * 3),
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    return load(text())
+
+
+@dataclass(frozen=True)
+class Case:
+    queries: int = 256
+    keys: int = 256
+    heads: int = 2
+    group: int = 1
+    batch: int = 1
+    dim: int = 128
+    dim_v: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    left: int = FAR
+    right: int = FAR
+    bottom_right: bool = True
+    softcap: float = 0.0
+    alibi: bool = False
+    lengths_q: tuple[int, ...] = ()  # packed
+    lengths_k: tuple[int, ...] = ()
+    dlse: bool = False
+    token_first: bool = False  # [B, T, H, D]
+    multiprocessors: int = 4
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        return list(zip(self.lengths_q, self.lengths_k, strict=True)) or [(self.queries, self.keys)] * self.batch
+
+
+@dataclass
+class Sequence:
+    """[H, T, D] of what a pass reads, and in double what it should write."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+    dlse: Tensor
+    slopes: Tensor
+    gradients: tuple[Tensor, ...]
+    delta: Tensor
+
+
+def make(case: Case, seed: int = 0) -> list[Sequence]:
+    g = torch.Generator().manual_seed(seed)
+    return [_make(case, t, s, g) for t, s in case.lengths]
+
+
+def _make(case: Case, t: int, s: int, g: torch.Generator) -> Sequence:
+    def normal(heads: int, n: int, dim: int) -> Tensor:
+        return torch.randn(heads, n, dim, generator=g, dtype=torch.float64).to(case.dtype)
+
+    dim_v = case.dim_v or case.dim
+    q, k, v, dout = (
+        normal(*shape)
+        for shape in (
+            *((case.heads, t, case.dim), (case.heads // case.group, s, case.dim)),
+            *((case.heads // case.group, s, dim_v), (case.heads, t, dim_v)),
+        )
+    )
+    slopes = torch.rand(case.heads, generator=g) * case.alibi
+    dlse = torch.randn(case.heads, t, generator=g) * case.dlse
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(case.group, 0) for x in leaves[1:])
+    scores = leaves[0] @ keys.transpose(1, 2) * case.dim**-0.5
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    distance = torch.arange(t)[:, None] + (s - t if case.bottom_right else 0) - torch.arange(s)
+    seen = (distance <= case.left) & (distance >= -case.right)
+    scores = (scores - slopes[:, None, None].double() * distance.abs()).masked_fill(~seen, -torch.inf)
+    lse = torch.logsumexp(scores, -1) if s else torch.full((case.heads, t), -torch.inf, dtype=torch.float64)
+    is_row = lse > -torch.inf
+    weights = torch.where(seen, torch.exp(scores - torch.where(is_row, lse, 0)[..., None]), 0.0)
+    out = weights @ values
+    loss = (out * dout.double()).sum() + (torch.where(is_row, lse, 0) * dlse.double()).sum()
+    gradients = tuple(x.detach() for x in torch.autograd.grad(loss, leaves))
+    rounded = out.detach().to(case.dtype)
+    delta = torch.where(is_row, (dout.double() * rounded.double()).sum(-1) - dlse, 0.0).detach()
+    return Sequence(q, k, v, rounded, dout, lse.detach(), dlse, slopes, gradients, delta)
+
+
+def laid_out(case: Case, parts: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """The tensor of all sequences and its (batch, head, token) strides."""
+    if case.lengths_q:
+        joined = torch.cat([x.transpose(0, 1) for x in parts]).contiguous()  # [tokens, heads, ...]
+        return joined, [0, joined.stride(1), joined.stride(0)]
+    stacked = torch.stack(parts)
+    if case.token_first:
+        stacked = stacked.transpose(1, 2).contiguous().transpose(1, 2)
+    return stacked, list(stacked.stride()[:3])
+
+
+@dataclass
+class Result:
+    report: str
+    gradients: list[list[Tensor]]  # of each sequence dq, dk and dv
+    delta: list[Tensor]
+    done: Tensor  # [key-value heads, sequences]: writers of dq that have ended
+
+    def bits(self, n: int) -> list[Tensor]:
+        return [x.contiguous().view(torch.int16) for x in self.gradients[n]]
+
+
+class Pass:
+    """A backward pass of sequences that are made from a case; `call` may be changed before it runs."""
+
+    def __init__(self, case: Case, sequences: list[Sequence], deterministic: bool = True) -> None:
+        self.case, self.sequences, self.deterministic = case, sequences, deterministic
+        self.call = c = Call()
+        inputs = [laid_out(case, [getattr(s, name) for s in sequences]) for name in ("q", "k", "v", "out", "dout")]
+        outputs = [
+            laid_out(case, [torch.full_like(getattr(s, name), torch.nan) for s in sequences])
+            for name in ("q", "k", "v")
+        ]
+        for i, (x, strides) in enumerate([*inputs, *outputs]):
+            if i < 5:
+                c.inputs[i] = x.data_ptr()
+            else:
+                c.outputs[i - 5] = x.data_ptr()
+            c.strides[i][:] = strides
+        packed = bool(case.lengths_q)
+        join = (lambda x: torch.cat(x, 1)) if packed else torch.stack
+        lse, dlse = (join([getattr(s, name) for s in sequences]).contiguous() for name in ("lse", "dlse"))
+        self.delta, slopes = torch.full_like(dlse, torch.nan), torch.stack([s.slopes for s in sequences])
+        self.starts = [
+            torch.tensor([0, *torch.tensor(x).cumsum(0).tolist()], dtype=torch.int32)
+            for x in (case.lengths_q, case.lengths_k)
+        ]
+        c.lse, c.delta = lse.data_ptr(), self.delta.data_ptr()
+        c.row_strides[:] = [0, *lse.stride()] if packed else list(lse.stride())
+        if case.dlse:
+            c.dlse = dlse.data_ptr()
+        if case.alibi:
+            c.slopes, c.slopes_stride = slopes.data_ptr(), case.heads
+        if packed:
+            c.starts_q, c.starts_k = (x.data_ptr() for x in self.starts)
+            c.total_q, c.total_k = sum(case.lengths_q), sum(case.lengths_k)
+        c.queries, c.keys = (max(x) for x in zip(*case.lengths, strict=True))
+        c.bf16, c.deterministic = case.dtype == torch.bfloat16, deterministic
+        c.sequences, c.heads, c.group = len(sequences), case.heads, case.group
+        c.head_dim, c.head_dim_v, c.scale, c.softcap = case.dim, case.dim_v or case.dim, case.dim**-0.5, case.softcap
+        c.left, c.right, c.bottom_right = case.left, case.right, case.bottom_right
+        c.multiprocessors = case.multiprocessors
+        self.outputs = [x for x, _ in outputs]
+        self.alive = [inputs, lse, dlse, slopes]
+
+    @property
+    def taken(self) -> bool:
+        return bool(library().takes_backward(ctypes.byref(self.call)))
+
+    def run(self, seed: int = 1, of: ctypes.CDLL | None = None) -> Result:
+        c, of = self.call, of or library()
+        space = (ctypes.c_int64 * 2)()
+        of.space_of_backward(ctypes.byref(c), space)
+        behind = 7777  # stays behind both
+        floats, integers = torch.full((space[0] + 32,), torch.nan), torch.zeros(space[1] + 32, dtype=torch.int32)
+        floats[space[0] :] = integers[space[1] :] = behind
+        c.floats, c.integers = floats.data_ptr(), integers.data_ptr()
+        report = of.run_backward(ctypes.byref(c), seed).decode()
+        assert (floats[space[0] :] == behind).all()
+        assert (integers[space[1] :] == behind).all()
+        n = len(self.sequences)
+        done = integers[: self.case.heads // self.case.group * n].view(-1, n).clone()
+        return Result(report, [self._of(i) for i in range(n)], [self._delta(i) for i in range(n)], done)
+
+    def _span(self, n: int, of_keys: bool) -> slice:
+        return slice(*self.starts[of_keys][n : n + 2].tolist())
+
+    def _of(self, n: int) -> list[Tensor]:
+        if not self.case.lengths_q:
+            return [x[n].clone() for x in self.outputs]
+        return [x[self._span(n, i > 0)].transpose(0, 1).clone() for i, x in enumerate(self.outputs)]
+
+    def _delta(self, n: int) -> Tensor:
+        return self.delta[:, self._span(n, False)] if self.case.lengths_q else self.delta[n]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The root of the mean squared error, by that of what is expected."""
+    if expected.numel() == 0:
+        return 0.0
+    off, size = (found.double() - expected).square().mean().sqrt(), expected.square().mean().sqrt()
+    return float(off / size) if size > 0 else float(off)
+
+
+def is_right(case: Case, sequences: list[Sequence], r: Result) -> bool:
+    """Gradients as precise as one rounding of weights, or of two where P is rounded as well, lets them be."""
+    limit = 4e-3 if case.dtype == torch.bfloat16 else 5e-4
+    pairs = [(f, e) for n, s in enumerate(sequences) for f, e in zip(r.gradients[n], s.gradients, strict=True)]
+    return r.report == "" and all(error(f, e) < limit for f, e in pairs)
