@@ -4,9 +4,10 @@ csrc/cpu is compiled once per instruction set: all of them for a wheel, and wher
 (`pip install -e .`, `build_ext --inplace`) the best that its processor has, which takes half the time.
 `--instruction-sets` or FOUNDRY_KERNELS_INSTRUCTION_SETS say otherwise: `all`, `native`, or names with commas between
 them. csrc/torch and the Python module (what knows torch) are compiled once, several files as one, csrc/cuda by nvcc
-where torch is a CUDA build and CUDA_HOME has one. MAX_JOBS at a time (default: as many as there are processors), and
-only those again that something changed for. `build_ext --sanitize` builds an extension that reports invalid memory
-accesses and undefined behaviour, in a folder of its own (see tests/support/sanitize.py).
+where torch is a CUDA build and CUDA_HOME has one; csrc/cuda/hopper for compute capability 9.0 alone, if it is among
+those that TORCH_CUDA_ARCH_LIST names. MAX_JOBS at a time (default: as many as there are processors), and only those
+again that something changed for. `build_ext --sanitize` builds an extension that reports invalid memory accesses and
+undefined behaviour, in a folder of its own (see tests/support/sanitize.py).
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ for wanted in ("--param=asan-instrumentation-with-call-threshold=0", "-shared-li
 
 #: Compute capabilities of the CUDA half, unless TORCH_CUDA_ARCH_LIST names them: 8.0 serves 8.x, the PTX what is newer.
 CUDA_ARCHITECTURES = "8.0;9.0+PTX"
+#: That of csrc/cuda/hopper: its instructions are those of 9.0 itself, and code for them runs nowhere else.
+HOPPER_FLAG = "-gencode=arch=compute_90a,code=sm_90a"
 #: CUDA_HOME=none leaves the CUDA half out.
 WITH_CUDA = torch.version.cuda is not None and shutil.which("nvcc", path=f"{CUDA_HOME}/bin") is not None
 
@@ -103,11 +106,30 @@ def extension() -> CppExtension:
     # Without a GPU and without this variable torch finds no architecture to compile for and fails.
     named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
     flags = [*FLAGS, *TORCH_FLAGS, *OPENMP, f'-DFK_CUDA_ARCHITECTURES="{named}"']
+    kernels = sources("cuda", ".cu")
+    if wants_hopper(named):
+        kernels += sources("cuda/hopper", ".cu")
+        flags.append("-DFK_HAVE_HOPPER")
     return CUDAExtension(
         "foundry_kernels._C",
-        [*files, *sources("cuda", ".cu")],
-        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-lineinfo", "-Xptxas=-v"]},
+        [*files, *kernels],
+        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-lineinfo", "-Xptxas=-v", "-Xfatbin=-compress-all"]},
     )
+
+
+def wants_hopper(named: str) -> bool:
+    """Whether compute capability 9.0 is among the architectures that TORCH_CUDA_ARCH_LIST names, or, where it names
+    none, among the GPUs at hand, as torch takes it."""
+    if named in ("", "native"):
+        return any(torch.cuda.get_device_capability(i) == (9, 0) for i in range(torch.cuda.device_count()))
+    return any(re.fullmatch(r"(9\.0a?|Hopper)(\+PTX)?", each) for each in re.split(r"[ ;]+", named))
+
+
+def for_hopper(command: list[str]) -> list[str]:
+    """The command that compiles a source, for 9.0a alone if it is one of csrc/cuda/hopper."""
+    if Path(command[command.index("-c") + 1]).parent.name != "hopper":
+        return command
+    return [*(flag for flag in command if not flag.startswith("-gencode")), HOPPER_FLAG]
 
 
 class Build(BuildExtension):
@@ -173,7 +195,7 @@ class Build(BuildExtension):
                 objects = compile_sources(*args, **kwargs)
             finally:
                 self.compiler.spawn = spawn
-            self.compile([*commands, *kernels])
+            self.compile([*map(for_hopper, commands), *kernels])
             return [*objects, *(target_of(command) for command in kernels)]
 
         kernels = self.cpu_kernels()

@@ -14,9 +14,12 @@ ROOT = Path(__file__).parents[1]
 #: What tests and benchmarks an operation, and decides nothing about how it runs.
 _BESIDE = ("cases.py", "bench.py", "fuzz.py", "sharding.py")
 #: By device, what belongs to the other one alone.
-_OTHER = {"cpu": ("triton", "cuda"), "cuda": ("cpu",)}
+_OTHER = {"cpu": ("triton", "cuda", "hopper"), "cuda": ("cpu",)}
 #: Sources of what a header declares that operations share.
-_OF_HEADER = {"products.h": ("torch/products_cpu.cpp", "cpu/matmul.cpp", "cpu/decode_linear.cpp")}
+_OF_HEADER = {
+    "products.h": ("torch/products_cpu.cpp", "cpu/matmul.cpp", "cpu/decode_linear.cpp"),
+    "../cuda/hopper/attention.h": ("cuda/hopper/*.cu",),
+}
 _COMMENTS = {".py": r'""".*?"""|#[^\n]*'}
 _C_COMMENTS = r"//[^\n]*|/\*.*?\*/"
 
@@ -61,7 +64,8 @@ def files(op: OpSpec, device: str, root: Path = ROOT) -> list[Path]:
             found.add(path)
             included = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
             pending += [p for name in included if (p := (path.parent / name).resolve()).is_file()]
-            pending += [root / "csrc" / name for header in included for name in _OF_HEADER.get(header, ())]
+            beside = [name for header in included for name in _OF_HEADER.get(header, ())]
+            pending += [p for name in beside for p in (root / "csrc").glob(name)]
     return sorted(found)
 
 

@@ -57,6 +57,11 @@ pybind11::dict build_info() {
   if (foundry::fast_float32_products()) products.push_back("float32");
   info["fast_products"] = products;
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
+#if defined(FK_HAVE_HOPPER)
+  info["hopper"] = true;  // csrc/cuda/hopper is compiled in
+#else
+  info["hopper"] = false;
+#endif
   return info;
 }
 

@@ -64,7 +64,7 @@ def versions() -> list[str]:
             ("extension", f"compiled by {info['compiler']} for torch {info['torch']}"),
             ("  cpu", instruction_sets(info)),
             ("  threads", str(torch.get_num_threads())),
-            ("  cuda", info["cuda_architectures"] or "not compiled in"),
+            ("  cuda", cuda_architectures(info)),
         ]
     return [f"{name:<11} {text}" for name, text in lines]
 
@@ -75,6 +75,14 @@ def instruction_sets(info: dict[str, Any]) -> str:
     if info["processor"] not in info["instruction_sets"]:
         text += f"; this processor has {info['processor']}, for which it must be compiled again: {extension.REBUILD}"
     return text
+
+
+def cuda_architectures(info: dict[str, Any]) -> str:
+    """What the CUDA kernels are compiled for; attention has some for 9.0 alone."""
+    if not info["cuda_architectures"]:
+        return "not compiled in"
+    hopper = "9.0a" if info.get("hopper") else "not compiled in"
+    return f"{info['cuda_architectures']}; attention's kernels for Hopper: {hopper}"
 
 
 def table(devices: tuple[str, ...]) -> list[str]:

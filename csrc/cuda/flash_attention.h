@@ -100,6 +100,8 @@ bool backward_in_tiles(const AttentionBackward& args);  // whether matrix instru
 bool backward_in_one(const AttentionBackward& args);
 inline int sums_width(const AttentionInputs& a) { return a.head_dim <= 64 && a.head_dim_v <= 64 ? 64 : 128; }
 cudaError_t attention_backward(const AttentionBackward& args, cudaStream_t stream);
+// dsinks alone, of delta and lse; attention_backward does it too.
+cudaError_t attention_dsinks(const AttentionBackward& args, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace foundry

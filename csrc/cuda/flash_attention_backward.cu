@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * kDeltaWarps) attention_delta(AttentionBac
 constexpr int kSinkThreads = 256;
 
 // A block for each head, over all rows of it.
-__global__ void __launch_bounds__(kSinkThreads) attention_dsinks(AttentionBackward a) {
+__global__ void __launch_bounds__(kSinkThreads) sum_dsinks(AttentionBackward a) {
   FK_SHARED(double, sums, kSinkThreads);
   const int head = blockIdx.x;
   const bool packed = a.starts_q != nullptr;
@@ -294,14 +294,17 @@ cudaError_t backward_rows(const AttentionBackward& a, cudaStream_t stream) {
 
 }  // namespace
 
+cudaError_t attention_dsinks(const AttentionBackward& a, cudaStream_t stream) {
+  return launch_blocks(sum_dsinks, a.n_heads, kSinkThreads / 32, 0, stream, a);
+}
+
 cudaError_t attention_backward(const AttentionBackward& a, cudaStream_t stream) {
   const bool in_tiles = backward_in_tiles(a);
   return with_type(a.type, [&](auto type) {
     using T = FK_TYPE(type);
     const int64_t blocks = blocks_of(a, a.n_heads, a.n_queries, kDeltaWarps);
     cudaError_t error = launch_blocks(attention_delta<T>, blocks, kDeltaWarps, 0, stream, a);
-    if (error == cudaSuccess && a.dsinks)
-      error = launch_blocks(attention_dsinks, a.n_heads, kSinkThreads / 32, 0, stream, a);
+    if (error == cudaSuccess && a.dsinks) error = attention_dsinks(a, stream);
     if (error == cudaSuccess && a.dbias && !(a.own_dbias && in_tiles)) {
       const int64_t n = a.dbias_sizes[0] * a.dbias_sizes[1] * a.dbias_sizes[2] * ((a.dbias_sizes[3] + 31) / 32);
       error = launch_blocks(attention_dbias<T>, (n + kBiasWarps - 1) / kBiasWarps, kBiasWarps, 0, stream, a, n);

@@ -10,11 +10,13 @@
 #define FK_CUDA_KEY CPU
 namespace foundry {
 struct OnDevice {
+  inline static bool pretends_hopper = false;  // set by tests/support/cuda_on_cpu/device.cpp
   explicit OnDevice(const at::Tensor&) {}
   cudaStream_t stream() const { return nullptr; }
   int multiprocessors() const { return 4; }
   int shared_memory() const { return 164 << 10; }
-  int major() const { return 8; }
+  int major() const { return pretends_hopper ? 9 : 8; }
+  bool is_hopper() const { return pretends_hopper; }
 };
 inline void check_cuda(cudaError_t error, const char* what) {
   TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
@@ -37,6 +39,8 @@ struct OnDevice {
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int shared_memory() const { return attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }  // of one, in bytes
   int major() const { return attribute(cudaDevAttrComputeCapabilityMajor); }
+  // Whether what is compiled for 9.0a runs.
+  bool is_hopper() const { return major() == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0; }
 
  private:
   int attribute(cudaDeviceAttr name) const {

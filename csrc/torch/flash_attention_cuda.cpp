@@ -11,6 +11,7 @@
 
 #include "cuda_common.h"
 #include "flash_attention.h"
+#include "flash_attention_hopper_cuda.h"
 
 namespace foundry {
 namespace flash_attention_cuda {
@@ -18,6 +19,7 @@ namespace flash_attention_cuda {
 // Owns what the pointers of cuda::AttentionInputs point into.
 struct KeepAlive {
   std::vector<Tensor> tensors;
+  hopper_attention::NamedTensors named;  // for errors about them
 
   template <class T>
   const T* operator()(const Tensor& t) {
@@ -26,6 +28,10 @@ struct KeepAlive {
   }
   const void* operator()(const Tensor& t) {
     tensors.push_back(t);
+    return t.const_data_ptr();
+  }
+  const void* operator()(const char* name, const Tensor& t) {
+    named.emplace_back(name, t);
     return t.const_data_ptr();
   }
 };
@@ -61,7 +67,7 @@ void set_inputs(cuda::AttentionInputs& a, KeepAlive& keep, const Tensor& q_, con
                window_left, window_right, softcap, alibi_slopes, sinks, attn_mask, mask_tiles, mask_bits, dropout_p,
                dropout_seed, dropout_heads, bottom_right, deterministic, batch_invariant] = options;
   const Tensor q = unit_last_stride(q_), k = unit_last_stride(k_), v = unit_last_stride(v_);
-  a.q = keep(q), a.k = keep(k), a.v = keep(v);
+  a.q = keep("q", q), a.k = keep("k", k), a.v = keep("v", v);
   a.q_strides = head_strides(q), a.k_strides = head_strides(k), a.v_strides = head_strides(v);
   a.type = dtype_of(q);
   a.n_heads = q.size(1);
@@ -114,6 +120,7 @@ FourTensors fwd_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const At
   a.lse = save_lse ? lse.mutable_data_ptr<double>() : nullptr;
   a.entropy = save_stats ? entropy.mutable_data_ptr<float>() : nullptr;
   a.max_logit = save_stats ? max_logit.mutable_data_ptr<float>() : nullptr;
+  if (hopper_attention::forward(a, device, q, keep.named)) return {out, lse, entropy, max_logit};
   cuda::Splits splits = cuda::plan_forward(a, {device.multiprocessors(), device.shared_memory(), device.major() == 8});
   Tensor sums;
   if (const int64_t floats = splits.floats(a.head_dim_v)) {
@@ -136,8 +143,8 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
   KeepAlive keep;
   set_inputs(a, keep, q, k, v, options);
   const Tensor dout = unit_last_stride(dout_), delta = at::empty(lse.sizes(), lse.options().dtype(at::kFloat));
-  a.out = keep(out), a.out_strides = head_strides(out);
-  a.dout = keep(dout), a.dout_strides = head_strides(dout);
+  a.out = keep("out", out), a.out_strides = head_strides(out);
+  a.dout = keep("dout", dout), a.dout_strides = head_strides(dout);
   a.lse = keep.operator()<double>(lse);
   a.dlse = dlse.has_value() ? keep.operator()<float>(dlse->contiguous()) : nullptr;
   a.delta = delta.mutable_data_ptr<float>();
@@ -161,6 +168,10 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
     a.own_dbias = need_dq && dbias.numel() == q.numel() / q.size(3) * k.size(2);
     if (a.own_dbias) dbias.zero_();
   }
+  if (hopper_attention::backward(a, options.deterministic, device, q, keep.named)) {
+    if (need_dsinks) dsinks.copy_(sink_sums);
+    return {dq, dk, dv, dsinks, dbias};
+  }
   Tensor numbers, dq_sums;
   if (cuda::backward_in_tiles(a)) {
     numbers = at::empty({delta.numel(), 2}, delta.options());
@@ -181,7 +192,14 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
   return {dq, dk, dv, dsinks, dbias};
 }
 
+// How many passes the kernels of csrc/cuda/hopper have made, for tests of who takes which call.
+std::tuple<int64_t, int64_t> hopper_passes() { return {hopper_attention::forwards, hopper_attention::backwards}; }
+
 }  // namespace flash_attention_cuda
+
+TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {
+  m.def("flash_attention_hopper_passes() -> (int forward, int backward)", &flash_attention_cuda::hopper_passes);
+}
 
 TORCH_LIBRARY_IMPL(FK_LIBRARY, FK_CUDA_KEY, m) {
   m.impl("flash_attention_fwd", flat_kernel<&flash_attention_cuda::fwd_cuda>);

@@ -47,8 +47,13 @@ def operator(name: str) -> Any:
 
 
 def build_info() -> dict[str, Any]:
-    """The extension's compiler, the torch that it was built for, its instruction sets and CUDA architectures."""
+    """The extension's compiler, the torch that it was built for, its instruction sets and CUDA architectures, and
+    whether `csrc/cuda/hopper` is compiled in."""
     return {} if _C is None else dict(_C.build_info())
+
+
+#: Whether attention's kernels for compute capability 9.0 (csrc/cuda/hopper) are compiled in.
+HAS_HOPPER = bool(build_info().get("hopper"))
 
 
 def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")) -> Impl:

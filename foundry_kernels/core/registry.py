@@ -127,6 +127,10 @@ class OpSpec:
         measured = _MEASURED_ORDER.get(device, {}).get((self.name, short_dtype(dtype)), ())
         return (*measured, *(backend for backend in default if backend not in measured))
 
+    def is_measured(self, device: str, dtype: torch.dtype) -> bool:
+        """Whether `prefer` gave an order for such tensors."""
+        return (self.name, short_dtype(dtype)) in _MEASURED_ORDER.get(device, ())
+
     def impl(self, backend: str) -> Impl | None:
         for impl in self.impls:
             if impl.backend == backend:
@@ -207,15 +211,17 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
         spec.choose()
 
 
-def resolve(spec: OpSpec, backend: str, x: Tensor) -> Callable[..., Any]:
+def resolve(spec: OpSpec, backend: str, x: Tensor, first: str | None = None) -> Callable[..., Any]:
     """The function that `x` is computed with: for "auto" that of the first usable backend, for a named backend its own
-    or an error."""
+    or an error. `first`: the backend that "auto" tries before all others for this call, where no order was measured."""
     if is_subclass(x):
         _know_dtensor()
     if _transformed() and backend != "reference":
         backend = _transformable(spec, backend)
     device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type  # a device's type is a new string each time
     dtype = x.dtype
+    if first is not None and backend == "auto" and not spec.is_measured(device, dtype):
+        backend = backend if spec.why_not(first, device, dtype) else first
     if isinstance(backend, str) and (chosen := spec.chosen.get((backend, device, dtype))) is not None:
         return chosen
     check_backend(backend)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import foundry_kernels as fk
+from foundry_kernels.__main__ import cuda_architectures
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import Impl, OpSpec, override, register, resolve
 
@@ -213,6 +214,19 @@ def test_the_overview_names_every_op_and_backend() -> None:
     if NATIVE:
         for word in (extension.build_info()["instruction_set"], extension.build_info()["compiler"]):
             assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"cuda_architectures": ""}, "not compiled in"),
+        ({"cuda_architectures": "8.0", "hopper": False}, "8.0; attention's kernels for Hopper: not compiled in"),
+        ({"cuda_architectures": "9.0"}, "9.0; attention's kernels for Hopper: not compiled in"),  # an older extension
+        ({"cuda_architectures": "8.0;9.0+PTX", "hopper": True}, "8.0;9.0+PTX; attention's kernels for Hopper: 9.0a"),
+    ],
+)
+def test_the_overview_says_what_cuda_kernels_are_for(info: dict[str, object], said: str) -> None:
+    assert cuda_architectures(info) == said
 
 
 def test_the_overview_says_why_a_backend_is_missing() -> None:

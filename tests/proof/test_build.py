@@ -59,6 +59,57 @@ def test_every_source_is_in_one_unit(setup: types.ModuleType) -> None:
     assert len(units) <= 5
 
 
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [
+        ("8.0;9.0+PTX", True),
+        ("9.0", True),
+        ("9.0a", True),
+        ("8.0 9.0a+PTX", True),
+        ("Hopper", True),
+        ("8.0", False),
+        ("8.0+PTX;10.0a;12.0", False),
+    ],
+)
+def test_hopper_kernels_are_compiled_where_its_architecture_is_named(
+    setup: types.ModuleType, named: str, wanted: bool
+) -> None:
+    assert setup.wants_hopper(named) is wanted
+
+
+def test_by_default_hopper_kernels_are_compiled(setup: types.ModuleType) -> None:
+    assert setup.wants_hopper(setup.CUDA_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("named", ["", "native"])
+@pytest.mark.parametrize(("gpus", "wanted"), [([(8, 0), (9, 0)], True), ([(10, 0)], False), ([], False)])
+def test_without_a_name_the_gpus_at_hand_decide(
+    setup: types.ModuleType, monkeypatch: pytest.MonkeyPatch, named: str, gpus: list[tuple[int, int]], wanted: bool
+) -> None:
+    monkeypatch.setattr(setup.torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(setup.torch.cuda, "get_device_capability", gpus.__getitem__)
+    assert setup.wants_hopper(named) is wanted
+
+
+def test_hopper_sources_are_compiled_for_it_alone(setup: types.ModuleType) -> None:
+    """What torch adds to every .cu file stays with the others."""
+    targets = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=compute_90"]
+
+    def command(source: str) -> list[str]:
+        return ["nvcc", "-I.", "-c", source, "-o", "out.o", "-O3", *targets, "-std=c++20"]
+
+    for source in setup.sources("cuda", ".cu"):
+        assert setup.for_hopper(command(source)) == command(source)
+    hopper = setup.sources("cuda/hopper", ".cu")
+    assert "csrc/cuda/hopper/tensor_map.cu" in hopper
+    for source in hopper:
+        changed = setup.for_hopper(command(source))
+        assert [flag for flag in changed if "arch" in flag] == ["-gencode=arch=compute_90a,code=sm_90a"]
+        assert [flag for flag in changed if "arch" not in flag] == [
+            flag for flag in command(source) if flag not in targets
+        ]
+
+
 @pytest.mark.parametrize(("lowest", "runs"), [("baseline", "1"), ("neon_bf16", "0")])
 def test_an_extension_for_other_processors_says_so(
     setup: types.ModuleType, tmp_path: Path, lowest: str, runs: str

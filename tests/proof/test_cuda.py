@@ -7,6 +7,7 @@ import torch
 from table import Row, rows
 
 import foundry_kernels as fk
+from foundry_kernels.core import extension
 from foundry_kernels.tools import check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -21,6 +22,17 @@ def test_cuda_graph(row: Row) -> None:
 @on_cuda
 def test_the_current_stream_is_used(row: Row) -> None:
     check.side_stream(row.op, row.backend, row.small_cases[0])
+
+
+@pytest.mark.skipif(not extension.HAS_HOPPER, reason="an extension without the kernels for compute capability 9.0")
+def test_auto_gives_attention_on_hopper_to_its_kernels() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not compute capability 9.0")
+    count = torch.ops.foundry_kernels.flash_attention_hopper_passes
+    q = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    before = count()
+    fk.flash_attention(q, q, q, causal=True).sum().backward()
+    assert tuple(n - m for n, m in zip(count(), before, strict=True)) == (1, 1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -18,7 +18,8 @@ import pytest
 import torch
 from attention_inputs import plain_options
 from bits import same
-from table import Row, checked_rows, cpu_setting, rows
+from slow import first_dtype
+from table import Row, checked_rows, cpu_setting, hopper_rows, rows
 from torch import Tensor
 
 import foundry_kernels as fk
@@ -119,10 +120,11 @@ def emulated(row: Row) -> bool:
 
 def _tried() -> list[Any]:
     # Not the reference: PyTorch's functions round the last numbers of a tensor another way than the rest.
-    tried = [(r, d) for r in checked_rows() for d in (torch.float32, torch.bfloat16) if d in r.dtypes]
+    every = (*checked_rows(), *(r for r in hopper_rows() if r.op.name == "flash_attention"))
+    tried = [(r, d) for r in every for d in (torch.float32, torch.bfloat16) if d in r.dtypes]
     low = [pytest.mark.slow]
     return [
-        pytest.param(r, d, id=f"{r.id}-{short_dtype(d)}", marks=low if emulated(r) and d != torch.float32 else ())
+        pytest.param(r, d, id=f"{r.id}-{short_dtype(d)}", marks=low if emulated(r) and d != first_dtype(r) else ())
         for r, d in tried
     ]
 
@@ -131,14 +133,15 @@ def _tried() -> list[Any]:
 @pytest.mark.parametrize("part", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_part_of_a_batch_has_the_bits_that_it_has_alone(row: Row, dtype: torch.dtype, part: str) -> None:
     limits = emulated(row) and part == "few"
-    found = list(suitable(row, SMALL if limits else None))
+    most = 10 * SMALL if row.hopper else SMALL  # its cases are larger, and it is quick
+    found = list(suitable(row, most if limits else None))
     for case, options, dims in found[: FEW if limits else None]:
         check_parts(row, case, options, dims, dtype)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-ATTENTION = [r for r in checked_rows() if r.op.name == "flash_attention"]
+ATTENTION = [r for r in (*checked_rows(), *hopper_rows()) if r.op.name == "flash_attention"]
 #: A causal mask alone, a window that begins anywhere, and what changes scores or the softmax.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -197,7 +200,8 @@ def attend(row: Row, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -
 
 
 def dtypes_of(row: Row) -> tuple[torch.dtype, ...]:
-    return (torch.float32,) if row.backend == "triton" else (torch.float32, torch.bfloat16)
+    dtypes = (torch.float32,) if row.backend == "triton" else (torch.float32, torch.bfloat16)
+    return tuple(d for d in dtypes if d in row.dtypes)
 
 
 @over_attention(*OPTIONS)
@@ -208,6 +212,7 @@ def test_a_query_has_the_same_bits_in_decoding_and_in_a_prompt(
     """Whether it comes alone, in a chunk of a prompt or in the whole prompt, and beside another sequence or not."""
     rng = random.Random(f"{row.id} {sorted(options)}")
     length, width = (40, 16) if emulated(row) else (rng.randrange(600, 1300), rng.choice((40, 64)))
+    length = 300 if row.hopper else length  # its tiles are of 128 keys
     for dtype in dtypes_of(row):
         sequences = [draw(length, 2, width, seed, dtype) for seed in (1, 2)]
         q, k, v = (torch.stack(each) for each in zip(*sequences, strict=True))
@@ -245,7 +250,9 @@ def test_a_packed_sequence_has_the_bits_that_it_has_alone(
     """Its output and the gradients of its queries, keys and values: among others, in any order, and not packed."""
     rng = random.Random(f"{row.id} {sorted(options)} packed")
     lengths = [1, 5, 34] if emulated(row) else [1, 7, *(rng.randrange(20, 1500) for _ in range(3))]
-    varlen = next(r for r in checked_rows() if r.op.name == "flash_attention_varlen" and r.id[-11:] == row.id[-11:])
+    lengths += [150, 270] if row.hopper else []
+    every = (*checked_rows(), *hopper_rows())
+    varlen = next(r for r in every if r.op.name == "flash_attention_varlen" and r.id[-11:] == row.id[-11:])
     for dtype in dtypes_of(row):
         drawn = [(*draw(n, 1, 32, n, dtype), draw(n, 1, 32, n + 1, dtype)[0]) for n in lengths]
         sequences = [tuple(x.transpose(0, 1) for x in each) for each in drawn]

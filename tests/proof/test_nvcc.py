@@ -11,8 +11,7 @@ needs_nvcc = pytest.mark.skipif(nvcc.nvcc() is None, reason="nvcc is neither in 
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", nvcc.ARCHITECTURES)
-@pytest.mark.parametrize("source", nvcc.KERNELS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(("source", "arch"), [pytest.param(s, a, id=f"{s.stem}-{a}") for s, a in nvcc.JOBS])
 def test_no_spill_and_no_stack_frame(source: Path, arch: str) -> None:
     kernels = nvcc.compile_kernels(source, arch)
     assert kernels

@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 import slow
 import torch
-from table import Row, checked_rows
+from table import Row, checked_rows, hopper_rows
 
 from foundry_kernels.tools.check import numel
 from foundry_kernels.tools.inspect import aot
 
 SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
-ROWS = [pytest.param(row, id=row.id) for row in checked_rows()]
+ROWS = [pytest.param(row, id=row.id) for row in (*checked_rows(), *hopper_rows())]
 
 
 @pytest.mark.parametrize("sweep", ROWS)
 def test_every_kernel_is_tried_in_every_dtype(sweep: Row) -> None:
-    """Most of the cases in float32, and in bfloat16 where they are not emulated; some in each other dtype."""
+    """Most of the cases in float32, or where kernels are for 16 bits in bfloat16, and in both where they are not
+    emulated; some in each other dtype."""
     emulated = sweep.cuda_on_cpu or (sweep.backend == "triton" and sweep.device == "cpu")
-    most = (torch.float32,) if emulated else (torch.float32, torch.bfloat16)
+    most = (slow.first_dtype(sweep),) if emulated else (torch.float32, torch.bfloat16)
     for dtype in sweep.dtypes:
         kept = [c for c in sweep.cases if slow.reason({"row": sweep, "case": c, "dtype": dtype}, SETS) is None]
         assert len(kept) >= (0.8 if dtype in most else 0.05) * len(sweep.cases), dtype

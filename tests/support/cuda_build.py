@@ -32,8 +32,13 @@ for name in sys.argv[2:]:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("foundry_kernels::" + name, "CUDA"), name
 x, w = torch.randn(5, 96), torch.randn(96)
 torch.testing.assert_close(fk.rms_norm(x, w, backend="native"), fk.rms_norm(x, w, backend="reference"))
+assert extension.HAS_HOPPER
 print(f"loads: CUDA kernels for {extension.build_info()['cuda_architectures']}: {', '.join(sys.argv[2:])}")
 """
+
+#: What the library has by default: machine code ("elf"), of which that for sm_90a is attention's for Hopper, and PTX,
+#: which newer GPUs compile.
+CODE = {("elf", "sm_80"), ("elf", "sm_90"), ("elf", "sm_90a"), ("ptx", "sm_90")}
 
 
 def toolkit(dryrun: str) -> Path:
@@ -70,6 +75,7 @@ def main() -> int:
     assert program is not None
     said = subprocess.run([program, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     env = os.environ | environment(toolkit(said), Path(sysconfig.get_path("purelib"))) | {"CI": "true"}  # it must build
+    env.pop("TORCH_CUDA_ARCH_LIST", None)
     FOLDER.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "setup.py", "build_ext", f"--build-lib={FOLDER}", f"--build-temp={FOLDER / 'temp'}"]
     print(f"compiling with the toolkit in {env['CUDA_HOME']}; log: build/cuda/log.txt", flush=True)
@@ -80,7 +86,20 @@ def main() -> int:
         return code
     [library] = (FOLDER / "foundry_kernels").glob("_C*.so")
     print(f"compiled: {library.relative_to(ROOT)}, {library.stat().st_size >> 20} MB", flush=True)
+    if (found := code_of(library)) != CODE:
+        print(f"it has code for {sorted(found)}, not for {sorted(CODE)}", file=sys.stderr)
+        return 1
     return subprocess.run([sys.executable, "-c", LOAD, str(library), *operators()], cwd=ROOT).returncode
+
+
+def code_of(library: Path) -> set[tuple[str, str]]:
+    """Kinds of code, and what they are for."""
+    import triton  # whose package brings the tool along
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [tool, "--dump-resource-usage", str(library)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"Fatbin (elf|ptx) code:\n=+\narch = (sm_\w+)", said))
 
 
 def operators() -> list[str]:

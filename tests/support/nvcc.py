@@ -1,6 +1,8 @@
-"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/support/nvcc.py`. A spill fails.
+"""Compiles csrc/cuda with nvcc and reads what each kernel costs: `python tests/support/nvcc.py`. A spill fails, and
+so does wgmma that ptxas does not let run asynchronously.
 
-What ptxas said is kept in build/nvcc by the content of the sources, so that a second run costs what changed.
+What ptxas said and the machine code are kept in build/nvcc by the content of the sources, so that a second run costs
+what changed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ import attention_estimate
 ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "build" / "nvcc"
 KERNELS = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+#: For compute capability 9.0 alone; these have launches, and no kernel.
+WITHOUT_KERNELS = ("attention_backward", "tensor_map")
+HOPPER = sorted(p for p in (ROOT / "csrc" / "cuda" / "hopper").glob("*.cu") if p.stem not in WITHOUT_KERNELS)
 ARCHITECTURES = ("80", "90a")
+#: What is compiled, and for which architecture.
+JOBS = [*((source, arch) for source in KERNELS for arch in ARCHITECTURES), *((source, "90a") for source in HOPPER)]
 
 #: Bytes of stack that a kernel may have: two numbers, which it reads once a head and once where masked tiles end.
 STACK = {"attention_backward_tiles<bfloat16, 128, 4, false>": 8, "attention_backward_tiles<__half, 128, 4, false>": 8}
@@ -35,9 +42,13 @@ class Kernel:
     stack: int
     spilled: int
     shared: int
+    #: What ptxas says of wgmma that it serialises, or orders by instructions of its own.
+    warning: str = ""
 
     @property
     def problem(self) -> str:
+        if self.warning:
+            return self.warning
         if self.stack <= STACK.get(self.name, 0):
             return ""
         if self.spilled:
@@ -54,31 +65,40 @@ def nvcc() -> str | None:
 
 def compile_kernels(source: Path, arch: str) -> list[Kernel]:
     """Raises RuntimeError with nvcc's own words, and what to do where the host compiler is too new for it."""
+    return parse(_kept(source, arch).with_suffix(".txt").read_text())
+
+
+def _kept(source: Path, arch: str) -> Path:
+    """Where the machine code is, and with the suffix txt what ptxas said of it."""
     program = nvcc()
     assert program is not None
-    kept = REPORTS / f"{source.stem}-{arch}.{_content(source, program)}.txt"
-    if not kept.exists():
-        report = _compile(program, source, arch)
+    kept = REPORTS / f"{source.stem}-{arch}.{_content(source, program)}.cubin"
+    if not kept.exists() or not kept.with_suffix(".txt").exists():
+        report, code = _compile(program, source, arch)
         REPORTS.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}.tmp")  # another process may be writing it too
-        partial.write_text(report)
-        partial.rename(kept)
-    return parse(kept.read_text())
+        for target, content in ((kept.with_suffix(".txt"), report.encode()), (kept, code)):
+            partial = target.with_suffix(f".{os.getpid()}.tmp")  # another process may be writing it too
+            partial.write_bytes(content)
+            partial.rename(target)
+    return kept
 
 
 def _content(source: Path, program: str) -> str:
     """Returns a digest of all that the report depends on."""
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-    headers = [p for folder in ("common", "cuda") for p in sorted((ROOT / "csrc" / folder).glob("*.*h"))]
+    headers = [p for folder in ("common", "cuda") for p in sorted((ROOT / "csrc" / folder).rglob("*.*h"))]
     texts = [version, *(p.read_text() for p in (Path(__file__), source, *headers))]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def _compile(program: str, source: Path, arch: str) -> str:
+def _compile(program: str, source: Path, arch: str) -> tuple[str, bytes]:
+    """What ptxas said, and the machine code."""
     with tempfile.TemporaryDirectory() as folder:
         target = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", str(Path(folder) / "out.o")]
-        command = [program, "-std=c++17", "-O3", "-Xptxas=-v", *target, "-c", str(source)]
+        keep = ["--keep", "--keep-dir", folder]
+        command = [program, "-std=c++17", "-O3", "-Xptxas=-v", *keep, *target, "-c", str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
+        code = [p.read_bytes() for p in Path(folder).glob("*.cubin")]
     if done.returncode:
         hint = ""
         if "unsupported GNU version" in done.stderr or "unsupported clang version" in done.stderr:
@@ -86,11 +106,15 @@ def _compile(program: str, source: Path, arch: str) -> str:
                 "\nThis nvcc is older than the host compiler allows: name an older one with NVCC_CCBIN=/usr/bin/g++-N"
             )
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr.strip()}{hint}")
-    return done.stderr
+    [found] = code
+    return done.stderr, found
 
 
 def parse(report: str) -> list[Kernel]:
     """What `ptxas -v` printed, an entry a kernel."""
+    warnings: dict[str, list[str]] = {}
+    for text, mangled in re.findall(r"\(C75\d\d\) (.*) in (?:the )?function '([^']+)'", report):
+        warnings.setdefault(mangled, []).append(text)
     kernels = []
     for entry in re.split(r"Compiling entry function ", report)[1:]:
         mangled = re.match(r"'([^']+)'", entry)
@@ -101,9 +125,8 @@ def parse(report: str) -> list[Kernel]:
         assert used is not None, entry
         shared = re.search(r"(\d+) bytes smem", entry)
         stack, stores, loads = map(int, frame.groups())
-        kernels.append(
-            Kernel(_readable(mangled[1]), int(used[1]), stack, stores + loads, int(shared[1]) if shared else 0)
-        )
+        numbers = int(used[1]), stack, stores + loads, int(shared[1]) if shared else 0
+        kernels.append(Kernel(_readable(mangled[1]), *numbers, "; ".join(warnings.get(mangled[1], []))))
     return kernels
 
 
@@ -117,45 +140,42 @@ def _readable(mangled: str) -> str:
     return re.sub(r"\(\w+\)(\d)", r"\1", name).split("(")[0]  # enumerators are numbers
 
 
-def inner_loops(source: Path, arch: str) -> dict[str, list[Any]]:
-    """By kernel its innermost loops with matrix products, in machine code (`foundry_kernels.tools.inspect.sass`)."""
+def machine_code(source: Path, arch: str) -> dict[str, str]:
+    """What nvdisasm prints, by kernel."""
     # This module is also a script, which runs where the package is not installed.
     from foundry_kernels.tools.inspect.aot import run_on_cubin, tool
-    from foundry_kernels.tools.inspect.sass import inner_loops as loops_of
 
-    program = nvcc()
-    assert program is not None
-    kept = REPORTS / f"{source.stem}-{arch}.{_content(source, program)}.cubin"
-    if not kept.exists():
-        REPORTS.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}.tmp")
-        target = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "-cubin", "-o", str(partial)]
-        subprocess.run([program, "-std=c++17", "-O3", *target, str(source)], capture_output=True, check=True)
-        partial.rename(kept)
-    text = run_on_cubin([tool("nvdisasm"), "-c"], kept.read_bytes())
+    text = run_on_cubin([tool("nvdisasm"), "-c"], _kept(source, arch).read_bytes())
     found = {}
     for part in re.split(r"(?=\.section\s+\.text\.)", text)[1:]:
         mangled = re.match(r"\.section\s+\.text\.(\w+)", part)
         assert mangled is not None, part[:100]
-        found[_readable(mangled[1])] = loops_of(part)
+        found[_readable(mangled[1])] = part
     return found
+
+
+def inner_loops(source: Path, arch: str) -> dict[str, list[Any]]:
+    """By kernel its innermost loops with matrix products, in machine code (`foundry_kernels.tools.inspect.sass`)."""
+    from foundry_kernels.tools.inspect.sass import inner_loops as loops_of
+
+    return {name: loops_of(code) for name, code in machine_code(source, arch).items()}
 
 
 def main() -> int:
     if nvcc() is None:
         print("nvcc is not here (neither in CUDA_HOME/bin nor on the PATH): the CUDA kernels were not compiled")
         return 0
-    jobs = [(source, arch) for source in KERNELS for arch in ARCHITECTURES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda job: compile_kernels(*job), jobs))
+        results = list(pool.map(lambda job: compile_kernels(*job), JOBS))
     bad = 0
-    for (source, arch), kernels in zip(jobs, results, strict=True):
+    for (source, arch), kernels in zip(JOBS, results, strict=True):
         print(f"{source.name}, sm_{arch}: {len(kernels)} kernels")
         for k in kernels:
             note = f"  PROBLEM: {k.problem}" if k.problem else ""
             print(f"  {k.registers:>3} registers  {k.stack} B stack  {k.shared:>5} B shared  {k.name}{note}")
             bad += bool(k.problem)
     print_attention_loops()
+    print_hopper_loops()
     return 1 if bad else 0
 
 
@@ -185,6 +205,16 @@ def print_attention_loops() -> None:
                     for n, x in ((n, clean_loop(loops[name])) for n, name in names)
                 ]
     print("\n".join(attention_estimate.report(ours)))
+
+
+def print_hopper_loops() -> None:
+    """The plain loop of each kernel of csrc/cuda/hopper: its shortest."""
+    from wgmma_steps import product_loops
+
+    for source in HOPPER:
+        for name, code in sorted(machine_code(source, "90a").items()):
+            if loops := [loop for loop in product_loops(code) if loop.steps]:
+                print(f"sm_90a  {name}: {min(loops, key=lambda loop: loop.instructions)}")
 
 
 #: The kernels of a pass at 128 wide: products of a score, and the rest of the template's arguments.

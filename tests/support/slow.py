@@ -20,7 +20,8 @@ MOST_ELEMENTS = 100_000
 #: Likewise where kernels are interpreted.
 MOST_INTERPRETED = 20_000
 #: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long, and
-#: one code path is for all dtypes: in float32 the cases are tried one and all, in the others those that are small.
+#: one code path is for all dtypes: in float32 (of kernels for 16 bits in bfloat16) the cases are tried one and all, in
+#: the others those that are small.
 FEW_ELEMENTS = 2_000
 #: Tests that try several cases at once, or an instruction set, do so in these dtypes; where kernels are emulated, in
 #: the first.
@@ -47,7 +48,7 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
     if dtype is not None and case is None and isinstance(row, Row):
         if dtype not in SWEPT_DTYPES[: 1 if emulated else None]:
             return f"several cases in {dtype}"
-    elif emulated and dtype not in (None, torch.float32) and numel(case) > FEW_ELEMENTS:
+    elif emulated and dtype not in (None, first_dtype(row)) and numel(case) > FEW_ELEMENTS:
         return f"emulated in {dtype}"
     name = instruction_set_in(parameters)
     if name in instruction_sets:
@@ -56,6 +57,11 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
         if dtype not in (None, *SWEPT_DTYPES):
             return f"instruction sets in {dtype}"
     return None
+
+
+def first_dtype(row: Any) -> torch.dtype:
+    """That in which all cases are tried where kernels are emulated."""
+    return torch.bfloat16 if row.hopper else torch.float32
 
 
 def instruction_set_in(parameters: dict[str, Any]) -> Any:

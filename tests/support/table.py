@@ -1,8 +1,9 @@
 """The table that the parity suite runs over: every registered op, backend, device, dtype and case. No operation is
-named here: a new one is covered as soon as it is registered."""
+named here, but for those of `HOPPER`: a new one is covered as soon as it is registered."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,10 +21,15 @@ from torch.utils._pytree import tree_leaves
 import foundry_kernels as fk
 from foundry_kernels import _triton
 from foundry_kernels.core import extension
+from foundry_kernels.core.case import Arg, lay_out
 from foundry_kernels.core.registry import FLOATS, OpSpec, override, short_dtype
-from foundry_kernels.testing import Case
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, hopper
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.testing import Case, call
 from foundry_kernels.tools.check import small_cases
 
+#: The operations that have kernels for compute capability 9.0 alone.
+HOPPER = (FLASH_ATTENTION, FLASH_ATTENTION_VARLEN)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -34,10 +40,14 @@ class Row:
     device: str
     #: The native row's CUDA kernels, run on the CPU under the checker of tests/support/cuda_on_cpu.
     cuda_on_cpu: bool = False
+    #: Of these the kernels for compute capability 9.0 alone, with the cases that they take within `batch_invariant`,
+    #: where they take few queries too.
+    hopper: bool = False
 
     @property
     def id(self) -> str:
-        return f"{self.op.name}-{self.backend}-{'cuda_on_cpu' if self.cuda_on_cpu else self.device}"
+        device = "cuda_on_cpu" if self.cuda_on_cpu else self.device
+        return f"{self.op.name}-{self.backend}-{'hopper_on_cpu' if self.hopper else device}"
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -56,6 +66,9 @@ class Row:
         library.guard(True)
         try:
             with ExitStack() as undo:
+                if self.hopper:
+                    undo.enter_context(on_hopper())
+                    undo.enter_context(fk.batch_invariant())
                 if isinstance(impl.fn, OpOverload):
                     undo.enter_context(override(self.op, "native", fn=checked(impl.fn), devices=("cpu",)))
                 else:  # a function around operators, which its module names; nor is it passed by
@@ -73,7 +86,7 @@ class Row:
     def dtypes(self) -> tuple[torch.dtype, ...]:
         impl = self.op.impl(self.backend)
         assert impl is not None
-        return tuple(d for d in FLOATS if d in impl.dtypes)
+        return tuple(d for d in FLOATS if d in impl.dtypes and not (self.hopper and d == torch.float32))
 
     @property
     def has_gradients(self) -> bool:
@@ -84,11 +97,60 @@ class Row:
         interpreted = self.backend == "triton" and _triton.INTERPRET
         device, cases = "cuda" if self.cuda_on_cpu else self.device, self.op.cases
         made = (c for c in cases.CASES[self.op.name] if c.interpreted or not interpreted)
-        return tuple(c for c in made if cases.why_not(c, self.backend, device) is None)
+        able = tuple(c for c in made if cases.why_not(c, self.backend, device) is None)
+        return tuple(c for c in able if c.id in taken_by_hopper(self.op)) if self.hopper else able
 
     @property
     def small_cases(self) -> tuple[Case, ...]:
         return small_cases(self.cases)
+
+
+@contextmanager
+def pretended_hopper() -> Iterator[None]:
+    """While it lasts, the checker's operators believe that they run on compute capability 9.0."""
+    load_operators()
+    library = getattr(torch.ops, LIBRARY)
+    was = library.pretend_hopper(True)
+    try:
+        yield
+    finally:
+        library.pretend_hopper(was)
+
+
+@contextmanager
+def on_hopper() -> Iterator[None]:
+    """Likewise, and its kernels must serve at least one forward pass."""
+    before = hopper_passes()
+    with pretended_hopper():
+        yield
+    assert hopper_passes()[0] > before[0], "no forward pass went to the kernels of csrc/cuda/hopper"
+
+
+def hopper_passes() -> tuple[int, int]:
+    """Forward and backward passes that the checker's kernels of csrc/cuda/hopper have made."""
+    load_operators()
+    return tuple(getattr(torch.ops, LIBRARY).flash_attention_hopper_passes())
+
+
+@functools.cache
+def taken_by_hopper(op: OpSpec) -> frozenset[str]:
+    """The names of those of attention's cases in 16 bits that `hopper.takes` within `batch_invariant`. Of their tensors
+    only sizes and strides are made."""
+    answers: list[bool] = []
+
+    def ask(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        answers.append(hopper.takes(q, k, v, options))
+        return q
+
+    def metadata(a: Arg | None) -> Tensor | None:
+        dtype = torch.bfloat16 if a is None or a.dtype is None else a.dtype
+        return None if a is None else lay_out(torch.empty(a.shape, dtype=dtype, device="meta"), a.layout)
+
+    cases = [c for c in op.cases.CASES[op.name] if op.cases.why_not(c, "native", "cuda") is None]
+    with override(op, "native", fn=ask, devices=("meta",)), fk.batch_invariant():
+        for case in cases:
+            call(op, {name: metadata(a) for name, a in case.args.items()}, case.options, backend="native")
+    return frozenset(case.id for case, taken in zip(cases, answers, strict=True) if taken)
 
 
 def rows(*backends: str) -> tuple[Row, ...]:
@@ -106,6 +168,16 @@ def checked_rows() -> tuple[Row, ...]:
         Row(op, "native", "cpu", cuda_on_cpu=True)
         for op, impl in impls
         if impl is not None and impl.missing is None and "cuda" in impl.sources
+    )
+
+
+def hopper_rows() -> tuple[Row, ...]:
+    """A row for each operation that has kernels for compute capability 9.0 alone."""
+    native = (op.impl("native") for op in HOPPER)
+    return tuple(
+        Row(op, "native", "cpu", cuda_on_cpu=True, hopper=True)
+        for op, impl in zip(HOPPER, native, strict=True)
+        if impl is not None and impl.missing is None
     )
 
 
@@ -137,7 +209,7 @@ def cpu_setting(instruction_set: str, threads: int) -> Iterator[None]:
 
 
 def _every_case() -> Iterator[object]:
-    for row in checked_rows():
+    for row in (*checked_rows(), *hopper_rows()):
         for dtype in row.dtypes:
             for case in row.cases:
                 yield pytest.param(row, dtype, case, id=f"{row.id}-{short_dtype(dtype)}-{case.id}")

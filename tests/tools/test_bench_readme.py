@@ -259,6 +259,12 @@ def test_digests_are_of_the_code_that_makes_an_operation(tree: Path) -> None:
     assert edited("foundry_kernels/ops/_products.py", "\nmore = 1\n") == {"linear_cross_entropy"}
     assert edited("csrc/cpu/decode_linear.cpp", "int more;") == {"decode_linear", "grouped_mm", "linear_cross_entropy"}
     assert "csrc/cuda/swiglu.cu" in {p.relative_to(ROOT).as_posix() for p in sources.files(fk.OPS["swiglu"], "cuda")}
+    of_attention = [
+        {p.relative_to(ROOT).as_posix() for p in sources.files(fk.OPS["flash_attention"], d)} for d in ("cuda", "cpu")
+    ]
+    hopper = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc" / "cuda" / "hopper").iterdir()}
+    assert hopper <= of_attention[0]
+    assert not hopper & of_attention[1]
 
 
 def test_the_command_names_the_operations_that_have_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

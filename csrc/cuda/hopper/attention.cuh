@@ -39,17 +39,22 @@ inline bool takes_inputs(const AttentionInputs& a) {
 // Whether scores are more than products with the scale that the window's edges hide.
 inline bool has_score_options(const AttentionInputs& a) { return a.softcap > 0.f || a.alibi_slopes; }
 
+inline cudaError_t encode(TensorMap& map, const MapOf& of) {
+  const cudaError_t error = encode_map(map, of);
+  if (error != cudaSuccess) refused_map = of.data;
+  return error;
+}
 inline cudaError_t map_queries(TensorMap& map, const AttentionInputs& a, const void* data, const HeadStrides& strides,
                                int width, int rows) {
   const bool packed = a.starts_q != nullptr;
-  return encode_map(map, {data, a.type, packed ? 1 : a.n_sequences, a.n_heads, packed ? a.total_q : a.n_queries, width,
-                          strides, rows});
+  return encode(map, {data, a.type, packed ? 1 : a.n_sequences, a.n_heads, packed ? a.total_q : a.n_queries, width,
+                      strides, rows});
 }
 inline cudaError_t map_keys(TensorMap& map, const AttentionInputs& a, const void* data, const HeadStrides& strides,
                             int width, int rows) {
   const bool packed = a.starts_k != nullptr;
-  return encode_map(map, {data, a.type, packed ? 1 : a.n_sequences, a.n_heads / a.group, packed ? a.total_k : a.n_keys,
-                          width, strides, rows});
+  return encode(map, {data, a.type, packed ? 1 : a.n_sequences, a.n_heads / a.group, packed ? a.total_k : a.n_keys,
+                      width, strides, rows});
 }
 // The batch that a tensor map knows a sequence by.
 __device__ __forceinline__ int batch_of(const AttentionInputs& a, const Head& h) { return a.starts_q ? 0 : h.n; }

@@ -13,6 +13,10 @@ namespace hopper {
 bool takes(const AttentionForward& a);
 bool takes(const AttentionBackward& a);
 
+// Where a launch of this thread returned cudaErrorInvalidValue: the data of the tensor whose map the driver refused, or
+// null.
+inline thread_local const void* refused_map = nullptr;
+
 // Integers that a forward pass needs, zeros: 0 or 1.
 int64_t forward_counters(const AttentionForward& a, int multiprocessors);
 cudaError_t attention_forward(const AttentionForward& a, int multiprocessors, int* counters, cudaStream_t stream);

@@ -45,7 +45,7 @@ from foundry_kernels.core.checks import check_tensor
 from foundry_kernels.core.inference import cut, without_backward
 from foundry_kernels.core.registry import resolve
 from foundry_kernels.ops._register import register_op
-from foundry_kernels.ops.flash_attention import reference
+from foundry_kernels.ops.flash_attention import hopper, reference
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.flash_attention.checks import check_dense, check_paged, check_varlen, make_options
 
@@ -202,7 +202,7 @@ def flash_attention(
         q, None, None, q.shape[2], k.shape[2], causal, scale, window, softcap, alibi_slopes, sinks, attn_mask,
         dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats,
     )  # fmt: skip
-    return resolve(FLASH_ATTENTION, backend, q)(q, k, v, options)
+    return resolve(FLASH_ATTENTION, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
 
 
 @overload
@@ -336,7 +336,7 @@ def flash_attention_varlen(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, alibi_slopes, sinks,
         attn_mask, dropout_p, dropout_seed, align, deterministic, batch_invariant, return_lse, return_stats, pages,
     )  # fmt: skip
-    results = resolve(FLASH_ATTENTION_VARLEN, backend, q)(q, k, v, options)
+    results = resolve(FLASH_ATTENTION_VARLEN, backend, q, hopper.first_backend(q, k, v, options))(q, k, v, options)
     if not wanted:
         return results
     found = results if isinstance(results, tuple) else (results,)

@@ -66,13 +66,14 @@ def load_operators() -> ctypes.CDLL:
         "-std=c++20",
         f"-DFK_LIBRARY={LIBRARY}",
         '-DFK_CUDA_ARCHITECTURES=""',
+        "-DFK_HAVE_HOPPER",
         "-DAT_PER_OPERATOR_HEADERS",
         *(f"-isystem{p}" for p in include_paths()),
     ]
     torch_flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     launches = sorted((ROOT / "csrc" / "torch").glob("*_cuda.cpp"))
     jobs = [(unit[0], torch_flags, as_one(unit)) for unit in (bindings, launches)]
-    jobs.append((HERE / "guarded_memory.cpp", torch_flags, None))
+    jobs += [(HERE / name, torch_flags, None) for name in ("device.cpp", "guarded_memory.cpp")]
     jobs += [(p, ["-std=c++17", *CHECKS], None) for p in kernels]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda job: compile_object(*job), jobs))

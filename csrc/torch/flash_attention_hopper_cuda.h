@@ -1,0 +1,84 @@
+// Attention of csrc/cuda/hopper on tensors: what its launches need beside the arguments, and who takes a call.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "../cuda/hopper/attention.h"
+#include "cuda_common.h"
+
+namespace foundry {
+namespace hopper_attention {
+
+// Passes that these kernels have made in this process.
+inline std::atomic<int64_t> forwards{0}, backwards{0};
+
+using NamedTensors = std::vector<std::pair<const char*, Tensor>>;
+
+#if defined(FK_HAVE_HOPPER)
+
+// As check_cuda; where the driver refuses a tensor map it says of which of the tensors.
+inline void check_maps(cudaError_t error, const char* what, const NamedTensors& tensors) {
+  if (error == cudaErrorInvalidValue)
+    for (const auto& [name, t] : tensors) {
+      if (t.const_data_ptr() != cuda::hopper::refused_map) continue;
+      TORCH_CHECK(false, what, ": the driver refuses a tensor map of ", name, " of shape ", t.sizes(), " and strides ",
+                  t.strides());
+    }
+  check_cuda(error, what);
+}
+
+// As many zeros, on the device of `like`; null for none.
+inline int* zeros(Tensor& kept, int64_t count, const Tensor& like) {
+  if (count == 0) return nullptr;
+  kept = at::zeros({count}, like.options().dtype(at::kInt));
+  return kept.mutable_data_ptr<int>();
+}
+
+// Whether these kernels have made the pass, which is then done.
+inline bool forward(const cuda::AttentionForward& a, const OnDevice& device, const Tensor& q,
+                    const NamedTensors& tensors) {
+  if (!device.is_hopper() || !cuda::hopper::takes(a)) return false;
+  const int multiprocessors = device.multiprocessors();
+  Tensor counters;
+  int* const zero = zeros(counters, cuda::hopper::forward_counters(a, multiprocessors), q);
+  cuda::hopper::refused_map = nullptr;
+  check_maps(cuda::hopper::attention_forward(a, multiprocessors, zero, device.stream()), "attention forward", tensors);
+  ++forwards;
+  return true;
+}
+
+inline bool backward(const cuda::AttentionBackward& a, bool deterministic, const OnDevice& device, const Tensor& q,
+                     const NamedTensors& tensors) {
+  if (!device.is_hopper() || !cuda::hopper::takes(a)) return false;
+  const int multiprocessors = device.multiprocessors();
+  const cuda::hopper::BackwardSpace space = cuda::hopper::backward_space(a, deterministic, multiprocessors);
+  const Tensor floats = at::empty({space.floats}, q.options().dtype(at::kFloat));
+  Tensor integers;
+  int* const zero = zeros(integers, space.integers, q);
+  cuda::hopper::refused_map = nullptr;
+  cudaError_t error = cuda::hopper::attention_backward(a, deterministic, multiprocessors,
+                                                       floats.mutable_data_ptr<float>(), zero, device.stream());
+  if (error == cudaSuccess && a.dsinks) error = cuda::attention_dsinks(a, device.stream());
+  check_maps(error, "attention backward", tensors);
+  ++backwards;
+  return true;
+}
+
+#else
+
+inline bool forward(const cuda::AttentionForward&, const OnDevice&, const Tensor&, const NamedTensors&) {
+  return false;
+}
+inline bool backward(const cuda::AttentionBackward&, bool, const OnDevice&, const Tensor&, const NamedTensors&) {
+  return false;
+}
+
+#endif
+
+}  // namespace hopper_attention
+}  // namespace foundry

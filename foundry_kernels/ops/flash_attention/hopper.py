@@ -1,0 +1,61 @@
+"""Which calls "auto" gives to the kernels of `csrc/cuda/hopper`, on compute capability 9.0 and where the extension has
+them: those that they take forward. `takes` of `csrc/cuda/hopper/attention.h` decides what they compute; this is the
+same list as torch.compile can trace it, and `tests/ops/flash_attention/test_hopper_kernels.py` holds one against the
+other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foundry_kernels._triton.devices import capability
+from foundry_kernels.core import extension
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+
+#: Of fewer queries other kernels divide the keys, unless the call must be batch-invariant.
+FEWEST_QUERIES = 128
+MAX_HEAD_DIM = 256
+#: Elements of 16 bits in what TMA copies: widths and strides are multiples.
+STEP = 8
+
+
+def first_backend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
+    """The backend that "auto" tries first, or None where it has no reason to leave its usual order."""
+    if not (extension.HAS_HOPPER and q.is_cuda and _is_hopper(q.device)):
+        return None
+    return "native" if takes(q, k, v, options) else None
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    """Whether the kernels for compute capability 9.0 take the forward pass of a call whose arguments are checked."""
+    tokens = 0 if options.packed else 2
+    if q.dtype not in (torch.bfloat16, torch.float16) or q.numel() == 0 or k.shape[tokens] == 0:
+        return False
+    if options.attn_mask is not None or options.mask_tiles is not None or options.dropout_p is not None:
+        return False
+    if options.block_table is not None or options.return_stats:
+        return False
+    if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % STEP or v.shape[-1] % STEP:
+        return False
+    queries = options.max_seqlen_q if options.packed else q.shape[2]
+    if not options.batch_invariant and (queries < FEWEST_QUERIES or q.shape[tokens] < FEWEST_QUERIES):
+        return False
+    return _has_map(q) and _has_map(k) and _has_map(v)
+
+
+def _has_map(x: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, none in another's place; x is copied where they are not dense."""
+    if x.stride(-1) != 1:
+        return True
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride % STEP):
+            return False
+    return torch.compiler.is_compiling() or x.storage_offset() % STEP == 0
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return capability(device) == 90
+
+
+# Tracing calls it and keeps its result (see `core.registry`).
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,154 @@
+"""The machine code of csrc/cuda/hopper, by nvcc: what results do not show, and an H100 would in time.
+
+The limits forward are those of the sketch that reached 476 to 761 TFLOP/s there; backward they are what the kernels
+have, which is more than the sketch of 391 to 581 TFLOP/s had. Who moves one has a faster kernel to show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nvcc
+import pytest
+from wgmma_steps import Loop, product_loops
+
+needs_nvcc = pytest.mark.skipif(nvcc.nvcc() is None, reason="nvcc is neither in CUDA_HOME/bin nor on the PATH")
+FOLDER = nvcc.ROOT / "csrc" / "cuda" / "hopper"
+TYPES = ("bfloat16", "__half")
+
+#: Forward by width: registers of a thread when the kernel begins, before warpgroups take them from one another; of the
+#: loop without masks and options all instructions, and those between the waits with so many exponentials.
+FORWARD = {64: (128, 500, 302, 66), 96: (168, 500, 296, 66), 128: (168, 500, 296, 66), 256: (168, 565, 199, 42)}
+
+#: Backward by width: all instructions of the loop without options, of sums in any order and in order (the sketch's: 783
+#: and 812, 497 and 524, 541 and 575), its products and its exponentials.
+BACKWARD = {64: ((925, 955), 32, 64), 128: ((570, 605), 32, 32), 256: ((620, 705), 48, 32)}
+BACKWARD_REGISTERS = 168
+
+
+def forward_kernel(dtype: str, width: int, options: bool = False) -> str:
+    return f"hopper::forward::attention_forward<{dtype}, {width}, {str(options).lower()}>"
+
+
+def backward_kernel(dtype: str, width: int, options: bool, in_order: bool) -> str:
+    flags = f"{str(options).lower()}, {str(in_order).lower()}"
+    return f"hopper::attention_backward_kernel<hopper::BackwardShape<{dtype}, {width}, {flags}> >"
+
+
+def plain_loop(code: str) -> Loop:
+    return min((loop for loop in product_loops(code) if loop.steps), key=lambda loop: loop.instructions)
+
+
+@needs_nvcc
+def test_registers_are_those_that_are_planned() -> None:
+    kernels = {k.name: k.registers for k in nvcc.compile_kernels(FOLDER / "attention_forward.cu", "90a")}
+    expected = {
+        forward_kernel(dtype, width, options): registers
+        for dtype in TYPES
+        for options in (False, True)
+        for width, (registers, *_) in FORWARD.items()
+    }
+    assert kernels == expected
+    for width in BACKWARD:
+        kernels = {k.name: k.registers for k in nvcc.compile_kernels(FOLDER / f"attention_backward_{width}.cu", "90a")}
+        assert kernels == {
+            backward_kernel(dtype, width, options, in_order): BACKWARD_REGISTERS
+            for dtype in TYPES
+            for options in (False, True)
+            for in_order in (False, True)
+        }
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", FORWARD)
+def test_a_step_forward_is_as_short_as_the_sketch_and_hides_its_exponentials(width: int, dtype: str) -> None:
+    code = nvcc.machine_code(FOLDER / "attention_forward.cu", "90a")
+    loop = plain_loop(code[forward_kernel(dtype, width)])
+    print(loop)
+    _, most, most_between, exponentials = FORWARD[width]
+    [(between, hidden)] = loop.steps
+    assert hidden == loop.hidden == loop.exponentials == exponentials
+    assert between <= most_between
+    assert loop.instructions <= most
+
+
+@needs_nvcc
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", BACKWARD)
+def test_a_step_backward_is_short_and_hides_its_exponentials(width: int, dtype: str, in_order: bool) -> None:
+    code = nvcc.machine_code(FOLDER / f"attention_backward_{width}.cu", "90a")[
+        backward_kernel(dtype, width, False, in_order)
+    ]
+    most, products, exponentials = BACKWARD[width]
+    loops = [loop for loop in product_loops(code) if loop.products == products]
+    loop = min(loops, key=lambda loop: loop.instructions)
+    print(loop)
+    assert loop.hidden == loop.exponentials == exponentials
+    assert loop.instructions <= most[in_order]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", nvcc.HOPPER, ids=lambda p: p.stem)
+def test_no_loop_uses_memory_of_a_thread(source: Path) -> None:
+    loops = [loop for code in nvcc.machine_code(source, "90a").values() for loop in product_loops(code)]
+    assert loops or source.stem == "backward_rows"  # which multiplies no matrices
+    assert [loop for loop in loops if loop.local] == []
+
+
+SERIALISED = """
+#include "{header}"
+using namespace foundry::cuda::hopper;
+__global__ void __launch_bounds__(128) too_early(float* out, const uint64_t* m, int n) {{
+  float d[32] = {{}};
+  for (int i = 0; i < n; ++i) {{
+    wgmma_fence();
+    Wgmma<64>::shared<__half, false, false>(d, m[0], m[1], true);
+    wgmma_commit();
+    {use}
+    wgmma_wait<0>();
+    settle(d);
+  }}
+  for (int i = 0; i < 32; ++i) out[threadIdx.x * 32 + i] = d[i];
+}}
+"""
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("use", "problem"), [("", ""), ("d[3] += 1.f;", "wgmma|warpgroup")], ids=["intact", "broken"])
+def test_products_that_ptxas_orders_itself_are_found(
+    use: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result that is used before the wait for it."""
+    monkeypatch.setattr(nvcc, "REPORTS", tmp_path)
+    source = tmp_path / "wgmma.cu"
+    source.write_text(SERIALISED.format(header=FOLDER / "products.cuh", use=use))
+    (kernel,) = nvcc.compile_kernels(source, "90a")
+    if not problem:
+        assert kernel.problem == ""
+        return
+    assert any(word in kernel.problem for word in problem.split("|")), kernel
+
+
+LOOP = """
+.L_x_1:
+        /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, R184, gdesc[UR8], R24, gsb0 ;
+.L_x_2:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R12+URZ], R9 ;
+        /*0020*/               @P0 BRA `(.L_x_2) ;
+        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0040*/                   FADD R1, R2, R3 ;
+        /*0050*/                   MUFU.EX2 R1, R1 ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/               @P1 BRA `(.L_x_1) ;
+"""
+
+
+def test_steps_are_counted() -> None:
+    """The loop that waits for a barrier is no part of the one around it."""
+    assert product_loops(LOOP) == [Loop(6, 1, 1, 1, ((2, 1),), 0)]
+    exponential = next(line for line in LOOP.splitlines() if "MUFU" in line)
+    wait = next(line for line in LOOP.splitlines() if "0x0 " in line)
+    moved = LOOP.replace(exponential + "\n", "").replace(wait, wait + "\n" + exponential)
+    assert product_loops(moved) == [Loop(6, 1, 1, 0, ((1, 0),), 0)]
