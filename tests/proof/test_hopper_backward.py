@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import hopper_backward
 import pytest
@@ -11,8 +13,8 @@ from hopper_backward import Case, Pass, error, is_right, make
 
 CASES = {
     "pairs": Case(queries=320, keys=320, heads=2, group=2, right=0, batch=2),
-    "pairs, 64 wide": Case(queries=640, keys=640, heads=2, group=2, right=0, dim=64),
-    "pairs, 256 wide": Case(queries=320, keys=320, heads=2, group=2, right=0, dim=256),
+    "pairs, 64 wide": Case(queries=640, keys=640, heads=2, group=2, right=0, dim=64, multiprocessors=6),
+    "pairs, 256 wide": Case(queries=320, keys=320, heads=2, group=2, right=0, dim=256, multiprocessors=8),
     "causal without pairs": Case(queries=400, keys=400, heads=1, right=0, multiprocessors=1),
     "all, ends of tiles": Case(queries=140, keys=333, heads=1),
     "more keys": Case(queries=190, keys=450, heads=4, group=4, right=0),
@@ -36,10 +38,22 @@ CASES = {
     "packed, 64 wide": Case(lengths_q=(100, 0, 170), lengths_k=(120, 50, 200), heads=1, dim=64, left=40, right=0),
     "packed, 256 wide": Case(lengths_q=(130, 0, 70), lengths_k=(120, 50, 90), heads=1, dim=256),
 }
+#: What each test run tries, the first two in any order too; the others are slow tests.
+QUICK = ("pairs", "packed", "rows without keys", "window, 64 wide", "D 192, Dv 128", "both, float16, 64 wide")
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("name", CASES)
+def quick_or_slow(name: str, quick: Sequence[str]) -> Any:
+    return pytest.param(name, marks=() if name in quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    [
+        pytest.param(name, d, marks=() if name in QUICK[: None if d else 2] else pytest.mark.slow)
+        for name in CASES
+        for d in (True, False)
+    ],
+)
 def test_gradients_are_right(name: str, deterministic: bool) -> None:
     case = CASES[name]
     sequences = make(case)
@@ -62,15 +76,17 @@ def expected_writers(case: Case, deterministic: bool) -> list[list[int]]:
         tiles = (s + 127) // 128
         columns = 2 if max(case.dim, case.dim_v or 0) > 128 else 1
         pairs = not case.lengths_q and t == s and case.right == 0 and case.left >= t
-        if pairs and not (deterministic and (tiles + 1) // 2 * columns > case.multiprocessors):
+        if pairs and not (deterministic and (tiles + 1) // 2 * columns > case.multiprocessors // 2):
             tiles = (tiles + 1) // 2
         blocks.append(tiles * columns * (2 if deterministic else 8))
     return [blocks] * (case.heads // case.group)
 
 
-@pytest.mark.parametrize("name", ["pairs", "pairs, 64 wide", "pairs, 256 wide", "window", "packed"])
+@pytest.mark.parametrize(
+    "name", [quick_or_slow(n, QUICK[:2]) for n in ("pairs", "pairs, 64 wide", "pairs, 256 wide", "window", "packed")]
+)
 def test_the_same_bits_in_any_order(name: str) -> None:
-    case = replace(CASES[name], multiprocessors=6)
+    case = replace(CASES[name], multiprocessors=8)
     sequences = make(case)
     results = [Pass(case, sequences).run(seed) for seed in range(4)]
     assert [r.report for r in results] == [""] * 4
@@ -79,7 +95,9 @@ def test_the_same_bits_in_any_order(name: str) -> None:
             assert all(torch.equal(*x) for x in zip(r.bits(n), results[0].bits(n), strict=True))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "dim", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
+)
 def test_neighbours_reach_nothing(dim: int) -> None:
     """A packed sequence has the same bits beside others as beside NaN and infinity, and as by itself."""
     case = Case(lengths_q=(70, 150, 90), lengths_k=(200, 100, 90), heads=2, group=2, dim=dim, right=0)
@@ -175,10 +193,11 @@ def is_found(old: str, new: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", [quick_or_slow(name, tuple(MISTAKES)[::4]) for name in MISTAKES])
 def test_mistakes_are_found(name: str) -> None:
     assert is_found(*MISTAKES[name])
 
 
+@pytest.mark.slow
 def test_no_mistake_is_found_where_there_is_none() -> None:
     assert not is_found("wgmma_wait<0>();\n      settle(dq);", "wgmma_wait<0>();\n      settle(dq);")

@@ -7,11 +7,12 @@ namespace hopper {
 namespace {
 
 // Whether each query sees all keys up to its own, so that tiles of keys come in pairs. In order the blocks of a head
-// wait for each other, and all must run at once. By nothing that another batch would change.
+// wait for each other, and all must run at once: on half of the multiprocessors, so that two such passes at a time, on
+// streams of different priority, cannot each hold what the other waits for. By nothing that another batch would change.
 bool in_pairs(const AttentionBackward& a, bool in_order, int multiprocessors) {
   const int64_t pairs = ((a.n_keys + kKeyTile - 1) / kKeyTile + 1) / 2;
   return !a.starts_q && a.n_queries == a.n_keys && a.window_right == 0 && a.window_left >= a.n_queries - 1 &&
-         (!in_order || pairs * column_blocks_of(width_of(a)) <= multiprocessors);
+         (!in_order || 2 * pairs * column_blocks_of(width_of(a)) <= multiprocessors);
 }
 
 int64_t count_query_tiles(const AttentionBackward& a) {

@@ -11,7 +11,6 @@
 // dK and dV stay in registers over all heads of a group. 256 wide a block makes 128 columns of dK, dV and dQ, and
 // another the other 128.
 #pragma once
-#pragma once
 
 #include "backward_consumer.cuh"
 #include "backward_copies.cuh"

@@ -40,8 +40,11 @@ class Grid {
     for (auto& b : blocks()) {
       b->running = false;
       b->machine.error.clear();
-      if (!error.empty())
-        for (Fiber& fiber : b->machine.fibers) fiber.begun = false;
+      if (error.empty()) continue;
+      for (Fiber& fiber : b->machine.fibers) {
+        fiber.begun = false;
+        if (fiber.stack) std::memset(fiber.stack.get(), 0, kStack);  // marks of results that were on their way
+      }
     }
     current_machine() = &first_machine();
     return error;
