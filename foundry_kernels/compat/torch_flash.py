@@ -102,9 +102,9 @@ class _Kernel:
             self.before = torch.library.get_kernel(f"aten::{name}", device)
 
     def __call__(self, keyset: Any, first: Tensor, *args: Any, **options: Any) -> Any:
-        backend, scale = backend_of(first), options.get("scale")
-        if backend is not None and (scale is None or 0.0 < scale < math.inf):
-            return self.ours(backend, first, *args, **options)
+        scale = options.get("scale")
+        if backend_of(first) is not None and (scale is None or 0.0 < scale < math.inf):
+            return self.ours("auto", first, *args, **options)
         if self.before is not None:
             return self.before.call_boxed(keyset, first, *args, **options)
         raise RuntimeError(

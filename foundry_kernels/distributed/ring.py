@@ -108,7 +108,7 @@ def ring_attention(
     pieces = plan(
         place, q.shape[2] // 2, options.window_left, options.window_right, documents, alibi_slopes is not None
     )
-    ring = _Ring(mesh.get_group(), place, pieces, passes.serving(backend, q))
+    ring = _Ring(mesh.get_group(), place, pieces, passes.serving(backend, q, k, v, options))
     out, lse = _RingAttention.apply(q, k, v, sinks, options, ring)
     return (out, lse) if return_lse else out
 

@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.registry import resolve, wide_dtype
-from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, reference
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, hopper, reference
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def serving(backend: str, q: Tensor) -> str:
-    """The backend that computes both passes of such queries where a caller asks for `backend`.
+def serving(backend: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
+    """The backend that computes both passes of such a call where a caller asks for `backend`.
 
     Raises:
         BackendUnavailable, ValueError: as the public functions.
     """
     resolve(FLASH_ATTENTION, backend, q)  # for its errors
-    names = FLASH_ATTENTION.order(q.device.type, q.dtype) if backend == "auto" else (backend,)
+    names: tuple[str, ...] = (backend,)
+    if backend == "auto":
+        names = (*_first(q, k, v, options), *FLASH_ATTENTION.order(q.device.type, q.dtype))
     return next(name for name in names if FLASH_ATTENTION.why_not(name, q.device.type, q.dtype) is None)
 
 
@@ -40,8 +42,17 @@ def backend_of(q: Tensor) -> str | None:
     return None
 
 
+def _first(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[str, ...]:
+    """What "auto" tries before its usual order, as the public functions."""
+    first = hopper.first_backend(q, k, v, options)
+    return () if first is None or FLASH_ATTENTION.is_measured(q.device.type, q.dtype) else (first,)
+
+
 def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """(out, lse float32) of the arguments of the operators: dense with heads first, or packed."""
+    """(out, lse float32) of the arguments of the operators: dense with heads first, or packed. With this lse any
+    backend's `backward` goes, so `backend` may be "auto" in both."""
+    if backend == "auto":
+        backend = serving(backend, q, k, v, options)
     out, lse = forward_wide(backend, q, k, v, options)
     return out, lse.to(torch.float32)
 
@@ -73,6 +84,8 @@ def backward(
 
     `out` and `lse` may be those of more keys than k holds: the gradients are then its part of the whole's.
     """
+    if backend == "auto":
+        backend = serving(backend, q, k, v, options)
     need = (True, True, True, False, False)
     if backend == "reference":
         return reference.backward(dout, dlse, q, k, v, out, lse, options)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import foundry_kernels as fk
 from foundry_kernels.core import extension, registry
 from foundry_kernels.core.registry import override
-from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, hopper
+from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, hopper, passes
 from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
@@ -143,6 +143,17 @@ def test_a_measured_order_goes_first(chosen: list[str], monkeypatch: pytest.Monk
     attend()
     attend(heads(dtype=torch.float16))
     assert chosen == ["triton", "native"]
+
+
+def test_the_passes_alone_are_given_alike(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes attention in parts, or under PyTorch's own functions."""
+    q, few = heads(), heads(1)
+    options = make_options(q, None, None, 256, 256, True)
+    assert passes.serving("auto", q, q, q, options) == "native"
+    assert passes.serving("triton", q, q, q, options) == "triton"
+    assert passes.serving("auto", few, q, q, options) == "triton"
+    monkeypatch.setattr(extension, "HAS_HOPPER", False)
+    assert passes.serving("auto", q, q, q, options) == "triton"
 
 
 def test_an_extension_without_cuda_is_not_asked(chosen: list[str]) -> None:
