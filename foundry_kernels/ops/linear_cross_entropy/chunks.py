@@ -78,16 +78,17 @@ def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
 
-def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scale: float = 1.0) -> None:
-    """out = scale (x weight^T + bias), in the forward and the backward pass alike: lse is that of the same logits."""
-    if own_products(x) and scale == 1.0:
-        multiply(x, weight.t(), out if bias is None else out.copy_(bias.expand_as(out)), add=bias is not None)
-    elif bias is None and scale == 1.0:
-        torch.mm(x, weight.t(), out=out)
+def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, out: Tensor) -> None:
+    """out = scale (x weight^T + bias), in the forward and the backward pass alike: lse is that of the same logits. They are
+    rounded before they are scaled, as by PyTorch's operations."""
+    if bias is None:
+        multiply(x, weight.t(), out)
+    elif own_products(x):
+        multiply(x, weight.t(), out.copy_(bias.expand_as(out)), add=True)
     else:
-        torch.addmm(
-            out if bias is None else bias, x, weight.t(), beta=0 if bias is None else scale, alpha=scale, out=out
-        )
+        torch.addmm(bias, x, weight.t(), out=out)
+    if scale != 1.0:
+        out.mul_(scale)
 
 
 class Tokens:
@@ -122,10 +123,9 @@ class Tokens:
         self.bias = None if bias is None else bias.to(within)
         self.cpu, self.chunk_size, self.one_chunk = cpu, options.chunk_size or None, options.one_chunk
         self.gradient_dtypes = gradient_dtypes(hidden, weight, options, cpu)
-        #: What logits and their gradient are multiplied by, and what a product multiplies by meanwhile, for nothing.
-        self.logit_scale, self.alpha = options.logit_scale, 1.0
-        if not cpu and not self.batch_invariant:
-            self.logit_scale, self.alpha = 1.0, options.logit_scale
+        #: What logits are multiplied by, and their gradient: by its products meanwhile, for nothing, if by `alpha`.
+        self.logit_scale = options.logit_scale
+        self.alpha = 1.0 if cpu or self.batch_invariant else options.logit_scale
         self.memory: Tensor | None = None
 
     def chunks(self) -> list[slice]:
@@ -153,9 +153,14 @@ class Tokens:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))
         y = self.memory.narrow(0, 0, x.shape[0])
         for first, w in self.weights():
-            out = y.narrow(1, first, w.shape[0])
-            make_logits(x, w, None if self.bias is None else self.bias.narrow(0, first, w.shape[0]), out, self.alpha)
-        return y if self.logit_scale == 1.0 else y.mul_(self.logit_scale)
+            bias = None if self.bias is None else self.bias.narrow(0, first, w.shape[0])
+            make_logits(x, w, bias, self.logit_scale, y.narrow(1, first, w.shape[0]))
+        return y
+
+    def scale_gradients(self, dlogits: Tensor) -> None:
+        """By `logit_scale`, unless their products do."""
+        if self.alpha != self.logit_scale:
+            dlogits.mul_(self.logit_scale)
 
     def of_kept(self, of_all: Tensor) -> Tensor:
         """Values of the kept tokens, as a vector, from those of all."""
@@ -202,8 +207,7 @@ class Gradients:
 
     def add(self, part: slice, dlogits: Tensor) -> None:
         tokens, needs, x = self.tokens, self.needs, rows_of(self.tokens.x, part)
-        if tokens.logit_scale != 1.0:
-            dlogits.mul_(tokens.logit_scale)
+        tokens.scale_gradients(dlogits)
         if needs.hidden and (tokens.cpu or tokens.batch_invariant):
             rows_of(self.dx, part).copy_(self.times_weight(dlogits))
         elif needs.hidden:

@@ -59,7 +59,7 @@ def _chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, need
 
 
 def _classes(n_tokens: int, n_classes: int, itemsize: int) -> int:
-    return max(_LEAST, _LOGITS // max(n_tokens, 1))
+    return max(_LEAST, _LOGITS // n_tokens)
 
 
 def _forward(
@@ -85,6 +85,6 @@ def _gradients_(
     )  # fmt: skip
 
 
-linear_cross_entropy = make_backend(
-    "", _define, Strategy(Kernels(_forward, _gradients_, cpu=True, classes=_classes), _chunk_size)
-)
+KERNELS = Kernels(_forward, _gradients_, cpu=True, classes=_classes)
+
+linear_cross_entropy = make_backend("", _define, Strategy(KERNELS, _chunk_size))

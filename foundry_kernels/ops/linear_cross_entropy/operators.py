@@ -166,7 +166,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -
     if plain and not (gradient.dtype == dtype and _graph_is_retained()):
         if factor.device.type == "cpu" and factor.item() == 1.0:
             return gradient.to(dtype)
-        if scale_ is not None and gradient.is_cuda and gradient.dtype == dtype:
+        if scale_ is not None and gradient.is_cuda and gradient.dtype == dtype and gradient.is_contiguous():
             scale_(gradient, factor)
             return gradient
     if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it

@@ -27,15 +27,13 @@ from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 def _blocks(kernels: Kernels, tokens: Tokens) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The classes of each block, their weights, and the logits of all tokens, in memory that the next block's take."""
     n, n_classes = tokens.target.numel(), tokens.weight.shape[0]
-    step = min(n_classes, kernels.classes(n, n_classes, tokens.x.element_size()))
+    step = min(n_classes, kernels.classes(max(n, 1), n_classes, tokens.x.element_size()))
     memory = tokens.x.new_empty(n * step)
     for first in range(0, n_classes, step):
         here = slice(first, min(n_classes, first + step))
         w = tokens.weight[here].to(tokens.x.dtype)
         logits = memory[: n * w.shape[0]].view(n, w.shape[0])
-        make_logits(tokens.x, w, None if tokens.bias is None else tokens.bias[here], logits, tokens.alpha)
-        if tokens.logit_scale != 1.0:
-            logits *= tokens.logit_scale
+        make_logits(tokens.x, w, None if tokens.bias is None else tokens.bias[here], tokens.logit_scale, logits)
         yield here, w, logits
 
 
@@ -82,8 +80,7 @@ def backward(
     dweight, dbias = made(weight.shape if needs.weight else (0,)), made(weight.shape[:1] if needs.bias else (0,))
     for here, w, logits in _blocks(kernels, tokens) if x.shape[0] else ():
         kernels.gradients_(logits, d, tokens.target, class_weight, lse, lse_low, here.start, weight.shape[0], per_token)
-        if tokens.logit_scale != 1.0:
-            logits *= tokens.logit_scale
+        tokens.scale_gradients(logits)
         if needs.hidden and not kernels.cpu:
             accumulate(dx, logits, w, alpha)
         elif needs.hidden and x.dtype == torch.bfloat16 and accumulate_product is not None:
