@@ -97,8 +97,8 @@ def programs(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the device's memory, whatever is free; in the interpreter, and for launches that are recorded, those of a
-    common GPU."""
+    """Bytes of the device's memory, whatever is free; in the interpreter, and for launches that are recorded, those of
+    a common GPU."""
     if _RECORDED is not None or device.type != "cuda":
         return 80 << 30
     return torch.cuda.get_device_properties(device).total_memory

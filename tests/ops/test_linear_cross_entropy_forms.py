@@ -1,5 +1,5 @@
-"""linear_cross_entropy in Triton, all rows at once and in blocks of classes ("tiles"): what the table of cases cannot say
-of them. What they multiply and allocate is in `test_linear_cross_entropy_products.py`."""
+"""linear_cross_entropy in Triton, all rows at once and in blocks of classes ("tiles"): what the table of cases cannot
+say of them. What they multiply and allocate is in `test_linear_cross_entropy_products.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What the forms of linear_cross_entropy in Triton multiply, launch and allocate, of Llama 3's head at its full size.
 
-No GPU is needed: tensors have no memory, launches are counted in place of being made, and products are those of a GPU."""
+No GPU is needed: tensors have no memory, launches are counted in place of being made, and products are those of a
+GPU."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ N, D, V = 8192, 4096, 128256
 LOGITS, HIDDEN, WEIGHT = 2 * N * V, 2 * N * D, 2 * V * D  # bytes in bfloat16
 #: Of a number a token or two, and of a class.
 SMALL = 1 << 20
+BOTH = Needs(True, True, False)
 
 
 class Recorder(TorchDispatchMode):
-    """Products by their sizes (rows, summed, columns) and the dtype of what they give, and the most bytes that lived at a
-    time of what was allocated meanwhile."""
+    """Products by their sizes (rows, summed, columns) and the dtype of what they give, and the most bytes that lived at
+    a time of what was allocated meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 
 def call(
-    recorder: Recorder, chunk_size: int, *, needs: Needs = Needs(True, True, False), reduction: str = "mean",
+    recorder: Recorder, chunk_size: int, *, needs: Needs = BOTH, reduction: str = "mean",
     dtype: torch.dtype = torch.bfloat16, tokens: int = N, **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What the operators do, of Llama 3's head, forward and, where that has not made the gradients, backward."""
@@ -104,8 +106,8 @@ WHOLE = [(N, D, V, BF), (N, V, D, BF), (V, N, D, BF)]
 
 @pytest.mark.parametrize("more", [{}, {"logit_scale": 0.5, "softcap": 30.0}], ids=["usual", "scaled-and-capped"])
 def test_all_rows_at_once(recorder: Recorder, more: dict[str, Any]) -> None:
-    """Three products of full size and one kernel; beside the logits and the gradients that are returned a copy of hidden,
-    without its ignored tokens, and no float32 sum."""
+    """Three products of full size and one kernel; beside the logits and the gradients that are returned a copy of
+    hidden, without its ignored tokens, and no float32 sum."""
     dhidden, dweight = call(recorder, ALL, **more)
     assert recorder.products == WHOLE
     assert recorder.launches == [FWD]
@@ -131,8 +133,8 @@ def test_what_is_frozen_has_no_product(recorder: Recorder, frozen: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_blocks_of_classes(recorder: Recorder, reduction: str) -> None:
-    """Eight of 16128 and what is left; hidden's gradient is summed in float32 by the products, the weight's rounded once by
-    them. 0.6 GiB beyond the gradients that are returned."""
+    """Eight of 16128 and what is left; hidden's gradient is summed in float32 by the products, the weight's rounded
+    once by them. 0.6 GiB beyond the gradients that are returned."""
     call(recorder, TILES, reduction=reduction)
     sizes = [16128] * 7 + [V - 7 * 16128]
     forward, later = recorder.products[:8], recorder.products[8:]
@@ -159,8 +161,8 @@ def test_forward_alone_keeps_nothing(recorder: Recorder) -> None:
 
 
 def test_chunks_of_rows(recorder: Recorder) -> None:
-    """Three products each, the last of which adds to the float32 sum: nothing of its size beside it, nor a second block of
-    a chunk's logits."""
+    """Three products each, the last of which adds to the float32 sum: nothing of its size beside it, nor a second block
+    of a chunk's logits."""
     dhidden, dweight = call(recorder, 2048)
     each = [(2048, D, V, BF), (2048, V, D, BF), (V, 2048, D, F32)]
     assert recorder.products == 4 * each

@@ -57,7 +57,8 @@ class Outputs(NamedTuple):
 class Kernels(NamedTuple):
     """The cross-entropy of logits that exist, as a backend computes it.
 
-    forward: of (logits, target, class_weight, options, save_lse, save_z_loss, save_stats, dloss) each token's loss, lse,
+    forward: of (logits, target, class_weight, options, save_lse, save_z_loss, save_stats, dloss) each token's loss,
+    lse,
         what its rounding took, and z-loss; with `dloss`, the gradient of each token's loss, the logits' own gradient is
         written over them.
     gradients_: of (logits, dloss, target, class_weight, lse, lse_low, first, n_classes, options) writes over the logits

@@ -63,8 +63,8 @@ def gradient_dtypes(
     hidden: Tensor, weight: Tensor, options: LinearLossOptions, cpu: bool
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Of hidden's, weight's and bias's gradients as the chunks of a reduced loss leave them. On a GPU a product rounds
-    hidden's, and weight's too where a single chunk makes it whole; but in float16 that would be out of range before it is
-    divided by the number of tokens."""
+    hidden's, and weight's too where a single chunk makes it whole; but in float16 that would be out of range before it
+    is divided by the number of tokens."""
     low, wide = hidden.dtype, wide_dtype(hidden.dtype)
     if cpu:
         return (low, low, low) if rounds(hidden, weight, options) else (wide, wide, wide)
@@ -79,8 +79,8 @@ def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
 
 
 def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, out: Tensor) -> None:
-    """out = scale (x weight^T + bias), in the forward and the backward pass alike: lse is that of the same logits. They are
-    rounded before they are scaled, as by PyTorch's operations."""
+    """out = scale (x weight^T + bias), in the forward and the backward pass alike: lse is that of the same logits. They
+    are rounded before they are scaled, as by PyTorch's operations."""
     if bias is None:
         multiply(x, weight.t(), out)
     elif own_products(x):
@@ -175,9 +175,9 @@ class Tokens:
 
 
 class Gradients:
-    """What is wanted of the gradients of hidden, weight and bias, in the dtypes of `gradient_dtypes`: but on a CPU in the
-    dtype of the arithmetic, or with a sum in 24 bits, hidden's, to which nothing is added, and the weight's, the first 16
-    bits of that sum until its last chunk, in bfloat16."""
+    """What is wanted of the gradients of hidden, weight and bias, in the dtypes of `gradient_dtypes`: but on a CPU in
+    the dtype of the arithmetic, or with a sum in 24 bits, hidden's, to which nothing is added, and the weight's, the
+    first 16 bits of that sum until its last chunk, in bfloat16."""
 
     def __init__(self, tokens: Tokens, needs: Needs) -> None:
         n_classes, width = tokens.weight.shape
@@ -294,9 +294,7 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
         return results
     rounded = kernels.cpu and rounds(inputs.hidden, inputs.weight, options)
     dhidden, dweight, dbias = gradients.of(inputs.hidden, rounded)
-    return results._replace(
-        dscale=share.clone() if late else one, dhidden=dhidden, dweight=dweight, dbias=dbias
-    )
+    return results._replace(dscale=share.clone() if late else one, dhidden=dhidden, dweight=dweight, dbias=dbias)
 
 
 def total_of(tokens: Tokens, class_weight: Tensor | None, options: LinearLossOptions) -> Tensor | int | None:
@@ -327,12 +325,16 @@ def outputs(
             return whole(x)
         return x.sum() * 1.0 if total is None else mean_of(x, total)
 
+    dscale, dhidden, dweight, dbias = (absent() for _ in range(4))
     return Outputs(
         reduced(loss),
         whole(lse) if saves.lse else absent(),
         whole(low) if saves.stats else absent(),
         reduced(z) if saves.z_loss else absent(),
-        *(absent() for _ in range(4)),
+        dscale,
+        dhidden,
+        dweight,
+        dbias,
         absent().long() if predicted is None else tokens.whole(predicted, NO_CLASS).view(shape),
     )
 

@@ -78,7 +78,8 @@ def _gradients_(
     logits: Tensor, dloss: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, lse_low: Tensor,
     first: int, n_classes: int, options: LossOptions,
 ) -> None:  # fmt: skip
-    """In place: a second block of a chunk's size would take longer to be handed out by the system than to be written."""
+    """In place: a second block of a chunk's size would take longer to be handed out by the system than to be
+    written."""
     cross_entropy_bwd_classes_(
         logits, dloss, target, class_weight, lse, lse_low, first, n_classes, options.ignore_index,
         options.label_smoothing, options.z_loss, options.softcap,

@@ -96,8 +96,8 @@ def backward(
                 dweight[here] = out.mul_(factor)
         if needs.bias:
             dbias[here] = _times(logits.sum(0, dtype=wide).mul_(alpha), factor)
-    dhidden = tokens.whole(_times(dx, factor).to(hidden.dtype)).view(hidden.shape) if needs.hidden else dx.to(hidden.dtype)
-    return dhidden, dweight, dbias
+    dhidden = _times(dx, factor).to(hidden.dtype)
+    return tokens.whole(dhidden).view(hidden.shape) if needs.hidden else dhidden, dweight, dbias
 
 
 def _gradient_on_a_cpu(dlogits: Tensor, x: Tensor, out: Tensor, factor: Tensor | None) -> None:

@@ -73,9 +73,9 @@ def store_rows(
     loss_ptr, lse_ptr, lse_low_ptr, z_ptr, n_cols, label_smoothing, share, z_loss,
     SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Stores what is wanted of rows of which everything is known: the largest of all logits, the sum of the exponentials
-    below it of all but the target's, and with label smoothing the weighted sum of their distances to `b_center`.
-    Returns lse and what its rounding took."""
+    """Stores what is wanted of rows of which everything is known: the largest of all logits, the sum of the
+    exponentials below it of all but the target's, and with label smoothing the weighted sum of their distances to
+    `b_center`. Returns lse and what its rounding took."""
     b_top = b_max == b_picked
     b_log = tl.where(b_top, log1p(b_sum), tl.log(b_sum + tl.where(b_top, 1.0, tl.exp(b_picked - b_max))))
     b_whole = b_max + b_log

@@ -1,9 +1,9 @@
 """Two forms, with PyTorch's products and two kernels between them (`launchers.py`).
 
 All rows at once: a product makes all logits, one kernel finds the loss and writes the logits' gradient over them, and a
-product each makes hidden's gradient and weight's. Nothing of the logits' size exists beside them, and no sum of weight's
-gradient. Blocks of classes ("tiles", `vocabulary_blocks.py`): a product more, and little memory. Chunks of rows, which a
-caller may ask for, are the first form with a float32 sum of weight's gradient, to which a product adds.
+product each makes hidden's gradient and weight's. Nothing of the logits' size exists beside them, and no sum of
+weight's gradient. Blocks of classes ("tiles", `vocabulary_blocks.py`): a product more, and little memory. Chunks of
+rows, which a caller may ask for, are the first form with a float32 sum of weight's gradient, to which a product adds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 
 #: The part of the device's memory that all logits may take, where there are gradients.
 SHARE = 32
-#: Bytes of a block's logits, how many classes it has at least and at most, and what their number is a multiple of. On an
-#: H100, of 8192 tokens, blocks of 16032 classes were the fastest of 4008 to 32064. With many tokens fewer classes would
-#: spend more time on hidden's float32 sum, which each block reads and writes, than on the product.
+#: Bytes of a block's logits, how many classes it has at least and at most, and what their number is a multiple of. On
+#: an H100, of 8192 tokens, blocks of 16032 classes were the fastest of 4008 to 32064. With many tokens fewer classes
+#: would spend more time on hidden's float32 sum, which each block reads and writes, than on the product.
 BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
 
 
