@@ -237,7 +237,7 @@ def class_gradients(
     b_v = tl.where(cols[None, :] == b_target[:, None], b_at[:, None], b_v) * b_dloss[:, None]
     if CAP:
         b_v *= cap_slope(b_y, softcap)
-    return tl.where((read | unknown)[:, None], b_v, 0.0)
+    return tl.where(read[:, None] | unknown[:, None], b_v, 0.0)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
