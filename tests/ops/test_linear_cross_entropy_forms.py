@@ -306,3 +306,16 @@ def test_compile_fullgraph_with_dynamic_shapes(form: Any) -> None:
         exact = expected(x, weight, target[:n])
         torch.testing.assert_close(found, exact)
         near(torch.autograd.grad(found, (x, weight)), torch.autograd.grad(exact, (x, weight)))
+
+
+@pytest.mark.parametrize("form", [None, 7, "tiles"], ids=str)
+def test_compile_with_as_many_tokens_as_the_data_says(form: Any) -> None:
+    """Which no form depends on: what cannot be told is taken for more than fits."""
+
+    def function(hidden: Tensor, weight: Tensor, target: Tensor, kept: Tensor) -> Any:
+        return loss_of(form, hidden[kept], weight, target[kept])
+
+    args = (*draw(), torch.arange(TOKENS) % 3 > 0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*args), function(*args))

@@ -27,15 +27,24 @@ SHARE = 32
 BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
 
 
+def _at_most(size: int, limit: int) -> bool:
+    """size <= limit; False while a compiler traces a number of tokens that depends on data, and cannot tell."""
+    if not torch.compiler.is_compiling():
+        return size <= limit
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size <= limit)
+
+
 def chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
     """By the shape and the device's memory, never by what is free. Without gradients blocks take no product more."""
     n_tokens, asked = hidden.numel() // hidden.shape[-1], options.chunk_size
     if asked is not None:
-        return ALL if asked not in (ALL, TILES) and asked >= n_tokens else asked
+        return ALL if asked not in (ALL, TILES) and _at_most(n_tokens, asked) else asked
     takes = n_tokens * weight.shape[0] * hidden.element_size()
     if needs.weight and hidden.dtype == torch.float16:  # in float32 until it is divided by the number of tokens
         takes += 4 * weight.numel()
-    if takes <= (total_memory(hidden.device) // SHARE if any(needs) else BLOCK):
+    if _at_most(takes, total_memory(hidden.device) // SHARE if any(needs) else BLOCK):
         return ALL
     # Tiles sum hidden's gradient over blocks of classes whose number depends on that of the tokens.
     return None if options.batch_invariant else TILES
