@@ -150,7 +150,7 @@ def linear_cross_entropy_bwd_kernel(
     tl.store(x_ptr, round_to(b_v, logits_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def linear_cross_entropy_scale_kernel(x_ptr, factor_ptr, n, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
     """x *= factor in place; a factor of 1, known to the device alone, costs nothing."""
     factor = tl.load(factor_ptr).to(COMPUTE)
