@@ -96,6 +96,14 @@ def programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of the device's memory, whatever is free; in the interpreter, and for launches that are recorded, those of
+    a common GPU."""
+    if _RECORDED is not None or device.type != "cuda":
+        return 80 << 30
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def capability(device: torch.device) -> int:
     """Compute capability of `device`, 90 for 9.0, by which launches are chosen; 0 in the interpreter."""
     if _RECORDED is not None:

@@ -126,7 +126,7 @@ def linear_cross_entropy(
     options: Any = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``torch.nn.functional.linear_cross_entropy`` (PyTorch 2.13), of class indices always in chunks.
+    """``torch.nn.functional.linear_cross_entropy`` (PyTorch 2.13), of class indices without keeping logits.
 
     Args:
         input: ``[in_features]`` or ``[N, in_features]``; of classes also ``[..., in_features]``.

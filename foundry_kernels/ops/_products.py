@@ -1,5 +1,5 @@
 """Matrix products in float32 on a CPU: PyTorch's or, where those leave half of the processor unused
-(`csrc/torch/products.h`), the extension's."""
+(`csrc/torch/products.h`), the extension's. And products of 16 bits with a float32 sum."""
 
 from __future__ import annotations
 
@@ -39,3 +39,23 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = Fal
         assert out is not None
         return out.addmm_(a, b)
     return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+
+def sums_in_float32(x: Tensor) -> bool:
+    """Whether PyTorch has products of 16 bits with a float32 sum on x's device: on CUDA's alone."""
+    return x.is_cuda
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, *, new: bool = False) -> None:
+    """total = scale a b, with what `total` held added unless it is `new`. A float32 total of 16-bit a and b takes their
+    product unrounded: on a GPU by the product itself, which reads and writes it and makes nothing beside it."""
+    beta = 0 if new else 1
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=beta, alpha=scale)
+    elif not sums_in_float32(a):
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta, alpha=scale)
+    elif torch.compiler.is_compiling():  # Inductor has no addmm with a dtype
+        product = torch.mm(a, b, out_dtype=total.dtype)
+        total.copy_(product.mul_(scale)) if new else total.add_(product, alpha=scale)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, alpha=scale, out=total)

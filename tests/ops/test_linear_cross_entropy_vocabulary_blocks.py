@@ -29,8 +29,8 @@ def test_several_blocks_of_classes(
     case: fk.testing.Case, low: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose last is narrower than the others; the parity suite's cases are of one."""
-    monkeypatch.setattr(vocabulary_blocks, "_LEAST", 16)
-    monkeypatch.setattr(vocabulary_blocks, "_LOGITS", 16)
+    monkeypatch.setattr(native, "_LEAST", 16)
+    monkeypatch.setattr(native, "_LOGITS", 16)
     if low:
         monkeypatch.setattr(chunks, "_SMALL", 0)
         monkeypatch.setattr(chunks, "fast_products", lambda dtype: True)
@@ -40,8 +40,8 @@ def test_several_blocks_of_classes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of the logits or, in 16 bits, of float32 copies of the weight, is made by any operation."""
-    monkeypatch.setattr(vocabulary_blocks, "_LOGITS", 64 * 100)
-    monkeypatch.setattr(vocabulary_blocks, "_LEAST", 32)
+    monkeypatch.setattr(native, "_LOGITS", 64 * 100)
+    monkeypatch.setattr(native, "_LEAST", 32)
     hidden = torch.randn(100, 24, dtype=dtype, requires_grad=True)
     weight = torch.randn(3000, 24, dtype=dtype, requires_grad=True)
     made: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ def test_what_exists_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     options = LinearLossOptions(-100, "mean", 0.0, 0.0, None, 1.0, TILES, False, False)
     with torch.no_grad(), All():
         call = (torch.ones(()), Inputs(*inputs), lse, lse_low, options, Needs(True, True, False))
-        vocabulary_blocks.backward(*call)
+        vocabulary_blocks.backward(native.KERNELS, *call)
     large = [t for t in made if t.untyped_storage().nbytes() > 6400 * dtype.itemsize * 2]
     assert len(made) > 100
     assert {(t.untyped_storage().nbytes(), t.dtype) for t in large} <= {(weight.numel() * dtype.itemsize, dtype)}

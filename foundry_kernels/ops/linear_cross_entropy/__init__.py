@@ -1,23 +1,24 @@
 r"""The cross-entropy of a linear layer's output, without that output: cross_entropy(hidden @ weight.T + bias, target).
 
-The logits are by far the largest tensor of a training step. There are two strategies without them.
+The logits are by far the largest tensor of a training step: ``[tokens, V]``. Here they are never kept for the backward
+pass. There are two strategies.
 
-*Chunks*: logits are made for a chunk of tokens at a time, go through the kernel of
+*Rows*: logits are made for a chunk of tokens at a time, for all classes, go through the kernel of
 :func:`foundry_kernels.cross_entropy`, and are gone before the next chunk. Where the loss is reduced, each chunk's
 gradients are made right behind its logits, for a loss whose own gradient is 1, and a backward pass multiplies them by
 what that turns out to be: so nothing is computed twice, and a loss that is scaled, added to others or differentiated
 twice through one graph (``retain_graph=True``) is right. With ``reduction="none"`` each token's loss has a gradient of
-its own, and a backward pass makes the logits anew from the lse that was kept (one matrix product more). The gradients
-of weight and bias are summed over chunks in float32 or, of a bfloat16 weight on a CPU, in 24 bits. The matrix products
-are PyTorch's own.
+its own, and a backward pass makes the logits anew from the lse that was kept (one matrix product more). The gradient of
+the logits is written over them. With several chunks the gradients of weight and bias are summed over them in float32
+or, of a bfloat16 weight on a CPU, in 24 bits; a single chunk's are products that are rounded once.
 
-*Tiles*, in Triton: a kernel makes a tile of the logits, takes from it what an online log-sum-exp needs, and never
-writes it. The backward pass makes the logits anew, some classes at a time, so that each row of the weight's gradient is
-complete at once: there is no float32 copy of it (see `triton/tiles.py`).
+*Tiles*: blocks of the classes, for all tokens. Forward, the logits of a block go into each token's running log-sum-exp.
+The backward pass makes them anew, so that each row of the weight's gradient is complete at once: there is no float32
+copy of it (see `vocabulary_blocks.py`). On the CPU tiles have the forward pass of chunks.
 
-On the CPU a tile would have to be multiplied by a kernel of ours, where a chunk's product is oneDNN's, which is tuned
-for every processor and uses its matrix instructions (AMX) where it has them. So its tiles have the forward pass of
-chunks, and a backward pass of products with some of the classes at a time (see `vocabulary_blocks.py`).
+The matrix products are PyTorch's own, of sizes at which these are fast: a kernel that multiplied tiles of logits and
+never wrote them took 20.5 ms on an H100 where PyTorch's products and a pass over their results took 13.9 (8192 tokens,
+4096 x 128256, forward).
 
 Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009; Hsu et al., "Liger
 Kernel", 2024, arXiv:2410.10989.
@@ -113,7 +114,7 @@ def linear_cross_entropy(
     return_predicted_tokens: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """``cross_entropy(logit_scale * (hidden @ weight.T + bias), target)``, whose logits never exist as a whole.
+    """``cross_entropy(logit_scale * (hidden @ weight.T + bias), target)``, whose logits are not kept.
 
     Args:
         hidden: ``[..., D]`` float32, bfloat16, float16 or float64, any strides, D at least 1.
@@ -124,15 +125,16 @@ def linear_cross_entropy(
         ignore_index, reduction, label_smoothing, z_loss, softcap, token_scaling, return_lse, return_z_loss,
         return_token_accuracy, return_predicted_tokens: as there. On the CPU ignored tokens are dropped before the
             product; on a GPU, where their number is not known without waiting for it, they are computed and count
-            nothing. Predictions are taken from each chunk's logits, or in Triton's tiles by the kernel itself.
-            Scaling is done in each chunk; of tiles the targets' logits are made once more, 2048 tokens at a time.
+            nothing. Predictions are taken from the logits while they exist. Scaling is done in each chunk; of tiles the
+            targets' logits are made once more, 2048 tokens at a time.
         logit_scale: the logits are multiplied by this, before the soft cap.
-        chunk_size: tokens whose logits exist at a time; "tiles": less memory for a fourth product (the reference takes
-            it as None); None chooses (see `Memory`).
+        chunk_size: tokens whose logits exist at a time, all at once if it is their number or more; "tiles": blocks of
+            classes, less memory for a fourth product (the reference takes it as None); None chooses (see `Memory`).
         batch_invariant: a token's loss, and its hidden's gradient where the reduction is no mean, has the same bits
             whatever other tokens there are; the gradients of weight and bias the same for any number of threads. It
-            takes chunks, and the products of a batch-invariant :func:`foundry_kernels.grouped_mm`, in float32 on a CPU.
-            Always on within :func:`foundry_kernels.batch_invariant`.
+            takes rows, all at once or in chunks, and the products of a batch-invariant
+            :func:`foundry_kernels.grouped_mm`, in float32 on a CPU. Always on within
+            :func:`foundry_kernels.batch_invariant`.
         backend: "auto", "reference" (which does make all logits), "triton" or "native": those whose cross-entropy
             kernel computes the chunks.
 
@@ -146,33 +148,44 @@ def linear_cross_entropy(
     Under autocast hidden, weight and bias are rounded to its dtype first, as a linear layer's are. There is no second
     derivative.
 
-    Memory of chunks, beyond inputs and the gradients that are returned: the logits of one chunk, and on a GPU their
-    gradient (on a CPU it replaces them), by default of a 16th of the tokens (an 8th in 16 bits) but of 64 at least, on
-    a CPU of 512; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that
-    is the root of a graph that is not retained, on the CPU, are the ones returned. With reduction "none": lse and what
-    its rounding took. Nothing is made for an input that needs no gradient. Three matrix products, or four with "none".
-    bfloat16 on a CPU: chunks of 256 tokens by default, and the weight's gradient is summed in 24 bits, of which the
-    first 16 lie in the gradient that is returned: a byte an element beside it. Where oneDNN has no instructions for
-    such products, logits are float32, and few classes at a time have float32 weights. Gradients of more than 4 million
-    multiplications are rounded before they are multiplied by the loss's own, and again after, where that is not 1.
+    Memory, beyond inputs and the gradients that are returned. Nothing is made for an input that needs no gradient.
 
-    Memory of tiles, in Triton: no logits exist, two floats a token are kept. The backward pass takes hidden's gradient
-    in float32, half the memory of hidden in 16 bits for gradients of logits (of 1024 classes at least), and as many
-    classes of the weight's gradient in float32. Four matrix products, or one without gradients. Triton takes this path
-    by itself where chunks would take more than 1 GiB. Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16,
-    that is 192 MiB where chunks take 2.4 GiB, 2 of them for the weight's gradient in float32, and all logits 4.8. On
-    the CPU: forward the logits of one chunk; backward at a time two million logits, or those of 256 classes, and
-    hidden's gradient in float32.
+    In Triton hidden once more (0 for ignored tokens), and:
+
+    - all rows at once: the logits, ``tokens * V`` numbers of hidden's dtype, which become their own gradient. Three
+      matrix products, or four with reduction "none". The default where these logits take at most a 32nd of the device's
+      memory: its total and the shape decide, never what is free. float16: the weight's gradient in float32 besides,
+      which counts as they do.
+    - tiles: the logits of a block of classes, 256 MiB (2048 classes at least), and hidden's gradient in float32. Four
+      products, or one without gradients. The default where all logits would take more; without gradients, more than a
+      block.
+    - chunks: the logits of one chunk, and the weight's gradient in float32, to which a product of each chunk adds; with
+      a reduced loss that is kept until the backward pass. Three products, or four with "none".
+
+    Of 8192 tokens over Llama 3's head, 4096 x 128256 in bfloat16, that is 2.0 GiB, 0.4 GiB, and 2.5 GiB in chunks of
+    2048 tokens; PyTorch's operations, which keep logits and make their gradient beside them, took 4.8 on an H100.
+
+    On a CPU chunks take the logits of one chunk, by default of a 16th of the tokens (an 8th in 16 bits) but of 512 at
+    least; with gradients and a reduced loss the gradients in float32, which for float32 inputs and a loss that is the
+    root of a graph that is not retained are the ones returned. With reduction "none": lse and what its rounding took.
+    bfloat16: chunks of 256 tokens by default, and the weight's gradient is summed in 24 bits, of which the first 16 lie
+    in the gradient that is returned: a byte an element beside it. Where oneDNN has no instructions for such products,
+    logits are float32, and few classes at a time have float32 weights. Tiles: forward the logits of one chunk; backward
+    at a time two million logits, or those of 256 classes, and hidden's gradient in float32.
+
+    Gradients that are rounded when they are made (of 16 bits: on a GPU hidden's, and with all rows at once the
+    weight's; on a CPU in bfloat16 those of more than 4 million multiplications) are multiplied by the loss's own
+    gradient and rounded again, where that is not 1.
 
     By default the CPU takes chunks; but of a bfloat16 weight that gets a gradient, where oneDNN has instructions for
     such products and the loss is reduced, a single chunk if all logits fit into 32 MiB, and with matrix instructions
     (AMX) tiles if they do not. Where it is not reduced it takes tiles.
 
-    Products are PyTorch's own, so bits may differ with another number of threads; the gradient of weight is summed over
-    the chunks, of bfloat16 on a CPU by oneDNN's kernel. In float32 they are the extension's where PyTorch's leave half
-    of the processor unused (MKL on AMD's from Zen 5 on). Products are of the inputs' dtype; on a CPU small products,
-    and all where oneDNN has no instructions for bfloat16 or float16, get float32 copies of hidden and weight, whose
-    logits are exact to float32.
+    Results have the same bits in each run. Products are PyTorch's own, so bits may differ with another number of
+    threads or another form; the gradient of weight is summed over the chunks, of bfloat16 on a CPU by oneDNN's kernel.
+    In float32 on a CPU they are the extension's where PyTorch's leave half of the processor unused (MKL on AMD's from
+    Zen 5 on). Products are of the inputs' dtype; on a CPU small products, and all where oneDNN has no instructions for
+    bfloat16 or float16, get float32 copies of hidden and weight, whose logits are exact to float32.
 
     DTensors: tokens may be sharded over devices, and so may the classes (`weight` and `bias` as ``Shard(0)``). Then
     every backend does the same, on PyTorch's operations: each device makes the logits of its own classes, and two small

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,13 +54,35 @@ class Outputs(NamedTuple):
     predicted: Tensor
 
 
+class Kernels(NamedTuple):
+    """The cross-entropy of logits that exist, as a backend computes it.
+
+    forward: of (logits, target, class_weight, options, save_lse, save_z_loss, save_stats, dloss) each token's loss,
+    lse,
+        what its rounding took, and z-loss; with `dloss`, the gradient of each token's loss, the logits' own gradient is
+        written over them.
+    gradients_: of (logits, dloss, target, class_weight, lse, lse_low, first, n_classes, options) writes over the logits
+        of the classes from `first` on their gradient.
+    cpu: whether values may be looked at (see `chunks.Tokens`).
+    classes: how many have logits at a time in `vocabulary_blocks`, of (n_tokens, n_classes, itemsize).
+    losses: the losses from one block of classes after another; None where there are none (`triton/launchers.py`).
+    """
+
+    forward: Callable[..., tuple[Tensor, ...]]
+    gradients_: Callable[..., None]
+    cpu: bool
+    classes: Callable[[int, int, int], int]
+    losses: Any = None
+
+
 def empty_outputs(
-    inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs | None = None, rounds: bool = False
-) -> Outputs:
-    """All that is asked for, in new memory, in the dtype of the arithmetic, gradients if `rounds` in that of hidden;
-    predictions are int64."""
+    inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> Outputs:  # fmt: skip
+    """All that is asked for, in new memory, in the dtype of the arithmetic, the gradients in `dtypes`; predictions are
+    int64."""
     hidden, weight = inputs.hidden, inputs.weight
-    need_dhidden, need_dweight, need_dbias = needs or (False, False, False)
+    need_dhidden, need_dweight, need_dbias = needs
     rows = hidden.shape[:-1]
     reduced = rows if options.reduction == "none" else ()
     shapes = (
@@ -69,8 +92,8 @@ def empty_outputs(
     )  # fmt: skip
     dtype = wide_dtype(hidden.dtype)
     found = [hidden.new_empty(shape if wanted else (0,), dtype=dtype) for wanted, shape in shapes]
-    if rounds:
-        found[-3:] = [gradient.to(hidden.dtype) for gradient in found[-3:]]
+    if any(needs):
+        found[-3:] = [gradient.to(d) for gradient, d in zip(found[-3:], dtypes, strict=True)]
     found.append(hidden.new_empty(rows if saves.predicted else (0,), dtype=torch.int64))
     return Outputs(*found)
 

@@ -111,6 +111,9 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((12,), 8, 50, "tiles-all-ignored", ignored=1.0, **_TILES),
         _case((0,), 8, 40, "tiles-empty", **_TILES),
         _case((12,), 8, 50, "tiles-large", std=60.0, **_TILES),
+        _case((3,), 4, 70000, "tiles-of-blocks", label_smoothing=0.1, **_TILES),  # several of them on any backend
+        _case((40,), 8, 50, "one-chunk", ignored=0.2, chunk_size=40),
+        _case((12,), 8, 50, "one-chunk-everything", **_WITH, chunk_size=1000),
     ),
 }
 
@@ -143,13 +146,12 @@ def scales(
 
 
 def compiled_cases(op: str) -> tuple[tuple[Case, torch.dtype], ...]:
-    """What `inspect` compiles without --all: the chunks' kernels (all others are those of cross_entropy), and tiles."""
+    """What `inspect` compiles without --all: of all classes, gradients at once or later, and of several blocks."""
     kinds = (
         _case((64,), 16, 32000),
         _case((64,), 16, 32000, **_ALL, **_NONE),
         _case((64,), 16, 50257),
-        _case((64,), 128, 2048, **_TILES),
-        _case((64,), 128, 2048, **_WITH, **_TILES, **_NONE),
-        _case((64,), 128, 2048, **_PREDICTIONS, **_TILES),
+        _case((64,), 16, 70000, **_TILES),
+        _case((64,), 16, 70000, **_WITH, **_TILES, **_NONE),
     )
     return tuple((case, dtype) for case in kinds for dtype in (torch.bfloat16, torch.float32))

@@ -4,7 +4,6 @@ they are wanted, by two more."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +11,11 @@ from torch import Tensor
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops._linear import linear
-from foundry_kernels.ops._products import fast_products, multiply, own_products
+from foundry_kernels.ops._products import accumulate, fast_products, multiply, own_products
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS, predictions, probabilities
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,
+    Kernels,
     Needs,
     Outputs,
     Saves,
@@ -29,8 +29,7 @@ from foundry_kernels.ops.linear_cross_entropy.options import LinearLossOptions
 #: but a sum in 24 bits takes little, and has chunks of its own size.
 _LEAST, _LEAST_CPU, _SHARE = 64, 512, 16
 _SUMMED = 256
-#: Classes whose 16-bit weights or gradients are widened at a time: the copy stays in the cache. On a GPU, those of
-#: which a part of the weight's gradient exists beside it.
+#: Classes whose 16-bit weights or gradients are widened at a time on a CPU: the copy stays in the cache.
 _CLASSES = 4096
 
 
@@ -60,6 +59,18 @@ def rounds(hidden: Tensor, weight: Tensor, options: LinearLossOptions) -> bool:
     return not exact and hidden.numel() * weight.shape[0] > _SMALL
 
 
+def gradient_dtypes(
+    hidden: Tensor, weight: Tensor, options: LinearLossOptions, cpu: bool
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of hidden's, weight's and bias's gradients as the chunks of a reduced loss leave them. On a GPU a product rounds
+    hidden's, and weight's too where a single chunk makes it whole; but in float16 that would be out of range before it
+    is divided by the number of tokens."""
+    low, wide = hidden.dtype, wide_dtype(hidden.dtype)
+    if cpu:
+        return (low, low, low) if rounds(hidden, weight, options) else (wide, wide, wide)
+    return low, low if options.one_chunk and low != torch.float16 else wide, wide
+
+
 def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
     """Returns the dtype of the logits' products on a CPU. A small product takes no time in either dtype, and float32
     does not round its logits."""
@@ -67,14 +78,17 @@ def dtype_of_products(x: Tensor, n_classes: int) -> torch.dtype:
     return wide_dtype(x.dtype) if small or not fast_products(x.dtype) else x.dtype
 
 
-def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x weight^T + bias, in the forward and the backward pass alike: lse is that of the same logits."""
+def make_logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, out: Tensor) -> None:
+    """out = scale (x weight^T + bias), in the forward and the backward pass alike: lse is that of the same logits. They
+    are rounded before they are scaled, as by PyTorch's operations."""
     if bias is None:
         multiply(x, weight.t(), out)
     elif own_products(x):
         multiply(x, weight.t(), out.copy_(bias.expand_as(out)), add=True)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+    if scale != 1.0:
+        out.mul_(scale)
 
 
 class Tokens:
@@ -104,11 +118,14 @@ class Tokens:
         #: Whether the weight's gradient is summed in 24 bits; and whether, products being in float32, few classes at a
         #: time have a copy of their weights.
         self.sums24 = cpu and not torch.compiler.is_compiling() and rounds(hidden, weight, options)
-        self.widens = self.sums24 and within != weight.dtype
+        self.widens = within != weight.dtype and (self.sums24 or options.tiles)
         self.x, self.weight = x.to(within), weight if self.widens else weight.to(within)
         self.bias = None if bias is None else bias.to(within)
-        self.logit_scale, self.cpu, self.chunk_size = options.logit_scale, cpu, options.chunk_size or None
-        self.one_chunk = options.one_chunk
+        self.cpu, self.chunk_size, self.one_chunk = cpu, options.chunk_size or None, options.one_chunk
+        self.gradient_dtypes = gradient_dtypes(hidden, weight, options, cpu)
+        #: What logits are multiplied by, and their gradient: by its products meanwhile, for nothing, if by `alpha`.
+        self.logit_scale = options.logit_scale
+        self.alpha = 1.0 if cpu or self.batch_invariant else options.logit_scale
         self.memory: Tensor | None = None
 
     def chunks(self) -> list[slice]:
@@ -136,9 +153,14 @@ class Tokens:
             self.memory = x.new_empty((x.shape[0], self.weight.shape[0]))
         y = self.memory.narrow(0, 0, x.shape[0])
         for first, w in self.weights():
-            out = y.narrow(1, first, w.shape[0])
-            make_logits(x, w, None if self.bias is None else self.bias.narrow(0, first, w.shape[0]), out)
-        return y if self.logit_scale == 1.0 else y.mul_(self.logit_scale)
+            bias = None if self.bias is None else self.bias.narrow(0, first, w.shape[0])
+            make_logits(x, w, bias, self.logit_scale, y.narrow(1, first, w.shape[0]))
+        return y
+
+    def scale_gradients(self, dlogits: Tensor) -> None:
+        """By `logit_scale`, unless their products do."""
+        if self.alpha != self.logit_scale:
+            dlogits.mul_(self.logit_scale)
 
     def of_kept(self, of_all: Tensor) -> Tensor:
         """Values of the kept tokens, as a vector, from those of all."""
@@ -153,27 +175,25 @@ class Tokens:
 
 
 class Gradients:
-    """What is wanted of the gradients of hidden, weight and bias, in the dtype of the arithmetic. With a sum in 24
-    bits, hidden's, to which nothing is added, and the weight's, the first 16 bits of that sum until its last chunk, are
-    in bfloat16."""
+    """What is wanted of the gradients of hidden, weight and bias, in the dtypes of `gradient_dtypes`: but on a CPU in
+    the dtype of the arithmetic, or with a sum in 24 bits, hidden's, to which nothing is added, and the weight's, the
+    first 16 bits of that sum until its last chunk, in bfloat16."""
 
     def __init__(self, tokens: Tokens, needs: Needs) -> None:
         n_classes, width = tokens.weight.shape
-        empty = tokens.x.new_empty((0,), dtype=torch.bfloat16 if tokens.sums24 else tokens.dtype)
         self.tokens, self.needs = tokens, needs
-        self.dx = empty.new_empty(tokens.x.shape) if needs.hidden else empty
+        of_hidden, of_weight, _ = tokens.gradient_dtypes
+        if tokens.cpu:
+            of_hidden = of_weight = torch.bfloat16 if tokens.sums24 else tokens.dtype
+        self.dx = tokens.x.new_empty(tokens.x.shape if needs.hidden else (0,), dtype=of_hidden)
         #: Whether the first chunk's part of the weight's gradient is yet to be written to memory that holds nothing.
-        self.is_new = (
-            tokens.cpu
-            and not tokens.batch_invariant
-            and tokens.target.numel() > 0
-            and (tokens.sums24 or tokens.x.dtype == empty.dtype)
-            and not torch.compiler.is_compiling()
-        )
-        self.dweight = self.low = empty
+        self.is_new = tokens.target.numel() > 0 and not torch.compiler.is_compiling()
+        if tokens.cpu:
+            self.is_new &= not tokens.batch_invariant and (tokens.sums24 or tokens.x.dtype == of_weight)
+        self.dweight = self.low = tokens.x.new_empty((0,), dtype=of_weight)
         if needs.weight:
-            self.dweight = (empty.new_empty if self.is_new else empty.new_zeros)((n_classes, width))
-        self.dbias = empty.new_zeros(n_classes, dtype=tokens.dtype) if needs.bias else empty
+            self.dweight = (self.low.new_empty if self.is_new else self.low.new_zeros)((n_classes, width))
+        self.dbias = self.dx.new_zeros(n_classes if needs.bias else 0, dtype=tokens.dtype)
 
     def times_weight(self, dlogits: Tensor) -> Tensor:
         if self.tokens.batch_invariant:
@@ -186,37 +206,38 @@ class Gradients:
         return total
 
     def add(self, part: slice, dlogits: Tensor) -> None:
-        tokens, needs = self.tokens, self.needs
-        if tokens.logit_scale != 1.0:
-            dlogits.mul_(tokens.logit_scale)
-        if needs.hidden:
+        tokens, needs, x = self.tokens, self.needs, rows_of(self.tokens.x, part)
+        tokens.scale_gradients(dlogits)
+        if needs.hidden and (tokens.cpu or tokens.batch_invariant):
             rows_of(self.dx, part).copy_(self.times_weight(dlogits))
-        alone = part == slice(0, tokens.target.numel())
-        if needs.weight and tokens.batch_invariant and tokens.cpu:
-            self.dweight += linear(dlogits.t(), rows_of(tokens.x, part).t())
-        elif needs.weight and tokens.sums24 and not (alone and dlogits.dtype == self.dweight.dtype):
+        elif needs.hidden:
+            accumulate(rows_of(self.dx, part), dlogits, tokens.weight, tokens.alpha, new=True)
+        if needs.weight and tokens.cpu:
+            self._add_to_weight_on_a_cpu(part, dlogits, x)
+        elif needs.weight:
+            accumulate(self.dweight, dlogits.t(), x, tokens.alpha, new=self.is_new)
+            self.is_new = False
+        if needs.bias:
+            self.dbias.add_(dlogits.sum(0, dtype=self.dbias.dtype), alpha=tokens.alpha)
+
+    def _add_to_weight_on_a_cpu(self, part: slice, dlogits: Tensor, x: Tensor) -> None:
+        tokens, n = self.tokens, self.tokens.target.numel()
+        if tokens.batch_invariant:
+            self.dweight += linear(dlogits.t(), x.t())
+        elif tokens.sums24 and not (part == slice(0, n) and dlogits.dtype == self.dweight.dtype):
             if self.is_new:
                 self.low = torch.empty_like(self.dweight, dtype=torch.uint8)
-            last = part.stop == tokens.target.numel()
-            accumulate_product24(self.dweight, self.low, dlogits, rows_of(tokens.x, part), self.is_new, last)
-            self.is_new = False
-        elif needs.weight and self.is_new:
-            multiply(dlogits.t(), rows_of(tokens.x, part), self.dweight)  # spares the zeros, and reading them
-            self.is_new = False
-        elif needs.weight and dlogits.dtype == self.dweight.dtype:
-            multiply(dlogits.t(), rows_of(tokens.x, part), self.dweight, add=True)
-        elif needs.weight:
-            # torch's product of 16 bits would round the part of each chunk. Some classes at a time, for the copy's
-            # sake.
-            wide, x = dlogits.device.type == "cuda", rows_of(tokens.x, part)
-            x = x if wide else x.to(tokens.dtype)
+            accumulate_product24(self.dweight, self.low, dlogits, x, self.is_new, part.stop == n)
+        elif self.is_new:
+            multiply(dlogits.t(), x, self.dweight)  # spares the zeros, and reading them
+        elif dlogits.dtype == self.dweight.dtype:
+            multiply(dlogits.t(), x, self.dweight, add=True)
+        else:
+            # A product of 16 bits would round the part of each chunk. Some classes at a time, for the copy's sake.
+            x = x.to(tokens.dtype)
             for total, d in zip(self.dweight.split(_CLASSES), dlogits.split(_CLASSES, 1), strict=True):
-                if wide:
-                    total += torch.mm(d.t(), x, out_dtype=tokens.dtype)
-                else:
-                    multiply(d.to(tokens.dtype).t(), x, total, add=True)
-        if needs.bias:
-            self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+                multiply(d.to(tokens.dtype).t(), x, total, add=True)
+        self.is_new = False
 
     def of(self, hidden: Tensor, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients, `rounded` to the dtype of hidden or as they are."""
@@ -226,25 +247,12 @@ class Gradients:
         return dhidden, self.dweight, self.dbias
 
 
-class Kernels(NamedTuple):
-    """The operators of a cross-entropy, of which the backward one may write to the logits; and whether values may be
-    looked at (see `Tokens`)."""
-
-    forward: Any
-    backward: Any
-    cpu: bool
-
-
 def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves: Saves, needs: Needs) -> Outputs:
     """The loss; and with `needs` the gradients, each chunk's right behind its logits."""
     tokens, class_weight = Tokens(inputs, options, kernels.cpu), inputs.class_weight
     gradients = Gradients(tokens, needs) if any(needs) else None
-    per_token = options.of_logits("none").operator_args()
-    total: Tensor | int | None = None
-    if options.reduction == "mean" and class_weight is None and tokens.n_counted is not None:
-        total = tokens.n_counted
-    elif options.reduction == "mean":
-        total = total_weight(tokens.target, class_weight, options.ignore_index, tokens.dtype)
+    per_token, n_classes = options.of_logits("none"), inputs.weight.shape[0]
+    total = total_of(tokens, class_weight, options)
     # The mean's divisor goes into the gradients at once, but for float16, which would lose what is below its range.
     late = tokens.x.dtype == torch.float16
     one = torch.ones((), dtype=tokens.dtype, device=inputs.hidden.device)
@@ -254,55 +262,80 @@ def forward(kernels: Kernels, inputs: Inputs, options: LinearLossOptions, saves:
     elif total is not None:
         share = total.reciprocal().masked_fill(total == 0, 0.0)
     stats = saves.stats or gradients is not None
+    save_lse = saves.lse or stats or options.token_scaling
     found: list[tuple[Tensor, ...]] = []
     predicted: list[Tensor] = []
     for part in tokens.chunks():
         target, logits = rows_of(tokens.target, part), tokens.logits(part)
-        loss, lse, low, z, _ = kernels.forward(
-            logits, target, class_weight, *per_token, saves.lse or stats or options.token_scaling, saves.z_loss, stats
-        )
-        dloss = (one if late else share).expand(target.shape)
-        if options.token_scaling:
-            p = probabilities(logits, target, lse, options.ignore_index, options.softcap)
-            loss, z, dloss = loss * p, z * p if saves.z_loss else z, dloss * p
         if saves.predicted:
             predicted.append(predictions(logits, target, options.ignore_index))
+        dloss = None if gradients is None else (one if late else share).expand(target.shape)
+        at_once = None if options.token_scaling else dloss
+        loss, lse, low, z = kernels.forward(
+            logits, target, class_weight, per_token, save_lse, saves.z_loss, stats, at_once
+        )
+        if options.token_scaling:
+            p = probabilities(logits, target, lse, options.ignore_index, options.softcap)
+            loss, z = loss * p, z * p if saves.z_loss else z
+            if dloss is not None:
+                kernels.gradients_(logits, dloss * p, target, class_weight, lse, low, 0, n_classes, per_token)
         found.append((loss, lse, low, z))
         if gradients is not None:
-            dlogits = kernels.backward(dloss, logits, target, class_weight, lse, low, None, *per_token)
-            del logits
-            gradients.add(part, dlogits)
-            del dlogits
+            gradients.add(part, logits)
+        del logits
+    if not found:
+        found.append((one.new_empty(0),) * 4)
+    rows = found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
+    best = None
+    if saves.predicted:
+        best = torch.cat(predicted) if predicted else tokens.target.new_empty(0, dtype=torch.int64)
+    results = outputs(tokens, inputs, options, saves, total, rows, best)
+    if gradients is None:
+        return results
+    rounded = kernels.cpu and rounds(inputs.hidden, inputs.weight, options)
+    dhidden, dweight, dbias = gradients.of(inputs.hidden, rounded)
+    return results._replace(dscale=share.clone() if late else one, dhidden=dhidden, dweight=dweight, dbias=dbias)
 
-    def rows(column: int) -> Tensor:
-        if len(found) == 1:
-            return found[0][column]
-        return torch.cat([each[column] for each in found]) if found else one.new_empty(0)
 
-    def predictions_of_all() -> Tensor:
-        of_kept = torch.cat(predicted) if predicted else tokens.target.new_empty(0, dtype=torch.int64)
-        return tokens.whole(of_kept, NO_CLASS).view(inputs.target.shape)
+def total_of(tokens: Tokens, class_weight: Tensor | None, options: LinearLossOptions) -> Tensor | int | None:
+    """Returns what a mean divides by; None where there is none."""
+    if options.reduction != "mean":
+        return None
+    if class_weight is None and tokens.n_counted is not None:
+        return tokens.n_counted
+    return total_weight(tokens.target, class_weight, options.ignore_index, tokens.dtype)
 
-    def whole(column: int) -> Tensor:
-        return tokens.whole(rows(column)).view(inputs.target.shape)
 
-    def reduced(column: int) -> Tensor:
-        if options.reduction == "none":
-            return whole(column)
-        return rows(column).sum() * 1.0 if total is None else mean_of(rows(column), total)
+def outputs(
+    tokens: Tokens, inputs: Inputs, options: LinearLossOptions, saves: Saves, total: Tensor | int | None,
+    rows: tuple[Tensor, ...], predicted: Tensor | None,
+) -> Outputs:  # fmt: skip
+    """The forward pass's outputs without gradients, from each token's loss, lse, what its rounding took, and z-loss."""
+    loss, lse, low, z = rows
+    shape = inputs.target.shape
 
     def absent() -> Tensor:
-        return one.new_empty(0)
+        return loss.new_empty(0)
 
-    rounded = kernels.cpu and rounds(inputs.hidden, inputs.weight, options)
+    def whole(x: Tensor) -> Tensor:
+        return tokens.whole(x).view(shape)
+
+    def reduced(x: Tensor) -> Tensor:
+        if options.reduction == "none":
+            return whole(x)
+        return x.sum() * 1.0 if total is None else mean_of(x, total)
+
+    dscale, dhidden, dweight, dbias = (absent() for _ in range(4))
     return Outputs(
-        reduced(0),
-        whole(1) if saves.lse else absent(),
-        whole(2) if saves.stats else absent(),
-        reduced(3) if saves.z_loss else absent(),
-        absent() if gradients is None else share.clone() if late else one,
-        *((absent(), absent(), absent()) if gradients is None else gradients.of(inputs.hidden, rounded)),
-        predictions_of_all() if saves.predicted else absent().long(),
+        reduced(loss),
+        whole(lse) if saves.lse else absent(),
+        whole(low) if saves.stats else absent(),
+        reduced(z) if saves.z_loss else absent(),
+        dscale,
+        dhidden,
+        dweight,
+        dbias,
+        absent().long() if predicted is None else tokens.whole(predicted, NO_CLASS).view(shape),
     )
 
 
@@ -314,12 +347,13 @@ def backward(
     tokens, hidden = Tokens(inputs, options, kernels.cpu), inputs.hidden
     gradients = Gradients(tokens, needs)
     of_rows = [tokens.of_kept(x) for x in (dloss, lse, lse_low)]
-    per_token = options.of_logits("none").operator_args()
+    per_token, n_classes = options.of_logits("none"), inputs.weight.shape[0]
     for part in tokens.chunks():
         d, each, low = (rows_of(x, part) for x in of_rows)
         logits, target = tokens.logits(part), rows_of(tokens.target, part)
         if options.token_scaling:
             d = d * probabilities(logits, target, each, options.ignore_index, options.softcap)
-        gradients.add(part, kernels.backward(d, logits, target, inputs.class_weight, each, low, None, *per_token))
+        kernels.gradients_(logits, d, target, inputs.class_weight, each, low, 0, n_classes, per_token)
+        gradients.add(part, logits)
     # A copy where nothing else was written, so that an output is never an input.
     return tuple(g.to(hidden.dtype) for g in gradients.of(hidden))

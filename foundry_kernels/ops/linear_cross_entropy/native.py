@@ -11,9 +11,10 @@ from torch import Tensor
 from foundry_kernels.core import extension
 from foundry_kernels.ops._products import fast_products
 from foundry_kernels.ops.cross_entropy.native import cross_entropy_bwd_classes_
-from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
+from foundry_kernels.ops.cross_entropy.options import LossOptions
+from foundry_kernels.ops.linear_cross_entropy.calls import Kernels, Needs
 from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
-from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES
+from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
 
 _LIBRARY = torch.library.Library("foundry_kernels", "FRAGMENT")
 _OPS = torch.ops.foundry_kernels
@@ -38,12 +39,18 @@ _TILES_ARE_FASTER = extension.build_info().get("instruction_set") == "amx_bf16"
 _ONE_CHUNK = 1 << 25
 
 
-def _chunk_size(hidden: Tensor, weight: Tensor, learns: bool, reduces: bool) -> int | None:
+#: Logits that tiles have at a time, if these are of so many classes at least: enough for products to be fast.
+_LOGITS, _LEAST = 1 << 21, 256
+
+
+def _chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
     """Of few tokens a single chunk, of many chunks in three products, or tiles in four (docs/performance.md): none of
     these takes a float32 sum of a bfloat16 weight's gradient."""
-    if not learns or hidden.dtype != torch.bfloat16 or not _FAST_PRODUCTS:
+    if options.chunk_size is not None or options.batch_invariant:
+        return options.chunk_size
+    if not needs.weight or hidden.dtype != torch.bfloat16 or not _FAST_PRODUCTS:
         return None
-    if not reduces:
+    if options.reduction == "none":
         return TILES
     n_tokens = hidden.numel() // hidden.shape[-1]
     if 2 * n_tokens * weight.shape[0] <= _ONE_CHUNK:
@@ -51,25 +58,34 @@ def _chunk_size(hidden: Tensor, weight: Tensor, learns: bool, reduces: bool) -> 
     return TILES if _TILES_ARE_FASTER else None
 
 
-def _gradients_in_place(
-    dloss: Tensor, logits: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, lse_low: Tensor,
-    total_weight: None, ignore_index: int, reduction: str, *options: Any,
-) -> Tensor:  # fmt: skip
-    """`cross_entropy_bwd` of tokens' losses. A second block of a chunk's size would take longer to be handed out by the
-    system than to be written."""
-    cross_entropy_bwd_classes_(
-        logits, dloss, target, class_weight, lse, lse_low, 0, logits.shape[1], ignore_index, *options
+def _classes(n_tokens: int, n_classes: int, itemsize: int) -> int:
+    return max(_LEAST, _LOGITS // n_tokens)
+
+
+def _forward(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, options: LossOptions, save_lse: bool,
+    save_z_loss: bool, save_stats: bool, dloss: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    loss, lse, low, z, _ = _OPS.cross_entropy_fwd.default(
+        logits, target, class_weight, *options.operator_args(), save_lse, save_z_loss, save_stats
     )
-    return logits
+    if dloss is not None:
+        _gradients_(logits, dloss, target, class_weight, lse, low, 0, logits.shape[1], options)
+    return loss, lse, low, z
 
 
-linear_cross_entropy = make_backend(
-    "",
-    _define,
-    Strategy(
-        chunks.Kernels(_OPS.cross_entropy_fwd.default, _gradients_in_place, cpu=True),
-        tiles_forward=None,
-        tiles_backward=vocabulary_blocks.backward,
-        chunk_size=_chunk_size,
-    ),
-)
+def _gradients_(
+    logits: Tensor, dloss: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, lse_low: Tensor,
+    first: int, n_classes: int, options: LossOptions,
+) -> None:  # fmt: skip
+    """In place: a second block of a chunk's size would take longer to be handed out by the system than to be
+    written."""
+    cross_entropy_bwd_classes_(
+        logits, dloss, target, class_weight, lse, lse_low, first, n_classes, options.ignore_index,
+        options.label_smoothing, options.z_loss, options.softcap,
+    )  # fmt: skip
+
+
+KERNELS = Kernels(_forward, _gradients_, cpu=True, classes=_classes)
+
+linear_cross_entropy = make_backend("", _define, Strategy(KERNELS, _chunk_size))

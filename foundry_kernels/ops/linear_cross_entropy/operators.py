@@ -10,9 +10,10 @@ from torch import Tensor
 
 from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import no_autocast
-from foundry_kernels.ops.linear_cross_entropy import chunks
+from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,
+    Kernels,
     Needs,
     Saves,
     empty_outputs,
@@ -44,37 +45,34 @@ _graph_is_retained = torch._C._autograd._get_current_graph_task_keep_graph
 class Strategy(NamedTuple):
     """What a backend's operators do.
 
-    kernels: the cross-entropy of the chunks. tiles_forward, tiles_backward: what is done for "tiles"; without a forward
-    one it is that of chunks. chunk_size: the size where none is given, of hidden, weight, whether weight gets a
-    gradient and whether the loss is reduced; None where it depends on the tokens that count.
+    kernels: the cross-entropy of logits. chunk_size: that of a call, of hidden, weight, the options and what gets a
+    gradient; None where it depends on the tokens that count. scale_: multiplies a gradient in place by a number that is
+    on its device; None where that is PyTorch's.
     """
 
-    kernels: chunks.Kernels
-    tiles_forward: Callable[[Inputs, LinearLossOptions, Saves], tuple[Tensor, ...]] | None
-    tiles_backward: Callable[..., tuple[Tensor, ...]]
-    chunk_size: Callable[[Tensor, Tensor, bool, bool], int | None]
+    kernels: Kernels
+    chunk_size: Callable[[Tensor, Tensor, LinearLossOptions, Needs], int | None]
+    scale_: Callable[[Tensor, Tensor], None] | None = None
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
         saves, needs = Saves(*flags[:4]), Needs(*flags[4:])
         with no_autocast(inputs.hidden):
-            if options.tiles and self.tiles_forward is not None:
-                return tuple(self.tiles_forward(inputs, options, saves))
+            if options.tiles and self.kernels.losses is not None:
+                return tuple(vocabulary_blocks.forward(self.kernels, inputs, options, saves))
             return tuple(chunks.forward(self.kernels, inputs, options, saves, needs))
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, (options, flags) = Inputs(*args[:5]), LinearLossOptions.from_operator_args(args[5:])
-        needs = Needs(*flags[4:])
-        rounds = any(needs) and self.kernels.cpu and chunks.rounds(inputs.hidden, inputs.weight, options)
-        return tuple(empty_outputs(inputs, options, Saves(*flags[:4]), needs, rounds))
+        dtypes = chunks.gradient_dtypes(inputs.hidden, inputs.weight, options, self.kernels.cpu)
+        return tuple(empty_outputs(inputs, options, Saves(*flags[:4]), Needs(*flags[4:]), dtypes))
 
     def backward(self, dloss: Tensor, *args: Any) -> tuple[Tensor, ...]:
         inputs, lse, lse_low = Inputs(*args[:5]), args[5], args[6]
         options, needs = LinearLossOptions.from_operator_args(args[7:])
+        of = vocabulary_blocks if options.tiles else chunks
         with no_autocast(inputs.hidden):
-            if options.tiles:
-                return self.tiles_backward(dloss, inputs, lse, lse_low, options, Needs(*needs))
-            return chunks.backward(self.kernels, dloss, inputs, lse, lse_low, options, Needs(*needs))
+            return of.backward(self.kernels, dloss, inputs, lse, lse_low, options, Needs(*needs))
 
 
 def _fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -82,8 +80,9 @@ def _fake_backward(dloss: Tensor, hidden: Tensor, weight: Tensor, *rest: Any) ->
     return tuple(hidden.new_empty(s if needed else (0,)) for s, needed in zip(shapes, rest[-3:], strict=True))
 
 
-#: The forward and the backward operator by the prefix of their names, which torch.compile can look up.
+#: The forward and the backward operator by the prefix of their names, which torch.compile can look up; and `scale_`.
 _OPERATORS: dict[str, tuple[Any, Any]] = {}
+_SCALE: dict[str, Any] = {}
 
 
 def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) -> Callable[..., tuple[Tensor, ...]]:
@@ -93,28 +92,28 @@ def make_backend(prefix: str, define: Callable[..., Any], strategy: Strategy) ->
         define(prefix + FWD, strategy.forward, strategy.fake_forward),
         define(prefix + BWD, strategy.backward, _fake_backward),
     )
-    forward = _OPERATORS[prefix][0]
-    chunk_size, forward_of_chunks = strategy.chunk_size, strategy.tiles_forward is None
+    _SCALE[prefix] = strategy.scale_
+    forward, chunk_size, cpu = _OPERATORS[prefix][0], strategy.chunk_size, strategy.kernels.cpu
 
     def linear_cross_entropy(
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
         options: LinearLossOptions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        records = torch.is_grad_enabled()
-        if options.chunk_size is None and not options.batch_invariant:
-            size = chunk_size(hidden, weight, records and weight.requires_grad, options.reduction != "none")
-            options = options._replace(chunk_size=size)
+        needs = _NOTHING
+        if torch.is_grad_enabled():
+            needs = Needs(hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        options = options._replace(chunk_size=chunk_size(hidden, weight, options, needs))
         inputs = Inputs(hidden, weight, target, bias, class_weight)
         if options.token_scaling and options.tiles:
             # Whose backward pass makes the logits anew anyway: a gradient for each token costs nothing.
             unscaled = options._replace(token_scaling=False, reduction="none", return_lse=True)
             each, lse, z, predicted = linear_cross_entropy(*inputs, unscaled)
-            rounded = chunks.dtype_of_products(hidden, weight.shape[0]) if forward_of_chunks else lse.dtype
+            rounded = chunks.dtype_of_products(hidden, weight.shape[0]) if cpu else hidden.dtype
             with torch.no_grad(), no_autocast(hidden):
                 p = target_probabilities(inputs, lse, options, rounded)
             loss, z = scaled(each, z, p, target, class_weight, options)
             return loss, lse, z, predicted
-        if records and (hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        if any(needs):
             return _LinearCrossEntropy.apply(prefix, *inputs, options)
         saves = Saves(options.return_lse, options.return_z_loss, False, options.return_predictions)
         loss, lse, _, z, *_, predicted = forward(*inputs, *options.operator_args(), *saves, *_NOTHING)
@@ -153,18 +152,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             dscale, *gradients = ctx.saved_tensors
             factor = dloss * dscale
-            found = [_scaled(g, factor, ctx.dtype) for g in gradients]
+            found = [_scaled(g, factor, ctx.dtype, _SCALE[ctx.prefix]) for g in gradients]
         dhidden, dweight, dbias = (g if n else None for g, n in zip(found, ctx.needs, strict=True))
         return None, dhidden, dweight, None, dbias, None, None
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * factor, rounded once; without the product where it changes nothing and looking costs nothing.
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, scale_: Any) -> Tensor:
+    """gradient * factor, rounded once; without the product where it changes nothing and looking costs nothing, as it
+    does not on a CPU, nor in a kernel of the device's.
 
     Of a graph that is retained the next backward pass needs `gradient`, so it is not handed out."""
-    seen = factor.device.type == "cpu" and type(factor) is Tensor and not torch.compiler.is_compiling()
-    if seen and factor.item() == 1.0 and not (gradient.dtype == dtype and _graph_is_retained()):
-        return gradient.to(dtype)
+    plain = type(factor) is Tensor and not torch.compiler.is_compiling()
+    if plain and not (gradient.dtype == dtype and _graph_is_retained()):
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return gradient.to(dtype)
+        if scale_ is not None and gradient.is_cuda and gradient.dtype == dtype and gradient.is_contiguous():
+            scale_(gradient, factor)
+            return gradient
     if gradient.dtype == dtype or torch.compiler.is_compiling():  # a compiler makes one loop of it
         return (gradient * factor).to(dtype)
     out = torch.empty_like(gradient, dtype=dtype)

@@ -73,8 +73,9 @@ def store_rows(
     loss_ptr, lse_ptr, lse_low_ptr, z_ptr, n_cols, label_smoothing, share, z_loss,
     SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """What is wanted of rows of which everything is known: the largest of all logits, the sum of the exponentials below
-    it of all but the target's, and with label smoothing the weighted sum of their distances to `b_center`."""
+    """Stores what is wanted of rows of which everything is known: the largest of all logits, the sum of the
+    exponentials below it of all but the target's, and with label smoothing the weighted sum of their distances to
+    `b_center`. Returns lse and what its rounding took."""
     b_top = b_max == b_picked
     b_log = tl.where(b_top, log1p(b_sum), tl.log(b_sum + tl.where(b_top, 1.0, tl.exp(b_picked - b_max))))
     b_whole = b_max + b_log
@@ -98,6 +99,33 @@ def store_rows(
         tl.store(lse_low_ptr + rows, tl.where(known, b_low, b_else), mask=live)
     if z_ptr is not None:
         tl.store(z_ptr + rows, tl.where(known, b_z, b_else), mask=live)
+    return b_lse, b_low
+
+
+@triton.jit
+def finite(x):
+    """x, and 0 in place of NaN and infinity."""
+    return tl.where((x == x) & (tl.abs(x) != float("inf")), x, 0.0)
+
+
+@triton.jit
+def add_classes(
+    b_max, b_sum, b_offset, b_y, b_center, mask, others, cols, weight_ptr, n_cols,
+    SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Takes a tile of logits b_y [BLOCK_ROWS, BLOCK_COLS] into the largest of all, the sum of the exponentials below it
+    of `others` than the target's, and with label smoothing the weighted sum of their distances to `b_center`."""
+    b_y = tl.where(mask, b_y, -float("inf"))
+    b_new = tl.maximum(b_max, tl.max(b_y, 1))
+    b_shift = tl.where(b_new == -float("inf"), 0.0, b_new)
+    b_exp = tl.where(others, tl.exp(b_y - b_shift[:, None]), 0.0)
+    b_sum = b_sum * tl.exp(b_max - b_shift) + tl.sum(b_exp, 1)
+    if SMOOTH:
+        b_off = tl.where(others, b_y - b_center[:, None], 0.0)
+        if weight_ptr is not None:
+            b_off *= tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)[None, :]
+        b_offset += tl.sum(b_off, 1)
+    return b_new, b_sum, b_offset
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -116,8 +144,7 @@ def cross_entropy_fwd_kernel(
     known = counts & (b_target >= 0) & (b_target < n_cols)
     o_x = row_offset(rows, n1, n2, xs0, xs1, xs2, RANK)
     b_picked = capped(tl.load(logits_ptr + o_x + b_target, mask=known, other=0.0).to(COMPUTE), softcap, CAP)
-    b_finite = (b_picked == b_picked) & (tl.abs(b_picked) != float("inf"))
-    b_center = tl.where(b_finite, b_picked, 0.0)
+    b_center = finite(b_picked)
 
     b_max = b_picked
     b_sum = tl.zeros([BLOCK_ROWS], COMPUTE)
@@ -126,18 +153,11 @@ def cross_entropy_fwd_kernel(
         cols = start + tl.arange(0, BLOCK_COLS)
         mask = known[:, None] & (cols < n_cols)[None, :]
         b_x = tl.load(logits_ptr + o_x[:, None] + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
-        b_y = tl.where(mask, capped(b_x, softcap, CAP), -float("inf"))
-        b_new = tl.maximum(b_max, tl.max(b_y, 1))
-        b_shift = tl.where(b_new == -float("inf"), 0.0, b_new)
         others = mask & (cols[None, :] != b_target[:, None])
-        b_exp = tl.where(others, tl.exp(b_y - b_shift[:, None]), 0.0)
-        b_sum = b_sum * tl.exp(b_max - b_shift) + tl.sum(b_exp, 1)
-        b_max = b_new
-        if SMOOTH:
-            b_off = tl.where(others, b_y - b_center[:, None], 0.0)
-            if weight_ptr is not None:
-                b_off *= tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)[None, :]
-            b_offset += tl.sum(b_off, 1)
+        b_max, b_sum, b_offset = add_classes(
+            b_max, b_sum, b_offset, capped(b_x, softcap, CAP), b_center, mask, others, cols, weight_ptr, n_cols,
+            SMOOTH, COMPUTE,
+        )  # fmt: skip
 
     store_rows(
         b_max, b_sum, b_offset, b_picked, b_center, rows, live, counts, known, b_target, weight_ptr, weight_sum_ptr,
@@ -200,6 +220,26 @@ def row_gradients(
     return b_factor, b_at
 
 
+@triton.jit
+def class_gradients(
+    b_y, cols, b_target, b_lse, b_low, b_factor, b_at, b_dloss, read, unknown, weight_ptr, n_cols, share, softcap,
+    CAP: tl.constexpr, SMOOTH: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of logits, of which b_y are the capped ones, from what `row_gradients` gives: of rows that
+    are `read`, NaN of those whose target is `unknown`, and 0 of others."""
+    b_v = b_factor[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
+    if SMOOTH:
+        if weight_ptr is None:
+            b_v -= share
+        else:
+            b_class = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)
+            b_v -= share * b_class[None, :]
+    b_v = tl.where(cols[None, :] == b_target[:, None], b_at[:, None], b_v) * b_dloss[:, None]
+    if CAP:
+        b_v *= cap_slope(b_y, softcap)
+    return tl.where(read[:, None] | unknown[:, None], b_v, 0.0)
+
+
 @triton.jit(do_not_specialize=_PLAIN)
 def cross_entropy_bwd_kernel(
     dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, lse_low_ptr, total_ptr, dlogits_ptr,
@@ -235,17 +275,9 @@ def cross_entropy_bwd_kernel(
 
     mask = (cols < n_cols)[None, :] & live[:, None]
     b_x = tl.load(logits_ptr + o_x[:, None] + cols[None, :], mask=mask & read[:, None], other=0.0).to(COMPUTE)
-    b_y = capped(b_x, softcap, CAP)
-    b_v = b_factor[:, None] * tl.exp((b_y - b_lse[:, None]) - b_low[:, None])
-    if SMOOTH:
-        if weight_ptr is None:
-            b_v -= share
-        else:
-            b_class = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(COMPUTE)
-            b_v -= share * b_class[None, :]
-    b_v = tl.where(cols[None, :] == b_target[:, None], b_at[:, None], b_v) * b_dloss[:, None]
-    if CAP:
-        b_v *= cap_slope(b_y, softcap)
-    b_v = tl.where(read[:, None] | (counts & ~known)[:, None], b_v, 0.0)
+    b_v = class_gradients(
+        capped(b_x, softcap, CAP), cols, b_target, b_lse, b_low, b_factor, b_at, b_dloss, read, counts & ~known,
+        weight_ptr, n_cols, share, softcap, CAP, SMOOTH, COMPUTE,
+    )  # fmt: skip
     o_out = (rows * n_cols)[:, None] + cols[None, :]
     tl.store(dlogits_ptr + o_out, round_to(b_v, dlogits_ptr.dtype.element_ty), mask=mask)

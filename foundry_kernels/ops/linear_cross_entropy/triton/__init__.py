@@ -1,41 +1,63 @@
-"""Two paths: chunks of tokens through Triton's cross-entropy, and tiles whose logits are never written at all."""
+"""Two forms, with PyTorch's products and two kernels between them (`launchers.py`).
+
+All rows at once: a product makes all logits, one kernel finds the loss and writes the logits' gradient over them, and a
+product each makes hidden's gradient and weight's. Nothing of the logits' size exists beside them, and no sum of
+weight's gradient. Blocks of classes ("tiles", `vocabulary_blocks.py`): a product more, and little memory. Chunks of
+rows, which a caller may ask for, are the first form with a float32 sum of weight's gradient, to which a product adds.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-import foundry_kernels.ops.cross_entropy.triton  # noqa: F401  # whose operators these are
+from foundry_kernels._triton import INTERPRET
+from foundry_kernels._triton.devices import total_memory
 from foundry_kernels._triton.operators import define
-from foundry_kernels.ops.linear_cross_entropy import chunks
+from foundry_kernels.ops.linear_cross_entropy.calls import Kernels, Needs
 from foundry_kernels.ops.linear_cross_entropy.operators import Strategy, make_backend
-from foundry_kernels.ops.linear_cross_entropy.options import TILES
-from foundry_kernels.ops.linear_cross_entropy.triton import tiles
+from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
+from foundry_kernels.ops.linear_cross_entropy.triton import launchers
 
-_OPS = torch.ops.foundry_kernels
-#: Bytes that chunks may take beyond the gradients before tiles are chosen.
-CHUNKS_MAY_TAKE = 1 << 30
-
-
-def chunks_take(n_tokens: int, shape: tuple[int, ...], dtype: torch.dtype, learns: bool) -> int:
-    """Bytes of a chunk's logits and their gradient, and of the float32 sum of a 16-bit weight's gradient."""
-    n_classes, width = shape
-    logits = chunks.default_size(n_tokens, dtype.itemsize) * n_classes * dtype.itemsize
-    return 2 * logits + (4 * n_classes * width if learns and dtype.itemsize == 2 else 0)
+#: The part of the device's memory that all logits may take, where there are gradients.
+SHARE = 32
+#: Bytes of a block's logits, how many classes it has at least and at most, and what their number is a multiple of. On
+#: an H100, of 8192 tokens, blocks of 16032 classes were the fastest of 4008 to 32064. With many tokens fewer classes
+#: would spend more time on hidden's float32 sum, which each block reads and writes, than on the product.
+BLOCK, LEAST, MOST, MULTIPLE = 1 << 28, 2048, 1 << 15, 128
 
 
-def _chunk_size(hidden: Tensor, weight: Tensor, learns: bool, reduces: bool) -> int | None:
-    n_tokens = hidden.numel() // hidden.shape[-1]
-    return TILES if chunks_take(n_tokens, weight.shape, hidden.dtype, learns) > CHUNKS_MAY_TAKE else None
+def _at_most(size: int, limit: int) -> bool:
+    """size <= limit; False while a compiler traces a number of tokens that depends on data, and cannot tell."""
+    if not torch.compiler.is_compiling():
+        return size <= limit
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size <= limit)
 
 
-linear_cross_entropy = make_backend(
-    "triton_",
-    define,
-    Strategy(
-        chunks.Kernels(_OPS.triton_cross_entropy_fwd.default, _OPS.triton_cross_entropy_bwd.default, cpu=False),
-        tiles_forward=tiles.forward,
-        tiles_backward=tiles.backward,
-        chunk_size=_chunk_size,
-    ),
-)
+def chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
+    """By the shape and the device's memory, never by what is free. Without gradients blocks take no product more."""
+    n_tokens, asked = hidden.numel() // hidden.shape[-1], options.chunk_size
+    if asked is not None:
+        return ALL if asked not in (ALL, TILES) and _at_most(n_tokens, asked) else asked
+    takes = n_tokens * weight.shape[0] * hidden.element_size()
+    if needs.weight and hidden.dtype == torch.float16:  # in float32 until it is divided by the number of tokens
+        takes += 4 * weight.numel()
+    if _at_most(takes, total_memory(hidden.device) // SHARE if any(needs) else BLOCK):
+        return ALL
+    # Tiles sum hidden's gradient over blocks of classes whose number depends on that of the tokens.
+    return None if options.batch_invariant else TILES
+
+
+def classes(n_tokens: int, n_classes: int, itemsize: int) -> int:
+    """Of a block: all but the last have as many, so that they are nearly of one size."""
+    if INTERPRET:  # so that small cases have several
+        return max(32, -(-n_classes // 4))
+    n_blocks = -(-n_classes // min(max(LEAST, BLOCK // (n_tokens * itemsize)), MOST))
+    return -(-n_classes // (n_blocks * MULTIPLE)) * MULTIPLE
+
+
+KERNELS = Kernels(launchers.forward, launchers.gradients_, cpu=False, classes=classes, losses=launchers.Losses)
+
+linear_cross_entropy = make_backend("triton_", define, Strategy(KERNELS, chunk_size, launchers.scale_))

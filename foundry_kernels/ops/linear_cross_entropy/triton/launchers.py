@@ -1,0 +1,145 @@
+"""Launches of the kernels beside, over logits that exist: of all classes, or of one block of classes after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.operators import on_its_device
+from foundry_kernels._triton.rows import compute_dtype, contiguous
+from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.registry import wide_dtype
+from foundry_kernels.ops.cross_entropy.options import LossOptions
+from foundry_kernels.ops.cross_entropy.triton import rows
+from foundry_kernels.ops.linear_cross_entropy.triton.kernels import (
+    linear_cross_entropy_bwd_kernel,
+    linear_cross_entropy_fwd_kernel,
+    linear_cross_entropy_scale_kernel,
+)
+
+_FORWARD, _BACKWARD, _SCALE = 4096, 2048, 4096  # elements of a program's tile
+#: Where 8 or 16 bytes are spilled else, on 8.0 or 12.0, for an occupancy that ptxas guesses.
+_ENOUGH = {"maxnreg": 128}
+
+
+def _tile(kernel: str, n_out: int, elements: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    return choose(kernel, f"{8 * dtype.itemsize}-bit", rows(n_out, elements), device)
+
+
+def _constants(dtype: torch.dtype, options: LossOptions) -> dict[str, Any]:
+    smooth, capped = options.label_smoothing > 0.0, options.softcap is not None
+    return {"CAP": capped, "SMOOTH": smooth, "COMPUTE": compute_dtype(dtype)}
+
+
+def _numbers(n_cols: int, options: LossOptions) -> tuple[Any, ...]:
+    smoothing = options.label_smoothing
+    return options.ignore_index, smoothing, smoothing / n_cols, options.z_loss, options.softcap or 0.0
+
+
+@planned
+def _plan_fwd(
+    n_rows: int, n_cols: int, n_out: int, first: int, dtype: torch.dtype, device: torch.device, options: LossOptions,
+    writes: bool,
+) -> Plan:  # fmt: skip
+    tile = _tile("linear_cross_entropy_fwd_kernel", n_out, _FORWARD, dtype, device)
+    numbers = (n_rows, n_cols, n_out, first, *_numbers(n_cols, options))
+    registers = _ENOUGH if writes and dtype.itemsize == 4 else {}
+    grid = (triton.cdiv(n_rows, tile["BLOCK_ROWS"]),)
+    return Plan(grid, numbers, _constants(dtype, options) | registers | tile)
+
+
+@planned
+def _plan_bwd(
+    n_rows: int, n_cols: int, n_out: int, first: int, dtype: torch.dtype, device: torch.device, options: LossOptions,
+    weighted: bool,
+) -> Plan:  # fmt: skip
+    tile = _tile("linear_cross_entropy_bwd_kernel", n_out, _BACKWARD, dtype, device)
+    n_tiles = triton.cdiv(n_out, tile["BLOCK_COLS"])
+    numbers = (n_rows, n_cols, n_out, n_tiles, first, *_numbers(n_cols, options))
+    grid = (triton.cdiv(n_rows, tile["BLOCK_ROWS"]) * n_tiles,)
+    registers = _ENOUGH if weighted and options.label_smoothing > 0.0 and options.softcap is not None else {}
+    return Plan(grid, numbers, _constants(dtype, options) | registers | tile)
+
+
+@planned
+def _plan_scale(n: int, dtype: torch.dtype) -> Plan:
+    constants = {"COMPUTE": compute_dtype(dtype), "BLOCK": _SCALE, "num_warps": 8}
+    return Plan((triton.cdiv(n, _SCALE),), (n,), constants)
+
+
+def _sum_of(class_weight: Tensor | None, options: LossOptions, dtype: torch.dtype) -> Tensor | None:
+    return None if class_weight is None or options.label_smoothing == 0.0 else class_weight.to(dtype).sum()
+
+
+class Losses:
+    """The losses of tokens, from the logits of all classes or of one block of them after another."""
+
+    def __init__(
+        self, target: Tensor, n_classes: int, class_weight: Tensor | None, options: LossOptions, dtype: torch.dtype,
+        save_lse: bool, save_z_loss: bool, save_stats: bool,
+    ) -> None:  # fmt: skip
+        self.target, self.n_classes, self.options = target.contiguous(), n_classes, options
+        self.class_weight = contiguous(class_weight)
+        self.weight_sum = _sum_of(class_weight, options, dtype)
+        wanted = (True, save_lse, save_stats, save_z_loss)
+        #: Of each token, as far as wanted: its loss, lse, what that's rounding took, and z-loss.
+        self.results = tuple(
+            torch.empty(target.shape if w else (0,), dtype=dtype, device=target.device) for w in wanted
+        )
+        self.state: Tensor | None = None
+
+    def add(self, logits: Tensor, first: int, dloss: Tensor | None = None) -> None:
+        """Takes the logits ``[tokens, classes]`` of these classes in. With the last ones `results` are there. `dloss`:
+        see the kernel; the logits must be of all classes."""
+        (n_rows, n_out), n_classes = logits.shape, self.n_classes
+        if n_rows == 0:
+            return
+        if n_out < n_classes and self.state is None:
+            n_numbers = 5 if self.options.label_smoothing > 0.0 else 3
+            self.state = self.results[0].new_empty((n_numbers, n_rows))
+        wanted = [x if x.numel() else None for x in self.results] if first + n_out == n_classes else [None] * 4
+        writes = dloss is not None
+        plan = _plan_fwd(n_rows, n_classes, n_out, first, logits.dtype, logits.device, self.options, writes)
+        launch(
+            linear_cross_entropy_fwd_kernel, plan,
+            logits, self.target, self.class_weight, self.weight_sum, self.state, contiguous(dloss), *wanted,
+        )  # fmt: skip
+
+
+def forward(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, options: LossOptions, save_lse: bool,
+    save_z_loss: bool, save_stats: bool, dloss: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `calls.Kernels`."""
+    dtype, n_classes = wide_dtype(logits.dtype), logits.shape[1]
+    losses = Losses(target, n_classes, class_weight, options, dtype, save_lse, save_z_loss, save_stats)
+    losses.add(logits, 0, dloss)
+    return losses.results
+
+
+def gradients_(
+    logits: Tensor, dloss: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, lse_low: Tensor,
+    first: int, n_classes: int, options: LossOptions,
+) -> None:  # fmt: skip
+    """See `calls.Kernels`."""
+    n_rows, n_out = logits.shape
+    if n_rows == 0:
+        return
+    weighted = class_weight is not None
+    plan = _plan_bwd(n_rows, n_classes, n_out, first, logits.dtype, logits.device, options, weighted)
+    launch(
+        linear_cross_entropy_bwd_kernel, plan,
+        dloss.contiguous(), logits, target.contiguous(), contiguous(class_weight),
+        _sum_of(class_weight, options, lse.dtype), lse.contiguous(), lse_low.contiguous(),
+    )  # fmt: skip
+
+
+@on_its_device
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Multiplies contiguous x in place by a number that is on the device."""
+    if x.numel():
+        launch(linear_cross_entropy_scale_kernel, _plan_scale(x.numel(), x.dtype), x, factor)

@@ -1,0 +1,321 @@
+"""linear_cross_entropy in Triton, all rows at once and in blocks of classes ("tiles"): what the table of cases cannot
+say of them. What they multiply and allocate is in `test_linear_cross_entropy_products.py`."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from table import saved_tensors
+from torch import Tensor
+
+from foundry_kernels import _triton
+from foundry_kernels.ops.linear_cross_entropy import linear_cross_entropy
+
+if not _triton.INTERPRET:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from foundry_kernels.ops.linear_cross_entropy import operators
+from foundry_kernels.ops.linear_cross_entropy import triton as forms
+from foundry_kernels.ops.linear_cross_entropy.calls import Needs
+from foundry_kernels.ops.linear_cross_entropy.options import ALL, TILES, LinearLossOptions
+from foundry_kernels.ops.linear_cross_entropy.triton import launchers
+
+TOKENS, WIDTH, CLASSES = 40, 8, 70
+OPS = torch.ops.foundry_kernels
+
+
+def draw(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=g, dtype=torch.float64)
+    weight = torch.randn(CLASSES, WIDTH, generator=g, dtype=torch.float64) / math.sqrt(WIDTH)
+    target = torch.randint(CLASSES, (TOKENS,), generator=g)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target
+
+
+#: What asks for each form: as many tokens at a time as there are, or blocks of classes, of which there are three here.
+FORMS = pytest.mark.parametrize("form", [TOKENS, "tiles"], ids=["rows", "tiles"])
+
+
+def loss_of(form: Any, *args: Any, **options: Any) -> Any:
+    return linear_cross_entropy(*args, chunk_size=form, backend="triton", **options)
+
+
+def expected(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(hidden @ weight.t(), target, **options)
+
+
+def near(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    for a, e in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    """Calls of the operation's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "linear_cross_entropy" in func._schema.name:
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+LOGITS = 4 * TOKENS * CLASSES
+
+
+@pytest.mark.parametrize(
+    ("asked", "memory", "given", "operators"),
+    [
+        (None, 32 * LOGITS, ALL, 1),
+        (None, 32 * LOGITS - 1, TILES, 2),
+        ("tiles", 32 * LOGITS, TILES, 2),
+        (TOKENS, 0, ALL, 1),
+        (TOKENS - 1, 0, TOKENS - 1, 1),
+    ],
+)
+def test_who_takes_which_form(
+    asked: Any, memory: int, given: int, operators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for; or all rows at once where the logits take a 32nd of the device's memory at most. Tiles have an
+    operator for the backward pass."""
+    monkeypatch.setattr(forms, "total_memory", lambda device: memory)
+    hidden, weight, target = draw()
+    with Operators() as seen:
+        linear_cross_entropy(hidden, weight, target, backend="triton", chunk_size=asked).backward()
+    names = [argument.name for argument in seen.calls[0][0]._schema.arguments]
+    assert seen.calls[0][1][names.index("chunk_size")] == given
+    assert len(seen.calls) == operators
+
+
+def chosen(
+    tokens: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, needs: tuple[bool, ...] = (True, True),
+    batch_invariant: bool = False, reduction: str = "mean",
+) -> int | None:  # fmt: skip
+    hidden, weight = (torch.empty(s, dtype=dtype, device="meta") for s in ((tokens, shape[1]), shape))
+    options = LinearLossOptions(-100, reduction, 0.0, 0.0, None, 1.0, None, False, batch_invariant)
+    return forms.chunk_size(hidden, weight, options, Needs(*needs, False))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_rule_on_80_gb(reduction: str) -> None:
+    llama = (128256, 4096)
+    assert chosen(8192, llama, reduction=reduction) == ALL  # 2.1 GB
+    assert chosen(10464, llama, reduction=reduction) == ALL
+    assert chosen(10466, llama, reduction=reduction) == TILES  # a token more is more than a 32nd of 80 GiB
+    assert chosen(8192, llama, torch.float32) == TILES
+    assert chosen(8192, llama, torch.float16) == TILES  # whose gradient of the weight takes 2.1 GB more
+    assert chosen(8192, llama, torch.float16, (True, False)) == ALL
+    assert chosen(131072, (32000, 4096)) == TILES
+    assert chosen(65536, llama, batch_invariant=True) is None  # chunks of rows
+
+
+def test_without_gradients_no_more_than_a_block_of_logits_is_made() -> None:
+    llama = (128256, 4096)
+    for tokens, form in ((1024, ALL), (2048, TILES), (8192, TILES)):
+        assert chosen(tokens, llama, needs=(False, False)) == form
+
+
+def test_blocks_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "INTERPRET", False)
+    found = {n: forms.classes(n, 128256, 2) for n in (1, 2048, 8192, 32768, 131072)}
+    assert found == {1: 32128, 2048: 32128, 8192: 16128, 32768: 4096, 131072: 2048}
+    assert forms.classes(8192, 7, 2) == 128  # of which there are 7
+
+
+@FORMS
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_loss_that_is_not_the_root_and_walked_twice(form: Any, reduction: str) -> None:
+    """Scaled, added to another loss of the same weight, and squared; and .grad is added to."""
+    hidden, weight, target = draw()
+
+    def total(loss: Any) -> Tensor:
+        one, other = loss(hidden, weight, target), loss(hidden.flip(0), weight, target)
+        return (0.25 * one**2 + other).sum() + weight.square().mean()
+
+    ours = total(lambda *args: loss_of(form, *args, reduction=reduction))
+    ours.backward(retain_graph=True)
+    once = hidden.grad.clone(), weight.grad.clone()  # type: ignore[union-attr]
+    near(once, torch.autograd.grad(total(lambda *args: expected(*args, reduction=reduction)), (hidden, weight)))
+    ours.backward()
+    assert torch.equal(hidden.grad, 2 * once[0])
+    assert torch.equal(weight.grad, 2 * once[1])
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_each_time(form: Any, dtype: torch.dtype) -> None:
+    hidden, weight, target = draw(dtype)
+
+    def once() -> tuple[Tensor, ...]:
+        loss = loss_of(form, hidden, weight, target, label_smoothing=0.1)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    assert all(map(torch.equal, once(), once()))
+
+
+@FORMS
+def test_ignored_tokens_count_nothing_whatever_they_hold(form: Any) -> None:
+    hidden, weight, target = draw()
+    ignored = torch.zeros(TOKENS, dtype=torch.bool)
+    ignored[[0, 4]] = ignored[32:] = True
+    with torch.no_grad():
+        hidden[4], hidden[35] = math.nan, math.inf
+    loss = loss_of(form, hidden, weight, target.masked_fill(ignored, -100))
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    exact = expected(hidden[~ignored], weight, target[~ignored])
+    torch.testing.assert_close(loss, exact)
+    near((dweight,), torch.autograd.grad(exact, weight))
+    assert not dhidden[ignored].any()
+
+
+@FORMS
+@pytest.mark.parametrize("at", [3, 45], ids=["first-block", "last-block"])
+def test_a_confident_token_keeps_its_digits(form: Any, at: int) -> None:
+    """A loss of 1e-9 in float32, and a gradient as small, in whichever block the target is."""
+    hidden, weight = torch.zeros(2, 4), torch.zeros(50, 4)
+    hidden[:, 0], weight[at, 0] = torch.tensor([5.0, 6.0]), 5.0
+    hidden.requires_grad_()
+    target = torch.tensor([at, at])
+    loss = loss_of(form, hidden, weight, target, reduction="none")
+    wide = hidden.detach().double().requires_grad_()
+    exact = torch.log1p(49 * torch.exp(-5.0 * wide[:, 0]))
+    assert exact.max() < 1e-9
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0.0)
+    found, wanted = torch.autograd.grad(loss.sum(), hidden), torch.autograd.grad(exact.sum(), wide)
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=1e-5, atol=0.0)
+
+
+@FORMS
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_target_that_is_no_class_is_nan_and_reads_nothing_wild(form: Any, reduction: str) -> None:
+    hidden, weight, target = draw()
+    target[3], target[7], target[8] = CLASSES, 1 << 40, -7
+    loss = loss_of(form, hidden, weight, target, reduction=reduction)
+    (dhidden,) = torch.autograd.grad(loss.sum(), hidden)
+    bad = ((target >= CLASSES) | (target < 0)).unsqueeze(1)
+    assert torch.equal(loss.isnan(), bad.squeeze(1) if reduction == "none" else torch.tensor(True))
+    assert torch.equal(dhidden.isnan(), bad.expand_as(dhidden))
+
+
+@FORMS
+def test_infinite_logits_are_as_in_chunks(form: Any) -> None:
+    """A whole block of -inf among them, before and behind the target's, and label smoothing beside the others."""
+    hidden, weight, target = draw()
+    bias = torch.zeros(CLASSES)
+    bias[:32], bias[50] = -math.inf, -math.inf
+    target[0] = 5
+    for options in ({}, {"softcap": 4.0, "label_smoothing": 0.1}):
+        several = [
+            linear_cross_entropy(
+                hidden, weight, target, bias=bias, reduction="none", return_lse=True, chunk_size=path,
+                backend="triton", **options,
+            )
+            for path in (form, 16)
+        ]  # fmt: skip
+        assert several[0][0][0].isinf() == (not options)
+        near(*several)
+
+
+@FORMS
+def test_small_gradients_are_in_float16s_range(form: Any) -> None:
+    """The mean over many tokens and a loss that is scaled late: before the products both would be lost; and sums over
+    tokens before they are divided by their number."""
+    hidden, weight, target = draw(torch.float16)
+    (1e5 * loss_of(form, hidden, weight, target, reduction="mean") / 1e5).backward()
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    found = torch.autograd.grad(expected(*wide, target), wide)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), found[0], rtol=2**-9, atol=1e-5)  # logits are rounded
+    with torch.no_grad():
+        hidden.fill_(6e4)
+        weight.zero_()
+    loss_of(form, hidden, weight, target.fill_(3)).backward()
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_is_scaled_in_place_by_a_number_on_the_device(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 1700).to(dtype)
+    for factor in (1.0, 0.3, math.nan, 0.0):
+        scaled = x.clone()
+        launchers.scale_(scaled, torch.tensor(factor))
+        torch.testing.assert_close(scaled, (x.float() * factor).to(dtype), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_the_gradient_of_a_retained_graph_is_not_scaled_in_place(
+    retained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_graph_is_retained", lambda: retained)
+    kept: Any = SimpleNamespace(dtype=torch.float32, is_cuda=True, is_contiguous=lambda: True)
+    on_gpu = type("OnGpu", (SimpleNamespace,), {"__mul__": lambda self, factor: torch.zeros(1)})(**vars(kept))
+    seen: list[Any] = []
+    found = operators._scaled(on_gpu, torch.tensor(0.5), torch.float32, lambda *args: seen.append(args))
+    assert (found is on_gpu) == bool(seen) == (not retained)
+
+
+@FORMS
+def test_what_is_kept_for_the_backward_pass(form: Any) -> None:
+    """Inputs, gradients and two numbers a token: nothing of the logits' size."""
+    hidden, weight, target = draw()
+    many = [x.detach().repeat(12, 1).requires_grad_() for x in (hidden, weight)]
+    with saved_tensors() as saved:
+        loss_of(12 * form if form == TOKENS else form, *many, target.repeat(12))
+    assert max(t.numel() for t in saved) == max(x.numel() for x in many)
+
+
+@FORMS
+def test_targets_and_incoming_gradients_of_any_stride(form: Any) -> None:
+    hidden, weight, target = draw()
+    apart, dloss = torch.stack([target, target - 1], 1)[:, 0], torch.randn(TOKENS, 2)[:, 0]
+    found = torch.autograd.grad(loss_of(form, hidden, weight, apart, reduction="none"), (hidden, weight), dloss)
+    near(found, torch.autograd.grad(expected(hidden, weight, target, reduction="none"), (hidden, weight), dloss))
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_opcheck(form: Any, dtype: torch.dtype) -> None:
+    hidden, weight, target = draw(dtype)
+    with Operators() as seen:
+        loss_of(form, hidden[:12], weight, target[:12], z_loss=0.1, return_z_loss=True)[0].backward()
+        loss_of(form, hidden[:12], weight, target[:12], reduction="none").sum().backward()
+    assert len(seen.calls) == (4 if form == "tiles" else 3)
+    for func, args in seen.calls:
+        given = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+        torch.library.opcheck(func, given)
+
+
+@pytest.mark.parametrize("form", [None, 64, "tiles"], ids=str)
+def test_compile_fullgraph_with_dynamic_shapes(form: Any) -> None:
+    def function(*args: Any) -> Any:
+        return loss_of(form, *args)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    hidden, weight, target = draw()
+    for n in (40, 23):
+        x = hidden.detach()[:n].requires_grad_()
+        found = compiled(x, weight, target[:n])
+        exact = expected(x, weight, target[:n])
+        torch.testing.assert_close(found, exact)
+        near(torch.autograd.grad(found, (x, weight)), torch.autograd.grad(exact, (x, weight)))
+
+
+@pytest.mark.parametrize("form", [None, 7, "tiles"], ids=str)
+def test_compile_with_as_many_tokens_as_the_data_says(form: Any) -> None:
+    """Which no form depends on: what cannot be told is taken for more than fits."""
+
+    def function(hidden: Tensor, weight: Tensor, target: Tensor, kept: Tensor) -> Any:
+        return loss_of(form, hidden[kept], weight, target[kept])
+
+    args = (*draw(), torch.arange(TOKENS) % 3 > 0)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*args), function(*args))
