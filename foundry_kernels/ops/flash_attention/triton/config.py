@@ -3,7 +3,7 @@
 BLOCK_M counts queries, BLOCK_N keys; of "decode" BLOCK_M is the most rows, queries of a group's heads, that it takes.
 The compiler's report (`python -m foundry_kernels inspect flash_attention`) bounds each row: no spilled register and the
 class's shared memory, with every option in use. Where that left a choice, a row starts from tiles published for the
-same kernel shape; none has been measured here, since no GPU has run it yet.
+same kernel shape; none has been chosen by a measurement on a GPU yet.
 """
 
 from __future__ import annotations
