@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from foundry_kernels.core.registry import AUTO_ORDER, OPS, BackendUnavailable, check_backend
+from foundry_kernels.ops.flash_attention import hopper
 
 Backend = str | Mapping[str, str]
 
@@ -61,12 +62,15 @@ def _exists(op: str, backend: str) -> bool:
 def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dict[str, str]:
     """Returns for each operation the backend that runs tensors of `dtype` on `device`: "auto" resolved.
 
-    A named backend that does not support them stays in the answer; the call itself is what raises.
+    A named backend that does not support them stays in the answer; the call itself is what raises. Of attention it is
+    the backend of most calls, where that follows from the call (`ops/flash_attention/hopper.py`).
     """
     found = {}
     for op, name in backends.items():
         if name == "auto":
             order = AUTO_ORDER.get(device, ("reference",))
+            if op in ("flash_attention", "flash_attention_varlen") and hopper.serves(device, dtype):
+                order = ("native", *order)
             name = next((b for b in order if OPS[op].why_not(b, device, dtype) is None), "reference")
         found[op] = name
     return found

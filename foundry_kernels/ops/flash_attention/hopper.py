@@ -15,6 +15,7 @@ from foundry_kernels.ops.flash_attention.options import AttentionOptions
 #: Of fewer queries other kernels divide the keys, unless the call must be batch-invariant.
 FEWEST_QUERIES = 128
 MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16)
 #: Elements of 16 bits in what TMA copies: widths and strides are multiples.
 STEP = 8
 
@@ -26,10 +27,15 @@ def first_backend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
     return "native" if takes(q, k, v, options) else None
 
 
+def serves(device: str, dtype: torch.dtype) -> bool:
+    """Whether these kernels are for tensors of this kind, of which they take most calls."""
+    return extension.HAS_HOPPER and device == "cuda" and dtype in DTYPES and _is_hopper(torch.device("cuda"))
+
+
 def takes(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Whether the kernels for compute capability 9.0 take the forward pass of a call whose arguments are checked."""
     tokens = 0 if options.packed else 2
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.numel() == 0 or k.shape[tokens] == 0:
+    if q.dtype not in DTYPES or q.numel() == 0 or k.shape[tokens] == 0:
         return False
     if options.attn_mask is not None or options.mask_tiles is not None or options.dropout_p is not None:
         return False

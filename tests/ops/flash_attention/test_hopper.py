@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import foundry_kernels as fk
 from foundry_kernels.core import extension, registry
 from foundry_kernels.core.registry import override
+from foundry_kernels.nn._backend import serving
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, hopper, passes
 from foundry_kernels.ops.flash_attention.checks import make_options
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
@@ -154,6 +155,13 @@ def test_the_passes_alone_are_given_alike(chosen: list[str], monkeypatch: pytest
     assert passes.serving("auto", few, q, q, options) == "triton"
     monkeypatch.setattr(extension, "HAS_HOPPER", False)
     assert passes.serving("auto", q, q, q, options) == "triton"
+
+
+def test_reports_name_the_backend_of_most_calls(chosen: list[str]) -> None:
+    backends = {"flash_attention": "auto", "flash_attention_varlen": "triton"}
+    assert serving(backends, "cuda", BF16) == {"flash_attention": "native", "flash_attention_varlen": "triton"}
+    assert serving(backends, "cuda", torch.float32)["flash_attention"] == "triton"
+    assert serving({"flash_attention": "auto"}, "cpu", BF16) == {"flash_attention": "reference"}
 
 
 def test_an_extension_without_cuda_is_not_asked(chosen: list[str]) -> None:
