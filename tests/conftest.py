@@ -91,6 +91,17 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture
+def guarded_memory() -> Iterator[None]:
+    """Tensors end at a page that faults, so that the checker of CUDA kernels sees accesses behind them."""
+    from cuda_on_cpu.build import LIBRARY, load_operators
+
+    load_operators()
+    getattr(torch.ops, LIBRARY).guard(True)
+    yield
+    getattr(torch.ops, LIBRARY).guard(False)
+
+
+@pytest.fixture
 def threads() -> Iterator[None]:
     """The test may set the number of threads."""
     before = torch.get_num_threads()

@@ -55,13 +55,12 @@ inline bool forward(const cuda::AttentionForward& a, const OnDevice& device, con
 inline bool backward(const cuda::AttentionBackward& a, bool deterministic, const OnDevice& device, const Tensor& q,
                      const NamedTensors& tensors) {
   if (!device.is_hopper() || !cuda::hopper::takes(a)) return false;
-  const int multiprocessors = device.multiprocessors();
-  const cuda::hopper::BackwardSpace space = cuda::hopper::backward_space(a, deterministic, multiprocessors);
+  const cuda::hopper::BackwardSpace space = cuda::hopper::backward_space(a, deterministic);
   const Tensor floats = at::empty({space.floats}, q.options().dtype(at::kFloat));
   Tensor integers;
   int* const zero = zeros(integers, space.integers, q);
   cuda::hopper::refused_map = nullptr;
-  cudaError_t error = cuda::hopper::attention_backward(a, deterministic, multiprocessors,
+  cudaError_t error = cuda::hopper::attention_backward(a, deterministic, device.multiprocessors(),
                                                        floats.mutable_data_ptr<float>(), zero, device.stream());
   if (error == cudaSuccess && a.dsinks) error = cuda::attention_dsinks(a, device.stream());
   check_maps(error, "attention backward", tensors);

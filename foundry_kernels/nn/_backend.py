@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from foundry_kernels.core.registry import AUTO_ORDER, OPS, BackendUnavailable, check_backend
+from foundry_kernels.core.registry import OPS, BackendUnavailable, check_backend
 from foundry_kernels.ops.flash_attention import hopper
 
 Backend = str | Mapping[str, str]
@@ -68,8 +68,9 @@ def serving(backends: Mapping[str, str], device: str, dtype: torch.dtype) -> dic
     found = {}
     for op, name in backends.items():
         if name == "auto":
-            order = AUTO_ORDER.get(device, ("reference",))
-            if op in ("flash_attention", "flash_attention_varlen") and hopper.serves(device, dtype):
+            order = OPS[op].order(device, dtype)
+            attends = op in ("flash_attention", "flash_attention_varlen")
+            if attends and hopper.serves(device, dtype) and not OPS[op].is_measured(device, dtype):
                 order = ("native", *order)
             name = next((b for b in order if OPS[op].why_not(b, device, dtype) is None), "reference")
         found[op] = name

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_on_cpu.build import HERE, LIBRARY, ROOT, load_operators, load_plain
+from cuda_on_cpu.build import HERE, LIBRARY, ROOT, load_plain
 from table import checked_rows
 from torch import Tensor
 from torch._ops import OpOverload
@@ -17,13 +16,7 @@ from torch._ops import OpOverload
 import foundry_kernels as fk
 from foundry_kernels.core.registry import no_direct_call
 
-
-@pytest.fixture(autouse=True)
-def _guarded() -> Iterator[None]:
-    load_operators()
-    getattr(torch.ops, LIBRARY).guard(True)
-    yield
-    getattr(torch.ops, LIBRARY).guard(False)
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 
 def run_sample(name: str) -> tuple[str, Tensor]:

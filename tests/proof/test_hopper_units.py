@@ -10,27 +10,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import nvcc
 import pytest
 import torch
-from cuda_on_cpu.build import LIBRARY, load_operators
 from hopper_units import HAS_GPU, MISTAKES, NONE, ON_GPU, SAMPLES, SEEDS, library, line_of, pointers, random, run
+
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 
 @pytest.fixture(params=(*SEEDS, *([ON_GPU] if HAS_GPU else [])))
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _guarded() -> Iterator[None]:
-    load_operators()
-    getattr(torch.ops, LIBRARY).guard(True)
-    yield
-    getattr(torch.ops, LIBRARY).guard(False)
 
 
 # --- copies ---

@@ -6,25 +6,18 @@ import ctypes
 import functools
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import nvcc
 import pytest
 import torch
-from cuda_on_cpu.build import HERE, LIBRARY, load_operators, load_plain, shared_memory_traffic
+from cuda_on_cpu.build import HERE, load_plain, shared_memory_traffic
 from torch import Tensor
 
 SOURCE = HERE / "matrix_samples.cu"
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
-
-@pytest.fixture(autouse=True)
-def _guarded() -> Iterator[None]:
-    load_operators()
-    getattr(torch.ops, LIBRARY).guard(True)
-    yield
-    getattr(torch.ops, LIBRARY).guard(False)
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 
 @functools.cache

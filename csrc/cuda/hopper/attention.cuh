@@ -28,8 +28,11 @@ inline bool can_map(const void* data, const HeadStrides& s, const AttentionInput
          fits(s.head, heads) && (packed || fits(s.batch, a.n_sequences));
 }
 
-// What takes() asks of a forward and of a backward pass.
+// What takes() asks of a forward and of a backward pass. Of few queries the other kernels divide the keys over blocks;
+// what is batch-invariant may not depend on how many there are.
 inline bool takes_inputs(const AttentionInputs& a) {
+  constexpr int64_t kFewestQueries = 128;
+  if (!a.batch_invariant && a.n_queries < kFewestQueries) return false;
   return a.type != Dtype::f32 && a.n_queries > 0 && a.n_keys > 0 && a.n_sequences > 0 && !a.mask && !a.tiles.index &&
          !a.bias && !a.dropout.threshold && can_map(a.q, a.q_strides, a, a.n_heads, a.head_dim) &&
          can_map(a.k, a.k_strides, a, a.n_heads / a.group, a.head_dim) &&

@@ -25,7 +25,7 @@ cudaError_t attention_forward(const AttentionForward& a, int multiprocessors, in
 struct BackwardSpace {
   int64_t floats, integers;
 };
-BackwardSpace backward_space(const AttentionBackward& a, bool deterministic, int multiprocessors);
+BackwardSpace backward_space(const AttentionBackward& a, bool deterministic);
 // dq, dk and dv, all of them; not dsinks, which attention_dsinks makes from a.delta.
 cudaError_t attention_backward(const AttentionBackward& a, bool deterministic, int multiprocessors, float* floats,
                                int* integers, cudaStream_t stream);

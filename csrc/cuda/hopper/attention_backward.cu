@@ -33,11 +33,10 @@ bool takes(const AttentionBackward& a) {
   return takes_inputs(a) && can_map(a.dout, a.dout_strides, a, a.n_heads, a.head_dim_v) && a.dq && a.dk && a.dv &&
          !a.dbias && fits(a.out, a.out_strides, a.head_dim_v) && fits(a.dq, a.dq_strides, a.head_dim) &&
          fits(a.dk, a.dk_strides, a.head_dim) && fits(a.dv, a.dv_strides, a.head_dim_v) &&
-         a.scale > 0.f &&  // what is hidden is -infinity before it is scaled
-         (a.batch_invariant || a.n_queries >= 128);
+         a.scale > 0.f;  // what is hidden is -infinity before it is scaled
 }
 
-BackwardSpace backward_space(const AttentionBackward& a, bool deterministic, int) {
+BackwardSpace backward_space(const AttentionBackward& a, bool deterministic) {
   const int width = width_of(a);
   const int64_t tiles = a.n_heads * count_query_tiles(a);
   return {tiles * query_tile_of(width) * (width + 2),

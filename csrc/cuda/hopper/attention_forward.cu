@@ -67,10 +67,7 @@ cudaError_t launch_of_type(const AttentionForward& a, const Order& order, int bl
 }  // namespace
 
 bool takes(const AttentionForward& a) {
-  // Of few queries the other kernels divide the keys over blocks; what is batch-invariant may not depend on how many
-  // there are.
-  constexpr int64_t kFewest = 128;
-  return takes_inputs(a) && !a.entropy && !a.max_logit && (a.batch_invariant || a.n_queries >= kFewest) &&
+  return takes_inputs(a) && !a.entropy && !a.max_logit &&
          tiles::rows_are_aligned(a.out, a.out_strides, a.head_dim_v, a.type) &&
          count_row_tiles(a) * count_heads(a) <= kMaxBlocks / 2;
 }

@@ -7,8 +7,7 @@
 // The life of a tile of keys, from the last that the rows see to the first: its scores S = Q K^T are computed beside
 // the sums O += P V of the tile before; while O is under way, P = exp2(S scale - max) is made from S in registers,
 // where it is the left side of the next product. O is rescaled only when a row's maximum grows by more than a factor of
-// 2^8
-// ("lazily"): until then weights are relative to an older maximum, which changes no result but by rounding.
+// 2^8 ("lazily"): until then weights are relative to an older maximum, which changes no result but by rounding.
 //
 //   copies    | K n-1       | V n           | K n-2         | ...
 //   products  | S n-1, O n        .. waits for S | .. for O | S n-2, O n-1

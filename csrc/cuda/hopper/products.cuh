@@ -60,12 +60,6 @@ __device__ __forceinline__ void settle(T (&r)[kCount]) {
     else asm volatile("" : "+r"(r[i])::"memory");
   }
 }
-// Ends the life of the values, which the next product overwrites: their registers are free until then.
-template <int kCount>
-__device__ __forceinline__ void forget(float (&r)[kCount]) {
-  FK_UNROLL for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(r[i]));
-}
-
 // A store that never happens, as x is never negative, but that needs x: ptxas would else move the wait for a product
 // above what x is computed from, and the two would not overlap. `at`: any word of shared memory.
 __device__ __forceinline__ void needed_before_wait(float x, uint32_t at) {

@@ -49,7 +49,7 @@ AttentionBackward arguments(const Call& c) {
 
 extern "C" int takes_backward(const Call* c) { return hopper::takes(arguments(*c)); }
 extern "C" void space_of_backward(const Call* c, int64_t* space) {
-  const auto s = hopper::backward_space(arguments(*c), c->deterministic != 0, int(c->multiprocessors));
+  const auto s = hopper::backward_space(arguments(*c), c->deterministic != 0);
   space[0] = s.floats, space[1] = s.integers;
 }
 extern "C" const char* run_backward(const Call* c, int seed) {

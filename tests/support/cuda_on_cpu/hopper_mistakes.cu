@@ -1,6 +1,7 @@
 // One kernel of csrc/cuda/hopper that does all there is to do, and ways to get it wrong: the checker names each.
 // run_sample returns the report, "" if there is none. nvcc compiles the kernels as well.
 #include "../../../csrc/cuda/hopper/products.cuh"
+#include "include/hopper_report.h"
 
 #include <sstream>
 #include <stdexcept>
@@ -27,11 +28,10 @@ FK_LISTED(kNothing, kOperandInRegisters, kOverlapped,
           kSourceMisaligned, kBytesNotOf16, kSourceOutside, kTouchedInFlight, kPrefetchesNoMap,
           // products
           kNoFence, kNoCommit, kNoWait, kShortWait, kReadEarly, kMaximumEarly, kShuffledEarly, kStoredEarly,
-          kForgottenEarly, kWrittenEarly, kReleasedEarly, kOperandChanged, kWeightsWithoutProxyFence,
-          kProxyFenceAfterBarrier, kWeightsWithoutBarrier, kWeightsMissing, kWeightsOverwritten, kStrideOf512,
-          kNoSwizzle, kBeginsInARow, kLeavesTheRow, kBaseOffset, kAcrossInARow, kPartOfAResult, kAddressTooLarge,
-          kLeadingOf112, kThreeWarps, kTwoMatrices, kAddsToForgotten, kReadsForgotten, kNeedsNegative, kNeverWaited,
-          kLeavesBeforeProducts,
+          kWrittenEarly, kReleasedEarly, kOperandChanged, kWeightsWithoutProxyFence, kProxyFenceAfterBarrier,
+          kWeightsWithoutBarrier, kWeightsMissing, kWeightsOverwritten, kStrideOf512, kNoSwizzle, kBeginsInARow,
+          kLeavesTheRow, kBaseOffset, kAcrossInARow, kPartOfAResult, kAddressTooLarge, kLeadingOf112, kThreeWarps,
+          kTwoMatrices, kNeedsNegative, kNeverWaited, kLeavesBeforeProducts,
           // stores
           kStoreWithoutProxyFence, kStoreWithoutBarrier, kStoreNotCommitted, kStoreNotRead, kStoreSourceTouched,
           kStoreOutside, kTurnGivenEarly, kAcquiredWithoutFence,
@@ -103,7 +103,6 @@ __device__ void multiply(float (&d)[32], uint32_t (&r)[16], const Places& at, ui
     settle(r);
   }
   if (m != kOverlapped && m != kShortWait) settle(d);
-  if (m == kAddsToForgotten) forget(d);
   if (m != kNoFence) wgmma_fence();
   uint64_t a = matrix(tile), b = matrix(at.weights);
   if (m == kStrideOf512) b -= uint64_t(512 >> 4) << 32;
@@ -146,7 +145,6 @@ __device__ void consume(const Places& at, const uint16_t* b, float* out, int* tu
     if (m == kMaximumEarly) out[thread] = fmaxf(d[3], 1.f);
     if (m == kShuffledEarly) out[thread] = __shfl_xor_sync(0xFFFFFFFFu, d[3], 1);
     if (m == kStoredEarly) store_shared_four(at.results + 16 * thread, 0.f, 1.f, 2.f, d[3]);
-    if (m == kForgottenEarly) forget(d);
     if (m == kWrittenEarly && thread == 9) d[5] = 0.f;
     if (m == kOperandChanged && thread == 9) r[6] += 1;
     if (m == kWeightsOverwritten && thread == 0) clear_shared_16(at.weights);
@@ -167,10 +165,6 @@ __device__ void consume(const Places& at, const uint16_t* b, float* out, int* tu
     if (m != kLaneWithoutSyncwarp) __syncwarp();
     const bool arrives = m == kOneWarpArrives ? thread == 0 : lane == 0;
     if (m != kReleasedEarly && m != kNoArrivalsAtAll && arrives) mbarrier_arrive(empty);
-  }
-  if (m == kReadsForgotten) {
-    forget(d);
-    out[thread] = exp2_fast(d[0]);
   }
   if (m == kNeedsNegative) needed_before_wait(-1.f, at.words);
   FK_UNROLL for (int j = 0; j < 8; ++j)
@@ -255,14 +249,6 @@ __global__ void not_launched_by_launch_hopper(float* out) {
   out[0] = float(load_shared(shared));
 }
 
-#if defined(FK_CUDA_ON_CPU)
-using Failure = std::runtime_error;
-#else
-struct Failure {
-  const char* what() const { return ""; }
-};
-#endif
-
 cudaError_t run(const std::string& wanted, const uint16_t* a, const uint16_t* b, float* out, int* turn) {
   const auto registers = [](void (*kernel)()) { return launch_hopper(kernel, dim3(2), dim3(384), 0, nullptr, false); };
   if (wanted == "registers") return registers(budget<24, 240>);
@@ -297,15 +283,5 @@ cudaError_t run(const std::string& wanted, const uint16_t* a, const uint16_t* b,
 
 // a: 6 tiles [64, 64] of bfloat16, b: one; out: 4096 floats; turn: a zero.
 extern "C" const char* run_sample(const char* name, const uint16_t* a, const uint16_t* b, float* out, int* turn) {
-  static std::string report;
-  try {
-    cudaError_t error = run(name, a, b, out, turn);
-#if !defined(FK_CUDA_ON_CPU)
-    if (error == cudaSuccess) error = cudaDeviceSynchronize();
-#endif
-    report = error == cudaSuccess ? "" : cudaGetErrorString(error);
-  } catch (const Failure& e) {
-    report = e.what();
-  }
-  return report.c_str();
+  return report_of([&] { return run(name, a, b, out, turn); });
 }

@@ -2,6 +2,7 @@
 // returns the checker's report, "" if there is none. nvcc compiles all of it as well, and then run_sample wants
 // pointers to a GPU's memory. The wrong ones are in hopper_mistakes.cu.
 #include "../../../csrc/cuda/hopper/products.cuh"
+#include "include/hopper_report.h"
 
 #include <stdexcept>
 #include <string>
@@ -231,7 +232,6 @@ __global__ void __launch_bounds__(128)
   fence_proxy_async();
   __syncthreads();
   float d[32];
-  forget(d);
   wgmma_fence();
   FK_UNROLL for (int k = 0; k < 8; ++k)
       Wgmma<64>::shared<T, true, true>(d, further(matrix(left), k * 2048), further(matrix(right), k * 2048), k != 0);
@@ -280,14 +280,6 @@ __global__ void all_at_once(const __grid_constant__ TensorMap, const __grid_cons
   wait_until(arrived, gridDim.x);
 }
 
-#if defined(FK_CUDA_ON_CPU)
-using Failure = std::runtime_error;
-#else
-struct Failure {
-  const char* what() const { return ""; }
-};
-#endif
-
 // A tensor [batches, heads, tokens, columns] that lies in a row.
 cudaError_t map_of(TensorMap& map, const void* data, bool half, int64_t batches, int64_t heads, int64_t tokens,
                    int64_t columns, int rows) {
@@ -313,7 +305,6 @@ extern "C" int encode(const void* data, int type, const int64_t* of) {
 // a, b: 16-bit numbers; sizes: what the sample is told.
 extern "C" const char* run_sample(const char* name, const uint16_t* a, const uint16_t* b, float* out,
                                   const int* sizes) {
-  static std::string report;
   const std::string wanted = name;
   cudaError_t error = cudaErrorInvalidValue;
   TensorMap ma{}, mb{};
@@ -335,7 +326,7 @@ extern "C" const char* run_sample(const char* name, const uint16_t* a, const uin
     run(across<bf16, DEPTH, COLUMNS>, 1, 128, uint32_t(DEPTH* kPanelBytes), uint32_t(1024)); \
   if (wanted == "exchanged_" #COLUMNS && make(false, 64, DEPTH, DEPTH, DEPTH, COLUMNS))      \
     run(across<bf16, DEPTH, COLUMNS>, 1, 128, uint32_t(1024), uint32_t(DEPTH* kPanelBytes));
-  try {
+  return report_of([&] {
     if (wanted == "box") {  // sizes: batches, heads, tokens, columns; column, token, head, batch
       error = map_of(ma, a, false, sizes[0], sizes[1], sizes[2], sizes[3], 64);
       if (error == cudaSuccess) run(box, 1, 128, sizes[4], sizes[5], sizes[6], sizes[7]);
@@ -365,12 +356,6 @@ extern "C" const char* run_sample(const char* name, const uint16_t* a, const uin
     ACROSS(80, 256)
     if (wanted == "both_across" && make(false, 128, 64, 128, 128, 128)) run(both_across<bf16>, 1, 128);
     if (wanted == "both_across_f16" && make(true, 128, 64, 128, 128, 128)) run(both_across<f16>, 1, 128);
-#if !defined(FK_CUDA_ON_CPU)
-    if (error == cudaSuccess) error = cudaDeviceSynchronize();
-#endif
-    report = error == cudaSuccess ? "" : cudaGetErrorString(error);
-  } catch (const Failure& e) {
-    report = e.what();
-  }
-  return report.c_str();
+    return error;
+  });
 }

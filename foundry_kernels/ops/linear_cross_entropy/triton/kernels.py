@@ -62,7 +62,7 @@ def linear_cross_entropy_fwd_kernel(
         b_center = finite(capped(tl.load(logits_ptr + o_x, mask=known, other=0.0).to(COMPUTE), b_zero + softcap, CAP))
     if state_ptr is not None:
         state = state_ptr + rows
-        old = known & (first > 0)
+        old = known & (b_at < b_target)  # first > 0, of as many values as rows: Triton 3.9 interprets no other mask
         b_max = tl.load(state, mask=old, other=-float("inf"))
         b_sum = tl.load(state + n_rows, mask=old, other=0.0)
         b_picked = tl.where(here, b_picked, tl.load(state + 2 * n_rows, mask=old, other=0.0))

@@ -49,16 +49,6 @@ void settle(T (&r)[kCount], int line = __builtin_LINE()) {
       if (cuda_on_cpu::bits_of(r[i]) == cuda_on_cpu::kRunning)
         cuda_on_cpu::fail("settle of the result of a product that has not been waited for");
 }
-template <int kCount>
-void forget(float (&r)[kCount], int line = __builtin_LINE()) {
-  const cuda_on_cpu::At at(line);
-  for (float& v : r) {
-    if (cuda_on_cpu::bits_of(v) == cuda_on_cpu::kRunning)
-      cuda_on_cpu::fail("forget of the result of a product that has not been waited for");
-    v = cuda_on_cpu::float_of(cuda_on_cpu::kForgotten);
-  }
-}
-
 inline void needed_before_wait(float x, uint32_t place, int line = __builtin_LINE()) {
   const cuda_on_cpu::At at(line);
   cuda_on_cpu::check_value(x);
