@@ -129,6 +129,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("limits", &limits, "The numbers that options and sizes may be.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
-  auto direct = m.def_submodule("direct", "Calls of the operators on plain CPU tensors, without torch's binding.");
+  auto direct = m.def_submodule("direct", "Calls of the operators on plain tensors, without torch's binding.");
   if (PyModule_AddFunctions(direct.ptr(), foundry::direct_calls()) != 0) throw pybind11::error_already_set();
+  m.def("serve_on_accelerator", &foundry::serve_on_accelerator, "Which calls on a GPU the direct call takes.");
+  m.def("attention_gpus", &foundry::attention_gpus, "Whether the CUDA kernels of attention support the GPUs.");
+  m.def("accelerator", &foundry::accelerator, "For tests: the device type that counts as a GPU's.");
 }
