@@ -17,6 +17,7 @@
 #include "direct.h"
 #include "torch/numbers.h"
 #include "torch/products.h"
+#include "triton_calls.h"
 
 namespace {
 
@@ -131,4 +132,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
   auto direct = m.def_submodule("direct", "Calls of the operators on plain CPU tensors, without torch's binding.");
   if (PyModule_AddFunctions(direct.ptr(), foundry::direct_calls()) != 0) throw pybind11::error_already_set();
+  auto triton = m.def_submodule("triton", "What calls of Triton's kernels ask about their arguments.");
+  if (PyModule_AddFunctions(triton.ptr(), foundry::triton_calls()) != 0) throw pybind11::error_already_set();
 }
