@@ -17,6 +17,7 @@
 #include "direct.h"
 #include "torch/numbers.h"
 #include "torch/products.h"
+#include "triton_calls.h"
 
 namespace {
 
@@ -134,4 +135,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("serve_on_accelerator", &foundry::serve_on_accelerator, "Which calls on a GPU the direct call takes.");
   m.def("attention_gpus", &foundry::attention_gpus, "Whether the CUDA kernels of attention support the GPUs.");
   m.def("accelerator", &foundry::accelerator, "For tests: the device type that counts as a GPU's.");
+  auto triton = m.def_submodule("triton", "What calls of Triton's kernels ask about their arguments.");
+  if (PyModule_AddFunctions(triton.ptr(), foundry::triton_calls()) != 0) throw pybind11::error_already_set();
 }

@@ -48,6 +48,12 @@ def operator(name: str) -> Any:
     return None if found is None else found.default
 
 
+def triton_call(name: str) -> Any:
+    """The extension's function `name` of csrc/triton_calls.cpp; None where the extension is not built, or older than
+    this package."""
+    return getattr(getattr(_C, "triton", None), name, None)
+
+
 def build_info() -> dict[str, Any]:
     """The extension's compiler, the torch that it was built for, its instruction sets and CUDA architectures, and
     whether `csrc/cuda/hopper` is compiled in."""

@@ -28,8 +28,8 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _batched,
     _copy_back,
     _Problem,
-    _problem,
     _target,
+    aligned_problem,
     empty_bwd,
 )
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
@@ -56,8 +56,8 @@ def launch_bwd(
             if x is not None:
                 x.zero_()
         return grads
-    dout, q, k, v = _aligned(_batched(dout)), _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v))
-    p = _problem(q, k, v, options)
+    q, k, v, p = aligned_problem(q, k, v, options)
+    dout = _aligned(_batched(dout))
     rows = _launch_preprocess(p, dout, dlse, _aligned(_batched(out)), lse, options, dsinks)
     lengths = contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k), contiguous(options.alibi_slopes)
     others = (*lengths, *pair_tensors(options))

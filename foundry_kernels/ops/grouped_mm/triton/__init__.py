@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foundry_kernels._triton.devices import capability
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative
 from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
@@ -156,5 +156,5 @@ class _GroupedMm(torch.autograd.Function):
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _GroupedMm.apply(x, weight, offs, batch_invariant)
+        return apply(_GroupedMm, x, weight, offs, batch_invariant)
     return _grouped_mm_fwd(x, weight, offs, batch_invariant)
