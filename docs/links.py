@@ -1,4 +1,4 @@
-"""For mkdocs: a link that leaves docs/, to a script or to results, becomes the path's name, as the site has no such page.
+"""For mkdocs: a link that leaves docs/, to a script or to results, becomes the path's name; the site has no such page.
 tests/proof/test_readme.py checks that it leads somewhere in the repository."""
 
 from __future__ import annotations

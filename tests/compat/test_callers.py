@@ -1,4 +1,4 @@
-"""The table of callers in docs/integrations.md: each line names tests that exist, and there is something in it to name."""
+"""The table of callers in docs/integrations.md: each line names tests that exist."""
 
 from __future__ import annotations
 
