@@ -11,7 +11,7 @@ see `tiny`. There is no per-test tolerance.
 
 The one exception: gradients that a kernel makes from its 16-bit output (`FROM_OUTPUT` of an operation's `cases`) carry
 that output's rounding. Where a test asks for it (`of_its_output`), their oracle may be the gradient in float64 that
-belongs to the output as the kernel rounded it, to which the same two lines apply; see docs/proof.md.
+belongs to the output as the kernel rounded it, to which the same two lines apply; see docs/dev/proof.md.
 """
 
 from __future__ import annotations

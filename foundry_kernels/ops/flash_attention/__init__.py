@@ -300,18 +300,20 @@ def flash_attention_varlen(
         leftpad_k: ``[B]`` int32 or int64, with `block_table`: nobody sees the positions before this one; None is 0.
         alibi_slopes: ``[H]`` or ``[B, H]`` float32.
         attn_mask: must be None: packed tokens have no common place in a mask.
-        causal, scale, window, softcap, sinks, dropout_p, dropout_seed, align, deterministic, batch_invariant,
-            return_lse, return_stats, backend: as for :func:`flash_attention`; `align` applies within each sequence, and
-            dropout drops of sequence n what it would drop of row n of a padded batch.
+        causal, scale, window, softcap, sinks, dropout_p, dropout_seed: as for :func:`flash_attention`; dropout drops of
+            sequence n what it would drop of row n of a padded batch.
+        align, deterministic, batch_invariant, return_lse, return_stats, backend: likewise; `align` applies within each
+            sequence.
 
     Returns:
         ``out [total_q, H, Dv]`` of q's dtype, contiguous. `return_lse` and `return_stats` add the same results as in
         :func:`flash_attention`, each ``[H, total_q]``.
 
     Raises:
-        As :func:`flash_attention`. The values of cumulative lengths, of `block_table` and of the lengths beside it are
-        checked (ValueError) where reading them does not wait for a GPU: on the CPU, outside of ``torch.compile``.
-        Elsewhere they are the caller's responsibility; nothing outside of the tensors is read or written.
+        ValueError: and all others as :func:`flash_attention`. The values of cumulative lengths, of `block_table` and of
+            the lengths beside it are checked where reading them does not wait for a GPU: on the CPU, outside of
+            ``torch.compile``. Elsewhere they are the caller's responsibility; nothing outside of the tensors is read or
+            written.
 
     The reference reads the lengths back to loop over sequences; under ``torch.compile``, where it cannot, it
     materializes the whole ``total_q x total_k`` matrix of scores instead. Of pages it makes copies. CUDA's native

@@ -123,8 +123,8 @@ def qk_norm_rope(
         storage order of its input, as from :func:`rope`. The same holds for the gradients.
 
     Raises:
-        As :func:`rope`; ValueError if D is 0, a weight does not have D elements, `eps` is negative, or `weight_offset`
-        is given without both weights.
+        ValueError: and all others as :func:`rope`; also if D is 0, a weight does not have D elements, `eps` is
+            negative, or `weight_offset` is given without both weights.
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """

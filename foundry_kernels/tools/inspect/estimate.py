@@ -3,9 +3,9 @@
 A multiprocessor at 1.65 GHz, of 132: products as `sass` counts their cycles, one instruction a cycle from each of four
 schedulers, 16 exponentials a cycle. What is not a product takes 0.88 of the cycles of both together. Products that
 exponentials follow before the wait for them overlap the part of the rest that those exponentials are a part of; of the
-shorter of both 0.64 is gained. The factors were fitted to published results, which docs/performance.md names, so expect
-an error of 12 % at least. Not counted: other programs on the multiprocessor, which hide some more, what comes before
-and after the loop, that programs are unequal, and memory.
+shorter of both 0.64 is gained. The factors were fitted to published results, which docs/dev/performance.md names, so
+expect an error of 12 % at least. Not counted: other programs on the multiprocessor, which hide some more, what comes
+before and after the loop, that programs are unequal, and memory.
 """
 
 from __future__ import annotations
