@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +52,43 @@ def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None
         subprocess.run(["tar", "-cJf", archive, "-C", made, "KEY"], check=True)
     with pytest.raises(ValueError, match=r"cache.tar.xz is not a cache that `make gpu-cache` made, or is damaged"):
         gpu_cache.unpack(archive, tmp_path / "other")
+
+
+@pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_launcher_modules_name_the_driver_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own build of a module, by a compiler whose linker leaves out the libraries in which it finds nothing."""
+    from triton.runtime import build
+
+    from benchmarks import gpu_cache
+
+    (tmp_path / "thrifty").write_text('#!/bin/sh\nexec gcc -Wl,--as-needed "$@"\n')
+    (tmp_path / "thrifty").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "thrifty"))
+    (tmp_path / "main.c").write_text("int cuInit(unsigned); int begin(void) { return cuInit(0); }")
+
+    def needed(name: str) -> list[str]:
+        given = ([str(tmp_path)], [], ["libcuda.so.1"], [])
+        return needed_libraries(Path(build._build(name, str(tmp_path / "main.c"), str(tmp_path), *given)))
+
+    with gpu_cache.linked_against_empty_libcuda(tmp_path):
+        assert os.environ["CC"] == str(tmp_path / "cc")
+        assert needed_libraries(tmp_path / "libcuda.so.1").count("libcuda.so.1") == 0
+        assert "libcuda.so.1" in needed("kept")
+    assert os.environ["CC"] == str(tmp_path / "thrifty")
+    assert "libcuda.so.1" not in needed("dropped"), "such a compiler leaves it out by itself"
+
+
+def needed_libraries(path: Path) -> list[str]:
+    """The names of the libraries that a 64-bit ELF file says it needs (DT_NEEDED)."""
+    data = path.read_bytes()
+    assert data[:6] == b"\x7fELF\x02\x01", "64 bits, little-endian"
+    at, size, count = struct.unpack_from("<Q", data, 0x28)[0], *struct.unpack_from("<HH", data, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, at + size * i) for i in range(count)]
+    dynamic = next(s for s in sections if s[1] == 6)
+    names = sections[dynamic[6]][4]
+    entries = [struct.unpack_from("<qQ", data, dynamic[4] + 16 * i) for i in range(dynamic[5] // 16)]
+    return [data[names + n : data.index(b"\0", names + n)].decode() for tag, n in entries if tag == 1]
 
 
 TESTS = """
