@@ -40,7 +40,7 @@ _RUNS, _RUNS_GPU, _RUNS_LONG = 7, 10, 5
 #: these vary.
 _TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _SEARCH, _HOST = 1.5, 0.1, 2.0, 25.0, 20.0, 0.3
 #: Of a GPU, which draws it itself, and where a row is a few milliseconds of delays and a captured graph.
-_TOUCH_GPU, _ROW_GPU = 0.02, 0.05
+_TOUCH_GPU, _ROW_GPU, _COMPILE_MODEL_GPU = 0.02, 0.05, 6.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def model(group: ModelGroup, machine: Machine) -> Unit:
         call = machine.seconds(0, 2 * parameters * sum(REQUESTS)) * 2 + group.tokens * steps
     compiled = sum("compiled" in n or "max-autotune" in n for n in group.names)
     compiled *= group.task != "forward+backward"
-    fixed = len(group.names) * (0.5 + 3 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
+    compiling = _COMPILE_MODEL if machine.device == "cpu" else _COMPILE_MODEL_GPU
+    fixed = len(group.names) * (0.5 + 3 * call) + compiled * compiling * c.n_layers / 2
     rounds = max(2.5, (3 if group.task == "requests" else LEAST) * len(group.names) * call)
     kind = "compiled model" if compiled else "model"
     place = LATER if group.task in ("step", "decode") else REST

@@ -1,6 +1,6 @@
 """What a comparison of the benchmarks does on a GPU: where it computes what is expected, how much memory that takes,
-and how long by arithmetic. Nothing is computed: the tensors are on the meta device, where mixing in one of the CPU is an
-error."""
+and how long by arithmetic. Nothing is computed: the tensors are on the meta device, where mixing in one of the CPU is
+an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import budget, calls, checks, estimates, liger, suite
+from benchmarks import budget, calls, checks, estimates, liger, models, suite, test_model
 from foundry_kernels.testing import Case, call, make_cotangents, run
 from tests.support.metered import Meter
 
@@ -141,6 +141,32 @@ def test_the_reason_is_in_the_row_and_the_others_run(monkeypatch: pytest.MonkeyP
     found = calls.Contenders(group, ("native", "eager"))
     assert set(found.prepare) == {"native"}
     assert "half is left to others" in found.why_not["eager"]
+
+
+def test_a_training_step_is_measured_one_model_after_the_other() -> None:
+    """As the row of a GPU, by a tiny model on the CPU; Liger's kernels need a GPU."""
+    pytest.importorskip("transformers")
+    group = models.ModelGroup("training", models.TINY, "step", torch.float32)
+    assert group.names[:3] == ("Hugging Face", "patched by ours", "patched by Liger")
+    assert {n for n in group.names if "compiled" in n} == {"Hugging Face, compiled", "patched by ours, compiled"}
+    measured = test_model._Alone(group)
+    eager, ours, liger_s = (measured.row(n) for n in group.names[:3])
+    assert "for a GPU" in liger_s["why_not"]
+    assert "wrong" not in ours
+    assert abs(eager["loss"] - ours["loss"]) <= 1e-4 * eager["loss"]
+    assert ours["speedup_over"].keys() == {"Hugging Face"}
+    assert ours["tokens/s"] == pytest.approx(2 * 96 / (ours["median_us"] / 1e6), rel=1e-3)
+    assert ours["peak_bytes"] > 0
+    measured.loss = 2 * ours["loss"]
+    assert "that of the first" in measured.row("patched by ours")["wrong"]
+
+
+def test_a_gpu_has_the_row_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "DEVICE", "cuda")
+    (step,) = (g for g in models.model_groups(False) if g.family == "training")
+    assert (step.tokens, step.config.vocab_size, step.dtype) == (8192, 128256, torch.bfloat16)
+    assert len(step.names) == 5
+    assert estimates.model(step, H100).seconds() > 0
 
 
 def test_values_are_drawn_where_it_is_asked_for() -> None:

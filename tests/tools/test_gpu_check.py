@@ -133,8 +133,8 @@ class Steps:
         self.failing: dict[str, BaseException | bool] = {}
         monkeypatch.setattr(gpu_check, "OUT", folder)
         monkeypatch.setattr(gpu_check, "FROM", folder)
-        for part in gpu_check.PARTS:
-            monkeypatch.setattr(gpu_check, part, self.step(part))
+        for part in (*gpu_check.PARTS, *gpu_check.MORE):
+            monkeypatch.setattr(gpu_check, {"all": "everything"}.get(part, part), self.step(part))
 
     def step(self, part: str) -> Callable[[], dict[str, Any]]:
         def run() -> dict[str, Any]:
@@ -171,18 +171,20 @@ def test_what_is_left_is_run_by_itself(steps: Steps, tmp_path: Path, capsys: pyt
     assert steps.take() == []
     assert gpu_check.check(GPU, "bench,build") == 0
     assert steps.take() == ["build", "bench"]
+    assert gpu_check.check(GPU, "suite,parity,all") == 0
+    assert steps.take() == ["parity", "all", "suite"]
     assert gpu_check.check(GPU, "") == 0
     assert steps.take() == list(gpu_check.PARTS)
 
 
 def test_a_run_that_is_ended_leaves_the_parts_that_it_finished(steps: Steps) -> None:
-    steps.failing = {"suite": KeyboardInterrupt()}
+    steps.failing = {"parity": KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
         gpu_check.check(GPU, "")
-    assert steps.take() == ["build", "parity", "suite"]
+    assert steps.take() == ["build", "units", "parity"]
     steps.failing = {}
     assert gpu_check.check(GPU, "rest") == 0
-    assert steps.take() == ["suite", "sanitize", "bench"]
+    assert steps.take() == ["parity", "sanitize", "bench", "model", "tune"]
 
 
 @pytest.mark.parametrize("earlier", ["other sources", "truncated", "absent", "a list"])
@@ -209,6 +211,41 @@ def test_results_of_something_else_are_not_continued(
 
 def test_the_parts_fit_into_ten_minutes() -> None:
     assert sum(gpu_check.LIMITS.values()) <= 600
+    order = list(gpu_check.LIMITS)
+    assert max(map(order.index, ("units", "parity", "sanitize"))) < min(map(order.index, ("bench", "model", "tune")))
+
+
+BENCH = """
+import time
+def test_row(benchmark, record):
+    record(benchmark, {"row": "first"})
+    benchmark(lambda: None)
+def test_absent(benchmark, record):
+    record.absent({"row": "second", "why_not": "too large"})
+def test_that_takes_too_long(benchmark):
+    time.sleep(60)
+"""
+
+
+def test_rows_are_kept_of_benchmarks_that_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_rows.py").write_text(BENCH)
+    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
+    monkeypatch.setattr(gpu_check, "LIMITS", {"bench": 30})
+    found = gpu_check.rows_of("bench", [str(tmp_path / "test_rows.py"), "-p", "benchmarks.conftest"])
+    assert not found["ok"]
+    assert "stopped after 30 s" in found["summary"]
+    assert [row["row"] for row in found["rows"]] == ["first", "second"]
+    assert found["rows"][1]["why_not"] == "too large"
+
+
+def test_what_has_not_run_on_a_gpu_is_chosen_by_the_names_of_its_cases() -> None:
+    """Of attention in Triton, every case with a mask, a bias or dropout."""
+    import foundry_kernels as fk
+
+    words = gpu_check.NEW.partition("(")[2].partition(")")[0].split(" or ")
+    for case in fk.OPS["flash_attention"].cases.CASES["flash_attention"]:
+        if {"attn_mask", "dropout_p"} & {*case.args, *case.options}:
+            assert any(word in case.id for word in words), case.id
 
 
 def test_kernels_that_were_not_brought_along_are_said_to_be_compiled(
