@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import budget, calls, checks, estimates, liger, models, suite, test_model
+from benchmarks import budget, calls, checks, estimates, liger, measured, models, suite, test_model
 from foundry_kernels.testing import Case, call, make_cotangents, run
 from tests.support.metered import Meter
 
+ROOT = Path(__file__).parents[2]
 #: An H100: bytes a second of a copy and operations a second of a product in bfloat16, less than measured; in float64,
 #: without tensor cores, as its maker says; and what the host takes for an operator.
 H100 = estimates.Machine(2.9e12, 700e12, "cuda")
@@ -149,16 +151,16 @@ def test_a_training_step_is_measured_one_model_after_the_other() -> None:
     group = models.ModelGroup("training", models.TINY, "step", torch.float32)
     assert group.names[:3] == ("Hugging Face", "patched by ours", "patched by Liger")
     assert {n for n in group.names if "compiled" in n} == {"Hugging Face, compiled", "patched by ours, compiled"}
-    measured = test_model._Alone(group)
-    eager, ours, liger_s = (measured.row(n) for n in group.names[:3])
+    alone = test_model._Alone(group)
+    eager, ours, liger_s = (alone.row(n) for n in group.names[:3])
     assert "for a GPU" in liger_s["why_not"]
     assert "wrong" not in ours
     assert abs(eager["loss"] - ours["loss"]) <= 1e-4 * eager["loss"]
     assert ours["speedup_over"].keys() == {"Hugging Face"}
     assert ours["tokens/s"] == pytest.approx(2 * 96 / (ours["median_us"] / 1e6), rel=1e-3)
     assert ours["peak_bytes"] > 0
-    measured.loss = 2 * ours["loss"]
-    assert "that of the first" in measured.row("patched by ours")["wrong"]
+    alone.loss = 2 * ours["loss"]
+    assert "that of the first" in alone.row("patched by ours")["wrong"]
 
 
 def test_a_gpu_has_the_row_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +169,14 @@ def test_a_gpu_has_the_row_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -
     assert (step.tokens, step.config.vocab_size, step.dtype) == (8192, 128256, torch.bfloat16)
     assert len(step.names) == 5
     assert estimates.model(step, H100).seconds() > 0
+
+
+def test_the_page_has_the_tables_of_what_an_h100_measured() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text().partition("## On a GPU")[2]
+    found = measured.tables(measured.load())
+    assert {name for name, table in found.items() if table not in page} == set(), "python -m benchmarks.measured"
+    numbers = [cell for table in found.values() for cell in table.split("|") if any(c.isdigit() for c in cell)]
+    assert len(numbers) > 150
 
 
 def test_values_are_drawn_where_it_is_asked_for() -> None:
