@@ -107,8 +107,8 @@ def _cells(rows: list[Row], form: str, direction: str) -> list[str]:
 
 def _of_loss(rows: list[Row], form: str, case: str) -> tuple[str, str]:
     op = "linear_cross_entropy" if form in ("compile", "Liger") else "lce"
-    wanted = {"op": op, "form": form, "case": case}
-    return _one(rows, "ms", 1, 1, **wanted), _one(rows, "peakMB", **wanted)
+    ms = _one(rows, "ms", 1, 1, op=op, form=form, case=case)
+    return ms, _one(rows, "peakMB", op=op, form=form, case=case)
 
 
 def _row_kernels(rows: list[Row]) -> list[tuple[str, ...]]:
