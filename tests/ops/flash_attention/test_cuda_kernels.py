@@ -65,6 +65,25 @@ def test_no_access_of_shared_memory_meets_another_in_its_bank(d: int) -> None:
     assert {place: n for place, (_, n) in counted.items() if n} == {}
 
 
+# --- split keys ---
+
+#: Few queries of many keys, wide values and narrow ones; of the first, parts of keys that are not seen at all.
+SPLIT = (
+    dense_case(1, (2, 1), (2, 1100), 64, "hidden", causal=True, window=(300, None), return_stats=True, frozen="kv"),
+    dense_case(2, (4, 2), (1, 700), 40, "sinks", sinks=normal(), return_stats=True, return_lse=True, frozen="kv"),
+    dense_case(1, (1, 1), (1, 2100), 16, "one-head", return_lse=True, head_dim_v=136, frozen="kv"),
+    packed_case((1, 0, 3), (900, 5, 0), (2, 1), 64, "packed", return_lse=True, return_stats=True),
+)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
+def test_splits_of_the_keys_are_added(case: Case) -> None:
+    op = FLASH_ATTENTION_VARLEN if "cu_seqlens_q" in case.args else FLASH_ATTENTION
+    with Row(op, "native", "cpu", cuda_on_cpu=True).active():
+        assert_parity(op, case, backend="native", dtype=torch.bfloat16, device="cpu")
+
+
 # --- gradients in any order ---
 
 #: More queries and keys than a tile has, and last tiles that are not full.

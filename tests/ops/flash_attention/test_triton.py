@@ -212,7 +212,8 @@ def test_gradients_lie_as_their_tensors_do() -> None:
         assert g.stride() == x.stride()
 
 
-#: Few queries with keys for several splits: of 64 keys in the interpreter, of 256 on a GPU.
+#: Few queries with keys for several splits: of 64 keys in the interpreter, of 128 on a GPU. The last has too many rows
+#: for one program to add the splits.
 DECODE = (
     dense_case(1, (4, 2), (1, 300), 64, "decode", causal=True, return_lse=True),
     dense_case(2, (4, 1), (1, 290), 40, "sinks", sinks=normal(), return_stats=True, window=(270, None), frozen="kv"),
@@ -223,6 +224,7 @@ DECODE = (
     ),
     dense_case(1, (2, 2), (9, 300), 32, "window", window=(280, 20), softcap=5.0, return_lse=True, frozen="kv"),
     dense_case(1, (2, 1), (2, 290), 128, "logits-60", q_values=normal(60.0), v_layout="swapped", return_stats=True),
+    dense_case(1, (4, 2), (5, 270), 128, "many-rows", causal=True, sinks=normal(), return_stats=True, frozen="kv"),
 )
 DECODE_PACKED = (
     packed_case((1, 3, 0, 1), (260, 5, 9, 0), (4, 2), 40, "all", alibi_slopes=(4, 4), sinks=normal(), causal=True,
@@ -239,11 +241,20 @@ def test_keys_split_over_programs(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("t", "s", "expected"),
-    [(1, 700, ["decode", "combine"]), (1, 60, ["decode"]), (8, 700, ["decode", "combine"]), (40, 700, ["fwd"])],
+    ("t", "s", "d", "expected"),
+    [
+        (1, 700, 16, ["decode"]),  # the last program of a head adds the splits
+        (1, 60, 16, ["decode"]),
+        (1, 700, 512, ["decode"]),
+        (8, 700, 16, ["decode"]),
+        (8, 700, 128, ["decode", "combine"]),  # of so many rows that one program would take long
+        (40, 700, 16, ["fwd"]),
+    ],
 )
-def test_few_queries_are_launched_with_keys_split(t: int, s: int, expected: list[str], launched: list[str]) -> None:
-    q, k, v = inputs(t, s, heads=(4, 2))
+def test_few_queries_are_launched_with_keys_split(
+    t: int, s: int, d: int, expected: list[str], launched: list[str]
+) -> None:
+    q, k, v = inputs(t, s, heads=(4, 2), d=d)
     flash_attention(q.detach(), k.detach(), v.detach(), backend="triton")
     assert launched == expected
 

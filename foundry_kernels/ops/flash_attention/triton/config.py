@@ -252,7 +252,7 @@ _TRIED: dict[str, tuple[Row, ...]] = {
     "fwd": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
     "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 128, 8, 2)),
-    # BLOCK_M, the rows that there are, stays. Keys of a tile divide those of a split, 256 at least.
+    # BLOCK_M, the rows that there are, stays. Keys of a tile divide those of a split, 128 at least.
     "decode": ((0, 64, 4, 2), (0, 64, 4, 4), (0, 64, 8, 3), (0, 128, 4, 2), (0, 128, 8, 2), (0, 32, 4, 4)),
 }
 
