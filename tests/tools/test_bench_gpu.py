@@ -172,7 +172,7 @@ def test_a_gpu_has_the_row_of_a_training_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_page_has_the_tables_of_what_an_h100_measured() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text().partition("## On a GPU")[2]
+    page = (ROOT / "docs" / "dev" / "performance.md").read_text().partition("## On a GPU")[2]
     found = measured.tables(measured.load())
     assert {name for name, table in found.items() if table not in page} == set(), "python -m benchmarks.measured"
     numbers = [cell for table in found.values() for cell in table.split("|") if any(c.isdigit() for c in cell)]
