@@ -19,7 +19,7 @@ HELP = [
     ("foundry_kernels", "inspect", "--sass"),
     ("foundry_kernels", "patch-report", "family"),
     ("foundry_kernels", "size", "llama-2-7b"),
-    ("foundry_kernels", "tune", "--untried"),
+    ("foundry_kernels", "tune", "--write-table"),
     ("foundry_kernels.diagnostics", "", "--map-tokens"),
     ("foundry_kernels.diagnostics", "attention", "--compare"),
     ("foundry_kernels.diagnostics", "positions", "sinusoidal"),

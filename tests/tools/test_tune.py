@@ -189,29 +189,6 @@ def test_a_row_that_does_not_fit_is_dropped() -> None:
     assert job.dropped == {unfit: "RuntimeError: out of resource: shared memory"}
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("untried", [False, True])
-def test_a_kernel_that_no_gpu_has_run_is_measured_where_that_is_asked_for(
-    untried: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is nothing to measure where its config is the only other one, and what was measured before stays."""
-    asked = tune._asked
-
-    def ask(*args: Any) -> list[tune.Job]:
-        jobs = asked(*args)
-        for job in jobs:
-            rows = job.choice.rows[: 1 if alone else 3]
-            job.choice = dataclasses.replace(job.choice, rows=(*rows, {**rows[0], "GLUON": True}))
-        return jobs
-
-    monkeypatch.setattr(tune, "_asked", ask)
-    jobs = list(tune.find_jobs([fk.OPS["swiglu"]], [torch.float32], "cpu", untried))
-    assert bool(jobs) is (untried or not alone)
-    for job in jobs:
-        assert sum(not tuning.has_run(row) for row in job.choice.rows) == untried
-        assert len(job.choice.rows) > 1
-
-
 @pytest.mark.parametrize(
     ("times", "wins"),
     [

@@ -250,19 +250,19 @@ class _Problem:
         few = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
         self.few_queries = few and not self.batch_invariant
 
-    def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
-        """The launch config for `kernel`, with what is `fixed` in place of what the table says. `more`: those of
-        another kernel, which dense calls can take in its place. They are a choice of their own, since a config of this
-        kernel that was measured on dense calls is for all others too."""
+    def config(self, kernel: str, *preferred: dict[str, Any], **fixed: int) -> dict[str, Any]:
+        """The launch config for `kernel`, with what is `fixed` in place of what the table says. `preferred`: those of
+        another kernel, which dense calls take in its place unless this one was measured to be faster. They are a choice
+        of their own, since a config of this kernel that was measured on dense calls is for all others too."""
         name = f"flash_attention_{'dkdv' if kernel in ('dk', 'dv') else kernel}_kernel"
         tags, found = self._rows(kernel)
         if self.wide_pairs:
             fixed |= wide_pairs_tile(kernel, self.capability, self.dtype)
         rows = [row | fixed for row in found]
         default = choose(name, tags, rows, self.device)
-        if not more or is_forced(name, tags, rows):
+        if not preferred or is_forced(name, tags, rows):
             return default
-        chosen = choose(name, f"{tags} dense", [rows[0], *more], self.device)
+        chosen = choose(name, f"{tags} dense", [*preferred, rows[0]], self.device)
         return default if chosen == rows[0] else chosen
 
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
@@ -270,7 +270,7 @@ class _Problem:
         width, needs_registers = self.width_and_needs()
         if kernel in ("dk", "dv") and (self.tokens_q % 16 != 0 or self.batch_invariant):
             needs_registers = True  # rows of lse and delta are not aligned, or in another batch might not be
-        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
+        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
         if any(self.pairs):  # no config that was measured on other calls
             names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)
@@ -329,13 +329,13 @@ def aligned_problem(
 
 @planned
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
-    others: list[dict[str, Any]] = []
+    preferred: list[dict[str, Any]] = []
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
-    if p.capability == 90 and not p.batch_invariant:
+    if p.capability == 90 and not p.batch_invariant:  # which of two kernels takes a call may depend on the batch
         from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
 
-        others = gluon_launch.rows(p, flags, out)
-    config = p.config("fwd", *others)
+        preferred = gluon_launch.rows(p, flags, out)
+    config = p.config("fwd", *preferred)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))
     if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64 or p.batch_invariant):
@@ -375,7 +375,7 @@ def launch_fwd(
         launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, pairs, pages, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
-        if "TURNS" in plan.constants:
+        if "STAGES" in plan.constants:
             from foundry_kernels.ops.flash_attention.triton import gluon_launch
 
             gluon_launch.launch_gluon(plan, q, k, v, target, lse)
