@@ -11,7 +11,7 @@ from foundry_kernels.core import extension
 from foundry_kernels.core.registry import AUTO_ORDER, Impl, OpSpec, register
 
 #: The order of "auto" on a GPU for operations whose native kernels took at most 3 % longer than Triton's, forward and
-#: backward together, on an H100 (benchmarks/results/h100.json): a native call costs the host less.
+#: backward together, on an H100 (benchmarks/results/h100-81e711d.json): a native call costs the host less.
 NATIVE_FIRST = ("native", "triton", "reference")
 
 
