@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import budget, tables, verdict
+from benchmarks import kept as kept_format
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,7 +47,7 @@ def keep(source: Path, target: Path, *more: Path) -> None:
     }
     check(kept, source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(kept, indent=0) + "\n")
+    target.write_text(kept_format.dumps(kept))
 
 
 def _run(path: Path) -> dict[str, Any]:
@@ -177,7 +178,8 @@ def check(kept: Any, path: Path) -> None:
 def page(source: Path, draw: bool = True) -> Path:
     """Makes the page of kept results, in the same folder, and draws its pictures or takes those that are there."""
     kept = load(source)
-    pictures = _pictures(kept, source) if draw else named_pictures(kept, source)
+    restricted = kept.get("isa", {}).get("forced")
+    pictures = [] if restricted else _pictures(kept, source) if draw else named_pictures(kept, source)
     parts = [f"# {source.stem}", tables.header(kept, source.name)]
     parts += [text for text in (tables.held(kept), tables.cut(kept)) if text]
     parts += [f"![{title}]({path.name})" for title, path in pictures]
@@ -257,6 +259,6 @@ def _of_gpu_check(path: Path) -> bool:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return kept_format.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SystemExit(f"error: {path} cannot be read as results: {error}") from None
