@@ -43,13 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def append(path: Path | None, row: dict[str, Any]) -> None:
-    """Adds a row to the file of `--rows`, at once: a run that is stopped keeps those that it had."""
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
 def _minutes(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
@@ -181,17 +174,22 @@ class Record:
     def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
         row |= isa.current.row()
         benchmark.extra_info.update(row)
-        self._config.stash[_ROWS].append(row)
-        append(self._config.getoption("rows", None), row)
+        self._append(_ROWS, row)
         self._show(_FIGURES, in_a_line(row))
 
     def absent(self, row: dict[str, Any]) -> bool:
         """Keep and skip a row that says why it could not be measured; False for others."""
         if "why_not" not in row:
             return False
-        self._config.stash[_ABSENT].append(row)
-        append(self._config.getoption("rows", None), row)
+        self._append(_ABSENT, row)
         pytest.skip(row["why_not"])
+
+    def _append(self, key: pytest.StashKey[list[dict[str, Any]]], row: dict[str, Any]) -> None:
+        """Also to the file of `--rows`, at once: a run that is stopped keeps those that it had."""
+        self._config.stash[key].append(row)
+        if (path := self._config.getoption("rows", None)) is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture
@@ -205,8 +203,10 @@ def in_a_line(row: dict[str, Any]) -> str:
     if "of_limit" in row:
         parts.append(f"{row['of_limit']:.0%} of {row['limit']}")
     over = row.get("speedup_over", {})
-    if row.get("row") in ("triton", "native", "ours"):
+    if row.get("row") in ("triton", "native", "ours", "patched by ours"):
         parts += [f"{ratio:.2f} x {name}" for name, ratio in over.items()]
+    if row.get("kind") == "model" and "peak_bytes" in row:
+        parts.append(f"peak {(row.get('held_bytes', 0) + row['peak_bytes']) / 1e9:.1f} GB")
     parts += [f"{key} {row[key]}" for key in ("tokens/s", "host_us", "time_exponent") if row.get(key) is not None]
     return ", ".join(parts)
 

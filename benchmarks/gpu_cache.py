@@ -235,24 +235,6 @@ def why_it_would_miss(about: dict[str, Any], arch: int) -> str | None:
     return None if about.get("key") == here["key"] else "it was made with another build of the same release of Triton"
 
 
-@contextmanager
-def only_from(folder: Path) -> Iterator[None]:
-    """While it lasts, Triton's cache is `folder`, and a kernel that is not in it is an error instead of compiled."""
-    from triton import knobs
-    from triton.compiler import ASTSource
-
-    def refuse(src: Any, *args: Any, **kwargs: Any) -> Any:
-        raise LookupError(f"{src.fn.__name__} is not in {folder}")
-
-    own = ASTSource.make_ir
-    with knobs.cache.scope():
-        knobs.cache.dir, ASTSource.make_ir = str(folder), refuse
-        try:
-            yield
-        finally:
-            ASTSource.make_ir = own
-
-
 def main(argv: list[str]) -> int:
     """Compile the kernels for a GPU that is elsewhere, and pack them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cache", description=main.__doc__)

@@ -8,6 +8,7 @@ nothing reads, so that `loads(dumps(x))` is `slim(x)`.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import OUR_MODELS, OURS
@@ -26,10 +27,52 @@ COLUMNS = {
     "scaling": (*_NAMES, "axis", "sizes", "lines", "theory", "schedule"),
     "absent": ("kind", *_NAMES, "why_not"),
 }
+#: What a row must hold; one with a reason why it has no figures needs its names alone.
+_FIGURES = {
+    "op": ("memory", "median_us"),
+    "overhead": ("host_us",),
+    "model": ("median_us", "tokens/s", "peak_bytes"),
+    "scaling": ("axis", "sizes", "lines", "theory"),
+}
 _NOISE = ("low", "high", "itself")
 _EXPONENTS = ("time_exponent", "last_time_exponent", "memory_exponent", "last_memory_exponent")
 #: Of a peer's row what the roofline shows, and the time.
 _OF_PEERS = {*_NAMES, "kind", "median_us", "GB/s", "TFLOP/s", "device_us", "wrong", "graph_why_not"}
+
+
+def read(path: Path) -> Any:
+    try:
+        return loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {path} cannot be read as results: {error}") from None
+
+
+def check(kept: Any, path: Path) -> None:
+    """
+    Raises:
+        SystemExit: naming the file, and what it lacks.
+    """
+
+    def refuse(problem: str) -> None:
+        raise SystemExit(f"error: {path} is not a file of kept results: {problem}")
+
+    if not isinstance(kept, dict):
+        refuse(f"it holds {type(kept).__name__}, not an object")
+    for key, kind in (("date", str), ("device", str), ("environment", dict), ("rows", list)):
+        if not isinstance(kept.get(key), kind):
+            refuse(f"no {key!r}" if key not in kept else f"{key!r} is {type(kept[key]).__name__}")
+    if "torch" not in kept["environment"]:
+        refuse("no version of torch in 'environment'")
+    for place in ("rows", "absent"):
+        for index, row in enumerate(kept.get(place, [])):
+            if not isinstance(row, dict):
+                refuse(f"{place}[{index}] is {type(row).__name__}")
+            kind = row.get("kind", "op")
+            if kind not in _FIGURES:
+                refuse(f"{place}[{index}] is of the unknown kind {kind!r}")
+            needed = (*_NAMES[:5], *(_FIGURES[kind] if place == "rows" else ("why_not",)))
+            if missing := [key for key in needed if key not in row]:
+                refuse(f"{place}[{index}] has no {missing[0]!r}")
 
 
 def slim(kept: dict[str, Any]) -> dict[str, Any]:

@@ -165,11 +165,9 @@ def fit(sizes: Sequence[float], line: dict[str, list[Any]]) -> dict[str, float]:
     """Exponents of time and memory over the sizes that were measured; `last_`: over the upper half of them."""
     found = {}
     for name, key in (("time", "median_us"), ("memory", "peak_bytes")):
-        known = [(x, y) for x, y in zip(sizes, line.get(key, ()), strict=False) if y]
-        xs, ys = [x for x, _ in known], [y for _, y in known]
+        known = {x: y for x, y in zip(sizes, line.get(key, ()), strict=False) if y}
         for prefix, function in (("", exponent), ("last_", last_exponent)):
-            value = function(xs, ys)
-            if value is not None:
+            if (value := function([*known], [*known.values()])) is not None:
                 found[f"{prefix}{name}_exponent"] = round(value, 2)
     return found
 

@@ -162,7 +162,7 @@ def growth(rows: Sequence[Row]) -> list[str]:
     """Returns the exponents of ours over the upper half of the sizes beside those that theory has, those that pass it
     furthest first, and how evenly work is divided among more threads than there are."""
     found = []
-    for row in (r for r in rows if r.get("kind") == "scaling" and "theory" in r and r["axis"] != "threads"):
+    for row in (r for r in rows if r.get("kind") == "scaling" and r.get("axis", "threads") != "threads"):
         line, parts, past = row["lines"][row["row"]], [], -1.0
         for kind, theory in row["theory"].items():
             if (exponent := line.get(f"last_{kind}_exponent")) is not None:

@@ -160,7 +160,6 @@ def test_the_headline_calls_no_step_that_is_too_noisy(tmp_path: Path) -> None:
     base = step | {"row": "reference", "speedup_over": {}}
     text = readme._headline(tmp_path, kept(step, base), tmp_path / "a.json").replace("\n", " ")
     assert "runs too noisily to call it faster or slower (1.10x) in **1.00x** the memory" in text
-    assert "≈ 1.10" in tables.steps(kept(step, base))
 
 
 def test_host_times_add_the_noise_of_both() -> None:

@@ -134,7 +134,7 @@ class Steps:
         monkeypatch.setattr(gpu_check, "OUT", folder)
         monkeypatch.setattr(gpu_check, "FROM", folder)
         for part in (*gpu_check.PARTS, *gpu_check.MORE):
-            monkeypatch.setattr(gpu_check, {"all": "everything"}.get(part, part), self.step(part))
+            monkeypatch.setitem(gpu_check.STEPS, part, self.step(part))
 
     def step(self, part: str) -> Callable[[], dict[str, Any]]:
         def run() -> dict[str, Any]:
