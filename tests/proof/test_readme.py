@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -136,3 +137,10 @@ def test_every_link_leads_somewhere(page: str) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in anchors, target
+
+
+def test_the_notebook_is_the_quickstart() -> None:
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code == [block.rstrip("\n") for _, block in blocks(TEXTS["docs/quickstart.md"], "python")]
+    assert not any(cell.get("outputs") for cell in cells)
