@@ -63,6 +63,7 @@ def versions() -> list[str]:
         lines += [
             ("extension", f"compiled by {info['compiler']} for torch {info['torch']}"),
             ("  cpu", instruction_sets(info)),
+            ("  bfloat16", str(extension.BFLOAT16)),
             ("  threads", str(torch.get_num_threads())),
             ("  cuda", cuda_architectures(info)),
         ]
