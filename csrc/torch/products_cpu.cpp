@@ -150,6 +150,8 @@ int64_t rows_of_one_pass(at::ScalarType type, int64_t width) {
   constexpr int64_t kWide = 2048;  // that kernel's rows are so far apart that they meet in the cache
   if (chosen_isa() == Isa::amx_bf16 && bfloat16_choice().products) return kDecodeLinearRows;
   if (type == at::kFloat && width >= kWide && !fast_float32_products()) return kDecodeLinearRows;
+  // Both widen: the panels' kernel does so once for all rows.
+  if (type == at::kBFloat16 && !bfloat16_choice().pairs && own_bfloat16_products()) return 2 * kDecodeLinearRows;
   return 4 * kDecodeLinearRows;
 }
 

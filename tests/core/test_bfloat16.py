@@ -198,7 +198,7 @@ def test_a_build_that_lacks_it_refuses_it_too() -> None:
 @needs_extension
 def test_the_overview_says_what_was_chosen_and_why() -> None:
     (line,) = (line for line in versions() if line.split()[0] == "bfloat16")
-    assert line.endswith(str(extension.BFLOAT16))
+    assert str(extension.BFLOAT16) in line
     assert "attention" in line
     assert "products" in line
 
