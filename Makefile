@@ -22,6 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 PY := $(VENV)/bin/python
+DOCS := build/docs
 TEXT ?=
 ARGS ?=
 COMMIT ?= HEAD
@@ -40,7 +41,7 @@ RUN_TESTS := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses auto --maxpr
 PYTEST := $(RUN_TESTS) tests
 
 .PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test test-stack test-native test-releases resources \
-	cuda-build fuzz sanitize bench bench-compare gpu-cache gpu-check clean
+	cuda-build docs fuzz sanitize bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -99,6 +100,14 @@ resources: setup-test
 # The whole extension, its CUDA half too, against a CUDA build of torch: by nvcc, without a GPU. 8 minutes on 2 cores.
 cuda-build: $(VENV)/.test-packages
 	$(PY) tests/support/cuda_build.py
+
+# The site of docs/, in build/site. A warning fails, a broken link among them. Its packages need no torch.
+docs: $(DOCS)/.packages
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build $(ARGS)
+
+$(DOCS)/.packages: constraints.txt bootstrap.py
+	@$(PYTHON) bootstrap.py $(DOCS) mkdocs-material "mkdocstrings[python]" ruff
+	@touch $@
 
 # Random cases against the reference for SECONDS, each time others; what fails is kept in .hypothesis and tried first.
 fuzz: setup-test

@@ -18,8 +18,8 @@ def main(argv: list[str]) -> int:
     keep = commands.add_parser("report", help=f"{text}; without a run, the pages of all kept results again")
     several = "several on one machine, in their order, are kept together; of kernels that changed, the later rows"
     keep.add_argument("runs", nargs="*", metavar="RUN.json", help=f"{several}; the last argument may be NAME")
-    text = "README.md's parts that are made from kept results, and all pages"
-    table = commands.add_parser("readme", help=f"{text}; table and chart are of the newest results, or of NAME's")
+    text = "README.md's headline, the page of all results and the page of each"
+    table = commands.add_parser("readme", help=f"{text}; the chart is of the newest results, or of NAME's")
     table.add_argument("name", nargs="?", metavar="NAME")
     changes = commands.add_parser("changed", help="by results, the operations whose kernels have changed since")
     changes.add_argument("name", nargs="?", metavar="NAME")

@@ -27,7 +27,7 @@ _PRIOR = 5.0
 
 
 #: Places in the order of a run.
-NEEDED, LATER, REST = 0, 1, 2
+FIRST, NEEDED, LATER, REST = -1, 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Unit:
     shape: what is cut as a whole, in words. kind: estimates of a kind are wrong by the same factor. fixed, rounds,
     a_row: seconds that do not depend on how many rounds there are, of all rounds, and more for each row. size: what
     "largest" means. op: the operation, where the row is of one shape of it, and what: its direction and dtype. place:
-    `NEEDED`, `LATER` or `REST`; what comes first is cut last. waits: seconds of `fixed` in which peers are compiled.
+    `FIRST`, `NEEDED`, `LATER` or `REST`; what comes first is cut last. waits: seconds of `fixed` in which peers are
+    compiled.
     """
 
     id: str
@@ -69,7 +70,7 @@ def collected(rows: Iterable[Unit]) -> list[Unit]:
         known = found.get(unit.id)
         found[unit.id] = unit if known is None else replace(known, rows=known.rows + 1)
     needed = _needed([unit for unit in found.values() if unit.op])
-    return [replace(u, place=NEEDED) if u.shape in needed else u for u in found.values()]
+    return [replace(u, place=NEEDED) if u.shape in needed and u.place > NEEDED else u for u in found.values()]
 
 
 def _needed(units: Sequence[Unit]) -> set[str]:
@@ -134,7 +135,7 @@ def plan(units: Sequence[Unit], seconds: float, factors: Mapping[str, float] | N
 
 def _steps(units: Sequence[Unit]) -> list[tuple[str, bool]]:
     """Returns what is cut in turn: shapes, or (True) what is compiled of them."""
-    needed = {u.shape for u in units if u.place == NEEDED}
+    needed = {u.shape for u in units if u.place <= NEEDED}
     order = _largest_first(units)
     last = [shape for shape in order if shape in needed]
     first = [(shape, False) for shape in order if shape not in needed]
@@ -147,7 +148,7 @@ def _largest_first(units: Sequence[Unit]) -> list[str]:
     sizes: dict[str, tuple[int, float, int]] = {}
     for u in units:
         place, size, index = sizes.get(u.shape, (u.place, 0.0, len(sizes)))
-        sizes[u.shape] = (min(place, u.place), max(size, u.size) if u.place != NEEDED else 0.0, index)
+        sizes[u.shape] = (min(place, u.place), max(size, u.size) if u.place > NEEDED else 0.0, index)
     return sorted(sizes, key=lambda s: sizes[s], reverse=True)
 
 

@@ -23,7 +23,7 @@ class Arguments:
     """Sets of the case's arguments, handed out in rotation."""
 
     def __init__(self, group: Group) -> None:
-        first = group.case.make(group.dtype, DEVICE)
+        first = group.case.make(group.dtype, DEVICE, drawn_on=DEVICE)
         more = [{n: copied(t) for n, t in first.items()} for _ in range(set_count(group) - 1)]
         self.sets = [first, *more]
         #: Whether the first set has left the caches once all have been used.
@@ -35,7 +35,7 @@ class Arguments:
         """Returns gradients for outputs like `out`, as many as there are sets; all contenders get the same."""
         like = tuple((o.shape, o.dtype) for o in out)
         if like not in self._cotangents:
-            made = make_cotangents(out, "contiguous")
+            made = make_cotangents(out, "contiguous", drawn_on=DEVICE)
             self._cotangents[like] = [made, *(tuple(c.clone() for c in made) for _ in self.sets[1:])]
         return self._cotangents[like]
 
@@ -77,7 +77,7 @@ class Contenders:
                 self.why_not[name] = found
                 continue
             try:
-                if (reason := _falls_back(group, name)) is not None:
+                if (reason := too_large(group, name) or _falls_back(group, name)) is not None:
                     self.why_not[name] = reason
                     continue
                 if name in LIMITS:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.calls import copied
-from benchmarks.suite import LIMITS, OURS, Group
+from benchmarks.suite import DEVICE, LIMITS, OURS, Group
 from foundry_kernels.testing import Expected, Result
 
 #: Root mean square error, relative to the result, up to which a peer computes the same: it need not be exact, as ours.
@@ -24,8 +24,8 @@ _latest: dict[tuple[object, ...], Expected] = {}
 class Check:
     """What the reference makes of a group's arguments, or of a sample of their rows, in their dtype and in float64.
 
-    A contender computes the whole; where there is a sample, the gradients that flow into other rows are 0, or these
-    rows take no part in the loss.
+    Both are computed where the arguments are, on a GPU on that GPU. A contender computes the whole; where there is a
+    sample, the gradients that flow into other rows are 0, or these rows take no part in the loss.
     """
 
     def __init__(self, group: Group, args: dict[str, Tensor | None]) -> None:
@@ -41,7 +41,10 @@ class Check:
                     rest = torch.full_like(t, ignored)
                     self.args = {**self.args, name: rest.index_copy_(self.sample.dims[name], self.rows, chosen)}
         key = (group.op.name, group.case.id, group.dtype)
-        made = _latest.get(key) or Expected.of(group.op, group.case, group.dtype, args=given)
+        case = group.case
+        if self.sample is not None:
+            case = replace(case, options={**case.options, **self.sample.options})
+        made = _latest.get(key) or Expected.of(group.op, case, group.dtype, args=given, drawn_on=DEVICE)
         _latest.clear()
         _latest[key] = self.expected = made
         if group.direction == "forward":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -34,11 +35,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MINUTES",
         help=f"time to keep to, by fewer rounds and then fewer shapes; 0 for none (default: {DEFAULT:g}; --full: 0)",
     )
+    parser.addoption("--rows", type=Path, metavar="FILE", help="append each row to this file as it is measured")
     parser.addoption(
         "--isa",
         choices=tuple(isa.SWITCHES),
         help="hold our kernels, torch, oneDNN and MKL to this instruction set of the CPU",
     )
+
+
+def append(path: Path | None, row: dict[str, Any]) -> None:
+    """Adds a row to the file of `--rows`, at once: a run that is stopped keeps those that it had."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def _minutes(text: str) -> float:
@@ -173,6 +182,7 @@ class Record:
         row |= isa.current.row()
         benchmark.extra_info.update(row)
         self._config.stash[_ROWS].append(row)
+        append(self._config.getoption("rows", None), row)
         self._show(_FIGURES, in_a_line(row))
 
     def absent(self, row: dict[str, Any]) -> bool:
@@ -180,6 +190,7 @@ class Record:
         if "why_not" not in row:
             return False
         self._config.stash[_ABSENT].append(row)
+        append(self._config.getoption("rows", None), row)
         pytest.skip(row["why_not"])
 
 

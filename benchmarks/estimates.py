@@ -5,34 +5,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.budget import LATER, REST, Unit
+from benchmarks.budget import FIRST, LATER, REST, Unit
 from benchmarks.measure import cache_bytes, timer
 from benchmarks.models import REQUESTS, ModelGroup
-from benchmarks.noise import LEAST
-from benchmarks.rows import QUICK
-from benchmarks.suite import DEVICE, LIMITS, SEARCHED, Group, case_bytes, checked_bytes, memories, rotates, set_count
+from benchmarks.noise import LEAST, LEAST_GPU
+from benchmarks.rows import LONG, QUICK
+from benchmarks.suite import (
+    DEVICE,
+    LIMITS,
+    SEARCHED,
+    Group,
+    case_bytes,
+    checked_bytes,
+    memories,
+    rotates,
+    set_count,
+    too_large,
+)
 from benchmarks.tables import shape_of
 from foundry_kernels.core.registry import OpSpec, short_dtype
 
-#: How much longer than at the machine's limit the contenders' calls take, on average; eager is among them.
-_OVER_LIMIT = 4
-#: Runs of each contender beside the rounds: the first, warm-up, check, and those that show the memory.
-_RUNS = 7
-#: Seconds: making and first touching a gigabyte; what each row takes anyhow; compiling a function forward, a model of
-#: two layers, and searching for a product; one row of host time. Processors differ by less than these vary.
+#: How much longer than at the machine's limit the contenders' calls take, on average: where there is an eager form of
+#: more passes over memory, where there is none, and where all are whole products.
+_OVER_LIMIT, _FUSED, _PRODUCTS = 4, 2, 1.3
+#: Runs of each contender beside the rounds: the first, warm-up, check, and those that show the memory. On a GPU also
+#: those between events, of calls that are not long.
+_RUNS, _RUNS_GPU, _RUNS_LONG = 7, 10, 5
+#: Seconds: making and first touching a gigabyte, where a CPU draws it; what each row takes anyhow; compiling a function
+#: forward, a model of two layers, and searching for a product; one row of host time. Processors differ by less than
+#: these vary.
 _TOUCH, _ROW, _COMPILE, _COMPILE_MODEL, _SEARCH, _HOST = 1.5, 0.1, 2.0, 25.0, 20.0, 0.3
+#: Of a GPU, which draws it itself, and where a row is a few milliseconds of delays and a captured graph.
+_TOUCH_GPU, _ROW_GPU, _COMPILE_MODEL_GPU = 0.02, 0.05, 6.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes that a copy reads and writes, and operations of a float32 product, a second."""
+    """Bytes that a copy reads and writes, and operations of a product (float32; of a GPU bfloat16), a second."""
 
     copied: float
     products: float
+    device: str = DEVICE
 
     def seconds(self, moved: float, operations: float = 0.0) -> float:
         """Returns the seconds of a call at the machine's limit."""
@@ -42,9 +59,10 @@ class Machine:
 def machine() -> Machine:
     """Measured in a part of a second."""
     source, into = torch.ones(2, 2**24, device=DEVICE).unbind()  # 64 MB each
-    a, b = torch.ones(2, 1024, 1024, device=DEVICE).unbind()
+    size, dtype = (1024, torch.float32) if DEVICE == "cpu" else (4096, torch.bfloat16)
+    a, b = torch.ones(2, size, size, dtype=dtype, device=DEVICE).unbind()
     copied = 2 * source.nbytes / _best(lambda: into.copy_(source))
-    return Machine(copied, 2 * 1024**3 / _best(lambda: a @ b))
+    return Machine(copied, 2 * size**3 / _best(lambda: a @ b))
 
 
 def _best(call: Callable[[], object]) -> float:
@@ -68,25 +86,35 @@ def operation(group: Group, names: Sequence[str], machine: Machine) -> Unit:
     shape = f"{group.op.name} {shape_of({'case': group.case.id})}"
     what = f"{group.direction} {short_dtype(group.dtype)}"
     kind = "compiled" if compiled else "operation"
-    return Unit(group.id, shape, kind, fixed + waits, rounds, size, group.op.name, what, waits=waits)
+    place = FIRST if group.bench.BENCH_FIRST and group.case.id.endswith(group.bench.BENCH_FIRST) else REST
+    return Unit(group.id, shape, kind, fixed + waits, rounds, size, group.op.name, what, place, waits=waits)
 
 
 def _times(group: Group, names: Sequence[str], machine: Machine, effort: tuple[float, int]) -> tuple[float, float]:
     """Seconds beside the rounds, and of all rounds."""
+    gpu = machine.device != "cpu"
+    names = [n for n in names if not group.bench.peer_bytes(group.case, n) or too_large(group, n) is None]
     count = sum(n not in LIMITS for n in names)
-    call = _OVER_LIMIT * machine.seconds(group.bytes_moved, group.flops or 0.0) + 50e-6
-    if group.direction == "backward":  # behind an untimed forward pass, which the rate of the backward one bounds
-        call *= 2
+    over: float = _OVER_LIMIT if "eager" in names else _FUSED
+    if group.limit == "GEMM" and not group.bench.peer_bytes(group.case, "eager"):
+        over = _PRODUCTS
+    call = over * machine.seconds(group.bytes_moved, group.flops or 0.0) + 50e-6
+    if group.direction == "backward":  # behind an untimed forward pass
+        before = replace(group, direction="forward")
+        call += over * machine.seconds(before.bytes_moved, before.flops or 0.0)
     sets = set_count(group)
     scrubbed = group.memory != "warm" and not (group.direction != "backward" and rotates(group, sets))
     scrub = machine.seconds(2 * cache_bytes(DEVICE)) if scrubbed else 0
     warm_ups = 4 if group.memory == "warm" else 0
     a_round = count * call * (1 + warm_ups) + len(names) * scrub
-    rounds = a_round * min(effort[1], max(LEAST, math.ceil(effort[0] / a_round)))
+    rounds = a_round * min(effort[1], max(LEAST_GPU if gpu else LEAST, math.ceil(effort[0] / a_round)))
     used = sets if group.memory == "cold" and group.limit == "memcpy" else 0
     made = case_bytes(group.case, group.dtype) * sets + 2 * cache_bytes(DEVICE) * (group.memory != "warm")
     checked = checked_bytes(group)
-    fixed = len(names) * _ROW + count * call * (_RUNS + used) + (made + 4 * checked) / 1e9 * _TOUCH
+    runs, touch, a_row = (
+        (_RUNS_GPU if call <= LONG else _RUNS_LONG, _TOUCH_GPU, _ROW_GPU) if gpu else (_RUNS, _TOUCH, _ROW)
+    )
+    fixed = len(names) * a_row + count * call * (runs + used) + (made + 4 * checked) / 1e9 * touch
     return fixed, rounds
 
 
@@ -113,7 +141,8 @@ def model(group: ModelGroup, machine: Machine) -> Unit:
         call = machine.seconds(0, 2 * parameters * sum(REQUESTS)) * 2 + group.tokens * steps
     compiled = sum("compiled" in n or "max-autotune" in n for n in group.names)
     compiled *= group.task != "forward+backward"
-    fixed = len(group.names) * (0.5 + 3 * call) + compiled * _COMPILE_MODEL * c.n_layers / 2
+    compiling = _COMPILE_MODEL if machine.device == "cpu" else _COMPILE_MODEL_GPU
+    fixed = len(group.names) * (0.5 + 3 * call) + compiled * compiling * c.n_layers / 2
     rounds = max(2.5, (3 if group.task == "requests" else LEAST) * len(group.names) * call)
     kind = "compiled model" if compiled else "model"
     place = LATER if group.task in ("step", "decode") else REST

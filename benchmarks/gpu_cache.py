@@ -16,6 +16,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -151,9 +152,7 @@ def _compile_launcher(src: Any, metadata: Any) -> None:
 
     if not hasattr(driver, "make_launcher"):
         return
-    with tempfile.TemporaryDirectory() as folder:
-        library = [os.environ.get("CC") or shutil.which("gcc") or "cc", "-shared", "-o", f"{folder}/libcuda.so.1"]
-        subprocess.run([*library, "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull], check=True)
+    with tempfile.TemporaryDirectory() as folder, linked_against_empty_libcuda(Path(folder)):
         driver.libcuda_dirs.cache_clear()
         driver.library_dirs.cache_clear()
         with knobs.nvidia.scope():
@@ -163,6 +162,28 @@ def _compile_launcher(src: Any, metadata: Any) -> None:
                 driver.CudaLauncher(src, metadata)
             finally:
                 build._load_module_from_path = own
+
+
+@contextmanager
+def linked_against_empty_libcuda(folder: Path) -> Iterator[None]:
+    """Puts an empty libcuda.so.1 into the folder. While it lasts, what the C compiler links names the libraries that it
+    is given as needed, although it finds nothing in them: many linkers would leave out the empty one, and on the GPU
+    the module would load without the driver's functions."""
+    before = os.environ.get("CC")
+    compiler = before or shutil.which("gcc") or "cc"
+    library = [*shlex.split(compiler), "-shared", "-o", f"{folder}/libcuda.so.1", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*library, "-x", "c", os.devnull], check=True)
+    wrapper = folder / "cc"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} -Wl,--no-as-needed "$@"\n')
+    wrapper.chmod(0o755)
+    os.environ["CC"] = str(wrapper)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CC"]
+        else:
+            os.environ["CC"] = before
 
 
 def _not_loaded(name: str, path: str) -> Any:

@@ -1,16 +1,23 @@
 """`make gpu-check`: everything that needs a GPU, with the current Python and without a network.
 
-The parts, in order; a failing one does not stop the rest. GPU_CHECK=parity,bench runs those parts; GPU_CHECK=rest those
-that have not passed yet, and of their tests those that have not.
+The parts, in order, which together take ten minutes at most; a failing one does not stop the rest.
+GPU_CHECK=units,bench runs those parts; GPU_CHECK=rest those that have not passed yet, and of their
+tests those that have not.
     build     the extension, by nvcc
-    parity    the parity suite's cases with CUDA tensors
+    units     samples of Hopper's instructions, where there is an nvcc
+    parity    attention's cases with CUDA tensors: native, and Triton's masks, biases and dropout in float32 and float16
+    sanitize  compute-sanitizer (memcheck, racecheck) on a few cases of every kernel, where it is installed
+    bench     operations beside their peers, attention 128 wide first; host time
+    model     a training step of a Llama of 1 B: unpatched, patched, by Liger; compiled
+    tune      `python -m foundry_kernels tune --seconds 120`
+Only where they are named, as they take longer:
+    all       all of the parity suite's cases with CUDA tensors
     suite     all other tests, with CUDA tensors; CUDA graphs; more than 2^31 elements
-    sanitize  compute-sanitizer (memcheck, racecheck, initcheck) on a few cases, where it is installed
-    bench     the benchmarks
 The result goes to benchmarks/results/<gpu>.json (or to the folder in OUT, where that is set, beside the logs), after
-each part, so that a run that is stopped leaves what it had. GPU_CHECK=rest continues from there (or from the folder in
-FROM) if the sources are the same. Kernels come from build/gpu-cache.tar.xz, if it was brought along: `make gpu-cache`
-fills it on a machine without a GPU. Else they are compiled as they are met.
+each part, so that a run that is stopped leaves what it had; rows of the benchmarks lie beside it as they are measured.
+GPU_CHECK=rest continues from there (or from the folder in FROM) if the sources are the same. Kernels come from
+build/gpu-cache.tar.xz, if it was brought along: `make gpu-cache` fills it on a machine without a GPU. Else they are
+compiled as they are met.
 """
 
 from __future__ import annotations
@@ -36,8 +43,13 @@ ROOT = Path(__file__).parents[1]
 OUT = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 FROM = Path(os.environ.get("FROM") or OUT)
 #: Seconds that each part may take; together they stay within ten minutes.
-LIMITS = {"build": 120, "parity": 150, "suite": 100, "sanitize": 50, "bench": 170}
+LIMITS = {"build": 100, "units": 20, "parity": 75, "sanitize": 35, "bench": 110, "model": 120, "tune": 140}
 PARTS = tuple(LIMITS)
+#: Those of parts that only run where they are named.
+MORE = {"all": 580, "suite": 580}
+SANITIZERS = ("memcheck", "racecheck")
+#: Of attention in Triton what no GPU has run: its masks, biases, tiles and dropout in bfloat16 have.
+NEW = "triton-cuda and (bool or bias or mask or dropout or tiles or blocks or documents) and not bfloat16"
 CACHE = ROOT / "build" / "gpu-cache"
 
 
@@ -73,9 +85,17 @@ def build() -> dict[str, Any]:
     return run("build", [sys.executable, "setup.py", "build_ext", "--inplace"], LIMITS["build"])
 
 
+def units() -> dict[str, Any]:
+    return tests("units", ["tests/proof/test_hopper_units.py"])
+
+
 def parity() -> dict[str, Any]:
+    return tests("parity", ["tests/proof/test_parity.py", "-k", f"flash_attention and (native-cuda or ({NEW}))"])
+
+
+def everything() -> dict[str, Any]:
     # The CPU's kernels are proved without a GPU, on every commit.
-    return tests("parity", ["tests/proof/test_parity.py", "-k", "not cuda_on_cpu and not native-cpu"])
+    return tests("all", ["tests/proof/test_parity.py", "-k", "not cuda_on_cpu and not native-cpu"])
 
 
 def suite() -> dict[str, Any]:
@@ -95,7 +115,7 @@ def tests(name: str, arguments: list[str]) -> dict[str, Any]:
     command += ["-p", "benchmarks.gpu_resume", f"--passed-file={passed}", f"--already-passed={already}"]
     command.append(f"--failed-file={OUT / f'{name}-failed.txt'}")
     before = compiled_kernels()
-    result = run(name, command, LIMITS[name])
+    result = run(name, command, (LIMITS | MORE)[name])
     names = set(passed.read_text().splitlines()) if passed.exists() else set()
     result |= {"passed": len(names), "kernels compiled": compiled_kernels() - before}
     result["summary"] += f" ({len(names)} passed in all, {result['kernels compiled']} kernels compiled)"
@@ -130,27 +150,42 @@ def sanitize() -> dict[str, Any]:
     if program is None:
         return {"ok": True, "summary": "skipped: compute-sanitizer is not installed"}
     result: dict[str, Any] = {"ok": True, "seconds": 0.0}
-    for tool in ("memcheck", "racecheck", "initcheck"):
+    for tool in SANITIZERS:
         command = [program, "--tool", tool, "--error-exitcode", "1", sys.executable, "-m", "benchmarks.gpu_sanitize"]
-        part = run(f"sanitize-{tool}", command, LIMITS["sanitize"] / 3)
+        part = run(f"sanitize-{tool}", command, LIMITS["sanitize"] / len(SANITIZERS))
         result[tool] = part
         result["ok"] &= part["ok"]
         result["seconds"] += part["seconds"]
-    result["summary"] = ", ".join(f"{t}: {result[t]['summary']}" for t in ("memcheck", "racecheck", "initcheck"))
+    result["summary"] = ", ".join(f"{t}: {result[t]['summary']}" for t in SANITIZERS)
     return result
 
 
 def bench() -> dict[str, Any]:
-    target = OUT / "benchmarks.json"
-    # Operations and host time; models and growth take minutes more: pytest benchmarks --benchmark-only.
-    files = ["benchmarks/test_ops.py", "benchmarks/test_overhead.py"]
-    command = [sys.executable, "-m", "pytest", *files, "--benchmark-only", "-v", "-p", "no:cacheprovider"]
-    command.append(f"--budget={(LIMITS['bench'] - 20) / 60:.2f}")
-    result = run("bench", [*command, f"--benchmark-json={target}"], LIMITS["bench"])
-    if target.exists() and target.stat().st_size:
-        rows = json.loads(target.read_text())["benchmarks"]
-        result["rows"] = [row["extra_info"] for row in rows]
-        target.unlink()
+    # Operations and host time; growth takes minutes more: pytest benchmarks --benchmark-only.
+    budget = f"--budget={(LIMITS['bench'] - 20) / 60:.2f}"
+    return rows_of("bench", ["benchmarks/test_ops.py", "benchmarks/test_overhead.py", budget])
+
+
+def model() -> dict[str, Any]:
+    return rows_of("model", ["benchmarks/test_model.py", "-k", "training", "--budget=0"])
+
+
+def rows_of(name: str, arguments: list[str]) -> dict[str, Any]:
+    """Runs benchmarks; each row is in a file as soon as it is measured."""
+    target = OUT / f"{name}-rows.jsonl"
+    target.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", *arguments, "--benchmark-only", "-v", "-p", "no:cacheprovider"]
+    result = run(name, [*command, f"--rows={target}"], LIMITS[name])
+    result["rows"] = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
+    return result
+
+
+def tune() -> dict[str, Any]:
+    target = OUT / "tuning.json"
+    command = [sys.executable, "-m", "foundry_kernels", "tune", "--seconds", str(LIMITS["tune"] - 20)]
+    result = run("tune", [*command, "--file", str(target)], LIMITS["tune"])
+    if target.exists():
+        result["tuned"] = target.name
     return result
 
 
@@ -183,7 +218,7 @@ def begin(gpu: str, chosen: str) -> tuple[dict[str, Any], tuple[str, ...]]:
         report |= earlier
     elif chosen == "rest":
         print(f"nothing to continue: {FROM / name} is not there, or is of other sources; all parts are run", flush=True)
-    for part in PARTS:
+    for part in (*PARTS, *MORE):
         passed = OUT / f"{part}-passed.txt"
         if not (same and chosen == "rest"):
             passed.unlink(missing_ok=True)
@@ -191,7 +226,7 @@ def begin(gpu: str, chosen: str) -> tuple[dict[str, Any], tuple[str, ...]]:
             shutil.copyfile(FROM / passed.name, passed)
     if chosen in ("", "rest"):
         return report, tuple(p for p in PARTS if chosen == "" or not report.get(p, {}).get("ok"))
-    return report, tuple(p for p in PARTS if p in chosen.split(","))
+    return report, tuple(p for p in (*PARTS, *MORE) if p in chosen.split(","))
 
 
 def file_name(gpu: str) -> str:
@@ -204,8 +239,8 @@ def main(argv: Sequence[str] = ()) -> int:
     )
     parser.parse_args(argv)
     chosen = os.environ.get("GPU_CHECK", "")
-    if chosen and not set(chosen.split(",")) <= set(PARTS) and chosen != "rest":
-        print(f"GPU_CHECK must be rest or any of {', '.join(PARTS)}; got {chosen!r}", file=sys.stderr)
+    if chosen and not set(chosen.split(",")) <= {*PARTS, *MORE} and chosen != "rest":
+        print(f"GPU_CHECK must be rest or any of {', '.join((*PARTS, *MORE))}; got {chosen!r}", file=sys.stderr)
         return 2
     try:
         import torch
@@ -232,7 +267,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def check(gpu: str, chosen: str) -> int:
     steps: dict[str, Callable[[], dict[str, Any]]] = dict(
-        zip(PARTS, (build, parity, suite, sanitize, bench), strict=True)
+        zip((*PARTS, *MORE), (build, units, parity, sanitize, bench, model, tune, everything, suite), strict=True)
     )
     report, wanted = begin(gpu, chosen)
     target = OUT / file_name(gpu)
@@ -248,13 +283,13 @@ def check(gpu: str, chosen: str) -> int:
     report["environment"] = show.stdout.splitlines()
     target.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{show.stdout}\n{gpu}: {target}")
-    for name in PARTS:
+    for name in (*PARTS, *MORE):
         if name in report:
             part = report[name]
             print(
                 f"{name:<9} {'ok  ' if part['ok'] else 'FAIL'} {part.get('seconds', 0):>6} s  {part['summary'][:150]}"
             )
-    print_rows(report.get("bench", {}).get("rows", []))
+    print_rows([row for name in ("bench", "model") for row in report.get(name, {}).get("rows", [])])
     left = [name for name in PARTS if not report.get(name, {}).get("ok")]
     if left:
         print(f"not passed: {', '.join(left)}; GPU_CHECK=rest goes on from here")
@@ -267,6 +302,9 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             over = ", ".join(f"{n} {r:.2f}x" for n, r in row["speedup_over"].items())
             name = f"{row['op']:<13} {row['direction']:<8} {row['case']:<24} {row['row']:<7}"
             print(f"{name} {row['GB/s']:>8.0f} GB/s  {over}")
+        elif row.get("kind") == "model" and "median_us" in row:
+            peak = (row.get("held_bytes", 0) + row["peak_bytes"]) / 1e9
+            print(f"{row['op']} {row['direction']} {row['row']:<26} {row['median_us'] / 1e3:>8.1f} ms  {peak:>5.1f} GB")
 
 
 if __name__ == "__main__":

@@ -7,24 +7,30 @@ import argparse
 import torch
 
 import foundry_kernels as fk
-from foundry_kernels.testing import make_cotangents, run
+from foundry_kernels.testing import Case, make_cotangents, run
+
+#: Cases of each kernel, of those that are small: `--all` takes them all, which takes minutes.
+FEW = 2
 
 
-def main() -> None:
+def main(everything: bool = False) -> None:
     for op in fk.OPS.values():
         for backend in op.backends("cuda"):
             if backend == "reference":
                 continue
-            for case in op.cases.CASES[op.name]:
-                elements = sum(torch.Size(a.shape).numel() for a in case.args.values() if a is not None)
-                if not 0 < elements < 20_000:
-                    continue
+            small = [case for case in op.cases.CASES[op.name] if 0 < elements(case) < 20_000]
+            for case in small if everything else small[:: max(1, len(small) // FEW)]:
                 args = case.make(torch.bfloat16, "cuda")
                 outputs = run(op, args, case.options, backend=backend).outputs
                 run(op, args, case.options, make_cotangents(outputs, case.cotangent), backend=backend)
     torch.cuda.synchronize()
 
 
+def elements(case: Case) -> int:
+    return sum(torch.Size(a.shape).numel() for a in case.args.values() if a is not None)
+
+
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m benchmarks.gpu_sanitize", description=__doc__).parse_args()
-    main()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_sanitize", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="all small cases, not a few of each kernel")
+    main(parser.parse_args().all)

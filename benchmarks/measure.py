@@ -107,7 +107,7 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(n / d for n, d in zip(numerator, denominator, strict=True))
 
 
-def device_times(contenders: Mapping[str, Prepare], rounds: int = 11) -> dict[str, list[float]]:
+def device_times(contenders: Mapping[str, Prepare], rounds: int = 5) -> dict[str, list[float]]:
     """Seconds between two events around a run, for all contenders in turn; needs CUDA.
 
     A delay is queued in front, so that the host has queued the whole run before the GPU gets there: what is measured is
@@ -119,7 +119,7 @@ def device_times(contenders: Mapping[str, Prepare], rounds: int = 11) -> dict[st
             run = prepare()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
-            torch.cuda._sleep(10_000_000)  # cycles, some milliseconds
+            torch.cuda._sleep(4_000_000)  # cycles, two milliseconds
             start.record()
             run()
             end.record()
@@ -128,7 +128,7 @@ def device_times(contenders: Mapping[str, Prepare], rounds: int = 11) -> dict[st
     return times
 
 
-def graph_time(runs: Sequence[Callable[[], object]], replays: int = 11) -> float:
+def graph_time(runs: Sequence[Callable[[], object]], replays: int = 7) -> float:
     """Seconds a run takes where `runs`, one after the other, are captured as a CUDA graph and replayed (median of the
     replays over the number of runs). A backward pass must be captured with its forward pass."""
     stream = torch.cuda.Stream()

@@ -26,13 +26,17 @@ FAMILIES = {
         *("Hugging Face", "Hugging Face, compiled"),
         *("patched by ours", "patched by ours, compiled", "patched by Liger"),
     ),
+    "training": (
+        *("Hugging Face", "patched by ours", "patched by Liger"),
+        *("Hugging Face, compiled", "patched by ours, compiled"),
+    ),
     "generation": (
         *("reference", "reference, compiled", "reference, max-autotune", "ours", "ours, compiled"),
         *("Hugging Face, static cache", "Hugging Face, static cache, compiled"),
     ),
     "serving": ("one after the other", "continuous batching"),
 }
-#: What takes too long to compile for the quick set.
+#: What takes too long to compile for the quick set, but for training.
 _FULL = (
     *("reference, max-autotune", "Hugging Face, compiled", "patched by ours, compiled"),
     "Hugging Face, static cache, compiled",
@@ -41,6 +45,7 @@ _TRAINING = ("forward", "forward+backward", "step")
 TASKS = {
     "transformer": _TRAINING,
     "hugging-face": _TRAINING,
+    "training": ("step",),
     "generation": ("decode",),
     "serving": ("requests",),
 }
@@ -48,6 +53,7 @@ TASKS = {
 BASE = {
     "transformer": "reference",
     "hugging-face": "Hugging Face",
+    "training": "Hugging Face",
     "generation": "reference",
     "serving": "one after the other",
 }
@@ -63,6 +69,9 @@ SIZES: dict[str, dict[str, ModelConfig]] = {
         "small": ModelConfig(512, 2, 8, 2, 4096, 1024, hidden_dim=1408, rope_interleaved=False),
     },
 }
+#: Of training, on a GPU: the shape of Llama-3.2-1B, and how many sequences at a time. Each model is measured by itself.
+_STEPS = {"llama-1b": ModelConfig(2048, 16, 32, 8, 128256, 8192, hidden_dim=8192, rope_interleaved=False)}
+_SEQUENCES = 2
 #: Of generation: 3 and 100 million parameters.
 _GENERATION = {
     "3m": ModelConfig(256, 4, 8, 4, 1024, 1024, hidden_dim=688, rope_interleaved=False),
@@ -71,7 +80,7 @@ _GENERATION = {
 #: For whether a model runs, not how fast.
 TINY = "tiny"
 _TINY = ModelConfig(64, 1, 4, 2, 128, 256, hidden_dim=128, rope_interleaved=False)
-_TOKENS = {TINY: 96, "small": 512, "medium": 1024, "1b": 4096, "3m": 64, "100m": 64}
+_TOKENS = {TINY: 96, "small": 512, "medium": 1024, "1b": 4096, "llama-1b": 4096, "3m": 64, "100m": 64}
 _PROMPT, _NEW = 64, 32
 #: Of serving: lengths of the prompts, in the order in which they come; each gets `_SERVED` tokens.
 REQUESTS = (8, 512, 39, 478, 72, 445, 106, 411, 140, 377, 174, 344, 208, 310, 241, 276)
@@ -98,19 +107,30 @@ class ModelGroup:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(
-            n for n in FAMILIES[self.family] if (self.compiled or "compiled" not in n) and (self.full or n not in _FULL)
+            n
+            for n in FAMILIES[self.family]
+            if (self.compiled or "compiled" not in n) and (self.full or self.alone or n not in _FULL)
         )
 
     @property
     def config(self) -> ModelConfig:
-        return _TINY if self.size == TINY else (SIZES[DEVICE] | _GENERATION)[self.size]
+        return _TINY if self.size == TINY else (SIZES[DEVICE] | _GENERATION | _STEPS)[self.size]
+
+    @property
+    def alone(self) -> bool:
+        """Whether each model is made and measured by itself: with their optimisers they do not fit a GPU together."""
+        return self.family == "training"
+
+    @property
+    def sequences(self) -> int:
+        return _SEQUENCES if self.alone else 1
 
     @property
     def tokens(self) -> int:
         """Tokens that a run reads, or makes while decoding or serving."""
         if self.task == "requests":
             return _SERVED * len(REQUESTS)
-        return _NEW if self.task == "decode" else _TOKENS[self.size]
+        return _NEW if self.task == "decode" else self.sequences * _TOKENS[self.size]
 
     @property
     def generates(self) -> bool:
@@ -124,7 +144,10 @@ def model_groups(full: bool) -> list[ModelGroup]:
     dtypes = dtypes or [torch.float32 if DEVICE == "cpu" else torch.bfloat16]
     groups = []
     for family, tasks in TASKS.items():
-        sizes = list(_GENERATION if family in ("generation", "serving") else SIZES[DEVICE])
+        if family == "training" and DEVICE == "cpu":  # a step takes minutes
+            continue
+        own = {"training": _STEPS, "generation": _GENERATION, "serving": _GENERATION}
+        sizes = list(own.get(family, SIZES[DEVICE]))
         compiled = full or DEVICE != "cpu" or family != "generation"
         all_sizes = full and (family != "serving" or DEVICE != "cpu")
         for size in sizes if all_sizes else sizes[:1]:
@@ -141,9 +164,12 @@ class ModelContenders:
         self.prepare: dict[str, Prepare] = {}
         self.why_not: dict[str, str] = {}
         self.wrong: dict[str, str] = {}
+        #: Of the first step or before it; of generation none.
+        self.losses: dict[str, float] = {}
         torch.compiler.reset()
         generator = torch.Generator().manual_seed(0)
-        batch = torch.randint(0, group.config.vocab_size, (1, _TOKENS[group.size] + 1), generator=generator).to(DEVICE)
+        shape = (group.sequences, _TOKENS[group.size] + (0 if group.alone else 1))
+        batch = torch.randint(0, group.config.vocab_size, shape, generator=generator).to(DEVICE)
         weights: dict[str, Tensor] | None = None
         expected: float | None = None
         tokens: Tensor | None = None  # generated by the first
@@ -153,17 +179,21 @@ class ModelContenders:
                 self.why_not[name] = problem
                 continue
             try:
+                torch.manual_seed(0)
                 model = _make(group, name)
                 if isinstance(model, str):
                     self.why_not[name] = model
                     continue
                 plain = getattr(model, "_orig_mod", model)
-                if weights is None:
+                if weights is None and not group.alone:
                     weights = {k: v.clone() for k, v in plain.state_dict().items()}
-                plain.load_state_dict(_for(plain, weights))
+                if weights is not None:
+                    plain.load_state_dict(_for(plain, weights))
                 prepare = _prepare(group, name, model, batch)
-                loss = None if group.generates else _loss_without_gradient(model, batch)
+                # Without gradients it would be compiled once more.
+                loss = None if group.generates or group.alone else _loss_without_gradient(model, batch)
                 made = prepare()()
+                loss = float(made) if isinstance(made, Tensor) and group.alone else loss
             except Exception as error:
                 reason = unavailable(error, ours=name == "ours")
                 if reason is None:
@@ -175,24 +205,33 @@ class ModelContenders:
                 tokens = _tokens(made) if tokens is None else tokens
                 if not torch.equal(_tokens(made), tokens):
                     self.wrong[name] = "its tokens are not those of the first"
-            expected = loss if expected is None else expected
-            if loss is None or expected is None:
+            if loss is None:
                 continue
-            if not abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected):
-                self.wrong[name] = f"its loss is {loss:.5f}, that of the first {expected:.5f}"
+            self.losses[name] = loss
+            expected = loss if expected is None else expected
+            if (problem := other_loss(group, loss, expected)) is not None:
+                self.wrong[name] = problem
+
+
+def other_loss(group: ModelGroup, loss: float, expected: float) -> str | None:
+    """Returns what is wrong with a loss, where the first model's is as expected, or None."""
+    if abs(loss - expected) <= _SAME_LOSS[group.dtype] * abs(expected):
+        return None
+    return f"its loss is {loss:.5f}, that of the first {expected:.5f}"
 
 
 def _too_large(group: ModelGroup, name: str) -> str | None:
     """Returns why the model does not fit the memory that is left by those before it, or None: weights, gradients, the
     optimiser's moments, activations, the logits in float32, and the scores of forms that keep their whole matrix."""
-    config, tokens, trains = group.config, _TOKENS[group.size], group.task in ("forward+backward", "step")
+    config, tokens = group.config, group.sequences * _TOKENS[group.size]
+    trains = group.task in ("forward+backward", "step")
     layer = config.dim * (2 * config.dim + 2 * config.kv_heads * config.head_width + 3 * config.ffn_width)
     parameters = config.n_layers * layer + 2 * config.vocab_size * config.dim
     needed = (4 if trains else 1) * parameters * group.dtype.itemsize + 12 * tokens * config.vocab_size
     kept = config.n_layers if trains else 1
     needed += kept * tokens * (20 * config.dim + 4 * config.ffn_width) * group.dtype.itemsize
     if "reference" in name or DEVICE == "cpu":
-        needed += kept * config.n_heads * tokens**2 * (4 + 2 * group.dtype.itemsize)
+        needed += kept * config.n_heads * tokens**2 // group.sequences * (4 + 2 * group.dtype.itemsize)
     return needs_too_much(needed)
 
 
@@ -200,7 +239,7 @@ def _make(group: ModelGroup, name: str) -> nn.Module | Any:
     """Returns the model, or the reason why there is none."""
     if isa.current.lacks_products(group.dtype.itemsize, True):
         return isa.no_products()
-    if group.family == "hugging-face" or name.startswith("Hugging Face"):
+    if group.family in ("hugging-face", "training") or name.startswith("Hugging Face"):
         return _hugging_face(group, name)
     backend = "auto" if name.startswith("ours") or group.family == "serving" else "reference"
     model = Transformer(group.config, backend, device=DEVICE, dtype=group.dtype)
@@ -231,12 +270,13 @@ def _hugging_face(group: ModelGroup, name: str) -> nn.Module | str:
         max_position_embeddings=c.max_seq_len,
         use_cache=group.family == "generation",
         attn_implementation="sdpa",
-        tie_word_embeddings=False,
+        tie_word_embeddings=group.alone,
         rms_norm_eps=c.norm_eps,
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = transformers.LlamaForCausalLM(config).to(device=DEVICE, dtype=group.dtype)
+    with torch.device(DEVICE):
+        model = transformers.LlamaForCausalLM(config).to(dtype=group.dtype)
     if name.startswith("patched by ours"):
         fk.patch(model)
     elif name == "patched by Liger":
@@ -357,19 +397,20 @@ def _prepare(group: ModelGroup, name: str, model: Any, batch: Tensor) -> Prepare
 
         return lambda: forward
 
-    def both() -> object:
-        _loss(model, batch).backward()
-        return None
+    def both() -> Tensor:
+        loss = _loss(model, batch)
+        loss.backward()
+        return loss.detach()
 
     optimizer = None
     if group.task == "step":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step() -> object:
-        both()
+    def step() -> Tensor:
+        loss = both()
         assert optimizer is not None
         optimizer.step()
-        return None
+        return loss
 
     def prepared(run: Callable[[], object]) -> Prepare:
         def prepare() -> Callable[[], object]:

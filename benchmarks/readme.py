@@ -1,7 +1,7 @@
-"""The parts of README.md that are made from the kept results and from nothing else: the headline with its chart, what
-is measured, in the table "What works where", and what is slower.
+"""What is made from the kept results and from nothing else: README.md's headline with its chart, and on the page of all
+results what is measured and what is slower than a peer.
 
-A kernel that changes later leaves them as they are: they say which commit was measured, and `python -m benchmarks
+A kernel that changes later leaves them as they are: the page says which commit was measured, and `python -m benchmarks
 changed` what has changed since.
 """
 
@@ -14,10 +14,11 @@ from typing import Any
 
 import foundry_kernels as fk
 from benchmarks import noise, tables, verdict
-from benchmarks.budget import DEFAULT
 from benchmarks.report import RESULTS, ROOT, all_kept, named_pictures, page
 
 START, END = "<!-- slower -->", "<!-- end of slower -->"
+#: The page of all results, in the repository.
+INDEX = RESULTS.relative_to(ROOT) / "README.md"
 _HEADLINE, _END_OF_HEADLINE = "<!-- headline -->", "<!-- end of headline -->"
 _LEGEND, _END_OF_LEGEND = "<!-- measured -->", "<!-- end of measured -->"
 _COLUMN = "`native`, CPU"
@@ -27,24 +28,32 @@ _OLD = " †"
 Results = dict[Path, dict[str, Any]]
 
 
-def write(source: Path | None = None, path: Path = ROOT / "README.md", folder: Path = RESULTS) -> None:
-    """Makes the parts again, and the pages but for their pictures. The table and the chart are of `source`, or of the
+def write(source: Path | None = None, root: Path = ROOT) -> None:
+    """Makes these parts again, and the pages of results but for their pictures. The chart is of `source`, or of the
     newest results."""
-    found = all_kept(folder)
+    found = all_kept(root / RESULTS.relative_to(ROOT))
     for each in found:
         page(each, draw=False)
-    path.write_text(text(path.read_text(encoding="utf-8"), path.resolve().parent, found, source), encoding="utf-8")
+    for path, made in ((root / "README.md", with_headline), (root / INDEX, with_results)):
+        path.write_text(made(path.read_text(encoding="utf-8"), root, found, source), encoding="utf-8")
 
 
-def text(before: str, root: Path, found: Results, source: Path | None = None) -> str:
-    """README.md with its parts made again."""
-    on_cpu = {path: kept for path, kept in found.items() if not on_gpu(kept)}
+def with_headline(before: str, root: Path, found: Results, source: Path | None = None) -> str:
+    """README.md with its headline made again."""
+    shown = source or newest(on_cpu(found))
+    return _between(before, _HEADLINE, _END_OF_HEADLINE, _headline(root, found[shown], shown))
+
+
+def with_results(before: str, root: Path, found: Results, source: Path | None = None) -> str:
+    """The page of all results with its parts made again."""
     marks: set[str] = set()
-    after = _support(before, on_cpu, marks)
+    after = _support(before, on_cpu(found), marks)
     after = _between(after, _LEGEND, _END_OF_LEGEND, _legend(marks))
-    shown = source or newest(on_cpu)
-    after = _between(after, _HEADLINE, _END_OF_HEADLINE, _headline(root, found[shown], shown))
-    return _between(after, START, END, _slower(root, found, shown))
+    return _between(after, START, END, _slower(found, source or newest(on_cpu(found))))
+
+
+def on_cpu(found: Results) -> Results:
+    return {path: kept for path, kept in found.items() if not on_gpu(kept)}
 
 
 def on_gpu(kept: dict[str, Any]) -> bool:
@@ -58,7 +67,7 @@ def newest(found: Results) -> Path:
 
 def _between(before: str, start: str, end: str, made: str) -> str:
     if start not in before or end not in before.split(start, 1)[1]:
-        raise SystemExit(f"error: README.md has no {start} followed by {end}, between which results go")
+        raise SystemExit(f"error: the page has no {start} followed by {end}, between which results go")
     head, rest = before.split(start, 1)
     return f"{head}{start}\n{made}\n{end}{rest.split(end, 1)[1]}"
 
@@ -143,7 +152,7 @@ def _headline(root: Path, kept: dict[str, Any], source: Path) -> str:
                 speed += f" in **{memory:.2f}x** the memory"
                 found.append(f"a training step of {what} {r['dtype']}, runs {speed}")
                 break
-    where = f"Measured on {kept['device']}, without a GPU ({kept['date']}, {tables.of_commit(kept)})"
+    where = f"**On a CPU** ({kept['device']}, {kept['date']})"
     text = tables.paragraph(f"{where}: {', '.join(found)}.") if found else ""
     return "\n\n".join(part for part in (text, f"![{chart[0]}]({folder}/{chart[1].name})" if chart else "") if part)
 
@@ -155,22 +164,17 @@ _STEPS = (
 )
 
 
-def _slower(root: Path, found: Results, source: Path) -> str:
-    folder = source.resolve().parent.relative_to(root).as_posix()
-    link = f"{folder}/{source.stem}.md"
-    about = f"All shapes, backward passes, models, memory, host time and growth: [{link}]({link}). Your own machine: "
-    about += f"`pytest benchmarks --benchmark-only`, {DEFAULT:g} minutes, with a verdict. Slower than a peer:"
-    # Of the results that are shown, and of the newest on a GPU.
+def _slower(found: Results, source: Path) -> str:
+    """Of the results that are shown, and of the newest on a GPU, the worst of each operation too."""
     gpu = {path: of for path, of in found.items() if on_gpu(of)}
     whole = {source, newest(gpu)} if gpu else {source}
-    lines = [_behind(folder, path, of, whole=path in whole) for path, of in found.items()]
-    return "\n\n".join([tables.paragraph(about), "\n".join(lines)])
+    return "\n".join(_behind(path, of, whole=path in whole) for path, of in found.items())
 
 
-def _behind(folder: str, path: Path, kept: dict[str, Any], whole: bool) -> str:
+def _behind(path: Path, kept: dict[str, Any], whole: bool) -> str:
     """How many rows are behind a peer and, where `whole`, the worst of each operation."""
     found, held = verdict.slower(kept)
     anchor = verdict.TITLE.lower().replace(" ", "-")
     line = f"- {kept['device']}, {kept['date']}, {tables.of_commit(kept)}: "
-    line += f"{verdict.counted(found, held, verdict.too_noisy(kept))[:-1]} ([all]({folder}/{path.stem}.md#{anchor}))"
+    line += f"{verdict.counted(found, held, verdict.too_noisy(kept))[:-1]} ([all]({path.stem}.md#{anchor}))"
     return tables.wrapped(line + (f": {verdict.worst(found)}." if found and whole else "."))

@@ -21,12 +21,15 @@ from benchmarks.measure import (
     saved_bytes,
     settle,
 )
-from benchmarks.noise import LEAST
+from benchmarks.noise import LEAST, LEAST_GPU
 from benchmarks.suite import DEVICE, LIMITS, Group
 from foundry_kernels.core.registry import short_dtype
 
 #: Seconds for the rounds of a group, and rounds at most.
 QUICK, FULL = (0.6, 15), (2.0, 25)
+#: Seconds of a GPU's work in a graph at most: short calls need several, or the graph's own launch would show. Calls
+#: that take longer than `LONG` are not timed between events or in a graph: the host is a percent of them at most.
+_GRAPH, LONG = 0.004, 0.02
 
 
 class Measured:
@@ -40,7 +43,7 @@ class Measured:
         effort: tuple[float, int] = QUICK,
         names: tuple[str, ...] | None = None,
         *,
-        least: int = LEAST,
+        least: int = LEAST if DEVICE == "cpu" else LEAST_GPU,
         checked: bool = True,
         fraction: float = 1.0,
     ) -> None:
@@ -52,8 +55,9 @@ class Measured:
             # After a few runs the caches hold what fits.
             warm_ups = 4 if group.memory == "warm" else 0
             self.untimed = contenders.untimed
-            with self.untimed():
-                settle(self.prepare, 24 if group.memory == "cold" and group.limit == "memcpy" else 1)
+            if DEVICE == "cpu":
+                with self.untimed():
+                    settle(self.prepare, 24 if group.memory == "cold" and group.limit == "memcpy" else 1)
             again = 0 if group.memory == "fresh" or DEVICE == "cuda" else 3
             self.times = (
                 interleaved(self.prepare, seconds, rounds, warm_ups, least, first=0, again=again)
@@ -65,7 +69,8 @@ class Measured:
             check = Check(group, contenders.args)
             found = {name: check.wrong(name) for name in self.prepare}
             self.wrong = {name: problem for name, problem in found.items() if problem is not None}
-        self.device_times = device_times(self.prepare) if DEVICE == "cuda" and self.prepare else {}
+        short = {n: p for n, p in self.prepare.items() if statistics.median(self.times[n]) <= LONG}
+        self.device_times = device_times(short) if DEVICE == "cuda" and short else {}
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
         """Sets what the process does with freed memory while the group runs."""
@@ -117,7 +122,7 @@ class Measured:
         row["speedup_over"] = {n: round(median_ratio(t, mine), 3) for n, t in others.items()}
         row["noise"] = {n: noise.of_peer(t, mine) for n, t in others.items()}
         if group.direction != "forward":
-            args = group.case.make(group.dtype, DEVICE)
+            args = group.case.make(group.dtype, DEVICE, drawn_on=DEVICE)
             row["saved_bytes"] = saved_bytes(lambda: group.function(name)(**args))
         return row
 
@@ -135,9 +140,10 @@ class Measured:
         if name not in self.device_times:
             return {}
         found: dict[str, Any] = {"device_us": round(statistics.median(self.device_times[name]) * 1e6, 1)}
-        if self.group.direction == "backward":
+        if self.group.direction == "backward" or statistics.median(self.device_times[name]) > _GRAPH:
             return found
-        runs = [self.prepare[name]() for _ in range(min(len(self.times[name]), 8))]
+        few = round(_GRAPH / max(statistics.median(self.device_times[name]), 1e-9))
+        runs = [self.prepare[name]() for _ in range(max(1, min(len(self.times[name]), 8, few)))]
         try:
             return found | {"graph_us": round(graph_time(runs) * 1e6, 1)}
         except Exception as error:  # a peer that waits for the GPU, or allocates differently

@@ -100,12 +100,15 @@ class Group:
         return (*self.ours, *self.peers, *self.limits)
 
     def chosen(self, full: bool) -> tuple[str, ...]:
-        """`names`; the quick set leaves out torch.compile's longest search, and on a CPU what takes minutes to compile
-        for all shapes of attention and the slowest form of it but for the eager one."""
+        """`names`; the quick set leaves out torch.compile's longest search, the slowest form of attention but for the
+        eager one, on a CPU what takes minutes to compile for all shapes of it, and on a GPU the form that takes longer
+        than PyTorch's others wherever these take the call."""
         if full:
             return self.names
-        slow = ("torch.compile", "FlexAttention", "SDPA math") if DEVICE == "cpu" and self.flops is not None else ()
-        return tuple(n for n in self.names if n not in (SEARCHED, *slow))
+        slow: tuple[str, ...] = ("SDPA math", "torch.compile", "FlexAttention") if DEVICE == "cpu" else ("SDPA math",)
+        if DEVICE != "cpu" and "attn_mask" not in {*self.case.args, *self.case.options}:
+            slow += ("SDPA efficient",)
+        return tuple(n for n in self.names if n != SEARCHED and (self.flops is None or n not in slow))
 
     @property
     def limit(self) -> str:
@@ -239,17 +242,24 @@ def _compiled(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def too_large(group: Group) -> str | None:
-    """Returns why the group does not fit half of the free memory, or None."""
-    return needs_too_much(group_bytes(group))
+def too_large(group: Group, name: str | None = None) -> str | None:
+    """Returns why the group, or its row `name` in addition, does not fit the free memory, or None. A form that needs
+    more than the others may have half of it on any device: it is the slowest, too."""
+    more = 0 if name is None else group.bench.peer_bytes(group.case, name)
+    return needs_too_much(group_bytes(group) + more, 0.5 if more else None)
 
 
-def needs_too_much(needed: int) -> str | None:
-    """Returns the reason not to begin what needs as many bytes, or None: half of what is free is left to others."""
-    free = free_bytes(DEVICE)
-    if free is None or needed <= free // 2:
+#: The part of the memory that is free that is used, by device: a GPU is not shared, and its allocator leaves gaps.
+_USED = {"cpu": 0.5, "cuda": 0.9}
+
+
+def needs_too_much(needed: int, part: float | None = None) -> str | None:
+    """Returns the reason not to begin what needs as many bytes, or None. `part` of what is free is used."""
+    free, part = free_bytes(DEVICE), _USED[DEVICE] if part is None else part
+    if free is None or needed <= part * free:
         return None
-    return f"needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} are free, of which half is left to others"
+    left = "half is left to others" if part == 0.5 else f"{part:.0%} are used"
+    return f"needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} are free, of which {left}"
 
 
 def group_bytes(group: Group) -> int:
@@ -261,8 +271,12 @@ def group_bytes(group: Group) -> int:
     needed += 4 * wide  # what eager makes in float32 in between, or saves for its backward pass
     needed += max(group.bytes_moved, 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0)  # of memcpy
     needed += 2 * cache_bytes(DEVICE) if group.memory != "warm" else 0  # scrubs
-    needed += 12 * checked_bytes(group) + 3 * given  # and a contender's own inputs and gradients
+    needed += CHECKS * checked_bytes(group) + 3 * given  # and a contender's own inputs and gradients
     return needed + group.bench.workspace_bytes(case)
+
+
+#: What a check holds at a time, of the size of the reference's arguments in float64.
+CHECKS = 8
 
 
 def checked_bytes(group: Group) -> int:

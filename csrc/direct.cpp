@@ -1,20 +1,22 @@
-// Calls of the operators from Python on plain CPU tensors. torch's binding of operators translates every argument into
-// an IValue by the schema and back, which takes longer than the arithmetic of a small call, and Python's checks of the
-// arguments take as long again. These functions read the arguments of the public functions as they are.
+// Calls of the operators from Python on plain tensors of the CPU or a GPU. torch's binding of operators translates
+// every argument into an IValue by the schema and back, which takes longer than the arithmetic of a small call, and
+// Python's checks of the arguments take as long again. These functions read the arguments of the public functions as
+// they are.
 //
 // They take what is common and return None for all else, bad input included: the caller then goes the general path,
-// whose checks say what is wrong. Common are dense CPU tensors of the class Tensor or Parameter, in a thread in which
-// no mode (FakeTensorMode, torch.func, tracing, TorchFunctionMode, ...) wants to see the call. From the operators on,
-// nothing differs: autograd, the profiler and the dispatcher see the same.
+// whose checks say what is wrong. Common are dense tensors of one device, of the class Tensor or Parameter, in a thread
+// in which no mode (FakeTensorMode, torch.func, tracing, TorchFunctionMode, ...) wants to see the call. From the
+// operators on, nothing differs: autograd, the profiler and the dispatcher see the same.
 #include "direct.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <array>
 #include <cmath>
 #include <initializer_list>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "direct_arguments.h"
@@ -45,10 +47,11 @@ PyObject* result_of(const Call& call) {
 }
 
 // A function of the table below: reads its arguments and calls the operator, or returns None.
+template <auto call> OnAccelerator served_on_accelerator;
 template <auto call>
 PyObject* guarded(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   HANDLE_TH_ERRORS
-  return call(arguments, given);
+  return call(served_on_accelerator<call>, arguments, given);
   END_HANDLE_TH_ERRORS
 }
 
@@ -56,8 +59,8 @@ bool is_weight(const OptionalTensor& weight, const Tensor& x, double weight_offs
   return weight ? weight->dim() == 1 && weight->size(0) == x.size(-1) : weight_offset == 0.0;
 }
 
-PyObject* call_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 4 + WeightOptions::kArguments);
+PyObject* call_rms_norm(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 4 + WeightOptions::kArguments);
   const Tensor& x = in.tensor();
   const OptionalTensor weight = in.optional_tensor();
   const double eps = in.not_negative();
@@ -68,8 +71,8 @@ PyObject* call_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return rms_norm(x, weight, eps, options); });
 }
 
-PyObject* call_add_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 5 + WeightOptions::kArguments);
+PyObject* call_add_rms_norm(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 5 + WeightOptions::kArguments);
   const Tensor& x = in.tensor();
   const Tensor& residual = in.tensor();
   const OptionalTensor weight = in.optional_tensor();
@@ -82,8 +85,8 @@ PyObject* call_add_rms_norm(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return add_rms_norm(x, residual, weight, eps, options, {}); });
 }
 
-PyObject* call_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 5);
+PyObject* call_layer_norm(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 5);
   const Tensor& x = in.tensor();
   const OptionalTensor weight = in.optional_tensor(), bias = in.optional_tensor();
   const double eps = in.not_negative();
@@ -92,8 +95,8 @@ PyObject* call_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return layer_norm(x, weight, bias, eps); });
 }
 
-PyObject* call_add_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 6);
+PyObject* call_add_layer_norm(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 6);
   const Tensor &x = in.tensor(), &residual = in.tensor();
   const OptionalTensor weight = in.optional_tensor(), bias = in.optional_tensor();
   const double eps = in.not_negative();
@@ -103,8 +106,8 @@ PyObject* call_add_layer_norm(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return add_layer_norm(x, residual, weight, bias, eps, {}); });
 }
 
-PyObject* call_bias_gelu(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 4);
+PyObject* call_bias_gelu(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 4);
   const Tensor& x = in.tensor();
   const OptionalTensor bias = in.optional_tensor();
   const bool exact = in.word("none", "tanh");
@@ -114,8 +117,8 @@ PyObject* call_bias_gelu(PyObject* const* arguments, Py_ssize_t given) {
 }
 
 template <auto activated>
-PyObject* call_bias_act(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 3);
+PyObject* call_bias_act(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 3);
   const Tensor& x = in.tensor();
   const OptionalTensor bias = in.optional_tensor();
   in.need(in.ok() && x.dim() > 0 && is_weight(bias, x));
@@ -128,8 +131,8 @@ bool is_gate(const Tensor& gate, const OptionalTensor& up) {
   return up ? up->sizes() == gate.sizes() && up->scalar_type() == gate.scalar_type() : gate.size(-1) % 2 == 0;
 }
 
-PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 3 + GatedOptions::kArguments);
+PyObject* call_swiglu(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 3 + GatedOptions::kArguments);
   const Tensor& gate = in.tensor();
   const OptionalTensor up = in.optional_tensor();
   GatedOptions options;
@@ -139,8 +142,8 @@ PyObject* call_swiglu(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return swiglu(gate, up, options); });
 }
 
-PyObject* call_geglu(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 4);
+PyObject* call_geglu(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 4);
   const Tensor& gate = in.tensor();
   const OptionalTensor up = in.optional_tensor();
   const bool exact = in.word("none", "tanh");
@@ -150,8 +153,8 @@ PyObject* call_geglu(PyObject* const* arguments, Py_ssize_t given) {
 }
 
 template <auto gated>
-PyObject* call_gated(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 3);
+PyObject* call_gated(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 3);
   const Tensor& gate = in.tensor();
   const OptionalTensor up = in.optional_tensor();
   in.need(in.ok() && is_gate(gate, up));
@@ -176,8 +179,8 @@ bool are_rotations(const Tensor& q, const Tensor& k, const Tensor& cos, const Te
                                : positions->dim() == 2 && positions->size(0) == batch && positions->size(1) == tokens;
 }
 
-PyObject* call_rope(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 5 + RopeOptions::kArguments);
+PyObject* call_rope(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 5 + RopeOptions::kArguments);
   const Tensor &q = in.tensor(), &k = in.tensor(), &cos = in.tensor(), &sin = in.tensor();
   RopeOptions options;
   options.read_from(in);
@@ -186,8 +189,8 @@ PyObject* call_rope(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return rope(q, k, cos, sin, options); });
 }
 
-PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 8 + WeightOptions::kArguments + RopeOptions::kArguments);
+PyObject* call_qk_norm_rope(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 8 + WeightOptions::kArguments + RopeOptions::kArguments);
   const Tensor &q = in.tensor(), &k = in.tensor();
   const OptionalTensor q_weight = in.optional_tensor(), k_weight = in.optional_tensor();
   const Tensor &cos = in.tensor(), &sin = in.tensor();
@@ -203,8 +206,8 @@ PyObject* call_qk_norm_rope(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, weight_options, rope_options); });
 }
 
-PyObject* call_combine_experts(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 4);
+PyObject* call_combine_experts(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 4);
   const Tensor& x = in.tensor();
   const OptionalTensor weights = in.optional_tensor();
   const Tensor& slots = in.indices();
@@ -215,13 +218,12 @@ PyObject* call_combine_experts(PyObject* const* arguments, Py_ssize_t given) {
   return result_of([&] { return combine_experts(x, weights, slots); });
 }
 
-PyObject* call_grouped_mm(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 5);
+PyObject* call_grouped_mm(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 5);
   const Tensor &x = in.tensor(), &weight = in.tensor(), &offs = in.indices();
   const bool batch_invariant = in.boolean();
-  in.need(!at::autocast::is_autocast_enabled(at::kCPU));  // it would round them first
-  in.need(in.ok() && x.dim() == 2 && weight.dim() == 3 && weight.size(0) > 0 && weight.size(1) == x.size(1) &&
-          weight.scalar_type() == x.scalar_type());
+  in.need(in.ok() && !autocasts(x) && x.dim() == 2 && weight.dim() == 3 && weight.size(0) > 0 &&
+          weight.size(1) == x.size(1) && weight.scalar_type() == x.scalar_type());
   in.need(in.ok() && offs.scalar_type() == at::kInt && offs.dim() == 1 && offs.size(0) == weight.size(0));
   if (!in.ok()) Py_RETURN_NONE;
   return result_of([&] { return grouped_mm(x, weight, offs, batch_invariant); });
@@ -233,8 +235,8 @@ bool are_targets(const Tensor& x, const Tensor& target, const OptionalTensor& we
          (!weight || (weight->dim() == 1 && weight->size(0) == n_classes && !weight->requires_grad()));
 }
 
-PyObject* call_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 4 + LossOptions::kArguments);
+PyObject* call_cross_entropy(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 4 + LossOptions::kArguments);
   const Tensor &logits = in.tensor(), &target = in.indices();
   const OptionalTensor weight = in.optional_tensor();
   LossOptions options;
@@ -247,16 +249,16 @@ PyObject* call_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
 // A single chunk without gradients: the strategies have nothing to spare there, unless a weight of 16 bits is large and
 // wanted in float32. Small products are of float32 copies. The bounds are those of linear_cross_entropy/chunks.py:
 // multiplications of a small product, and tokens of a chunk.
-PyObject* call_linear_cross_entropy(PyObject* const* arguments, Py_ssize_t given) {
+PyObject* call_linear_cross_entropy(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
   constexpr int64_t kMultiplications = 1 << 22, kTokens = 256;
   constexpr int64_t kWorthIt = 1 << 13;  // multiplications from which on another product is worth its call
-  Arguments in(arguments, given, 7 + LossOptions::kArguments);
+  Arguments in(served, arguments, given, 7 + LossOptions::kArguments);
   const Tensor &hidden = in.tensor(), &weight = in.tensor(), &target = in.indices();
   const OptionalTensor bias = in.optional_tensor(), class_weight = in.optional_tensor();
   LossOptions options;
   options.read_from(in);
   const double logit_scale = in.real();
-  in.need(is_number(logit_scale) && !at::autocast::is_autocast_enabled(at::kCPU));
+  in.need(is_number(logit_scale) && in.ok() && !autocasts(hidden));
   in.need(in.ok() && weight.dim() == 2 && weight.size(0) > 0 && target.numel() > 0 && target.numel() <= kTokens &&
           are_targets(hidden, target, class_weight, weight.size(0)) && weight.size(1) == hidden.size(-1) &&
           weight.scalar_type() == hidden.scalar_type());
@@ -290,15 +292,41 @@ bool is_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
          head_dim_v <= kMaxHeadDim && n_kv_heads > 0 && q.size(1) > 0 && q.size(1) % n_kv_heads == 0;
 }
 
-PyObject* call_flash_attention(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 7 + AttentionOptions::kArguments);
+// The GPUs of this process, as far as attention asks.
+struct Gpus {
+  bool supported = false;  // by the kernels of csrc/cuda
+  bool hopper = false;     // all of them, and csrc/cuda/hopper is compiled in
+} gpus;
+
+// Whether TMA copies from it as it is: rows begin at multiples of 16 bytes, none in another's place.
+bool has_map(const Tensor& x) {
+  constexpr int64_t kStep = 8;  // elements of 16 bits
+  for (int64_t d = 0; d < 3; ++d)
+    if (x.size(d) > 1 && (x.stride(d) <= 0 || x.stride(d) % kStep != 0)) return false;
+  return x.size(3) % kStep == 0 && x.stride(3) == 1 && x.storage_offset() % kStep == 0;
+}
+
+// Whether "auto" gives the call to csrc/cuda/hopper: `takes` of ops/flash_attention/hopper.py for the calls that come
+// here and whose tensors are copied by nobody.
+bool is_for_hopper(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+  constexpr int64_t kFewestQueries = 128, kWidest = 256;
+  return dtype_bit(q) != 1 && q.numel() > 0 && k.size(2) > 0 && q.size(3) <= kWidest && v.size(3) <= kWidest &&
+         (options.batch_invariant || q.size(2) >= kFewestQueries) && has_map(q) && has_map(k) && has_map(v);
+}
+
+PyObject* call_flash_attention(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  const OnAccelerator first{
+      served.native, static_cast<uint8_t>(served.automatic | (gpus.hopper ? served.unmeasured : 0)), served.unmeasured};
+  Arguments in(first, arguments, given, 7 + AttentionOptions::kArguments);
   const Tensor &q = in.tensor(), &k = in.tensor(), &v = in.tensor();
   const bool causal = in.boolean();
   AttentionOptions options;
   options.read_from(in);
   const bool return_lse = in.boolean(), return_stats = in.boolean();
   in.need(in.ok() && is_attention(q, k, v) && !return_lse && !return_stats);
-  in.need(!at::autocast::is_autocast_enabled(at::kCPU));  // it would cast them first
+  in.need(in.ok() && !autocasts(q));
+  if (in.ok() && !q.is_cpu())
+    in.need(gpus.supported && (!in.is_auto() || (served.automatic & dtype_bit(q)) || is_for_hopper(q, k, v, options)));
   if (!in.ok()) Py_RETURN_NONE;
   options.max_seqlen_q = q.size(2);
   options.max_seqlen_k = k.size(2);
@@ -326,8 +354,8 @@ struct Block {
 };
 
 // Blocks that follow each other, a tuple each in a list.
-PyObject* call_decode_blocks(PyObject* const* arguments, Py_ssize_t given) {
-  Arguments in(arguments, given, 4);
+PyObject* call_decode_blocks(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given) {
+  Arguments in(served, arguments, given, 4);
   const OptionalTensor branch = in.optional_tensor();
   const Tensor& stream = in.tensor();
   std::vector<Block> blocks(in.ok() && PyList_CheckExact(arguments[3]) ? PyList_GET_SIZE(arguments[3]) : 0);
@@ -350,13 +378,23 @@ PyObject* call_decode_blocks(PyObject* const* arguments, Py_ssize_t given) {
   }
 }
 
+std::map<std::string, OnAccelerator*> operations;
+
 template <auto call>
 PyMethodDef method(const char* name) {
+  operations[name] = &served_on_accelerator<call>;
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded<call>)), METH_FASTCALL,
           "The public function's arguments, backend first, by position. None where the call is not a common one."};
 }
 
 }  // namespace
+
+void serve_on_accelerator(const std::string& operation, int native, int automatic, int unmeasured) {
+  *operations.at(operation) = {static_cast<uint8_t>(native), static_cast<uint8_t>(automatic),
+                               static_cast<uint8_t>(unmeasured)};
+}
+void attention_gpus(bool supported, bool hopper) { gpus = {supported, hopper}; }
+void accelerator(const std::string& type) { OnAccelerator::type = c10::Device(type).type(); }
 
 PyMethodDef* direct_calls() {
   static PyMethodDef methods[] = {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -21,30 +22,52 @@ inline bool common_thread() {
          !at::impl::torch_function_mode_enabled();
 }
 
-// Dense, on the CPU, and none of conjugate, negated, batched, forward-mode dual, ...
-inline bool common_tensor(PyObject* object) {
-  if (!THPVariable_CheckExact(object)) return false;
-  constexpr c10::DispatchKeySet kUsual{c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
-                                       c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU};
-  const Tensor& t = THPVariable_Unpack(object);
-  return t.defined() && t.is_cpu() && within(t.key_set(), kUsual) && !t._fw_grad(0).defined();
+// Dense, on the CPU or the accelerator, and none of conjugate, negated, batched, forward-mode dual, ...
+inline bool common_tensor(const Tensor& t, c10::DeviceType accelerator) {
+  constexpr c10::DispatchKeySet kCpu{c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView,
+                                     c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU};
+  constexpr c10::DispatchKeySet kAccelerator{c10::DispatchKey::CUDA,         c10::DispatchKey::ADInplaceOrView,
+                                             c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
+                                             c10::DispatchKey::Meta,         c10::DispatchKey::AutogradMeta};
+  if (!t.defined()) return false;
+  const bool here =
+      t.is_cpu() ? within(t.key_set(), kCpu) : t.device().type() == accelerator && within(t.key_set(), kAccelerator);
+  return here && !t._fw_grad(0).defined();
 }
 
-inline bool supported(const Tensor& t) {
-  const auto dtype = t.scalar_type();
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+// A bit for each dtype that kernels take, 0 for others.
+inline uint8_t dtype_bit(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return 1;
+    case at::kBFloat16: return 2;
+    case at::kHalf: return 4;
+    default: return 0;
+  }
 }
+
+// Which calls on the accelerator an operation's native kernels take, as bits of dtypes: those that name "native", those
+// for which "auto" is native, and those for which no other order of backends was measured. OpSpec.choose says so.
+struct OnAccelerator {
+  uint8_t native = 0, automatic = 0, unmeasured = 0;
+  // CUDA. Tests, which may have no GPU, make it Meta, whose tensors go the same way as far as the kernels.
+  inline static c10::DeviceType type = c10::DeviceType::CUDA;
+};
+
+// Whether torch casts what an operation of this device is given.
+inline bool autocasts(const Tensor& t) { return at::autocast::is_autocast_enabled(t.is_cpu() ? at::kCPU : at::kCUDA); }
 
 // The arguments of a call, read in their order. `ok()` tells at the end whether each was as it was read; until then one
 // that was not is a default.
 class Arguments {
  public:
-  Arguments(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted)
+  Arguments(const OnAccelerator& served, PyObject* const* arguments, Py_ssize_t given, Py_ssize_t wanted)
       : next_(arguments),
         ok_(given == wanted && common_thread() && is_text(*arguments, "auto", "native")) {
-    if (ok_) ++next_;  // the backend
+    if (!ok_) return;
+    is_auto_ = PyUnicode_CompareWithASCIIString(*next_++, "auto") == 0;  // the backend
+    on_accelerator_ = is_auto_ ? served.automatic : served.native;
   }
-  // Those that a call has together in a tuple.
+  // Those that a call on the CPU has together in a tuple.
   Arguments(PyObject* tuple, Py_ssize_t wanted)
       : next_(nullptr),
         ok_(PyTuple_CheckExact(tuple) && PyTuple_GET_SIZE(tuple) == wanted) {
@@ -52,11 +75,15 @@ class Arguments {
   }
 
   bool ok() const { return ok_; }
+  bool is_auto() const { return is_auto_; }
   void need(bool condition) { ok_ = ok_ && condition; }
 
+  // Of one of the dtypes of kernels. That of a call's first tensor decides who computes it.
   const Tensor& tensor() {
+    const bool is_first = first_ == nullptr;
     const Tensor& t = any_tensor();
-    need(ok_ && supported(t));
+    const uint8_t bit = ok_ ? dtype_bit(t) : 0;
+    need(bit != 0 && (!is_first || t.is_cpu() || (bit & on_accelerator_)));
     return t;
   }
   OptionalTensor optional_tensor() { return take_none() ? OptionalTensor() : OptionalTensor(tensor()); }
@@ -159,8 +186,12 @@ class Arguments {
   }
   const Tensor& any_tensor() {
     static const Tensor undefined;
-    need(ok_ && common_tensor(*next_));
-    return ok_ ? THPVariable_Unpack(*next_++) : undefined;
+    need(ok_ && THPVariable_CheckExact(*next_) && common_tensor(THPVariable_Unpack(*next_), OnAccelerator::type));
+    if (!ok_) return undefined;
+    const Tensor& t = THPVariable_Unpack(*next_++);
+    if (!first_) first_ = &t;
+    need(t.device() == first_->device());
+    return t;
   }
   OptionalInt count(PyObject* object) {
     if (object == Py_None) return std::nullopt;
@@ -175,7 +206,9 @@ class Arguments {
   OptionalInt next_count() { return ok_ ? count(*next_++) : std::nullopt; }
 
   PyObject* const* next_;
-  bool ok_;
+  bool ok_, is_auto_ = false;
+  uint8_t on_accelerator_ = 0;
+  const Tensor* first_ = nullptr;  // all are on its device
 };
 
 }  // namespace foundry

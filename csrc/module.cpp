@@ -19,6 +19,7 @@
 #include "direct.h"
 #include "torch/numbers.h"
 #include "torch/products.h"
+#include "triton_calls.h"
 
 namespace {
 
@@ -168,6 +169,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("measure_bfloat16", &measure_bfloat16, "Seconds that the same products take in float32 and by instructions.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
-  auto direct = m.def_submodule("direct", "Calls of the operators on plain CPU tensors, without torch's binding.");
+  auto direct = m.def_submodule("direct", "Calls of the operators on plain tensors, without torch's binding.");
   if (PyModule_AddFunctions(direct.ptr(), foundry::direct_calls()) != 0) throw pybind11::error_already_set();
+  m.def("serve_on_accelerator", &foundry::serve_on_accelerator, "Which calls on a GPU the direct call takes.");
+  m.def("attention_gpus", &foundry::attention_gpus, "Whether the CUDA kernels of attention support the GPUs.");
+  m.def("accelerator", &foundry::accelerator, "For tests: the device type that counts as a GPU's.");
+  auto triton = m.def_submodule("triton", "What calls of Triton's kernels ask about their arguments.");
+  if (PyModule_AddFunctions(triton.ptr(), foundry::triton_calls()) != 0) throw pybind11::error_already_set();
 }

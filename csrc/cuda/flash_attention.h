@@ -61,8 +61,6 @@ struct AttentionBackward : AttentionInputs {
   // For the kernels with matrix instructions, of each row its log-sum-exp in powers of 2, infinite where it sees no
   // key, so that its weights are 0, and its delta; or null.
   float* numbers;
-  // Of each row of q sums_width() zeros, or null: dq / scale is added up there, in any order.
-  float* dq_sums;
   void *dq, *dk, *dv;  // each null where no gradient is wanted
   HeadStrides dq_strides, dk_strides, dv_strides;
   float* dsinks;  // [H], or null
@@ -96,9 +94,6 @@ struct Splits {
 Splits plan_forward(const AttentionForward& args, const Gpu& gpu);
 cudaError_t attention_forward(const AttentionForward& args, const Splits& splits, cudaStream_t stream);
 bool backward_in_tiles(const AttentionBackward& args);  // whether matrix instructions do it, which need `numbers`
-// Whether one kernel can make dq, dk and dv, which needs `dq_sums`; how long a row of these is.
-bool backward_in_one(const AttentionBackward& args);
-inline int sums_width(const AttentionInputs& a) { return a.head_dim <= 64 && a.head_dim_v <= 64 ? 64 : 128; }
 cudaError_t attention_backward(const AttentionBackward& args, cudaStream_t stream);
 // dsinks alone, of delta and lse; attention_backward does it too.
 cudaError_t attention_dsinks(const AttentionBackward& args, cudaStream_t stream);

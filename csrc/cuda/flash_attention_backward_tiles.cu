@@ -5,9 +5,6 @@
 // From the products of the first two, the scores, and of the second two come the weights and the gradients of the
 // scores in the registers where the next product takes its left side: no result passes through shared memory, and
 // nothing is added to by two blocks. The price is that scores are computed twice, seven products for five.
-//
-// Where the order of sums may differ from run to run, the owner of keys makes dq as well: the gradients of its scores
-// pass through shared memory, and their product with the keys is added to float32 sums in global memory.
 #include "flash_attention_backward.cuh"
 #include "flash_attention_tiles.cuh"
 
@@ -17,52 +14,22 @@ namespace {
 
 using namespace tiles;
 
-// What a kernel makes: for the owner of queries dq; for that of keys dk and dv, or where registers are few one of them,
-// or all three.
-enum class Makes { dq, dkdv, dk, dv, all };
+// What a kernel makes: for the owner of queries dq; for that of keys dk and dv, or where registers are few one of them.
+enum class Makes { dq, dkdv, dk, dv };
 
 template <int kDim, Makes kMakes, bool kOptions>
 struct Shape {
   static constexpr bool kKeys = kMakes != Makes::dq;
   static constexpr bool kFirst = kMakes != Makes::dv;  // dq or dk: sums over ds
-  static constexpr bool kBoth = kMakes == Makes::dkdv || kMakes == Makes::all;
-  static constexpr bool kSecond = kBoth || kMakes == Makes::dv;       // dv: sums over weights
-  static constexpr bool kCrowded = kOptions && kBoth;                 // in registers
-  static constexpr bool kFull = kDim == 128 && kMakes == Makes::all;  // of them, so that what is cheap is made again
-  static constexpr int kOwn = 64,
-                       kRead = kDim == 256 ? 16 : (kDim == 64 && kMakes != Makes::all ? 64 : 32) / (kCrowded ? 2 : 1);
+  static constexpr bool kBoth = kMakes == Makes::dkdv;
+  static constexpr bool kSecond = kBoth || kMakes == Makes::dv;  // dv: sums over weights
+  static constexpr bool kCrowded = kOptions && kBoth;            // in registers
+  static constexpr int kOwn = 64, kRead = kDim == 256 ? 16 : (kDim == 64 ? 64 : 32) / (kCrowded ? 2 : 1);
   static constexpr int kRow = kDim * 2, kTile = kRead * kRow;
   // Bytes: the two tensors owned, and two places each for those that are read, which differ in one bit.
   static constexpr uint32_t kRead0 = 0, kRead1 = 2 * kTile, kOwn0 = 4 * kTile, kOwn1 = kOwn0 + kOwn * kRow;
-  // And of the gradients of scores kOwn rows, of 64 columns for the swizzle, of which kRead are in use.
-  static constexpr uint32_t kScores = kOwn1 + kOwn * kRow;
-  static constexpr int kShared = kScores + (kMakes == Makes::all ? kOwn * 128 : 0);
+  static constexpr int kShared = kOwn1 + kOwn * kRow;
 };
-
-// dq's sums += scores' gradients, transposed in shared memory, x the block's keys: rows `query` on, of which the first
-// n are there. A warp makes 16 rows of some columns.
-template <class T, int kDim, class S, bool kMasked, class Shared>
-__device__ __forceinline__ void add_dq(const AttentionBackward& a, const Head& h, Shared& shared, int query, int n) {
-  constexpr int kDown = S::kRead / 16, kColumns = kDim * kDown / (kThreads / 32);
-  const uint32_t thread = kMasked ? hidden(threadIdx.x) : threadIdx.x;
-  const int lane = thread % 32, warp = thread / 32, row = warp % kDown * 16, column = warp / kDown * kColumns;
-  uint32_t left[S::kOwn / 16][4];
-  FK_UNROLL for (int k = 0; k < S::kOwn / 16; ++k)
-      ldmatrix_trans(left[k], shared, S::kScores + (right_lane<64>(lane) ^ (row * 2)) + k * 16 * 128);
-  float* to = a.dq_sums + h.row_at(a, query + row + lane / 4) * kDim + column + lane % 4 * 2;
-  FK_UNROLL for (int d = 0; d < kColumns / 16; ++d) {
-    float sums[2][4] = {};
-    FK_UNROLL for (int k = 0; k < S::kOwn / 16; ++k) {
-      uint32_t right[4];
-      ldmatrix_trans(right, shared, S::kOwn0 + (summed_lane<kDim>(lane) ^ (column * 2 + d * 32)) + k * 32 * kDim);
-      mma<T>(sums[0], left[k], right[0], right[1]);
-      mma<T>(sums[1], left[k], right[2], right[3]);
-    }
-    FK_UNROLL for (int j = 0; j < 2; ++j)
-        FK_UNROLL for (int half = 0; half < 2; ++half) if (!kMasked || row + lane / 4 + 8 * half < n)
-            add_pair(to + half * 8 * kDim + d * 16 + j * 8, sums[j][2 * half], sums[j][2 * half + 1]);
-  }
-}
 
 template <bool kKeys, int kOwn>
 __device__ __forceinline__ Place place_of(const AttentionBackward& a, unsigned block) {
@@ -157,15 +124,12 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
       return;
 
     float s[kRead / 8][4] = {}, dp[kRead / 8][4] = {};
-    const auto thread = [] { return S::kFull ? hidden(threadIdx.x) : threadIdx.x; };
-    const uint32_t own_at = S::kFull                  ? summed + thread() / 32 * (16 * S::kRow)
-                            : kDim == 128 && S::kBoth ? hidden(own_lane)
-                                                      : own_lane;
+    const uint32_t own_at = kDim == 128 && S::kBoth ? hidden(own_lane) : own_lane;
     multiply<T, kDim, kRead, S::kFirst, S::kOwn1 - S::kOwn0, S::kRead1 - S::kRead0>(s, dp, shared, S::kOwn0 + own_at,
                                                                                     at0 + right);
 
     // From scores and their products with dout to weights, in s, and gradients, in dp.
-    const int column = tile * kRead + static_cast<int>(thread() % 4 * 2),
+    const int column = tile * kRead + static_cast<int>(threadIdx.x % 4 * 2),
               row0 = kMasked ? static_cast<int>(hidden(own_row)) : own_row;
     const float2* numbers_of = reinterpret_cast<const float2*>(a.numbers) + h.row_at(a, column);
     int from[2], to[2], n_others = 0;  // what each of the two rows sees
@@ -219,17 +183,7 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 && !kOptions ? 2 : 1)
     }
     if constexpr (S::kFirst) {
       pack_left<T>(left[0], dp);
-      if constexpr (kMakes == Makes::all) {
-        FK_UNROLL for (int n = 0; n < kRead / 8; ++n) FK_UNROLL for (int half = 0; half < 2; ++half) {
-          const uint32_t at = swizzled<64>(warp * 16 + lane / 4 + 8 * half, n) + lane % 4 * 4;
-          store_pair(shared, S::kScores + at, left[0][n / 2][n % 2 * 2 + half]);
-        }
-      }
       add_product<T, kDim>(sums0, left, shared, at0 + summed);
-    }
-    if constexpr (kMakes == Makes::all) {
-      __syncthreads();  // the gradients of all warps are here
-      add_dq<T, kDim, S, kMasked>(a, h, shared, tile * kRead, kMasked ? n_others - tile * kRead : 0);
     }
   };
   while (end_tile > first_tile) {
@@ -283,8 +237,6 @@ cudaError_t launch_tiles(const AttentionBackward& a, cudaStream_t stream) {
 template <class T, int kDim, bool kOptions>
 cudaError_t launch_wanted(const AttentionBackward& a, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
-  if constexpr (kDim <= 128)
-    if (a.dq_sums) return launch_tiles<T, kDim, Makes::all, kOptions>(a, stream);
   if (a.dq) error = launch_tiles<T, kDim, Makes::dq, kOptions>(a, stream);
   if constexpr (kDim <= 128)
     if (error == cudaSuccess && a.dk && a.dv) return launch_tiles<T, kDim, Makes::dkdv, kOptions>(a, stream);
@@ -308,10 +260,6 @@ bool backward_in_tiles(const AttentionBackward& a) {
          fits(a.k, a.k_strides, a.head_dim) && fits(a.v, a.v_strides, a.head_dim_v) &&
          fits(a.dout, a.dout_strides, a.head_dim_v) && fits(a.dq, a.dq_strides, a.head_dim) &&
          fits(a.dk, a.dk_strides, a.head_dim) && fits(a.dv, a.dv_strides, a.head_dim_v);
-}
-
-bool backward_in_one(const AttentionBackward& a) {
-  return a.dq && a.dk && a.dv && !a.dbias && a.head_dim <= 128 && a.head_dim_v <= 128 && backward_in_tiles(a);
 }
 
 cudaError_t backward_tiles(const AttentionBackward& a, cudaStream_t stream) {

@@ -85,32 +85,61 @@ cudaError_t forward_rows(const AttentionForward& a, cudaStream_t stream) {
 // --- split keys
 // -------------------------------------------------------------------------------------------------------
 
-constexpr int kCombineWarps = 4;
+constexpr int kMostSplits = 64, kInFlight = 32;  // numbers that a thread loads before it uses any
 
-// A warp for each row: its splits in order.
+// A warp for each row. Its splits' maxima and sums are read at once, two splits a lane; then the sums of values are
+// added in the order of the splits, several loaded at a time: one after the other each would wait for memory.
 template <class T, int kCols>
-__global__ void __launch_bounds__(32 * kCombineWarps) attention_combine(AttentionForward a, Splits splits) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kCombineWarps + threadIdx.x / 32;
-  if (index >= splits.rows) return;
-  const int lane = threadIdx.x % 32, dv = a.head_dim_v, heads = static_cast<int>(a.n_heads / splits.pack);
+__global__ void __launch_bounds__(32, 16) attention_combine(AttentionForward a, Splits splits) {
+  constexpr int kAtOnce = kInFlight / kCols;
+  const int64_t index = blockIdx.x;
+  const int lane = threadIdx.x, dv = a.head_dim_v, heads = static_cast<int>(a.n_heads / splits.pack);
   const int64_t rows_most = a.n_queries * splits.pack, place = index / rows_most;
   const int row = static_cast<int>(index % rows_most), i = row / splits.pack;
   Head h(a, static_cast<int>(place / heads), static_cast<int>(place % heads) * splits.pack);
   if (i >= h.q_len) return;
   h.head += row % splits.pack;
-  RowSums total{kNone, 0.f, 0.f};
+  const int64_t step = splits.rows * splits.row_floats(dv);
+  const float* from = splits.sums + index * splits.row_floats(dv);
+
+  RowSums part[2], total{kNone, 0.f, 0.f};
+  FK_UNROLL for (int e = 0; e < 2; ++e) {
+    const int s = lane + 32 * e;
+    part[e] = {kNone, 0.f, 0.f};
+    if (s < splits.count) part[e] = {from[s * step + dv], from[s * step + dv + 1], from[s * step + dv + 2]};
+  }
+  total.max = warp_max(fmaxf(part[0].max, part[1].max));
+  float weights[2];
+  FK_UNROLL for (int e = 0; e < 2; ++e) {
+    const float fall = part[e].max - total.max, w = part[e].max == kNone ? 0.f : expf(fall);
+    weights[e] = w;
+    total.sum += w * part[e].sum;
+    total.entropy += w > 0.f ? w * (part[e].entropy + fall * part[e].sum) : 0.f;
+  }
+  total.sum = warp_sum<32>(total.sum);
+  total.entropy = warp_sum<32>(total.entropy);
+
   float values[kCols] = {};
-  for (int s = 0; s < splits.count; ++s) {
-    const float* from = splits.sums + (s * splits.rows + index) * splits.row_floats(dv);
-    const RowSums part{from[dv], from[dv + 1], from[dv + 2]};
-    float mine, theirs;
-    total.combine(part, mine, theirs);
-#pragma unroll
-    for (int c = 0; c < kCols; ++c)
-      if (32 * c + lane < dv) values[c] = values[c] * mine + from[32 * c + lane] * theirs;
+  for (int first = 0; first < splits.count; first += kAtOnce) {
+    float loaded[kAtOnce][kCols];
+    FK_UNROLL for (int e = 0; e < kAtOnce; ++e) FK_UNROLL for (int c = 0; c < kCols; ++c) {
+      const bool there = first + e < splits.count && 32 * c + lane < dv;
+      loaded[e][c] = there ? from[(first + e) * step + 32 * c + lane] : 0.f;
+    }
+    FK_UNROLL for (int e = 0; e < kAtOnce; ++e) {
+      const float w = __shfl_sync(kAll, first + e < 32 ? weights[0] : weights[1], (first + e) % 32);
+      FK_UNROLL for (int c = 0; c < kCols; ++c) values[c] = fmaf(loaded[e][c], w, values[c]);
+    }
   }
   const float factor = finish_row(a, h, i, total, lane == 0);
   write_row(static_cast<T*>(a.out) + h.query_at(a.out_strides, i), values, factor, dv);
+}
+
+template <class T>
+cudaError_t combine(const AttentionForward& a, const Splits& splits, cudaStream_t stream) {
+  const dim3 blocks(static_cast<unsigned>(splits.rows));
+  if (a.head_dim_v <= 128) return launch(attention_combine<T, 4>, blocks, dim3(32), 0, stream, a, splits);
+  return launch(attention_combine<T, 8>, blocks, dim3(32), 0, stream, a, splits);
 }
 
 }  // namespace
@@ -131,9 +160,8 @@ Splits plan_forward(const AttentionForward& a, const Gpu& gpu) {
   plan.large = room && heads * ((rows + 2 * kRows - 1) / (2 * kRows)) >= gpu.multiprocessors && rows > kRows;
   const int64_t blocks = heads * ((rows + kRows - 1) / kRows), key_tiles = (a.n_keys + 63) / 64;
   if (blocks < gpu.multiprocessors) {  // two blocks a multiprocessor, of two tiles of keys at least
-    constexpr int64_t kMost = 64;
     const int64_t wanted = std::min((2 * gpu.multiprocessors + blocks - 1) / blocks, key_tiles / 2);
-    plan.count = static_cast<int>(std::max<int64_t>(1, std::min(wanted, kMost)));
+    plan.count = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(wanted, kMostSplits)));
   }
   return plan;
 }
@@ -142,11 +170,7 @@ cudaError_t attention_forward(const AttentionForward& a, const Splits& splits, c
   if (forward_in_tiles(a)) {
     const cudaError_t error = forward_tiles(a, splits, stream);
     if (error != cudaSuccess || splits.count == 1) return error;
-    const dim3 blocks(static_cast<unsigned>((splits.rows + kCombineWarps - 1) / kCombineWarps));
-    const auto combine = [&](auto type) {
-      return launch(attention_combine<FK_TYPE(type), 8>, blocks, dim3(32 * kCombineWarps), 0, stream, a, splits);
-    };
-    return a.type == Dtype::bf16 ? combine(Tag<__nv_bfloat16>{}) : combine(Tag<__half>{});
+    return a.type == Dtype::bf16 ? combine<__nv_bfloat16>(a, splits, stream) : combine<__half>(a, splits, stream);
   }
   return with_type(a.type, [&](auto type) {
     using T = FK_TYPE(type);

@@ -86,16 +86,6 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
                   __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)))};
 }
 
-// Two neighbours of global memory += two values, at a multiple of 8 bytes; in no order with others.
-__device__ __forceinline__ void add_pair(float* to, float x, float y) {
-#if __CUDA_ARCH__ >= 900
-  atomicAdd(reinterpret_cast<float2*>(to), float2{x, y});
-#else
-  atomicAdd(to, x);
-  atomicAdd(to + 1, y);
-#endif
-}
-
 // Starts a copy of 16 bytes from global to shared memory, both aligned to that; of zeros where not valid, and then
 // `source` is not read. Nobody may touch its place until this thread has waited for its group and a barrier has passed.
 __device__ __forceinline__ void cp_async(uint4* shared, uint32_t byte, const void* source, bool valid = true) {

@@ -172,23 +172,13 @@ FiveTensors bwd_cuda(const Tensor& dout_, const OptionalTensor& dlse, const Tens
     if (need_dsinks) dsinks.copy_(sink_sums);
     return {dq, dk, dv, dsinks, dbias};
   }
-  Tensor numbers, dq_sums;
+  Tensor numbers;
   if (cuda::backward_in_tiles(a)) {
     numbers = at::empty({delta.numel(), 2}, delta.options());
     a.numbers = numbers.mutable_data_ptr<float>();
   }
-  if (!options.deterministic && cuda::backward_in_one(a)) {
-    std::vector<int64_t> sizes = delta.sizes().vec();
-    sizes.push_back(cuda::sums_width(a));
-    dq_sums = at::zeros(sizes, delta.options());
-    a.dq_sums = dq_sums.mutable_data_ptr<float>();
-  }
   check_cuda(cuda::attention_backward(a, device.stream()), "attention backward");
   if (need_dsinks) dsinks.copy_(sink_sums);
-  if (a.dq_sums) {
-    const Tensor sums = dq_sums.narrow(-1, 0, a.head_dim);
-    at::mul_out(dq, options.packed() ? sums.transpose(0, 1) : sums, at::scalar_tensor(a.scale, at::kFloat));
-  }
   return {dq, dk, dv, dsinks, dbias};
 }
 

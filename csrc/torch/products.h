@@ -31,7 +31,7 @@ inline bool fast_products(at::ScalarType type) {
 }
 
 // Rows, of so many numbers, up to which decode_linear's kernel takes less time than another product
-// (docs/performance.md). With matrix instructions that was not measured for more than a call of the kernel takes.
+// (docs/dev/performance.md). With matrix instructions that was not measured for more than a call of the kernel takes.
 int64_t rows_of_one_pass(at::ScalarType type, int64_t width);
 
 // out = a b, or out += a b, of float32 matrices [M, K] and [K, N], by PyTorch's product where that is fast and by the

@@ -3,9 +3,10 @@
 `kernel[grid](...)` works out at each call what the kernel is specialised on (dtypes, None, which numbers are 1 or
 multiples of 16, which pointers are aligned), looks the compiled kernel up by the text of all that, and calls it. Here
 all but the tensors is worked out once. A launcher keeps a `Plan` for each combination of shapes, strides and options;
-a plan keeps the compiled kernel for each specialisation of its tensors, which Triton's own function determines at each
-call. The first launch of each is made by Triton, which returns the kernel to keep. So a kept kernel is only called with
-the very numbers that it was first launched with, and with tensors that Triton cannot tell from the first ones.
+a plan keeps the compiled kernel for each kind of its tensors: dtype, on a CPU or not, aligned to 16 bytes or not, which
+is finer than what Triton specialises on. The first launch of each is made by Triton, which returns the kernel to keep.
+So a kept kernel is only called with the very numbers that it was first launched with, and with tensors that Triton
+cannot tell from the first ones. It gets their addresses, which its launcher would ask each for, and then the driver.
 
 This file alone relies on what Triton does not document. Versions that nobody has looked at are launched by
 `kernel[grid](...)` alone. So is everything in the interpreter, while hooks are installed (a profiler's), and while
@@ -19,6 +20,10 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
+
+from torch import Tensor
+
+from foundry_kernels.core.extension import triton_call
 
 #: Releases of Triton whose `JITFunction.run` does what `launch` replaces.
 KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
@@ -87,7 +92,8 @@ def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
         return
     driver = _drivers.active
     device = driver.get_current_device()
-    key = (kernel.__name__, device, *specializations(kernel, device, tensors))
+    kinds, pointers = _pointers(tensors) or _pointers_in_python(kernel, device, tensors)
+    key = (kernel.__name__, device, kinds)
     kept = plan.kept.get(key)
     if kept is None or kept[0] is not kernel:
         compiled = kernel[plan.grid](*tensors, *plan.numbers, **plan.constants, **compiler_options())
@@ -98,8 +104,34 @@ def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:
     # No metadata, and no hooks to give it to.
     run(
         x, y, z, driver.get_current_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
-        *tensors, *rest,
+        *pointers, *rest,
     )  # fmt: skip
+
+
+#: What a launch is looked up by, and what it takes in place of the tensors; None of what is neither a tensor nor None.
+Pointers = tuple[Any, tuple[Any, ...]]
+
+
+def _pointers_in_python(kernel: Any, device: int, tensors: tuple[Any, ...]) -> Pointers:
+    """What `pointers` of the extension returns but for the form of the key, and whatever the tensors may be."""
+    kinds: list[Any] = []
+    taken: list[Any] = []
+    for x in tensors:
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            kinds += (x.dtype, address % 16 == 0, x.is_cpu)
+            taken.append(x if x.is_cpu else address)  # one on a CPU is for the launcher to refuse
+        else:
+            kinds.append(None if x is None else _specialize(kernel.device_caches[device][3], x, False, True, True))
+            taken.append(x)
+    return tuple(kinds), tuple(taken)
+
+
+def _no_pointers(tensors: tuple[Any, ...]) -> Pointers | None:
+    return None
+
+
+_pointers: Callable[[tuple[Any, ...]], Pointers | None] = triton_call("pointers") or _no_pointers
 
 
 def compiler_options() -> dict[str, bool]:
@@ -108,12 +140,6 @@ def compiler_options() -> dict[str, bool]:
     settings = knobs.language
     chosen = "TRITON_DEFAULT_FP_FUSION" in os.environ or "default_fp_fusion" in settings.__dict__
     return {"enable_fp_fusion": settings.default_fp_fusion if chosen else True}
-
-
-def specializations(kernel: Any, device: int, tensors: tuple[Any, ...]) -> list[Any]:
-    """What Triton's binder makes of each tensor: ("*bf16", "D") where the pointer is a multiple of 16."""
-    backend = kernel.device_caches[device][3]
-    return [_specialize(backend, x, False, True, True) for x in tensors]
 
 
 def _undisturbed(kernel: Any) -> bool:

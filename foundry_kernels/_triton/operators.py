@@ -7,8 +7,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from foundry_kernels._triton import INTERPRET
+from foundry_kernels.core.extension import triton_call
 from foundry_kernels.core.options import Options
 
 
@@ -24,7 +26,7 @@ def requires_grad(*tensors: torch.Tensor | None) -> bool:
 def refuse_second_derivative(op: str) -> None:
     """Raise if the backward pass of an operation without a second derivative is itself to be differentiated."""
     # torch.compile traces the backward pass with gradients enabled, so that create_graph cannot be seen there.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
 
 
@@ -71,8 +73,7 @@ def define(
     by_first_field = {kind._fields[0]: kind for kind in options}
     taken = [argument for argument in types if argument not in inner]
     layout = [by_first_field.get(argument) for argument in taken]
-    direct = on_its_device(launcher)
-    LAUNCHERS[name] = _filled(_with_objects(direct, layout))
+    LAUNCHERS[name] = _filled(_with_objects(on_its_device(launcher), layout))
     _LIBRARY.impl(name, LAUNCHERS[name], "CPU" if INTERPRET else "CUDA")
     if INTERPRET:
         _SERVE_CPU.add(name)
@@ -87,16 +88,43 @@ def define(
     def flat(args: tuple[Any, ...]) -> list[Any]:
         return [x for i, arg in enumerate(args) for x in (arg.operator_args() if layout[i] else (arg,))]
 
+    usual_device = _usual_device or _asked_by_position(tensors)
+
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _watched():
+        if is_compiling() or _transform() is not None or (device := usual_device(args)) is None:
             return operator(*flat(args))
-        for i, at in tensors:
-            x = args[i] if at is None else args[i][at]
-            if x is not None and (type(x) not in _PLAIN_TYPES or _keys(x).raw_repr() & _FOREIGN):
-                return operator(*flat(args))
-        return direct(*args)
+        if device < 0 or device == torch.cuda.current_device():
+            return launcher(*args)
+        with torch.cuda.device(device):
+            return launcher(*args)
 
     return call
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, without what PyTorch does in Python for transforms and tensors that have outlived one,
+    where there is neither: it takes 1 µs."""
+    if is_compiling() or _usual_device is None or _transform() is not None or _usual_device(args) is None:
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def _asked_by_position(tensors: list[tuple[int, int | None]]) -> Callable[[tuple[Any, ...]], int | None]:
+    """What `usual_device` of the extension does, for an operator with tensors at these places among its arguments."""
+
+    def usual_device(args: tuple[Any, ...]) -> int | None:
+        if _watched():
+            return None
+        first = None
+        for i, at in tensors:
+            x = args[i] if at is None else args[i][at]
+            if x is not None:
+                if type(x) not in _PLAIN_TYPES or _keys(x).raw_repr() & _FOREIGN:
+                    return None
+                first = x if first is None else first
+        return None if first is None else -1 if first.is_cpu else first.get_device()
+
+    return usual_device
 
 
 def _with_objects(function: Callable[..., Any], layout: list[type[Options] | None]) -> Callable[..., Any]:
@@ -148,16 +176,22 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 _keys = torch._C._dispatch_keys
 
+#: The innermost transform of torch.func that is active, or None.
+_transform = torch._C._functorch.peek_interpreter_stack
+
+#: The index of the device of the tensors among the arguments of a call, -1 for the CPU, or None where the dispatcher
+#: has to see it: one of them is not just memory, or `_watched`. A function of the extension (csrc/triton_calls.cpp).
+_usual_device: Callable[[tuple[Any, ...]], int | None] | None = triton_call("usual_device")
+
 
 def _watched() -> bool:
-    """Whether a mode, a profiler, a tracer or a transform is active, for which the dispatcher is needed."""
+    """Whether a mode, a profiler or a tracer is active, for which the dispatcher is needed."""
     c = torch._C
     return bool(
         c._len_torch_dispatch_stack()
         or c._len_torch_function_stack()
         or c._autograd._profiler_enabled()
         or c._is_tracing()
-        or c._functorch.peek_interpreter_stack() is not None
     )
 
 

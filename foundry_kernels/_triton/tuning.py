@@ -44,16 +44,10 @@ PACKAGED = Path(__file__).with_name("tuned.json")
 #: Where kernels are interpreted: nothing that is measured there says anything about a GPU.
 INTERPRETER = "Triton's interpreter"
 
-#: A config with such a flag launches, in place of the kernel that it is a candidate of, one that no GPU has run and
-#: that could hang one. It is measured where the user asks for that (`tune --untried`), and not used before.
-NEVER_RUN = frozenset({"GLUON"})
+#: A config with this flag launches another kernel in place of the one that it is a candidate of.
+ANOTHER = "GLUON"
 #: By the name of such a kernel, the one in whose place it is launched.
 STANDS_FOR = {"flash_attention_fwd_gluon_kernel": "flash_attention_fwd_kernel"}
-
-
-def has_run(row: LaunchConfig) -> bool:
-    """Whether any GPU has run the kernel that the config launches."""
-    return NEVER_RUN.isdisjoint(row)
 
 
 def asked_as(kernel: str) -> str:

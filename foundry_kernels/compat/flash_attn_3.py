@@ -191,8 +191,8 @@ def flash_attn_varlen_func(
         ``out [total_q, H, Dv]``, or ``(out, softmax_lse [H, total_q] float32)``.
 
     Raises:
-        As :func:`flash_attn_func`. The values of cumulative and used lengths are checked where reading them does not
-        wait for a GPU.
+        ValueError: and all others as :func:`flash_attn_func`. The values of cumulative and used lengths are checked
+            where reading them does not wait for a GPU.
     """
     _check_unused(num_splits, sm_margin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     chunk = _chunk(attention_chunk)

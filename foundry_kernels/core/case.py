@@ -19,7 +19,7 @@ class _Normal:  # no lambda: a failing case shows what its values were
     mean: float
 
     def __call__(self, g: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64) * self.std + self.mean
+        return torch.randn(shape, generator=g, dtype=torch.float64).mul_(self.std).add_(self.mean)
 
 
 def normal(std: float = 1.0, mean: float = 0.0) -> Values:
@@ -77,9 +77,18 @@ class Arg:
     dtype: torch.dtype | None = None
     grad: bool = True
 
-    def make(self, generator: torch.Generator, dtype: torch.dtype, device: str) -> Tensor:
-        values = self.values(generator, self.shape).to(self.dtype or dtype)
+    def make(self, generator: torch.Generator, dtype: torch.dtype, device: str, drawn_on: str = "cpu") -> Tensor:
+        """drawn_on: see `Case.make`; the generator is of that device."""
+        with torch.device(drawn_on):
+            values = self.values(generator, self.shape).to(self.dtype or dtype)
         return lay_out(values.to(device), self.layout)
+
+
+def generator_of(device: str | torch.device, seed: int) -> torch.Generator:
+    """Returns a generator of random numbers for tensors on the device; the meta device, which has no numbers, takes the
+    CPU's."""
+    meta = torch.device(device).type == "meta"
+    return torch.Generator("cpu" if meta else device).manual_seed(seed)
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
@@ -150,12 +159,18 @@ class Case:
     cotangent: str = "contiguous"
     interpreted: bool = True
 
-    def make(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor | None]:
-        """Fresh arguments; those that take a gradient require it."""
-        generator = torch.Generator().manual_seed(seed)
+    def make(
+        self, dtype: torch.dtype, device: str = "cpu", seed: int = 0, drawn_on: str = "cpu"
+    ) -> dict[str, Tensor | None]:
+        """Fresh arguments; those that take a gradient require it.
+
+        drawn_on: where values are drawn. On the CPU they are the same for any `device`, but a CPU takes seconds for
+        what fills a GPU.
+        """
+        generator = generator_of(drawn_on, seed)
         made: dict[str, Tensor | None] = {}
         for name, arg in self.args.items():
-            made[name] = None if arg is None else arg.make(generator, dtype, device)
+            made[name] = None if arg is None else arg.make(generator, dtype, device, drawn_on)
             if arg is not None and arg.grad:
                 made[name].requires_grad_()  # type: ignore[union-attr]
         return made

@@ -76,14 +76,16 @@ def check_positive(name: str, value: Any) -> None:
 
 def check_not_negative(name: str, value: Any) -> None:
     """A float that is 0 or as for :func:`check_positive`."""
-    _check_real(name, value)
+    if type(value) is not float:
+        _check_real(name, value)
     if value != 0.0 and not SMALLEST <= value <= LARGEST:
         raise ValueError(_outside(name, value, "finite and >= 0", value > 0.0, "0 or in"))
 
 
 def check_number(name: str, value: Any) -> None:
     """A float of any sign that is 0 or of a size within the bounds."""
-    _check_real(name, value)
+    if type(value) is not float:
+        _check_real(name, value)
     if value != 0.0 and not SMALLEST <= abs(value) <= LARGEST:
         raise ValueError(_outside(name, value, "finite", True, "0 or of a size in"))
 

@@ -39,12 +39,13 @@ class Sample:
 
     rows: their numbers, in order. dims: by argument, the dimension that counts the rows; outputs with as many
     dimensions as the first of these arguments have it where that one has. ignored: by argument, the value by which the
-    other rows take no part in a sum over rows.
+    other rows take no part in a sum over rows. options: those of the call that are others for these rows alone.
     """
 
     rows: Tensor
     dims: Mapping[str, int]
     ignored: Mapping[str, int] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
 
 def sample_rows(case: Case, dims: Mapping[str, int], ignored: Mapping[str, int] | None = None) -> Sample | None:
@@ -160,8 +161,15 @@ class Bench(Protocol):
         return None
 
     def workspace_bytes(self, case: Case) -> int:
-        """Memory that a peer, or the check against the reference, needs beyond inputs and outputs."""
+        """Memory that the check against the reference, or any peer, needs beyond inputs and outputs."""
         return 0
+
+    def peer_bytes(self, case: Case, name: str) -> int:
+        """Memory that the peer `name` alone needs in addition: where it does not fit, its row is left out."""
+        return 0
+
+    #: Endings of the ids of cases that are timed before all others, whatever has the time: see `benchmarks.budget`.
+    BENCH_FIRST: tuple[str, ...] = ()
 
 
 class Fuzz(Protocol):

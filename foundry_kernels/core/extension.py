@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from foundry_kernels.core import bfloat16
-from foundry_kernels.core.registry import Impl, no_direct_call
+from foundry_kernels.core.registry import Impl
 
 #: What gets an extension that fits torch and this machine.
 REBUILD = "run `pip install --no-build-isolation -e .` with a C++ compiler"
@@ -61,6 +63,12 @@ def operator(name: str) -> Any:
     return None if found is None else found.default
 
 
+def triton_call(name: str) -> Any:
+    """The extension's function `name` of csrc/triton_calls.cpp; None where the extension is not built, or older than
+    this package."""
+    return getattr(getattr(_C, "triton", None), name, None)
+
+
 def build_info() -> dict[str, Any]:
     """The extension's compiler, the torch that it was built for, its instruction sets and CUDA architectures, and
     whether `csrc/cuda/hopper` is compiled in."""
@@ -87,8 +95,10 @@ def impl(package: str, function: str, devices: tuple[str, ...] = ("cpu", "cuda")
     compiled = tuple(d for d in devices if d != "cuda" or build_info()["cuda_architectures"])
     hint = CPU_ONLY if "cuda" not in devices else CUDA_ONLY if "cpu" not in devices else ""
     hint += NO_CUDA if compiled != devices else ""
-    direct = getattr(_C.direct, function, no_direct_call)
-    return Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices, direct=direct)
+    native = Impl("native", getattr(module, function), compiled, dtypes, hint=hint, sources=devices)
+    if (direct := getattr(_C.direct, function, None)) is None:
+        return native
+    return replace(native, direct=direct, serve=partial(_C.serve_on_accelerator, function))
 
 
 def _absent(*_: Any) -> Any:

@@ -109,7 +109,16 @@ class Options(tuple[Any, ...], metaclass=_OptionsMeta):
 
     def without_tensors(self) -> Self:
         """The options with None in place of their tensors, for autograd to keep beside what it saves."""
+        if not self.has_tensors():
+            return self
         return self.with_tensors([None] * len(self._tensors_at))
+
+    def has_tensors(self) -> bool:
+        """Whether any of its tensors is given; most calls of an operation give none."""
+        for at in self._tensors_at:  # noqa: SIM110  (a generator takes twice as long)
+            if self[at] is not None:
+                return True
+        return False
 
     def refuse_others(self, supported: tuple[str, ...], op: str, backend: str) -> None:
         """Refuses a call that sets an option which is not among those that the backend supports.

@@ -64,6 +64,7 @@ class Impl:
     hint: str = ""  # what to do about a device that is not among `devices`
     sources: tuple[str, ...] = ()  # native: the devices that csrc has kernels for, compiled into this build or not
     direct: Callable[..., Any] = no_direct_call  # native: see OpSpec.direct
+    serve: Callable[..., Any] = no_direct_call  # native: is told which calls on a GPU `direct` takes
 
     def why_not(self, device: str, dtype: torch.dtype | None = None) -> str | None:
         """The reason why a tensor of `dtype` on `device` is not supported, or None if it is."""
@@ -83,14 +84,17 @@ class OpSpec:
     `impls` is replaced by `override` alone.
 
     `direct` takes the public function's arguments, `backend` first and by position, where they are common ones for the
-    native kernels on a CPU, and returns None for all others (csrc/direct.cpp says which those are). It does what
-    the checks, `resolve` and the kernel's operator do, in a fraction of the time that Python takes for them.
+    native kernels, and returns None for all others (csrc/direct.cpp says which those are). It does what the checks,
+    `resolve` and the kernel's operator do, in a fraction of the time that Python takes for them.
+
+    `cuda_order`: the order in which "auto" tries the backends on a GPU, where it is another than `AUTO_ORDER`'s.
     """
 
     name: str
     public: Callable[..., Any]
     impls: tuple[Impl, ...]
     package: str
+    cuda_order: tuple[str, ...] = AUTO_ORDER["cuda"]
 
     def __post_init__(self) -> None:
         self.choose()
@@ -111,8 +115,20 @@ class OpSpec:
             for dtype in native.dtypes
         )
         self.direct = native.direct if native is not None and supported else no_direct_call
+        if native is not None:
+            native.serve(*self._served_on_cuda(native.fn))
         #: Whether "auto" and "native" are the native kernels on a CPU, which no `override` has replaced.
         self.native_on_cpu = self.direct is not no_direct_call
+
+    def _served_on_cuda(self, native: Callable[..., Any]) -> tuple[int, int, int]:
+        """By a bit for each dtype of native kernels: on a GPU "native" is this function, "auto" is, and no order was
+        measured."""
+        bits = [(1 << i, dtype) for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))]
+        native_, auto = (
+            sum(bit for bit, dtype in bits if self.chosen.get((backend, "cuda", dtype)) is native)
+            for backend in ("native", "auto")
+        )
+        return native_, auto, sum(bit for bit, dtype in bits if native_ & bit and not self.is_measured("cuda", dtype))
 
     def _first(self, backend: str, device: str, dtype: torch.dtype) -> Impl | None:
         """The first implementation that supports such a tensor, of those that `backend` allows."""
@@ -123,7 +139,7 @@ class OpSpec:
 
     def order(self, device: str, dtype: torch.dtype) -> tuple[str, ...]:
         """The order in which `backend="auto"` tries the backends."""
-        default = AUTO_ORDER.get(device, ("reference",))
+        default = self.cuda_order if device == "cuda" else AUTO_ORDER.get(device, ("reference",))
         measured = _MEASURED_ORDER.get(device, {}).get((self.name, short_dtype(dtype)), ())
         return (*measured, *(backend for backend in default if backend not in measured))
 
@@ -201,7 +217,7 @@ def override(spec: OpSpec, backend: str, **changes: Any) -> Iterator[Impl]:
     own = spec.impl(backend)
     if own is None:
         raise KeyError(f"{spec.name} has no {backend} kernel")
-    changed = replace(own, direct=no_direct_call, **changes)
+    changed = replace(own, **{"direct": no_direct_call, "serve": no_direct_call, **changes})
     spec.impls = tuple(changed if impl is own else impl for impl in before)
     spec.choose()
     try:

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter)
 
 #: Rows up to which linear layers of a batch that is served are one pass over the weights, by instruction set, where
-#: that was measured to be faster than torch's products (docs/performance.md). Elsewhere, on AMX, they are as of others.
+#: that was measured to be faster than torch's products (docs/dev/performance.md). On AMX they are as of others.
 SERVED_ROWS = dict.fromkeys(("avx2", "avx512", "avx512_bf16"), 4 * MAX_ROWS)
 
 #: Why no forward pass decodes in this process, if that is so.

@@ -1,4 +1,4 @@
-"""The table of callers in docs/drop_in.md: each line names tests that exist, and there is something in it to name."""
+"""The table of callers in docs/integrations.md: each line names tests that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from foundry_kernels import compat
 
 DOCS = Path(__file__).parents[2] / "docs"
-TABLE = (DOCS / "drop_in.md").read_text(encoding="utf-8").partition("<!-- callers -->")[2]
+TABLE = (DOCS / "integrations.md").read_text(encoding="utf-8").partition("<!-- callers -->")[2]
 LINES = TABLE.partition("<!-- end of callers -->")[0].strip().splitlines()[2:]
 
 

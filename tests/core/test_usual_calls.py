@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foundry_kernels as fk
+from foundry_kernels._triton import devices
 from foundry_kernels.core import extension
 from foundry_kernels.core.registry import OPS, OpSpec, no_direct_call, override
 from foundry_kernels.testing import make_cotangents, run
@@ -62,12 +63,15 @@ def test_which_operations_are_called_directly() -> None:
 
 @pytest.mark.parametrize("spec", DIRECT, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_same_bits_as_the_general_path(spec: OpSpec, dtype: torch.dtype, device: str) -> None:
     """Each kind of case has equal outputs, gradients and strides."""
+    if (reason := spec.why_not("native", device)) or (device == "cuda" and (reason := devices.why_no_gpu())):
+        pytest.skip(str(reason))
     cases = [case for case in spec.cases.CASES[spec.name] if sum(map(elements, case.args.values())) < 20000]
     with counted(spec) as taken:
         for case in cases:
-            args = case.make(dtype)
+            args = case.make(dtype, device)
             with direct(spec, no_direct_call):
                 expected = run(spec, args, case.options, backend="native")
                 cotangents = make_cotangents(expected.outputs, case.cotangent)

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.skipif(
     _triton.MISSING is not None or gluon_launch.MISSING is not None,
     reason=str(_triton.MISSING or gluon_launch.MISSING),
 )
-TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 2, "num_warps": 4, "TURNS": True}
+TILES = {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 2, "num_warps": 4}
 
 
 @pytest.fixture
@@ -150,43 +149,18 @@ def small() -> dict[str, Any]:
     return {n: torch.randn(shape, generator=g).bfloat16() for n, shape in SMALL.items()} | {"options": {"causal": True}}
 
 
-@pytest.mark.parametrize("turns", [True, False], ids=["turns", "no-turns"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.usefixtures("hopper")
-def test_every_interleaving_gives_the_same_bits(stages: int, turns: bool) -> None:
+def test_every_interleaving_gives_the_same_bits(stages: int) -> None:
     found, orders = [], set()
     for seed in range(12):
         emulator = Emulator(gluon_forward, seed)
-        found.append(attend(emulator, **small(), STAGES=stages, TURNS=turns))
+        found.append(attend(emulator, **small(), STAGES=stages))
         orders.add(str([world.order for world in emulator.worlds]))
     assert len(orders) == 12
     for out, lse in found:
         assert torch.equal(out, found[0][0])
         assert torch.equal(lse, found[0][1])
-
-
-def in_turns(world: Any, tiles: int) -> bool:
-    """Whether the consumers' pairs of products alternate. Those of the first two tiles and the last are in no turn."""
-    begun: dict[str, list[int]] = {}
-    for at, (who, what) in enumerate(world.order):
-        if what == "multiply":
-            begun.setdefault(who, []).append(at)
-    first, second = (begun[who][2 : 2 + 2 * (tiles - 2)] for who in sorted(begun))
-    assert len(first) == len(second) == 2 * (tiles - 2)
-    pairs = sorted([(x[i : i + 2], who) for who, x in enumerate((first, second)) for i in range(0, len(x), 2)])
-    return [who for _, who in pairs] == [0, 1] * (tiles - 2) and all(a[1] < b[0] for (a, _), (b, _) in pairwise(pairs))
-
-
-@pytest.mark.usefixtures("hopper")
-def test_consumers_take_turns() -> None:
-    found = {True: [], False: []}  # type: dict[bool, list[bool]]
-    for turns in found:
-        for seed in range(8):
-            emulator = Emulator(gluon_forward, seed, [0])
-            attend(emulator, **small(), TURNS=turns)
-            found[turns].append(in_turns(emulator.worlds[0], 7))
-    assert all(found[True])
-    assert not all(found[False])
 
 
 # --- planted errors ---------------------------------------------------------------------------------------------------
@@ -201,7 +175,6 @@ BOTH = "    b_s, b_acc = hopper.warpgroup_mma_wait(0, deps=[t_s, t_acc])\n"
 SOFTMAX = "_softmax(state.s, state.m, state.l, given.stop, key, given.scale, MASKED, form)\n"
 FIRST_WAIT = "    b_s = hopper.warpgroup_mma_wait(0, deps=[t_s])\n"
 FIRST_FREE = "    mbarrier.arrive(k.free.index(0), count=1)\n"
-TURN = "        mbarrier.arrive(given.turn.index(1 - WHO), count=1)\n"
 
 #: What is edited, into what, and what the emulation must say of it.
 ERRORS: dict[str, tuple[str, str, str]] = {
@@ -233,9 +206,6 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "sums used before the wait": (
         BOTH, BOTH.replace("b_s, b_acc =", "b_s, _ =") + "    b_acc = t_acc\n", "used before"
     ),
-    "own turn given": (TURN, TURN.replace("1 - WHO", "WHO"), DEADLOCK),
-    "no turn given": (TURN, "        pass\n", DEADLOCK),
-    "both wait for a turn": ("(i & 1) ^ WHO)", "(i & 1) ^ 1)", DEADLOCK),
     "no fence after initializing": (
         "    hopper.fence_async_shared()  #", "    #", "no fence since it was initialized"
     ),

@@ -60,29 +60,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     devices.record_for(before)
 
 
-@pytest.fixture
-def measured(tmp_path: Path) -> Iterator[Path]:
-    """A file in which the Gluon kernel is the fastest, for all that it supports."""
-    chosen = {}
-    for width in (64, 128):
-        with tuning.watched() as seen:
-            attend(*draw(d=width))
-        default, choice = seen.values()
-        assert (default.kernel, choice.kernel) == ("flash_attention_fwd_kernel",) * 2
-        assert all(map(tuning.has_run, (*default.rows, default.row, choice.row)))
-        assert default.rows[0] == choice.rows[0]
-        chosen[choice.key] = {"row": next(row for row in choice.rows if not tuning.has_run(row)), "speedup": 1.5}
-    file = tmp_path / "tuning.json"
-    entry = tuning_file.Entry(GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": chosen})
-    file.write_text(
-        json.dumps({"format": tuning_file.FORMAT, "version": tuning_file.VERSION, "entries": [vars(entry)]})
-    )
-    tuning.use(file)
-    with tuning.pretend(GPU):
-        yield file
-    tuning.use(None)
-
-
 def draw(
     b: int = 2, h: int = 4, hk: int = 2, t: int = 200, s: int = 300, d: int = 64, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,35 +74,64 @@ def attend(q: Tensor, k: Tensor, v: Tensor, save_lse: bool = True, save_stats: b
     return launching.launch_fwd(q, k, v, options._replace(**given), save_lse, save_stats)
 
 
-def test_it_is_off(launches: Launches) -> None:
-    """It is not taken until it was measured on the GPU at hand."""
-    attend(*draw())
-    attend(*draw(d=128))
+@pytest.mark.parametrize("width", [64, 128])
+def test_it_is_the_default(width: int, launches: Launches) -> None:
+    """But within a batch-invariant call: which of two kernels takes one may depend on the batch."""
+    attend(*draw(d=width))
     with tuning.pretend(GPU):
-        attend(*draw())
-    assert [name for name, _, _ in launches.made] == ["flash_attention_fwd_kernel"] * 3
+        attend(*draw(d=width))
+    attend(*draw(d=width), batch_invariant=True)
+    assert [name for name, _, _ in launches.made] == ["gluon", "gluon", "flash_attention_fwd_kernel"]
 
 
-def test_the_default_configs_can_be_measured_where_it_is_on(launches: Launches, measured: Path) -> None:
-    """Both support the same calls: what is measured of them is for others too."""
+def asked(width: int = 64) -> tuple[tuning.Choice, tuning.Choice]:
+    """The choices of a call: the default kernel's config, and whether that or the other kernel is launched."""
     with tuning.watched() as seen:
-        attend(*draw())
+        attend(*draw(d=width))
     default, choice = seen.values()
-    assert (default.origin, choice.row["GLUON"]) == ("built in", True)
-    for chosen, name in ((default, "flash_attention_fwd_kernel"), (choice, "gluon")):
-        for row in chosen.rows[1:]:
-            launches.made.clear()
-            with tuning.forced(chosen.kernel, chosen.key, row):
-                attend(*draw())
-            assert [made for made, _, _ in launches.made] == [name]
+    assert (default.kernel, choice.kernel) == ("flash_attention_fwd_kernel",) * 2
+    return default, choice
+
+
+def test_the_default_kernel_is_taken_where_it_was_measured_to_be_faster(launches: Launches, tmp_path: Path) -> None:
+    _, choice = asked()
+    faster = {"row": choice.rows[1], "speedup": 1.5}
+    entry = tuning_file.Entry(
+        GPU, tuning.triton_version(), 90, rows={"flash_attention_fwd_kernel": {choice.key: faster}}
+    )
+    file = tmp_path / "tuning.json"
+    file.write_text(
+        json.dumps({"format": tuning_file.FORMAT, "version": tuning_file.VERSION, "entries": [vars(entry)]})
+    )
     launches.made.clear()
-    with tuning.forced(choice.kernel, choice.key, choice.rows[0]):
-        attend(*draw())
-    assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
+    tuning.use(file)
+    try:
+        with tuning.pretend(GPU):
+            attend(*draw())
+            attend(*draw(d=128))
+    finally:
+        tuning.use(None)
+    assert [name for name, _, _ in launches.made] == ["flash_attention_fwd_kernel", "gluon"]
+
+
+def test_the_configs_of_both_can_be_measured(launches: Launches) -> None:
+    """Both support the same calls: what is measured of them is for others too."""
+    default, choice = asked()
+    assert [tuning.ANOTHER in row for row in choice.rows] == [True, False]
+    assert choice.rows[1] == default.rows[0]
+    expected = (
+        [(default, row, "flash_attention_fwd_kernel") for row in default.rows],
+        [(choice, choice.rows[0], "gluon"), (choice, choice.rows[1], "flash_attention_fwd_kernel")],
+    )
+    for chosen, row, name in (*expected[0], *expected[1]):
+        launches.made.clear()
+        with tuning.forced(chosen.kernel, chosen.key, row):
+            attend(*draw())
+        assert [made for made, _, _ in launches.made] == [name]
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_what_is_launched(width: int, launches: Launches, measured: Path) -> None:
+def test_what_is_launched(width: int, launches: Launches) -> None:
     q, k, v = draw(d=width, dtype=torch.float16)
     k = torch.zeros(2, 2, 320, width + 16, dtype=torch.float16)[:, :, 10:310, 8 : 8 + width]  # with gaps
     launches.made.clear()
@@ -146,7 +152,7 @@ def test_what_is_launched(width: int, launches: Launches, measured: Path) -> Non
     assert given.pop("scale") == pytest.approx(width**-0.5 * 1.4426950408889634)
     assert given == {
         "n_batch": 2, "n_heads": 4, "group": 2, "section": 8, "tokens_q": 200, "tokens_k": 300, "right": 0,
-        "BOTTOM_RIGHT": True, "HAS_RIGHT": True, "TURNS": True, "D": width,
+        "BOTTOM_RIGHT": True, "HAS_RIGHT": True, "D": width,
         "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 4, "num_warps": 4,
     }  # fmt: skip
 
@@ -161,19 +167,17 @@ def test_what_is_launched(width: int, launches: Launches, measured: Path) -> Non
     ],
     ids=str,
 )
-def test_masks(options: dict[str, Any], expected: tuple[bool, bool, int], launches: Launches, measured: Path) -> None:
-    launches.made.clear()
+def test_masks(options: dict[str, Any], expected: tuple[bool, bool, int], launches: Launches) -> None:
     attend(*draw(), **options)
     ((_, _, given),) = launches.made
     assert (given["HAS_RIGHT"], given["BOTTOM_RIGHT"], given["right"]) == expected
 
 
-def test_one_of_a_kind(launches: Launches, measured: Path) -> None:
+def test_one_of_a_kind(launches: Launches) -> None:
     """Strides that lead nowhere are replaced: what copies tiles takes multiples of 16 bytes."""
     q, k, v = draw(b=1, h=1, hk=1)
     strange = (7, 3, *q.stride()[2:])
     q = q.as_strided(q.shape, strange)
-    launches.made.clear()
     attend(q, k, v, save_lse=False)
     ((name, _, given),) = launches.made
     assert name == "gluon"
@@ -181,10 +185,9 @@ def test_one_of_a_kind(launches: Launches, measured: Path) -> None:
     assert given["lse_ptr"].shape == (1, 1, 200), "which nobody sees"
 
 
-def test_unaligned_rows_are_copied_first(launches: Launches, measured: Path) -> None:
+def test_unaligned_rows_are_copied_first(launches: Launches) -> None:
     _, k, v = draw()
     wide = torch.zeros(2, 4, 200, 67, dtype=torch.bfloat16)[..., 2:66]
-    launches.made.clear()
     attend(wide, k, v)
     ((name, _, given),) = launches.made
     assert name == "gluon"
@@ -220,17 +223,14 @@ NOT_SUPPORTED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
-def test_the_default_kernel_takes_the_rest(name: str, launches: Launches, measured: Path) -> None:
+def test_the_default_kernel_takes_the_rest(name: str, launches: Launches) -> None:
     make, options = NOT_SUPPORTED[name]
-    launches.made.clear()
     attend(*make(), **options)
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
 
 
 @pytest.mark.parametrize("place", ["problem", "flags"])
-def test_and_what_is_not_declared(
-    place: str, launches: Launches, measured: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_and_what_is_not_declared(place: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag that is new to the problem, or to the default kernel's launch."""
     supported = gluon_launch.supports
 
@@ -245,35 +245,37 @@ def test_and_what_is_not_declared(
         return supported(p, flags, out)
 
     monkeypatch.setattr(gluon_launch, "supports", with_flag)
-    launches.made.clear()
     attend(*draw(t=201))
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
 
 
 @pytest.mark.parametrize("arch", [80, 89, 100, 120])
-def test_and_other_devices(arch: int, launches: Launches, measured: Path) -> None:
+def test_and_other_devices(arch: int, launches: Launches) -> None:
     devices.record_for(arch)
-    launches.made.clear()
     attend(*draw())
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
 
 
-def test_few_queries_have_kernels_of_their_own(launches: Launches, measured: Path) -> None:
-    launches.made.clear()
+def test_few_queries_have_kernels_of_their_own(launches: Launches) -> None:
     attend(*draw(t=4))
     assert [made for made, _, _ in launches.made] == ["decode"]
 
 
-def test_without_gluon(launches: Launches, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Triton that has none, or has it elsewhere."""
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+@pytest.mark.parametrize("release", [None, (3, 5), (3, 8), (3, 10), (4, 0)], ids=str)
+def test_without_gluon(release: tuple[int, int] | None, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Triton that has none, or has it elsewhere, or that nobody has looked at."""
+    if release is None:
+        monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    else:
+        monkeypatch.setattr(_triton, "VERSION", release)
     monkeypatch.delitem(sys.modules, gluon_launch.__name__)
     monkeypatch.delattr("foundry_kernels.ops.flash_attention.triton.gluon_launch")
     devices.record_for(90)  # plans that were made before are forgotten
-    launches.made.clear()
     attend(*draw())
     assert [made for made, _, _ in launches.made] == ["flash_attention_fwd_kernel"]
-    assert "Gluon does not import" in sys.modules[gluon_launch.__name__].MISSING
+    missing = sys.modules[gluon_launch.__name__].MISSING
+    assert "Gluon does not import" in missing
+    assert release is None or f"Triton {release[0]}.{release[1]}" in missing
 
 
 def test_what_is_compiled() -> None:

@@ -75,6 +75,7 @@ def expected_writers(case: Case, deterministic: bool) -> list[list[int]]:
     for t, s in case.lengths:
         tiles = (s + 127) // 128
         columns = 2 if max(case.dim, case.dim_v or 0) > 128 else 1
+        deterministic = deterministic or columns == 2
         pairs = not case.lengths_q and t == s and case.right == 0 and case.left >= t
         if pairs and not (deterministic and (tiles + 1) // 2 * columns > case.multiprocessors // 2):
             tiles = (tiles + 1) // 2

@@ -1,5 +1,5 @@
 """The accuracy of attention, as an error against float64 beside that of the reference: in float32, and where gradients
-cancel. `python tests/support/attention_errors.py` prints the table of docs/proof.md."""
+cancel. `python tests/support/attention_errors.py` prints the table of docs/dev/proof.md."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def table() -> Iterator[str]:
-    """The table of docs/proof.md, of what runs here."""
+    """The table of docs/dev/proof.md, of what runs here."""
     columns = {"torch's flash": torch_flash}
     if _triton.INTERPRET:
         columns = {"triton": by_backend("triton")}

@@ -4,7 +4,7 @@ Partitions are threads of which one runs at a time: at each primitive a seeded s
 is one interleaving. Copies land in pieces, each at a moment of its own, and memory that is being copied to holds NaN
 until then. What is ordered is followed apart from that: every access to shared memory is an event, and everybody knows
 a set of events, his own and those that a barrier or a wait told him of. An access that conflicts with one that is not
-known is a race, whether or not the interleaving shows it. docs/proof.md says what is left out.
+known is a race, whether or not the interleaving shows it. docs/dev/proof.md says what is left out.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def print_hopper_loops() -> None:
 
 #: The kernels of a pass at 128 wide: products of a score, and the rest of the template's arguments.
 FORWARD = {"forward": [(2, "{}, 0")]}
-BACKWARD = {"backward, deterministic": [(3, "0, false"), (4, "1, false")], "backward, in any order": [(5, "4, false")]}
+BACKWARD = {"backward": [(3, "0, false"), (4, "1, false")]}
 
 
 def clean_loop(loops: list[Any]) -> Any:

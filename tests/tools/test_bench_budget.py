@@ -271,8 +271,8 @@ def test_contenders_share_their_results_memory_and_cotangents(monkeypatch: pytes
     made: list[torch.Tensor] = []
     real = calls.make_cotangents
 
-    def counted(out: tuple[torch.Tensor, ...], layout: str) -> tuple[torch.Tensor, ...]:
-        made.extend(found := real(out, layout))
+    def counted(out: tuple[torch.Tensor, ...], layout: str, drawn_on: str) -> tuple[torch.Tensor, ...]:
+        made.extend(found := real(out, layout, drawn_on=drawn_on))
         return found
 
     monkeypatch.setattr(calls, "make_cotangents", counted)

@@ -139,7 +139,7 @@ def test_pages_mark_it_and_do_not_list_it_as_slower(tmp_path: Path) -> None:
     assert f"| ≈ {NOISY_BEHIND['speedup_over']['eager']:.2f} |" in tables.operations(of)
     assert tables.operations(of).count("≈") == 1
     assert "marked ≈: too noisy to call." in tables.header(of, "a.json").replace("\n", " ")
-    assert "1 too noisy to call" in readme._behind("results", tmp_path / "a.json", of, whole=True).replace("\n  ", " ")
+    assert "1 too noisy to call" in readme._behind(tmp_path / "a.json", of, whole=True).replace("\n  ", " ")
 
 
 def test_results_without_noise_are_what_they_were() -> None:

@@ -20,6 +20,7 @@ from foundry_kernels.core.registry import override
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDEX = (ROOT / readme.INDEX).read_text(encoding="utf-8")
 KEPT = report.all_kept()
 
 
@@ -30,33 +31,33 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = root / "benchmarks" / "results"
     shutil.copytree(report.RESULTS, folder)
     (root / "README.md").write_text(README, encoding="utf-8")
-    readme.write(path=root / "README.md", folder=folder)
+    readme.write(root=root)
     return root
 
 
 def test_the_readme_and_the_pages_are_what_is_made_of_the_kept_results(made: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert (made / "README.md").read_text(encoding="utf-8") == README, "run `python -m benchmarks readme`"
+    for page, text in (("README.md", README), (readme.INDEX, INDEX)):
+        assert (made / page).read_text(encoding="utf-8") == text, "run `python -m benchmarks readme`"
     for path in KEPT:
         page = path.with_suffix(".md")
         again = made / "benchmarks" / "results" / page.name
         assert again.read_text() == page.read_text(), f"run `python -m benchmarks report`: {page.name}"
 
 
-def test_the_table_and_the_chart_are_of_the_newest_results() -> None:
-    of = re.search(r"All shapes, backward passes[^(]*\((\S+)\.md\)", README)
+def test_the_chart_is_of_the_newest_results() -> None:
+    of = re.search(r"!\[[^]]*\]\(benchmarks/results/(\S+)-speedups\.svg\)", README)
     assert of is not None
-    # Both are about the CPU, which the headline names: those of a GPU are listed below them.
     kept = {path.stem: kept for path, kept in KEPT.items() if not kept.get("isa", {}).get("forced")}
     dates = {name: of_it["date"] for name, of_it in kept.items() if not readme.on_gpu(of_it)}
-    assert dates[Path(of[1]).name] == max(dates.values())
-    assert all(f"{name}.md" in README for name in kept)
+    assert dates[of[1]] == max(dates.values())
+    assert all(f"{name}.md" in INDEX for name in kept)
 
 
-def test_what_the_readme_calls_measured_has_rows() -> None:
+def test_what_is_called_measured_has_rows() -> None:
     """Looked up in the files themselves, and each operation that is exported has a row in the table."""
     rows = [r for kept in KEPT.values() for r in kept["rows"] if r.get("kind", "op") == "op" and r["row"] == "native"]
-    table = README.split("## What works where")[1].split("##")[0]
+    table = INDEX.split("## What is measured")[1].split("##")[0]
     cells = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert {name for c in cells for name in re.findall(r"`(\w+)`", c[0])} >= fk.OPS.keys() & set(fk.__all__)
     for first, _, cell, *_ in cells:
@@ -107,11 +108,11 @@ def test_every_row_that_is_slower_than_a_peer_is_listed(path: Path) -> None:
     found, held = verdict.slower(KEPT[path])
     count = verdict.counted(found, held, verdict.too_noisy(KEPT[path]))
     assert count in listed
-    assert count[:-1] in README.replace("\n  ", " ")
+    assert count[:-1] in INDEX.replace("\n  ", " ")
     alike = {p: kept for p, kept in KEPT.items() if readme.on_gpu(kept) == readme.on_gpu(KEPT[path])}
     newest = next(p for p, kept in alike.items() if not kept.get("isa", {}).get("forced"))
     for what in {s.what for s in found} if path == newest else ():  # of each the worst
-        assert f"{what} {min(s.ratio for s in found if s.what == what):.2f}x" in README.replace("\n  ", " ")
+        assert f"{what} {min(s.ratio for s in found if s.what == what):.2f}x" in INDEX.replace("\n  ", " ")
 
 
 # --- made-up results --------------------------------------------------------------------------------------------------
@@ -174,9 +175,9 @@ def test_cells_of_several_operations_and_of_none(without_kernels: str) -> None:
     assert after.splitlines()[3:] == before.splitlines()[3:]
 
 
-def test_a_readme_without_markers_is_refused(tmp_path: Path) -> None:
+def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no <!-- measured --> followed by <!-- end of measured -->"):
-        readme.text("no markers", tmp_path, {tmp_path / "a.json": kept(*BOTH)})
+        readme.with_results("no markers", tmp_path, {tmp_path / "a.json": kept(*BOTH)})
 
 
 def test_what_is_slower_than_a_peer() -> None:

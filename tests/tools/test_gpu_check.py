@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +54,43 @@ def test_a_damaged_cache_is_refused_by_name(damage: str, tmp_path: Path) -> None
         gpu_cache.unpack(archive, tmp_path / "other")
 
 
+@pytest.mark.skipif(_triton.MISSING is not None, reason=str(_triton.MISSING))
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_launcher_modules_name_the_driver_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own build of a module, by a compiler whose linker leaves out the libraries in which it finds nothing."""
+    from triton.runtime import build
+
+    from benchmarks import gpu_cache
+
+    (tmp_path / "thrifty").write_text('#!/bin/sh\nexec gcc -Wl,--as-needed "$@"\n')
+    (tmp_path / "thrifty").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "thrifty"))
+    (tmp_path / "main.c").write_text("int cuInit(unsigned); int begin(void) { return cuInit(0); }")
+
+    def needed(name: str) -> list[str]:
+        given = ([str(tmp_path)], [], ["libcuda.so.1"], [])
+        return needed_libraries(Path(build._build(name, str(tmp_path / "main.c"), str(tmp_path), *given)))
+
+    with gpu_cache.linked_against_empty_libcuda(tmp_path):
+        assert os.environ["CC"] == str(tmp_path / "cc")
+        assert needed_libraries(tmp_path / "libcuda.so.1").count("libcuda.so.1") == 0
+        assert "libcuda.so.1" in needed("kept")
+    assert os.environ["CC"] == str(tmp_path / "thrifty")
+    assert "libcuda.so.1" not in needed("dropped"), "such a compiler leaves it out by itself"
+
+
+def needed_libraries(path: Path) -> list[str]:
+    """The names of the libraries that a 64-bit ELF file says it needs (DT_NEEDED)."""
+    data = path.read_bytes()
+    assert data[:6] == b"\x7fELF\x02\x01", "64 bits, little-endian"
+    at, size, count = struct.unpack_from("<Q", data, 0x28)[0], *struct.unpack_from("<HH", data, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, at + size * i) for i in range(count)]
+    dynamic = next(s for s in sections if s[1] == 6)
+    names = sections[dynamic[6]][4]
+    entries = [struct.unpack_from("<qQ", data, dynamic[4] + 16 * i) for i in range(dynamic[5] // 16)]
+    return [data[names + n : data.index(b"\0", names + n)].decode() for tag, n in entries if tag == 1]
+
+
 TESTS = """
 import os, pathlib, pytest, signal
 @pytest.mark.parametrize("n", range(4))
@@ -94,8 +133,8 @@ class Steps:
         self.failing: dict[str, BaseException | bool] = {}
         monkeypatch.setattr(gpu_check, "OUT", folder)
         monkeypatch.setattr(gpu_check, "FROM", folder)
-        for part in gpu_check.PARTS:
-            monkeypatch.setattr(gpu_check, part, self.step(part))
+        for part in (*gpu_check.PARTS, *gpu_check.MORE):
+            monkeypatch.setattr(gpu_check, {"all": "everything"}.get(part, part), self.step(part))
 
     def step(self, part: str) -> Callable[[], dict[str, Any]]:
         def run() -> dict[str, Any]:
@@ -132,18 +171,20 @@ def test_what_is_left_is_run_by_itself(steps: Steps, tmp_path: Path, capsys: pyt
     assert steps.take() == []
     assert gpu_check.check(GPU, "bench,build") == 0
     assert steps.take() == ["build", "bench"]
+    assert gpu_check.check(GPU, "suite,parity,all") == 0
+    assert steps.take() == ["parity", "all", "suite"]
     assert gpu_check.check(GPU, "") == 0
     assert steps.take() == list(gpu_check.PARTS)
 
 
 def test_a_run_that_is_ended_leaves_the_parts_that_it_finished(steps: Steps) -> None:
-    steps.failing = {"suite": KeyboardInterrupt()}
+    steps.failing = {"parity": KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
         gpu_check.check(GPU, "")
-    assert steps.take() == ["build", "parity", "suite"]
+    assert steps.take() == ["build", "units", "parity"]
     steps.failing = {}
     assert gpu_check.check(GPU, "rest") == 0
-    assert steps.take() == ["suite", "sanitize", "bench"]
+    assert steps.take() == ["parity", "sanitize", "bench", "model", "tune"]
 
 
 @pytest.mark.parametrize("earlier", ["other sources", "truncated", "absent", "a list"])
@@ -170,6 +211,41 @@ def test_results_of_something_else_are_not_continued(
 
 def test_the_parts_fit_into_ten_minutes() -> None:
     assert sum(gpu_check.LIMITS.values()) <= 600
+    order = list(gpu_check.LIMITS)
+    assert max(map(order.index, ("units", "parity", "sanitize"))) < min(map(order.index, ("bench", "model", "tune")))
+
+
+BENCH = """
+import time
+def test_row(benchmark, record):
+    record(benchmark, {"row": "first"})
+    benchmark(lambda: None)
+def test_absent(benchmark, record):
+    record.absent({"row": "second", "why_not": "too large"})
+def test_that_takes_too_long(benchmark):
+    time.sleep(60)
+"""
+
+
+def test_rows_are_kept_of_benchmarks_that_are_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_rows.py").write_text(BENCH)
+    monkeypatch.setattr(gpu_check, "OUT", tmp_path)
+    monkeypatch.setattr(gpu_check, "LIMITS", {"bench": 30})
+    found = gpu_check.rows_of("bench", [str(tmp_path / "test_rows.py"), "-p", "benchmarks.conftest"])
+    assert not found["ok"]
+    assert "stopped after 30 s" in found["summary"]
+    assert [row["row"] for row in found["rows"]] == ["first", "second"]
+    assert found["rows"][1]["why_not"] == "too large"
+
+
+def test_what_has_not_run_on_a_gpu_is_chosen_by_the_names_of_its_cases() -> None:
+    """Of attention in Triton, every case with a mask, a bias or dropout."""
+    import foundry_kernels as fk
+
+    words = gpu_check.NEW.partition("(")[2].partition(")")[0].split(" or ")
+    for case in fk.OPS["flash_attention"].cases.CASES["flash_attention"]:
+        if {"attn_mask", "dropout_p"} & {*case.args, *case.options}:
+            assert any(word in case.id for word in words), case.id
 
 
 def test_kernels_that_were_not_brought_along_are_said_to_be_compiled(

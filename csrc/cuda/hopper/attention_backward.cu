@@ -6,6 +6,9 @@ namespace cuda {
 namespace hopper {
 namespace {
 
+// Whether dq is added up in an order that is always the same. At 256 wide any order would be no faster.
+bool is_in_order(const AttentionBackward& a, bool deterministic) { return deterministic || width_of(a) > 128; }
+
 // Whether each query sees all keys up to its own, so that tiles of keys come in pairs. In order the blocks of a head
 // wait for each other, and all must run at once: on half of the multiprocessors, so that two such passes at a time, on
 // streams of different priority, cannot each hold what the other waits for. By nothing that another batch would change.
@@ -38,9 +41,10 @@ bool takes(const AttentionBackward& a) {
 
 BackwardSpace backward_space(const AttentionBackward& a, bool deterministic) {
   const int width = width_of(a);
+  const bool in_order = is_in_order(a, deterministic);
   const int64_t tiles = a.n_heads * count_query_tiles(a);
   return {tiles * query_tile_of(width) * (width + 2),
-          (deterministic ? tiles * pieces_of(width) + 1 : 0) + a.n_heads / a.group * a.n_sequences};
+          (in_order ? tiles * pieces_of(width) + 1 : 0) + a.n_heads / a.group * a.n_sequences};
 }
 
 cudaError_t attention_backward(const AttentionBackward& a, bool deterministic, int multiprocessors, float* floats,
@@ -48,13 +52,13 @@ cudaError_t attention_backward(const AttentionBackward& a, bool deterministic, i
   const int width = width_of(a);
   const int64_t query_tiles = count_query_tiles(a), rows = a.n_heads * query_tiles * query_tile_of(width);
   BackwardWork work{};
-  work.in_order = deterministic;
-  work.pairs = in_pairs(a, deterministic, multiprocessors);
+  work.in_order = is_in_order(a, deterministic);
+  work.pairs = in_pairs(a, work.in_order, multiprocessors);
   const int64_t units = count_units(a, work.pairs);
   if (std::max(query_tiles, units) > kMaxBlocks) return cudaErrorInvalidConfiguration;
   work.query_tiles = static_cast<int>(query_tiles);
   work.units = static_cast<int>(units);
-  work.writers = column_blocks_of(width) * (deterministic ? 2 : 8);
+  work.writers = column_blocks_of(width) * (work.in_order ? 2 : 8);
   work.dq = floats;
   work.lse = floats + rows * width;
   work.delta = work.lse + rows;

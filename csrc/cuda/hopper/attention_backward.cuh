@@ -91,8 +91,9 @@ cudaError_t launch_backward_of_width(const AttentionBackward& a, const BackwardW
   const auto of = [&](auto type, auto options) {
     using T = FK_TYPE(type);
     constexpr bool kOptions = decltype(options)::value;
-    return work.in_order ? launch_backward<BackwardShape<T, kWidth, kOptions, true>>(a, work, stream)
-                         : launch_backward<BackwardShape<T, kWidth, kOptions, false>>(a, work, stream);
+    if constexpr (kWidth <= 128)
+      if (!work.in_order) return launch_backward<BackwardShape<T, kWidth, kOptions, false>>(a, work, stream);
+    return launch_backward<BackwardShape<T, kWidth, kOptions, true>>(a, work, stream);
   };
   const auto of_type = [&](auto type) {
     return has_score_options(a) ? of(type, Constant<true>{}) : of(type, Constant<false>{});

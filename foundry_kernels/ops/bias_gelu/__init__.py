@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from foundry_kernels.core import dropout
 from foundry_kernels.core.checks import check_device, check_float, check_shape
 from foundry_kernels.core.registry import OpSpec, resolve
-from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops._register import NATIVE_FIRST, register_op
 from foundry_kernels.ops.bias_gelu import reference
 
 APPROXIMATIONS = ("none", "tanh")
@@ -146,6 +146,6 @@ def _check(x: Tensor, bias: Tensor | None) -> None:
             raise TypeError(f"bias may be float64 only where x is; got x of {x.dtype}")
 
 
-BIAS_GELU = register_op(bias_gelu, reference.bias_gelu)
+BIAS_GELU = register_op(bias_gelu, reference.bias_gelu, cuda_order=NATIVE_FIRST)
 BIAS_SILU = register_op(bias_silu, reference.bias_silu)
 BIAS_RELU = register_op(bias_relu, reference.bias_relu)

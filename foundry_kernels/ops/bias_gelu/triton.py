@@ -23,7 +23,7 @@ from foundry_kernels._triton.activations import activated, derivative, gate_fact
 from foundry_kernels._triton.devices import programs
 from foundry_kernels._triton.functions import dropout_factors, round_to, row_offset
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, sum_partials
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions, kernel_numbers
@@ -287,7 +287,7 @@ class _BiasAct(torch.autograd.Function):
 def _bias_act(x: Tensor, bias: Tensor | None, activation: str, dropout_options: tuple[Any, ...]) -> Tensor:
     dropout = DropoutOptions(*dropout_options) if dropout_options else NO_DROPOUT
     if requires_grad(x, bias):
-        return _BiasAct.apply(x, bias, activation, dropout)
+        return apply(_BiasAct, x, bias, activation, dropout)
     return _bias_act_fwd(x, bias, activation, dropout)
 
 

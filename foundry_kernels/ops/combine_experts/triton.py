@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foundry_kernels._triton.functions import round_to
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative
 from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose
 
@@ -231,5 +231,5 @@ class _CombineExperts(torch.autograd.Function):
 
 def combine_experts(x: Tensor, weights: Tensor | None, slots: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
-        return _CombineExperts.apply(x, weights, slots)
+        return apply(_CombineExperts, x, weights, slots)
     return _combine_experts_fwd(x, weights, slots)

@@ -43,6 +43,7 @@ BENCH_QUICK = (
     *bench_encoder.QUICK,
     *bench_paged.QUICK,
 )
+BENCH_FIRST = ("Hk=8 T=4096 D=128-causal",)
 UNCHECKED = (bench_masked.PLAIN,)
 
 
@@ -137,7 +138,12 @@ def sample(case: Case) -> Sample | None:
     assert q is not None
     if _packed(q) or q.shape[2] <= _CHECKED:
         return None
-    return Sample(torch.arange(q.shape[2] - SAMPLED, q.shape[2]), {"q": 2})
+    assert not case.options.get("dropout_p"), "what dropout leaves depends on a query's place"
+    rows, dims = torch.arange(q.shape[2] - SAMPLED, q.shape[2]), {"q": 2}
+    if "attn_mask" in case.args:
+        return Sample(rows, dims | {"attn_mask": 2})
+    mask = case.options.get("attn_mask")
+    return Sample(rows, dims, options={} if mask is None else {"attn_mask": bench_masked.of_rows(mask, rows)})
 
 
 def _packed(q: Arg | Tensor) -> bool:
@@ -154,18 +160,33 @@ def tokens_made(case: Case) -> int | None:
 
 
 def workspace_bytes(case: Case) -> int:
-    """What a materialized matrix of scores needs: some copies, and in the check against the reference float64."""
+    """Of the check against the reference, which materializes scores in float64: some copies."""
     q, k = case.args["q"], case.args["k"]
     assert q is not None
     assert k is not None
     if bench_paged.is_decoding(case):
-        return 48 * q.shape[0] * q.shape[1] * int(case.options["max_seqlen_k"])
+        return _COPIES * q.shape[0] * q.shape[1] * int(case.options["max_seqlen_k"])
     if _packed(q):
-        return 48 * q.shape[1] * int(case.options["max_seqlen_q"]) ** 2
+        return _COPIES * q.shape[1] * int(case.options["max_seqlen_q"]) ** 2
     b, h, t, _ = q.shape
-    timed = 16 * b * h * t * min(t, _WHOLE_MATRIX) if t <= _WHOLE_MATRIX else 0
     chosen = sample(case)
-    return max(timed, 48 * b * h * (t if chosen is None else len(chosen.rows)) * k.shape[2])
+    return _COPIES * b * h * (t if chosen is None else len(chosen.rows)) * k.shape[2]
+
+
+#: Bytes that are held at a time for a score in float64.
+_COPIES = 88
+#: Peers that materialize all scores.
+_MATERIALIZE = ("eager", "torch.compile", "torch.compile, max-autotune", "SDPA math")
+
+
+def peer_bytes(case: Case, name: str) -> int:
+    """Of forms that materialize all scores, in 16 bits and float32, and keep them for a backward pass."""
+    q, k = case.args["q"], case.args["k"]
+    assert q is not None
+    assert k is not None
+    if name not in _MATERIALIZE or _packed(q):
+        return 0
+    return 16 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
 
 def bytes_moved(args: Mapping[str, Tensor | None], direction: str) -> int:

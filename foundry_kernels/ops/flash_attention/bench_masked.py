@@ -16,8 +16,10 @@ from foundry_kernels.testing import Arg, Case
 
 #: The peer that is the same call without the option.
 PLAIN = "without the option"
-#: (B, H, Hk, T, D), by device.
+#: (B, H, Hk, T, D), by device. Dropout's are of few enough tokens to check all of them: what it leaves of a query
+#: depends on the query's place.
 _SHAPES = {"cpu": (1, 8, 8, 2048, 64), "cuda": (4, 32, 8, 4096, 128)}
+_DROPPED = {"cpu": _SHAPES["cpu"], "cuda": (2, 32, 8, 2048, 128)}
 _P = 0.1
 
 
@@ -28,21 +30,36 @@ def _two_documents(t: int) -> AttentionMask:
 
 
 @lru_cache
+def _dense(mask: AttentionMask) -> Tensor:
+    return mask.dense()
+
+
+@lru_cache
 def pairs(mask: AttentionMask) -> int:
     """Of query and key that see each other."""
-    return int(mask.dense().sum())
+    return int(_dense(mask).sum())
+
+
+def of_rows(mask: AttentionMask, rows: Tensor) -> Tensor:
+    """Returns what these queries see, as a bool tensor."""
+    return _dense(mask).index_select(-2, rows)
+
+
+def _qkv(b: int, h: int, hk: int, t: int, d: int) -> tuple[str, dict[str, Arg | None]]:
+    name = f"B={b} H={h} Hk={hk} T={t} D={d}"
+    return name, {"q": Arg((b, h, t, d)), "k": Arg((b, hk, t, d)), "v": Arg((b, hk, t, d))}
 
 
 def cases(device: str) -> tuple[Case, ...]:
-    b, h, hk, t, d = _SHAPES[device]
-    qkv: dict[str, Arg | None] = {"q": Arg((b, h, t, d)), "k": Arg((b, hk, t, d)), "v": Arg((b, hk, t, d))}
-    name, full = f"B={b} H={h} Hk={hk} T={t} D={d}", {"causal": False}
+    (name, qkv), full = _qkv(*_SHAPES[device]), {"causal": False}
+    _, h, _, t, _ = _SHAPES[device]
+    dropped, of_dropped = _qkv(*_DROPPED[device])
     bias = Arg((1, h, t, t), grad=False)
     return (
         Case(f"{name}-half-masked", qkv, {**full, "attn_mask": _two_documents(t)}),
         Case(f"{name}-bias", qkv | {"attn_mask": bias}, full),
         Case(f"{name}-bias-gradient", qkv | {"attn_mask": Arg(bias.shape)}, full),  # T5's relative positions
-        Case(f"{name}-dropout", qkv, {**full, "dropout_p": _P}),
+        Case(f"{dropped}-dropout", of_dropped, {**full, "dropout_p": _P}),
     )
 
 
@@ -104,7 +121,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
 def peers(case: Case, device: str) -> dict[str, Callable[..., Any] | str]:
     """As `bench.peers`."""
     dropout_p, mask = case.options.get("dropout_p", 0.0), case.options.get("attn_mask")
-    dense = None if mask is None else mask.dense().to(device)
+    dense = None if mask is None else _dense(mask).to(device)
     learns = (bias := case.args.get("attn_mask")) is not None and bias.grad
 
     def given(call: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.devices import capability
+from foundry_kernels._triton.devices import capability, too_old
 from foundry_kernels.core import extension
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 
@@ -65,3 +65,16 @@ def _is_hopper(device: torch.device) -> bool:
 
 # Tracing calls it and keeps its result (see `core.registry`).
 _is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _tell_direct_calls() -> None:
+    """What the direct call of attention on a GPU asks of the GPUs: csrc/direct.cpp."""
+    devices = range(torch.cuda.device_count())
+    supported = all(too_old(i) is None for i in devices)
+    extension._C.attention_gpus(
+        supported, extension.HAS_HOPPER and all(_is_hopper(torch.device("cuda", i)) for i in devices)
+    )
+
+
+if extension.MISSING is None:
+    torch.cuda._lazy_call(_tell_direct_calls)  # when CUDA is initialised, which is before any tensor is on a GPU

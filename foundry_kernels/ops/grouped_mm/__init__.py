@@ -51,10 +51,11 @@ def grouped_mm(
             gradient of `weight` the same for any number of threads. On a GPU Triton then takes one tile for groups of
             all sizes; on a CPU the products are those of :func:`decode_linear`'s kernel, with any number of rows, which
             take float32, bfloat16 and float16. Always on within :func:`foundry_kernels.batch_invariant`.
-        backend: "auto", "reference", "triton" or "native". On a CPU the native one has that kernel for groups of few
-            rows too, whose matrices lie as ``[E, N, K]``; other products are PyTorch's, but the extension's in float32
-            where those leave half of the processor unused (MKL on AMD's from Zen 5 on), and in float32 where oneDNN has
-            no instructions for 16 bits.
+        backend: "auto", "reference", "triton" or "native". On a GPU "auto" takes "triton" first, whose gradients are
+            PyTorch's where an H100 has shown these to be faster: large ones in bfloat16, on compute capability 9.0. On
+            a CPU the native one has that kernel for groups of few rows too, whose matrices lie as ``[E, N, K]``; other
+            products are PyTorch's, but the extension's in float32 where those leave half of the processor unused (MKL
+            on AMD's from Zen 5 on), and in float32 where oneDNN has no instructions for 16 bits.
 
     Returns:
         ``[M, N]``, contiguous, of x's dtype. Rows from ``offs[-1]`` on are zero, and so is the gradient of these rows

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _case((6, 3), 16, 16, "large", Arg((9, 16), values=normal(100.0)), Arg((2, 16, 16), values=normal(3.0))),
         _case((33, 40), 72, 136, "middle-tiles", interpreted=False),
         _case((200, 0, 130, 1, 300), 520, 264, "several-tiles", interpreted=False),
+        _case((260, 0, 131), 128, 144, "gradients-by-pytorch", past=9, interpreted=False),  # on an H100, in bfloat16
     )
 }
 

@@ -122,11 +122,12 @@ def linear_cross_entropy(
         target: ``[...]`` int32 or int64, in 0 .. V - 1 or `ignore_index`.
         bias: ``[V]``, of hidden's dtype and device, or None.
         class_weight: ``[V]``, the `weight` of :func:`foundry_kernels.cross_entropy`, or None. It takes no gradient.
-        ignore_index, reduction, label_smoothing, z_loss, softcap, token_scaling, return_lse, return_z_loss,
-        return_token_accuracy, return_predicted_tokens: as there. On the CPU ignored tokens are dropped before the
-            product; on a GPU, where their number is not known without waiting for it, they are computed and count
-            nothing. Predictions are taken from the logits while they exist. Scaling is done in each chunk; of tiles the
-            targets' logits are made once more, 2048 tokens at a time.
+        ignore_index, reduction, label_smoothing, z_loss, softcap: as there. On the CPU ignored tokens are dropped
+            before the product; on a GPU, where their number is not known without waiting for it, they are computed and
+            count nothing.
+        token_scaling: as there, in each chunk; of tiles the targets' logits are made once more, 2048 tokens at a time.
+        return_lse, return_z_loss, return_token_accuracy, return_predicted_tokens: as there. Predictions are taken from
+            the logits while they exist.
         logit_scale: the logits are multiplied by this, before the soft cap.
         chunk_size: tokens whose logits exist at a time, all at once if it is their number or more; "tiles": blocks of
             classes, less memory for a fourth product (the reference takes it as None); None chooses (see `Memory`).

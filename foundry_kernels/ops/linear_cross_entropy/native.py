@@ -44,8 +44,8 @@ _LOGITS, _LEAST = 1 << 21, 256
 
 
 def _chunk_size(hidden: Tensor, weight: Tensor, options: LinearLossOptions, needs: Needs) -> int | None:
-    """Of few tokens a single chunk, of many chunks in three products, or tiles in four (docs/performance.md): none of
-    these takes a float32 sum of a bfloat16 weight's gradient."""
+    """Of few tokens a single chunk, of many chunks in three products, or tiles in four (docs/dev/performance.md): none
+    of these takes a float32 sum of a bfloat16 weight's gradient."""
     if options.chunk_size is not None or options.batch_invariant:
         return options.chunk_size
     if not needs.weight or hidden.dtype != torch.bfloat16 or not _FAST_PRODUCTS:

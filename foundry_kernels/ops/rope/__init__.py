@@ -34,7 +34,7 @@ from foundry_kernels.core.checks import (
     check_tensor,
 )
 from foundry_kernels.core.registry import resolve
-from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops._register import NATIVE_FIRST, register_op
 from foundry_kernels.ops.rope import reference
 from foundry_kernels.ops.rope.table import RopeScaling, rope_table
 
@@ -123,8 +123,8 @@ def qk_norm_rope(
         storage order of its input, as from :func:`rope`. The same holds for the gradients.
 
     Raises:
-        As :func:`rope`; ValueError if D is 0, a weight does not have D elements, `eps` is negative, or `weight_offset`
-        is given without both weights.
+        ValueError: and all others as :func:`rope`; also if D is 0, a weight does not have D elements, `eps` is
+            negative, or `weight_offset` is given without both weights.
 
     Autocast has no effect: arithmetic is in float32 anyway. Kernels have no second derivative.
     """
@@ -211,5 +211,5 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> None:
         raise ValueError("cos and sin take no gradient; got one that requires it (pass cos.detach(), sin.detach())")
 
 
-ROPE = register_op(rope, reference.rope)
+ROPE = register_op(rope, reference.rope, cuda_order=NATIVE_FIRST)
 QK_NORM_ROPE = register_op(qk_norm_rope, reference.qk_norm_rope)

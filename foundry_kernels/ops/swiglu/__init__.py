@@ -41,7 +41,7 @@ from foundry_kernels.core.checks import (
     check_shape,
 )
 from foundry_kernels.core.registry import OpSpec, resolve
-from foundry_kernels.ops._register import register_op
+from foundry_kernels.ops._register import NATIVE_FIRST, register_op
 from foundry_kernels.ops.swiglu import reference
 
 APPROXIMATIONS = ("none", "tanh")
@@ -226,7 +226,7 @@ def _check_options(up: Tensor | None, alpha: float, limit: float | None, up_offs
         raise ValueError("interleaved is for a packed gate, whose columns alternate: up must be None")
 
 
-SWIGLU = register_op(swiglu, reference.swiglu)
+SWIGLU = register_op(swiglu, reference.swiglu, cuda_order=NATIVE_FIRST)
 GEGLU = register_op(geglu, reference.geglu)
 GLU = register_op(glu, reference.glu)
 REGLU = register_op(reglu, reference.reglu)

@@ -171,27 +171,22 @@ def record(op: OpSpec, capability: int, everything: bool = True, timed_alone: bo
         JITFunction.run = run
         operators.serve_cpu_tensors()
         devices.record_for(capability)
-        for case, dtype in unfilled:
-            case_id = f"{case.id} {short_dtype(dtype)}"
-            _call(op, case, _unfilled(case, dtype))
-        for case in made:
-            case_id = case.id
-            _call(op, case, case.make(DTYPES[0]))
+        asked = undo.enter_context(tuning.watched())
+        for forced in (False, True):
+            if forced:
+                chosen = [choice for choice in asked.values() if tuning.ANOTHER in choice.row]
+                for choice in chosen:
+                    row = next(row for row in choice.rows if tuning.ANOTHER not in row)
+                    undo.enter_context(tuning.forced(choice.kernel, choice.key, row))
+                if not chosen:
+                    break
+            for case, dtype in unfilled:
+                case_id = f"{case.id} {short_dtype(dtype)}"
+                _call(op, case, _unfilled(case, dtype))
+            for case in made:
+                case_id = case.id
+                _call(op, case, case.make(DTYPES[0]))
     return list(launches)
-
-
-def record_untried(op: OpSpec, capability: int, choices: Iterable[tuning.Choice]) -> list[Launch]:
-    """The launches of kernels that no GPU has run, which no launcher takes by itself: of each choice the first such
-    row."""
-    untried = [(c, next((row for row in c.rows if not tuning.has_run(row)), None)) for c in choices]
-    with ExitStack() as undo:
-        for choice, row in untried:
-            if row is not None:
-                undo.enter_context(tuning.forced(choice.kernel, choice.key, row))
-        if not any(row for _, row in untried):
-            return []
-        made = record(op, capability, everything=False, timed_alone=True)
-    return [launch for launch in made if tuning.asked_as(launch.name) != launch.name]
 
 
 def _unfilled(case: Case, dtype: torch.dtype) -> dict[str, Tensor | None]:

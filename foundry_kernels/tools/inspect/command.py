@@ -74,7 +74,6 @@ def _inspect_for(arch: int | str, options: argparse.Namespace) -> int:
     op, shapes = OPS[options.op], (options.all, options.timed)
     with tuning.pretend(options.gpu or at_hand), tuning.watched() as chosen:
         recorded = aot.record(op, capability, *shapes)
-    recorded += [launch for launch in aot.record_untried(op, capability, chosen.values()) if launch not in recorded]
     if options.unlike is not None:
         same = amd.capability(options.unlike) if isinstance(options.unlike, str) else options.unlike
         known = set(aot.record(op, same, *shapes))

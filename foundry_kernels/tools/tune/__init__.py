@@ -13,7 +13,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foundry_kernels import OPS, _triton, tuning
 from foundry_kernels._triton import devices, rows, tuning_file
-from foundry_kernels._triton.tuning import Choice, has_run
+from foundry_kernels._triton.tuning import Choice
 from foundry_kernels._triton.tuning_file import Entry, LaunchConfig, TuningFileError, describe
 from foundry_kernels.core.registry import AUTO_ORDER, OpSpec, short_dtype
 from foundry_kernels.testing import Case, Expected, call, make_cotangents
@@ -88,20 +88,15 @@ def _is_plain(case: Case) -> bool:
     )
 
 
-def find_jobs(
-    ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str, untried: bool = False
-) -> Iterator[Job]:
-    """Every choice that the cases lead to, once, with more than one launch config. `untried`: configs of kernels that
-    no GPU has run are among them."""
+def find_jobs(ops: Iterable[OpSpec], dtypes: Iterable[torch.dtype], device: str) -> Iterator[Job]:
+    """Every choice that the cases lead to, once, with more than one launch config."""
     known: set[tuple[str, str]] = set()
     for dtype in dtypes:
         for op in ops:
             for case in cases_of(op, device):
                 for job in _asked(op, case, dtype, device):
                     key = job.choice.kernel, job.choice.key
-                    rows = tuple(row for row in job.choice.rows if untried or has_run(row))
-                    job.choice = replace(job.choice, rows=rows)
-                    if key not in known and len(rows) > 1:
+                    if key not in known and len(job.choice.rows) > 1:
                         known.add(key)
                         yield job
 
@@ -235,9 +230,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--no-auto", action="store_true", help="do not compare the backends")
     made.add_argument(
-        "--untried", action="store_true", help="also measure kernels that no GPU has run yet; one could hang it"
-    )
-    made.add_argument(
         "--write-table", action="store_true", help="into the table of the package too, for all GPUs of this name"
     )
     made.add_argument(
@@ -284,7 +276,7 @@ def main(argv: list[str], environment: list[str]) -> int:
     timer = GpuTimer() if device == "cuda" else WallTimer()
     found = Measured.on(torch.device(device))
     try:
-        measure(found, ops, dtypes, device, timer, options.seconds, auto=not options.no_auto, untried=options.untried)
+        measure(found, ops, dtypes, device, timer, options.seconds, auto=not options.no_auto)
     except KeyboardInterrupt:
         print("\ninterrupted; what was measured is kept")
     for each in paths:
@@ -327,13 +319,12 @@ def measure(
     seconds: float,
     *,
     auto: bool,
-    untried: bool = False,
 ) -> None:
     """Adds to `found` until the time is up, a fifth of which is for the backends."""
     end = time.monotonic() + seconds
     end_of_rows = end - 0.2 * seconds if auto else end
     tuner, entry = Tuner(device, timer), found.entry
-    for job in find_jobs(ops, dtypes, device, untried):
+    for job in find_jobs(ops, dtypes, device):
         if found.asked and time.monotonic() > end_of_rows:
             found.left += 1
             continue

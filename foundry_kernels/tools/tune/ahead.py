@@ -24,13 +24,13 @@ def list_rows(ops: Iterable[OpSpec], arch: int, refuse: Callable[[str], NoReturn
     known: set[tuple[str, str]] = set()
     for op in ops:
         with tuning.watched() as seen:
-            default = _launches(op, arch)
+            _launches(op, arch)
         for choice in seen.values():
             if len(choice.rows) < 2 or (choice.kernel, choice.key) in known:
                 continue
             known.add((choice.kernel, choice.key))
             print(f"{choice.kernel}, {choice.key}")
-            for i, (row, launches) in enumerate(of_rows(op, choice, arch, default)):
+            for i, (row, launches) in enumerate(of_rows(op, choice, arch)):
                 problems, cost = compiled(launches, arch)
                 fit, dropped = fit + (not problems), dropped + bool(problems)
                 bad += bool(problems) and i == 0
@@ -44,15 +44,17 @@ def _launches(op: OpSpec, arch: int) -> list[aot.Launch]:
     return aot.record(op, arch, everything=False, timed_alone=True)
 
 
-def of_rows(
-    op: OpSpec, choice: Choice, arch: int, default: list[aot.Launch]
-) -> Iterator[tuple[LaunchConfig, list[aot.Launch]]]:
-    """Each config with its launches: those that change when it is forced. Those of the code's own, the first, are the
-    default launches that are then made no more."""
+def of_rows(op: OpSpec, choice: Choice, arch: int) -> Iterator[tuple[LaunchConfig, list[aot.Launch]]]:
+    """Each config with its launches: those that are made when it is forced and not when another is, the first one or,
+    of the first, the second."""
+
+    def launches(row: LaunchConfig) -> list[aot.Launch]:
+        with tuning.forced(choice.kernel, choice.key, row):
+            return _launches(op, arch)
+
+    first = launches(choice.rows[0])
     for i, row in enumerate(choice.rows):
-        with tuning.forced(choice.kernel, choice.key, choice.rows[max(i, 1)]):
-            forced = _launches(op, arch)
-        here, there = (default, forced) if i == 0 else (forced, default)
+        here, there = (launches(row), first) if i else (first, launches(choice.rows[1]))
         yield row, [launch for launch in here if tuning.asked_as(launch.name) == choice.kernel and launch not in there]
 
 

@@ -1,5 +1,5 @@
 """Gradients of q and k where they cancel: scores are sharp, or keys alike. In 16 bits a kernel makes them from the
-rounded output, which is an exception to the rule of foundry_kernels.testing: see docs/proof.md."""
+rounded output, which is an exception to the rule of foundry_kernels.testing: see docs/dev/proof.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _op(case: Case) -> OpSpec:
         pytest.param(ALIKE, "triton", id="alike-triton", marks=needs_triton),
     ],
 )
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="they are made from the rounded output: docs/proof.md")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="of the rounded output: docs/dev/proof.md")
 def test_errors_are_those_of_plain_pytorch(case: Case, backend: str, dtype: torch.dtype) -> None:
     largest, rms = ratios(case, dtype, by_backend(backend), 0).amax(1)
     assert (largest <= MAX_FACTOR) & (rms <= RMS_FACTOR)

@@ -23,7 +23,7 @@ DENSE = (
     dense_case(2, (3, 1), (70, 45), 59, "all", alibi_slopes=(2, 3), sinks=normal(), head_dim_v=72, **ALL_OPTIONS),
     dense_case(1, (8, 2), (50, 33), 32, "rows-without-keys", causal=True, return_lse=True, layout="swapped"),
     dense_case(1, (4, 2), (40, 70), 32, "no-dv", causal=True, align="top_left", frozen="v"),
-    dense_case(1, (4, 1), (33, 65), 64, "any-order", window=(20, 3), deterministic=False),
+    dense_case(1, (4, 1), (33, 65), 64, "window", window=(20, 3)),
 )
 PACKED = (
     packed_case((5, 0, 70, 3), (33, 4, 70, 0), (6, 2), 40, "all", alibi_slopes=(4, 6), sinks=normal(), **ALL_OPTIONS),

@@ -20,7 +20,6 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 
 CASES = (
     dense_case(1, (4, 2), (40, 37), 512, "gradients-of-keys", frozen="q", causal=True),
-    dense_case(1, (2, 1), (40, 37), 320, "any-order", deterministic=False),
     dense_case(1, (4, 2), (33, 40), 400, "all", alibi_slopes=(4,), sinks=normal(), head_dim_v=257, **ALL_OPTIONS),
     dense_case(1, (4, 2), (33, 40), 320, "bias-dropout", attn_mask=bias_arg(4, 33, 40), **DROPOUT),
     dense_case(1, (4, 2), (33, 40), 512, "mask", attn_mask=mask_arg(33, 40), head_dim_v=64),

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative
 from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.registry import wide_dtype
@@ -225,7 +225,7 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, *args: 
     """`args` are the `LossOptions`, one by one as the native operator takes them."""
     options = LossOptions(*args)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _CrossEntropy.apply(logits, target, weight, options)
+        return apply(_CrossEntropy, logits, target, weight, options)
     save = (options.return_lse, options.return_z_loss, False)
     loss, lse, _, z, _ = _cross_entropy_fwd(logits, target, weight, *options.operator_args(), *save)
     return loss, lse, z

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
 from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd, refuse_wide
@@ -62,7 +62,8 @@ class _FlashAttention(torch.autograd.Function):
             options = options._replace(sinks=sinks, attn_mask=attn_mask)
         save_lse = True
         out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, save_lse, options.return_stats)
-        ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
+        given = options.tensors() if options.has_tensors() else ()
+        ctx.save_for_backward(q, k, v, out, lse, *given)
         ctx.options = options.without_tensors()
         if options.return_lse:
             lse = _returned(lse, q)
@@ -81,7 +82,7 @@ class _FlashAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return None, None, None, None, None, None
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        options = ctx.options.with_tensors(tensors)
+        options = ctx.options.with_tensors(tensors) if tensors else ctx.options
         need_dq, need_dk, need_dv, need_dsinks, need_dbias, _ = ctx.needs_input_grad
         if dout is None:
             dout, need_dv = torch.zeros_like(out), False  # lse does not depend on v
@@ -105,7 +106,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     refuse_wide(q, v, backward)
     if backward:
         bare = options if sinks is None and attn_mask is None else options._replace(sinks=None, attn_mask=None)
-        results = _FlashAttention.apply(q, k, v, sinks, attn_mask, bare)
+        results = apply(_FlashAttention, q, k, v, sinks, attn_mask, bare)
         return results if len(results) > 1 else results[0]
     out, lse, entropy, max_logit = flash_attention_fwd(q, k, v, options, options.return_lse, options.return_stats)
     if options.return_lse:

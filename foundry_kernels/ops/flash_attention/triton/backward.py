@@ -1,11 +1,10 @@
-"""The backward kernels. Probabilities are recomputed from the scores and lse; but for ADD_DQ no two programs write to
-one element.
+"""The backward kernels. Probabilities are recomputed from the scores and lse; no two programs write to one element.
 
 `preprocess`: what the others read of each row. `dkdv`: a program owns a tile of keys of one key-value head and visits
 the queries of all heads of its group, so the gradients of shared heads are summed in registers. Where that makes too
 few programs, each visits some heads of its group alone, and `sum_splits` adds what they leave. `dq`, in `backward_dq`:
-a program owns a tile of queries. With ADD_DQ `dkdv` takes the place of `dq` too and adds to dq in memory, five products
-in place of seven, but in an order that differs from run to run.
+a program owns a tile of queries. Five products in one kernel, which adds to dq in memory, were slower on an H100 than
+these seven.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from foundry_kernels.ops.flash_attention.triton.scores import load_slope, score_
 from foundry_kernels.ops.flash_attention.triton.seqlen_info import seqlen_info
 from foundry_kernels.ops.flash_attention.triton.softmax import LOG2E, split
 from foundry_kernels.ops.flash_attention.triton.tile_io import (
-    add_rows,
     head_rows,
     load_rows,
     rows_from,
@@ -108,16 +106,15 @@ def _hide(b_z, i0, k_pos, scoring, mask, bits, j0, n_keys, sizes):
 
 @triton.jit
 def _accumulate_dkdv(
-    b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, dq_ptr, order, queries, seqlen_q, n_keys, scoring, mask, pairs,
+    b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, queries, seqlen_q, n_keys, scoring, mask, pairs,
     dense, NEED_DK: tl.constexpr, NEED_DV: tl.constexpr, DELTA_FIRST: tl.constexpr, sizes,
 ):  # fmt: skip
     """Add the queries of one head in the `Range` queries, of tiles in the list `order` where there is one; k_pos [N, 1]
-    is the position of each key among them. dq_ptr: the head's dq, to be added to, or None.
+    is the position of each key among them.
 
     All blocks of scores are transposed, [N, M], so that dout and q need no transposition. Keys past the last one need
-    no mask: they reach only rows of dk and dv that are not stored; with dq_ptr they are out of every query's sight.
-    Nor do the queries full_start .. full_stop - 1, whose tiles the window's edges do not cross; a loop of their own
-    would cost registers, which are scarcest here.
+    no mask: they reach only rows of dk and dv that are not stored. Nor do the queries full_start .. full_stop - 1,
+    whose tiles the window's edges do not cross; a loop of their own would cost registers, which are scarcest here.
     """
     factor = score_factor(scoring)
     STEP: tl.constexpr = sizes.BLOCK_M if order is None else 1
@@ -167,15 +164,12 @@ def _accumulate_dkdv(
                 b_ds = b_ds * (1.0 - b_t * b_t)
             b_ds = round_to(b_ds, b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
-            if dq_ptr is not None:
-                add_rows(Rows(dq_ptr + first * sizes.D, sizes.D), seqlen_q - i0, dot(tl.trans(b_ds), b_k),
-                         sizes.BLOCK_M, sizes.BLOCK_D, sizes.D)  # fmt: skip
     return b_dk, b_dv
 
 
 @triton.jit(do_not_specialize=["section", "threshold"])
 def flash_attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr, lists_ptr,
     n_batch, n_parts, members, num_splits, section, tokens_q, tokens_k,
@@ -189,12 +183,11 @@ def flash_attention_dkdv_kernel(
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, QUERIES_DIFFER: tl.constexpr, KEYS_DIFFER: tl.constexpr,
     HAS_TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_DROPOUT_HEADS: tl.constexpr, PTX: tl.constexpr,
     LSE_LOW: tl.constexpr, NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr, ADD_DQ: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    NEED_DV: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Under a causal mask the first tiles have most to do, and of packed sequences those with most tiles after them:
-    they come first in their section. ADD_DQ: dq is [B, H, tokens, D] in COMPUTE, holds zeros before, and is still to be
-    multiplied by `natural_scale`; it needs HAS_RIGHT.
+    they come first in their section.
 
     A part is `members` query heads of one key-value head, each of which has `num_splits` parts and as many heads in
     dk and dv."""
@@ -224,19 +217,13 @@ def flash_attention_dkdv_kernel(
     # Seen from a key the window is mirrored: the queries that see it lie from `right` before to `left` after it.
     mirrored = Mask(mask.right, mask.left)
     queries = block_range(j0, seqlen_k, seqlen_q, -offset, mirrored, BLOCK_N, BLOCK_M)
-    if ADD_DQ and j0 + BLOCK_N > seqlen_k:  # what is no key is so far to the right that no query sees it
-        k_pos = tl.where((j0 + tl.arange(0, BLOCK_N) < seqlen_k)[:, None], k_pos, 1 << 30)
-        queries = Range(queries.start, queries.stop, queries.full_stop, queries.stop)
-    DELTA_FIRST: tl.constexpr = ADD_DQ or (
-        VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
-    )
+    DELTA_FIRST: tl.constexpr = VARLEN and D == 128 and DV == 128 and not HAS_SOFTCAP and not HAS_ALIBI and not LSE_LOW
     n_heads = n_parts * members
     j_places = j0 + tl.arange(0, BLOCK_N)[:, None]
     for head in range(part * members, part * members + members):
         q = head_rows(q_ptr, stride_qb, stride_qh, stride_qt, n, head, start_q)
         dout = head_rows(dout_ptr, stride_dob, stride_doh, stride_dot, n, head, start_q)
         at = n * stride_lseb + head * tokens_q + start_q
-        dq_h = dq_ptr + at * D if ADD_DQ else None  # its rows lie as those of lse do
         slope = load_slope(alibi_slopes_ptr, stride_alibi, n, head, HAS_BIAS, COMPUTE) if HAS_ALIBI else None
         dense = Dense(
             fixed_part(attn_mask_ptr, stride_maskb, stride_maskh, stride_masks, n, head, j_places, seqlen_k,
@@ -253,13 +240,12 @@ def flash_attention_dkdv_kernel(
         scoring = Scoring(scale, softcap, slope, scale if HAS_BIAS else None)
         if HAS_TILES:
             p_list = list_of(lists_ptr, stride_listb, stride_listh, stride_listr, n, head, tile)
-            n_whole = 0 if ADD_DQ and j0 + BLOCK_N > seqlen_k else tl.load(p_list)
-            order, visited = p_list + 2, Range(0, 0, n_whole, tl.load(p_list + 1))
+            order, visited = p_list + 2, Range(0, 0, tl.load(p_list), tl.load(p_list + 1))
         else:
             order, visited = None, queries
         saved = Saved(lse_log2_ptr + at, lse_low_ptr + at if LSE_LOW else None, delta_ptr + at)
         b_dk, b_dv = _accumulate_dkdv(
-            b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, dq_h, order, visited, seqlen_q, seqlen_k, scoring, mask,
+            b_dk, b_dv, b_k, b_v, j0, k_pos, q, dout, saved, order, visited, seqlen_q, seqlen_k, scoring, mask,
             pairs, dense, NEED_DK, NEED_DV, DELTA_FIRST, sizes,
         )  # fmt: skip
     if NEED_DK:

@@ -20,7 +20,6 @@ from foundry_kernels.ops.flash_attention.triton.backward import (
 )
 from foundry_kernels.ops.flash_attention.triton.backward_dq import flash_attention_dq_kernel
 from foundry_kernels.ops.flash_attention.triton.bias_launch import launch_dbias
-from foundry_kernels.ops.flash_attention.triton.config import added_row
 from foundry_kernels.ops.flash_attention.triton.kernel_options import pair_tensors
 from foundry_kernels.ops.flash_attention.triton.launch import (
     Gradients,
@@ -28,8 +27,8 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _batched,
     _copy_back,
     _Problem,
-    _problem,
     _target,
+    aligned_problem,
     empty_bwd,
 )
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
@@ -56,19 +55,18 @@ def launch_bwd(
             if x is not None:
                 x.zero_()
         return grads
-    dout, q, k, v = _aligned(_batched(dout)), _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v))
-    p = _problem(q, k, v, options)
+    q, k, v, p = aligned_problem(q, k, v, options)
+    dout = _aligned(_batched(dout))
     rows = _launch_preprocess(p, dout, dlse, _aligned(_batched(out)), lse, options, dsinks)
     lengths = contiguous(options.cu_seqlens_q), contiguous(options.cu_seqlens_k), contiguous(options.alibi_slopes)
     others = (*lengths, *pair_tensors(options))
     inputs = (q, k, v, dout, *rows)
-    added = not options.deterministic and dq is not None and dk is not None and dv is not None and _adds_dq(p)
-    if p.apart and dk is not None and dv is not None and not added:
-        _launch_dkdv(p, inputs, others, dk, None, None)
-        _launch_dkdv(p, inputs, others, None, dv, None)
+    if p.apart and dk is not None and dv is not None:
+        _launch_dkdv(p, inputs, others, dk, None)
+        _launch_dkdv(p, inputs, others, None, dv)
     elif dk is not None or dv is not None:
-        _launch_dkdv(p, inputs, others, dk, dv, dq if added else None)
-    if dq is not None and not added:
+        _launch_dkdv(p, inputs, others, dk, dv)
+    if dq is not None:
         _launch_dq(p, inputs, others, dq)
     if dbias is not None:
         launch_dbias(p, inputs, others[2:], dbias)
@@ -170,27 +168,18 @@ def _head_splits(p: _Problem, block_n: int) -> int:
     return head_splits(tiles * p.n_kv_heads, p.group, queries, sides == 1, device_of(p.capability).multiprocessors)
 
 
-@planned
-def _adds_dq(p: _Problem) -> bool:
-    """Whether one kernel makes all gradients where its sums need not be deterministic: where the table has a config for
-    it, and there are more queries than fit one tile, to which all programs would add."""
-    row = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed)
-    return row is not None and p.max_seqlen_q > row["BLOCK_M"]
-
-
 Strides = tuple[int, ...] | None
 
 
 @planned
-def _plan_dkdv(
-    p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides, add_dq: bool
-) -> tuple[Plan, int, tuple[Plan, ...]]:
+def _plan_dkdv(p: _Problem, dout: tuple[int, ...], dk: Strides, dv: Strides) -> tuple[Plan, int, tuple[Plan, ...]]:
     """Returns the launch, into how many parts a group of heads is split and, where it is, the launches that sum dk and
     dv."""
     flags = {"LSE_LOW": p.dtype == torch.float32, "NEED_DK": dk is not None, "NEED_DV": dv is not None}
-    flags["ADD_DQ"] = add_dq
-    own = added_row(p.capability, *p.width_and_needs(), p.dtype, p.packed) if add_dq else None
-    config = own or p.config("dkdv" if not p.apart else "dk" if dv is None else "dv")
+    config = p.config("dkdv" if not p.apart else "dk" if dv is None else "dv")
+    unbounded = p.packed or p.batch_invariant or not p.constants["HAS_RIGHT"]
+    if config["BLOCK_M"] == 64 and config["num_warps"] == 4 and unbounded:
+        config["BLOCK_M"] = 32  # packed sequences, and calls without a right edge, would spill; batches are packed too
     splits = _head_splits(p, config["BLOCK_N"])
     parts, members = p.n_kv_heads * splits, p.group // splits
     written: tuple[Strides, Strides] = (dk, dv)
@@ -206,8 +195,6 @@ def _plan_dkdv(
         *_numbers(p, dout, *written),
     )  # fmt: skip
     options = p.numbers | p.constants | {"natural_scale": 1.0 if splits > 1 else p.natural_scale}
-    if add_dq and not p.constants["HAS_RIGHT"]:  # what lies beyond the last key is to be out of sight
-        options |= {"HAS_RIGHT": True, "right": p.reach}
     lists = list_strides(p, config["BLOCK_N"], config["BLOCK_M"], True)
     tiles = triton.cdiv(p.max_seqlen_k, config["BLOCK_N"])
     return Plan((tiles * p.n_batch * parts,), numbers, options | lists | flags | config), splits, sums
@@ -239,30 +226,22 @@ def _launch_dkdv(
     others: tuple[Tensor | None, ...],
     dk: Tensor | None,
     dv: Tensor | None,
-    dq: Tensor | None,
 ) -> None:
-    """Launches the kernel for dk and dv, with dq for all three; the sums of dq are in memory of their own."""
     results = [None if x is None else _batched(x) for x in (dk, dv)]
     widths = (p.head_dim, p.head_dim_v)
     targets = [None if x is None else _target(x, width) for x, width in zip(results, widths, strict=True)]
-    dout, dq_sum = inputs[3], None
-    if dq is not None:
-        dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-        dq_sum = torch.zeros((*_batched(dq).shape[:3], p.head_dim), dtype=dtype, device=dq.device)
+    dout = inputs[3]
     assert dout is not None
-    plan, splits, sums = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets), dq is not None)
+    plan, splits, sums = _plan_dkdv(p, dout.stride(), *(strides_of(x) for x in targets))
     written = targets if splits == 1 else [None if x is None else _empty_parts(p, x, splits) for x in targets]
     lists = launch_lists(p, plan, others[_MASK_TILES], True)
-    launch(flash_attention_dkdv_kernel, plan, *inputs, *written, dq_sum, *others, lists)
+    launch(flash_attention_dkdv_kernel, plan, *inputs, *written, *others, lists)
     for sum_plan, parts, target in zip(sums, written, targets, strict=False):  # there are none where nothing is split
         if target is not None:
             launch(flash_attention_sum_splits_kernel, sum_plan, parts, target)
     for target, result in zip(targets, results, strict=True):
         if target is not None and result is not None:
             _copy_back(target, result)
-    if dq is not None and dq_sum is not None:
-        result = _batched(dq)
-        torch.mul(dq_sum[..., : result.shape[3]], p.natural_scale, out=result)
 
 
 @planned

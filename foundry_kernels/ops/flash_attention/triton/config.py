@@ -3,7 +3,7 @@
 BLOCK_M counts queries, BLOCK_N keys; of "decode" BLOCK_M is the most rows, queries of a group's heads, that it takes.
 The compiler's report (`python -m foundry_kernels inspect flash_attention`) bounds each row: no spilled register and the
 class's shared memory, with every option in use. Where that left a choice, a row starts from tiles published for the
-same kernel shape; none has been chosen by a measurement on a GPU yet.
+same kernel shape. `_MEASURED` has what a GPU has measured to be faster.
 """
 
 from __future__ import annotations
@@ -88,6 +88,21 @@ _SINGLE_CDNA = {
     "dq": {**_SINGLE["dq"], 256: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
 }
 
+#: Where a GPU, an H100 with Triton 3.6, measured another config to be faster than that release's above, for calls with
+#: no option that takes registers. The comments have TFLOP/s of 4096 tokens, causal, 32/8 heads, with it and without: of
+#: the forward pass, or of the whole backward pass with one kernel's config replaced. Two that were faster spill
+#: registers: forward at 64 (128, 64, 4, 3), 354, and dK, dV at 128 (64, 128, 8, 2), 333 against 291.
+_MEASURED: dict[str, dict[str, dict[int, Row]]] = {
+    "hopper": {
+        "fwd": {64: (64, 64, 4, 3)},  # 344, 324
+        "dkdv": {64: (64, 64, 4, 3)},  # 287, 249; with 32 queries, which some calls take, 271
+        "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3)},  # 271, 249 and 308, 291
+    },
+}
+
+#: Of these, what spills registers with Triton 3.9: the table's config stays.
+_NOT_SINCE_3_9 = {("hopper", "dq", 128)}
+
 #: Heads wider than 256 in 16 bits with `needs_registers` (see `config`), where the table's row would spill.
 _WIDE_WITH_OPTIONS: dict[tuple[str, str], Row] = {
     ("small", "fwd"): (32, 16, 8, 2),
@@ -133,27 +148,16 @@ _SINCE_3_9: dict[tuple[str, str, int, bool], Row] = {
 }
 
 
-#: dK, dV and dQ in one kernel, in 16 bits: by class of device, head dimension and `needs_registers`. What is not here
-#: spills, or gains nothing by the estimate: two kernels take its place.
-_ADDED: dict[tuple[str, int, bool], Row] = {
-    ("small", 64, False): (32, 128, 8, 2),
-    ("small", 128, False): (32, 64, 8, 1),
-    ("ampere", 64, False): (32, 128, 8, 2),
-    ("ampere", 128, False): (32, 64, 8, 2),
-    ("hopper", 64, False): (32, 128, 8, 2),
-    ("hopper", 128, False): (32, 128, 8, 2),
-    ("blackwell", 64, False): (32, 128, 8, 2),
-    ("blackwell", 128, False): (32, 64, 8, 2),
-}
-
-
-def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool) -> dict[str, Any]:
+def config(
+    kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool, pairs: bool = False
+) -> dict[str, Any]:
     """The launch of "fwd", "decode", "dkdv", "dq", "preprocess" or "sum_splits" for the padded `head_dim`, the wider of
     D and Dv; of "dk" and "dv" where `apart` says so. Capability 0 is the interpreter.
 
     `needs_registers`: a soft cap or ALiBi, which keep more numbers for each score, or heads that do not fill their
     block, whose masks do. Fewer keys or rows, or more warps, make room. There, forward, and in float32 `maxnreg` is
     all that the warps can have: without it ptxas spills a few for the sake of an occupancy that it guesses at.
+    `pairs`: what `with_pairs` is to change.
     """
     if kernel in ("preprocess", "sum_splits"):
         elements = 8192 // dtype.itemsize  # of a tile; twice as many would spill in float32
@@ -189,6 +193,9 @@ def config(kernel: str, capability: int, head_dim: int, dtype: torch.dtype, need
         own = _BEFORE_3_7 if VERSION < (3, 7) else own
         key = (device_of(capability).name, kernel, max(64, head_dim), needs_registers)
         m, n, warps, stages = own.get(key, (m, n, warps, stages))
+        if not (needs_registers or pairs or (VERSION >= (3, 9) and key[:3] in _NOT_SINCE_3_9)):
+            faster = _MEASURED.get(device_of(capability).name, {}).get(kernel, {})
+            m, n, warps, stages = faster.get(max(64, head_dim), (m, n, warps, stages))
     launch = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     if kernel == "fwd":  # products are asynchronous on Hopper; the interpreter runs both variants
         if capability == 0:
@@ -227,46 +234,29 @@ def shared_needed(kernel: str, block_d: int, block_dv: int, dtype: torch.dtype) 
     return (m + n) * columns * dtype.itemsize
 
 
-def added_row(
-    capability: int, head_dim: int, needs_registers: bool, dtype: torch.dtype, packed: bool
-) -> dict[str, int] | None:
-    """The launch of "dkdv" that adds dQ too, of the same arguments as `config`; None where there is none."""
-    if capability == 0:
-        row: Row | None = _INTERPRETED
-    elif dtype.itemsize == 2:
-        key = (device_of(capability).name, max(64, head_dim), needs_registers)
-        row = None if packed and key == ("hopper", 128, False) else _ADDED.get(key)  # packed, it would spill 16 bytes
-    else:
-        row = None
-    if row is None:
-        return None
-    launch = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
-    if device_of(capability).name == "blackwell":  # as in `config`
-        launch["maxnreg"] = 255
-    return launch
-
-
 #: What `python -m foundry_kernels tune` tries beside a 16-bit config of the table: tiles published for kernels of this
 #: kind, and one step from them in warps or stages. What does not fit a GPU is dropped there.
 _TRIED: dict[str, tuple[Row, ...]] = {
     "fwd": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     "dkdv": ((64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 3)),
     "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 128, 8, 2)),
-    # BLOCK_M, the rows that there are, stays. Keys of a tile divide those of a split, 256 at least.
+    # BLOCK_M, the rows that there are, stays. Keys of a tile divide those of a split, 128 at least.
     "decode": ((0, 64, 4, 2), (0, 64, 4, 4), (0, 64, 8, 3), (0, 128, 4, 2), (0, 128, 8, 2), (0, 32, 4, 4)),
 }
 
 
 def rows(
-    kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool
+    kernel: str, capability: int, head_dim: int, dtype: torch.dtype, needs_registers: bool, pairs: bool = False
 ) -> list[dict[str, Any]]:
     """`config`, and those that may be measured to be better. In the interpreter another tile stands for them."""
-    own = config(kernel, capability, head_dim, dtype, needs_registers)
+    own = config(kernel, capability, head_dim, dtype, needs_registers, pairs)
     few = needs_registers or head_dim > 256 or (dtype.itemsize != 2 and capability != 0)
     if kernel in ("preprocess", "sum_splits") or few:
         return [own]
     tried = _TRIED[kernel] if capability != 0 else ((16, 16, 4, 1),)
     found = [own]
+    if (before := config(kernel, capability, head_dim, dtype, needs_registers, True)) != own:
+        found.append(before)  # that of the table, in whose place there is a measured one
     if "AHEAD" in own:
         found.append(own | {"AHEAD": not own["AHEAD"]})
     for m, n, warps, stages in tried:

@@ -2,7 +2,9 @@
 split over programs.
 
 `decode`: a program owns a split of the keys of one key-value head. Where there are several, it leaves its sums and its
-state of the softmax to `combine`, of which a program owns a row and adds the splits in their order.
+state of the softmax in memory. Of few rows, the program that is done last adds the splits of its head (`_add_splits`):
+one launch, and the same bits whichever it is, since they are added in their order. Of more rows that is left to
+`combine`, of which a program owns a row.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from foundry_kernels.ops.flash_attention.triton.softmax import online_softmax
 from foundry_kernels.ops.flash_attention.triton.tile_io import head_keys, load_rows, rows_from
 from foundry_kernels.ops.flash_attention.triton.tiles import bits_of_rows
 
-#: The most splits of a sequence: what `combine` reads at once.
+#: The most splits of a sequence: their states are read at once.
 MAX_SPLITS = tl.constexpr(64)
 
 
@@ -49,13 +51,47 @@ def _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN: tl.constexpr, 
     return used, first
 
 
+@triton.jit
+def _add_splits(
+    sums_ptr, states_ptr, at, m_rows, step, n_states, used,
+    COMPUTE: tl.constexpr, SAVE_STATS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """(the sums [ROWS, DV], the state) of the rows at the places `at` [ROWS] of the first split, the others `step`
+    apart: as one softmax over all keys would have them, BLOCK_SPLITS added at a time, in a fixed order."""
+    splits = tl.arange(0, MAX_SPLITS)[:, None]  # [splits, 1]
+    m_states = (splits < used) & m_rows[None, :]
+    p_states = states_ptr + at[None, :] + splits * step  # [splits, rows]
+    b_tops = tl.load(p_states, mask=m_states, other=-float("inf"))
+    b_m = tl.max(b_tops, 0)
+    b_base = tl.where(b_m == -float("inf"), 0.0, b_m)[None, :]
+    b_shrink = tl.exp2(b_tops - b_base)
+    b_sizes = tl.load(p_states + n_states, mask=m_states, other=0.0)
+    b_l = tl.sum(b_sizes * b_shrink, 0)
+    b_e = tl.zeros([ROWS], COMPUTE)
+    if SAVE_STATS:  # a weight of 0 must not meet -inf
+        b_falls = tl.load(p_states + 2 * n_states, mask=m_states, other=0.0)
+        b_e = tl.sum(b_shrink * (b_falls + tl.maximum(b_tops - b_base, -2000.0) * b_sizes), 0)
+    b_acc = tl.zeros([ROWS, BLOCK_DV], COMPUTE)
+    dims = tl.arange(0, BLOCK_DV)[None, None, :]
+    for first in range(0, used, BLOCK_SPLITS):
+        each = (first + tl.arange(0, BLOCK_SPLITS))[:, None]
+        o_each = at[None, :] + each * step
+        m_each = (each < used) & m_rows[None, :]
+        b_each = tl.load(states_ptr + o_each, mask=m_each, other=-float("inf"))
+        m_sums = m_each[:, :, None] & (dims < DV)
+        b_sums = tl.load(sums_ptr + (o_each * DV)[:, :, None] + dims, mask=m_sums, other=0.0)
+        b_acc += tl.sum(b_sums * tl.exp2(b_each - b_base)[:, :, None], 0)
+    return b_acc, State(b_m, b_l, b_e)
+
+
 @triton.jit(do_not_specialize=["num_splits", "threshold"])
 def flash_attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, entropy_ptr, max_logit_ptr, sums_ptr, states_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
     attn_mask_ptr, mask_tiles_ptr, mask_bits_ptr, dropout_seed_ptr, dropout_heads_ptr,
     block_table_ptr, leftpad_k_ptr,
-    n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
+    arrived_ptr, n_batch, n_kv_heads, group, n_rows, tokens_q, tokens_k, split_keys, num_splits, n_states,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_ot, stride_lseb, stride_alibi, scale, softcap, left, right,
     stride_maskb, stride_maskh, stride_maskt, stride_masks, stride_tileb, stride_tileh, stride_tilet, stride_tiles,
@@ -67,10 +103,12 @@ def flash_attention_decode_kernel(
     SAVE_LSE: tl.constexpr, SAVE_STATS: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, Q_AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A row is a query of one of the heads of a group, `n_rows` <= BLOCK_M of them: the heads vary fastest. With SPLIT
     the sums [splits, Hk, n_rows, DV] and three times `n_states` numbers, the states of the same rows, are written, else
-    the results. All tiles are masked: time goes into reading the keys."""
+    the results. With BLOCK_SPLITS the last program of a head goes on to these: `arrived` counts them, from zero, which
+    it leaves there; ROWS is a power of two, n_rows at least. All tiles are masked: time goes into reading the keys."""
     b_zero = tl.full([], 0.0, COMPUTE)  # the interpreter truncates a bare float to float32 where a function takes it
     scale, softcap = b_zero + scale, b_zero + softcap if HAS_SOFTCAP else None
     mask = Mask(left if HAS_LEFT else None, right if HAS_RIGHT else None)
@@ -93,7 +131,9 @@ def flash_attention_decode_kernel(
     q_pos = (tokens + offset)[:, None]
     p_q = q_ptr + n * stride_qb + (tl.cast(start_q, tl.int64) + tokens) * stride_qt + heads * stride_qh
     dims = tl.arange(0, BLOCK_D)[None, :]
-    b_q = tl.load(p_q[:, None] + dims, mask=m_rows[:, None] & (dims < D), other=0.0)  # [M, D]
+    m_q = m_rows[:, None] & (dims < D)
+    if not Q_AHEAD:
+        b_q = tl.load(p_q[:, None] + dims, mask=m_q, other=0.0)  # [M, D]
     if PAGE_SIZE:
         k, v = Rows(k_ptr + kv_head * stride_kh, stride_ks), Rows(v_ptr + kv_head * stride_vh, stride_vs)
         keys = Keys(k, v, seqlen_k)
@@ -128,6 +168,11 @@ def flash_attention_decode_kernel(
             end = tl.minimum(end, begin + split_keys)
     for j0 in range(begin, end, BLOCK_N):
         j0 = tl.multiple_of(j0, BLOCK_N)
+        if Q_AHEAD:
+            # Copied with the keys, as nothing is asked for before what is loaded to registers has come. Where it lay in
+            # the same place in each round, the compiler would take it out of the loop.
+            same_q = p_q + tl.where(j0 < begin, stride_qt, 0)
+            b_q = tl.load(same_q[:, None] + dims, mask=m_q, other=0.0)
         if PAGE_SIZE:
             b_k = load_from_pages(keys.k, pages, pages.stride_k, j0, seqlen_k, BLOCK_N, BLOCK_D, D, True, PAGE_SIZE)
             b_v = load_from_pages(keys.v, pages, pages.stride_v, j0, seqlen_k, BLOCK_N, BLOCK_DV, DV, True, PAGE_SIZE)
@@ -158,7 +203,22 @@ def flash_attention_decode_kernel(
             tl.store(states_ptr + 2 * n_states + at, state.e, mask=m_rows)
         dims_v = tl.arange(0, BLOCK_DV)[None, :]
         tl.store(sums_ptr + at[:, None] * DV + dims_v, b_acc, mask=m_rows[:, None] & (dims_v < DV))
-    else:
+    if BLOCK_SPLITS:
+        tl.debug_barrier()  # the sums of all threads are written before the program counts itself
+        p_arrived = arrived_ptr + n * n_kv_heads + kv_head
+        if tl.atomic_add(p_arrived, 1, sem="acq_rel", scope="gpu") < tl.maximum(used, 1) - 1:
+            return
+        tl.store(p_arrived, 0)  # for the next launch
+        rows = tl.arange(0, ROWS)
+        tokens = rows // group
+        heads = kv_head * group + rows % group
+        m_rows = (tokens < seqlen_q) & (rows < n_rows)
+        b_acc, state = _add_splits(
+            sums_ptr, states_ptr, (place * n_kv_heads + kv_head) * n_rows + rows, m_rows,
+            tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE, SAVE_STATS, DV, BLOCK_DV, ROWS,
+            BLOCK_SPLITS,
+        )  # fmt: skip
+    if BLOCK_SPLITS or not SPLIT:
         tokens += start_q
         p_out = out_ptr + n * stride_ob + tokens.to(tl.int64) * stride_ot + heads * stride_oh
         at = n * stride_lseb + heads * tokens_q + tokens
@@ -177,7 +237,7 @@ def flash_attention_combine_kernel(
     SAVE_STATS: tl.constexpr, COMPUTE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row from its splits: the sums as one softmax over all keys would have them, added in a fixed order."""
+    """One row from its splits."""
     pid = tl.program_id(0)
     row = pid % n_rows
     kv_head = (pid // n_rows % n_kv_heads).to(tl.int64)
@@ -189,34 +249,18 @@ def flash_attention_combine_kernel(
     if token >= seqlen_q:
         return
     used, place = _splits(n, start_k, seqlen_k, split_keys, num_splits, VARLEN, PAGE_SIZE)
-    at = (place * n_kv_heads + kv_head) * n_rows + row
-    step = tl.cast(n_kv_heads, tl.int64) * n_rows
-    splits = tl.arange(0, MAX_SPLITS)[None, :]  # [1, splits]
-    p_states = states_ptr + at + splits * step
-    b_tops = tl.load(p_states, mask=splits < used, other=-float("inf"))
-    b_m = tl.max(b_tops, 1)  # [1]
-    b_base = tl.where(b_m == -float("inf"), 0.0, b_m)[:, None]
-    b_shrink = tl.exp2(b_tops - b_base)
-    b_sizes = tl.load(p_states + n_states, mask=splits < used, other=0.0)
-    b_l = tl.sum(b_sizes * b_shrink, 1)
-    b_e = tl.zeros([1], COMPUTE)
-    if SAVE_STATS:  # a weight of 0 must not meet -inf
-        b_falls = tl.load(p_states + 2 * n_states, mask=splits < used, other=0.0)
-        b_e = tl.sum(b_shrink * (b_falls + tl.maximum(b_tops - b_base, -2000.0) * b_sizes), 1)
-    b_acc = tl.zeros([BLOCK_DV], COMPUTE)
-    dims = tl.arange(0, BLOCK_DV)[None, :]
-    for first in range(0, used, BLOCK_SPLITS):
-        each = (first + tl.arange(0, BLOCK_SPLITS))[:, None]  # [splits, 1]
-        b_each = tl.load(states_ptr + at + each * step, mask=each < used, other=-float("inf"))
-        b_sums = tl.load(sums_ptr + (at + each * step) * DV + dims, mask=(each < used) & (dims < DV), other=0.0)
-        b_acc += tl.sum(b_sums * tl.exp2(b_each - b_base), 0)
+    row_at = tl.arange(0, 1) + (place * n_kv_heads + kv_head) * n_rows + row  # [1]
+    b_acc, state = _add_splits(
+        sums_ptr, states_ptr, row_at, row_at >= 0, tl.cast(n_kv_heads, tl.int64) * n_rows, n_states, used, COMPUTE,
+        SAVE_STATS, DV, BLOCK_DV, 1, BLOCK_SPLITS,
+    )  # fmt: skip
     token += start_q
     head = kv_head * group + row % group + tl.zeros([1], tl.int64)  # [1]
     p_out = out_ptr + n * stride_ob + tl.cast(token, tl.int64) * stride_ot + head * stride_oh
     results = Results(lse_ptr if SAVE_LSE else None, entropy_ptr if SAVE_STATS else None,
                       max_logit_ptr if SAVE_STATS else None)  # fmt: skip
-    state, sinks_ptr = State(b_m, b_l, b_e), sinks_ptr if HAS_SINKS else None
+    sinks_ptr = sinks_ptr if HAS_SINKS else None
     finish_rows(
-        b_acc[None, :], state, head >= 0, head, p_out[:, None], n * stride_lseb + head * tokens_q + token,
+        b_acc, state, head >= 0, head, p_out[:, None], n * stride_lseb + head * tokens_q + token,
         results, sinks_ptr, HAS_BIAS, DV, BLOCK_DV,
     )  # fmt: skip

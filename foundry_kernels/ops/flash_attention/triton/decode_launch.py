@@ -21,27 +21,49 @@ from foundry_kernels.ops.flash_attention.triton.decode import (
 if TYPE_CHECKING:
     from foundry_kernels.ops.flash_attention.triton.launch import _Problem
 
-#: Keys of a split for each row of the tile, so that sums are few next to keys. The interpreter's cases are short.
-_KEYS_A_ROW = 4 if INTERPRET else 16
+#: Keys of a split for each row of the tile, so that sums are few next to keys, and the fewest: what a program has under
+#: way at once in 16 bits. The interpreter's cases are short.
+_KEYS_A_ROW, _FEWEST_KEYS = (4, 64) if INTERPRET else (16, 128)
+#: Numbers of the sums of a split up to which the last program of a head adds them: of more they are too long in one
+#: program. How many it adds at a time follows from how many it loads.
+_ADDED_AT_ONCE, _LOADED_AT_ONCE = 1024, 8192
 
 
 def split(rows: int, keys: int) -> tuple[int, int]:
     """(keys of a split, number of splits) for so many rows of a tile, and keys that one of them may see.
 
     By these lengths alone: neither the device nor the batch counts, so that what a sequence gets does not depend on the
-    sequences beside it. 16384 keys make 64 splits, 512 programs of a model with 8 key-value heads.
+    sequences beside it. 4096 keys make 32 splits, 256 programs of a model with 8 key-value heads, two for each
+    multiprocessor of an H100; 16384 keys 64 splits, 512 programs.
     """
-    least = _KEYS_A_ROW * rows
+    least = max(_FEWEST_KEYS, _KEYS_A_ROW * triton.next_power_of_2(rows))
     split_keys = max(least, triton.next_power_of_2(triton.cdiv(keys, MAX_SPLITS.value)))
     return split_keys, max(1, triton.cdiv(keys, split_keys))
+
+
+#: By device and stream, counters of the programs that are done with a head. They are zeros whenever no launch is under
+#: way: the last program of each head sees to that.
+_arrived: dict[tuple[int | None, int], Tensor] = {}
+
+
+def arrivals(n: int, device: torch.device) -> Tensor:
+    """`n` zeros or more, which a launch on the current stream may use. A graph that is captured gets its own, and sets
+    them to zero in each replay: it may run beside launches on any stream."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(n, dtype=torch.int32, device=device)
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    found = _arrived.get(key)
+    if found is None or found.shape[0] < n:
+        found = _arrived[key] = torch.zeros(max(n, 1024), dtype=torch.int32, device=device)
+    return found
 
 
 @planned
 def _plan_decode(
     p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool
 ) -> tuple[Plan, Plan | None, int, int]:
-    """The launch of `decode`, that of `combine` if keys are split and, for the workspace, its number of rows and their
-    width."""
+    """The launch of `decode`, that of `combine` if it is to add splits and, for the workspace, its number of rows and
+    their width; 0 where keys are not split."""
     rows = p.group * p.max_seqlen_q
     config = p.config("decode", BLOCK_M=max(16, triton.next_power_of_2(rows)))
     left, right = p.window
@@ -50,7 +72,7 @@ def _plan_decode(
         keys = min(keys, left + p.max_seqlen_q + right)
     if p.constants["HAS_RIGHT"] and not p.constants["BOTTOM_RIGHT"]:
         keys = min(keys, p.max_seqlen_q + right)
-    split_keys, num_splits = split(config["BLOCK_M"], keys)
+    split_keys, num_splits = split(rows, keys)
     assert split_keys % config["BLOCK_N"] == 0, "a tile would read the keys of the next split"
     places = p.tokens_k // split_keys + p.n_batch if p.packed and not p.page_size else p.n_batch * num_splits
     n_states = places * p.n_kv_heads * rows
@@ -61,9 +83,19 @@ def _plan_decode(
     numbers = (*counts, *p.strides_qkv, *strides, p.stride_lseb)
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
     grid = (num_splits * p.n_batch * p.n_kv_heads,)
-    decode = Plan(grid, numbers, p.numbers | p.constants | p.pages | flags | {"SPLIT": num_splits > 1} | config)
+    numbers_of_sums = triton.next_power_of_2(rows) * p.constants["BLOCK_DV"]
+    added = num_splits > 1 and numbers_of_sums <= _ADDED_AT_ONCE
+    splitting = {
+        "SPLIT": num_splits > 1,
+        "ROWS": triton.next_power_of_2(rows) if added else 1,
+        "BLOCK_SPLITS": min(MAX_SPLITS.value, _LOADED_AT_ONCE // numbers_of_sums) if added else 0,
+        "Q_AHEAD": added and p.dtype.itemsize == 2 and not p.needs_registers and max(p.head_dim, p.head_dim_v) <= 256,
+    }
+    decode = Plan(grid, numbers, p.numbers | p.constants | p.pages | flags | splitting | config)
     if num_splits == 1:
         return decode, None, 0, 0
+    if added:
+        return decode, None, n_states, p.head_dim_v
     shared = {name: p.constants[name] for name in ("VARLEN", "HAS_BIAS", "COMPUTE", "DV", "BLOCK_DV")}
     shared["PAGE_SIZE"] = p.pages["PAGE_SIZE"]
     tags = f"{8 * p.dtype.itemsize}-bit D<={shared['BLOCK_DV']}"
@@ -92,12 +124,14 @@ def launch_decode(
     out = results[0]
     assert out is not None
     decode, combine, n_states, width = _plan_decode(p, out.stride(), sinks is not None, save_lse, save_stats)
-    sums = states = None
-    if combine is not None:
+    sums = states = arrived = None
+    if n_states:
         dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
         sums = out.new_empty((n_states, width), dtype=dtype)
         states = sums.new_empty((3 if save_stats else 2, n_states))
-    tensors = (*inputs, *results, sums, states, *lengths, alibi_slopes, sinks, *pairs, *pages)
+    if n_states and combine is None:
+        arrived = arrivals(p.n_batch * p.n_kv_heads, p.device)
+    tensors = (*inputs, *results, sums, states, *lengths, alibi_slopes, sinks, *pairs, *pages, arrived)
     launch(flash_attention_decode_kernel, decode, *tensors)
     if combine is not None:
         launch(flash_attention_combine_kernel, combine, sums, states, *results, *lengths, sinks, pages[1])

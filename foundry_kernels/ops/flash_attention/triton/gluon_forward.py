@@ -1,7 +1,6 @@
 """The forward kernel in Gluon, for compute capability 9.0: a producer warp copies tiles, two warpgroups consume them.
 
-No GPU has run it: no launch takes it unless `python -m foundry_kernels tune --untried` has measured it there. It is for
-16-bit heads of 64 or 128, dense, full or with a right bound of the window (causal), with either alignment.
+It is for 16-bit heads of 64 or 128, dense, full or with a right bound of the window (causal), with either alignment.
 
 A program owns 2 x BLOCK_M queries of one head, BLOCK_M a consumer. Tiles of keys, STAGES of them in shared memory, are
 visited from the right; the i-th lies in buffer i % STAGES and fills it for the (i // STAGES)-th time, which is the
@@ -44,7 +43,6 @@ class Consumer(NamedTuple):
     q: Any
     k: Buffers
     v: Buffers
-    turn: Any
     stop: Any
     scale: Any
     n_tiles: Any
@@ -63,7 +61,6 @@ class State(NamedTuple):
 class Form(NamedTuple):
     """Constants of the kernel."""
 
-    TURNS: Any
     BLOCK_M: Any
     BLOCK_N: Any
     D: Any
@@ -141,19 +138,11 @@ def _by_row(b_x, form):
 
 
 @gluon.jit
-def _attend_tile(state, b_zero, i, given, WHO: gl.constexpr, MASKED: gl.constexpr, form):
+def _attend_tile(state, b_zero, i, given, MASKED: gl.constexpr, form):
     """Tile i, neither the first nor the last: while its softmax runs, the next tile's scores and the values of the one
-    before are multiplied.
-
-    TURNS: a consumer begins its products when the other has begun its own, so that one multiplies while the other is
-    at its exponentials. The second consumer's turn comes once the first has had as many more.
-    """
-    if form.TURNS:
-        mbarrier.wait(given.turn.index(WHO), (i & 1) ^ WHO)
+    before are multiplied. Consumers that begin their products in turns were slower on an H100."""
     t_s = _scores(given.q, given.k, i + 1, b_zero, form)
     t_acc = _add_values(state.p, state.acc, given.v, i - 1, form)
-    if form.TURNS:
-        mbarrier.arrive(given.turn.index(1 - WHO), count=1)
     key = (given.n_tiles - 1 - i) * form.BLOCK_N
     b_p, b_shrink, b_m, b_l = _softmax(state.s, state.m, state.l, given.stop, key, given.scale, MASKED, form)
     b_s, b_acc = hopper.warpgroup_mma_wait(0, deps=[t_s, t_acc])
@@ -163,23 +152,23 @@ def _attend_tile(state, b_zero, i, given, WHO: gl.constexpr, MASKED: gl.constexp
 
 
 @gluon.jit
-def _attend_range(state, begin, end, given, WHO: gl.constexpr, MASKED: gl.constexpr, form):
+def _attend_range(state, begin, end, given, MASKED: gl.constexpr, form):
     """The tiles begin .. end - 1. Two at a time without a mask: the scores of one are then where those of the other
     were, and need not be moved there."""
     b_zero = gl.full([state.s.shape[0], form.BLOCK_N], 0.0, gl.float32, form.S_LAYOUT)
     STEP: gl.constexpr = 1 if MASKED else 2
     for i in range(begin, end - STEP + 1, STEP):
         for j in gl.static_range(STEP):
-            state = _attend_tile(state, b_zero, i + j, given, WHO, MASKED, form)
+            state = _attend_tile(state, b_zero, i + j, given, MASKED, form)
     if STEP == 2:  # noqa: SIM102 (one is decided by the compiler, the other by the GPU)
         if (end - begin) % 2 == 1:
-            state = _attend_tile(state, b_zero, end - 1, given, WHO, MASKED, form)
+            state = _attend_tile(state, b_zero, end - 1, given, MASKED, form)
     return state
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, out_desc, lse_ptr, q, k, v, turn, n, head, at, row, tokens_q, tokens_k, past, scale,
+    WHO: gl.constexpr, out_desc, lse_ptr, q, k, v, n, head, at, row, tokens_q, tokens_k, past, scale,
     n_tiles, n_masked, HAS_RIGHT: gl.constexpr, form,
 ):  # fmt: skip
     """The queries row .. row + BLOCK_M - 1 of one head, of which query r sees the keys before r + past. `at` is where
@@ -195,7 +184,7 @@ def _consume(
     b_zero = gl.full([form.BLOCK_M, form.BLOCK_N], 0.0, gl.float32, form.S_LAYOUT)
     mbarrier.wait(q.ready.index(WHO), 0)
     own = q.mem.index(WHO).reshape([form.BLOCK_M, form.D])
-    given = Consumer(own, k, v, turn, stop, scale, n_tiles)
+    given = Consumer(own, k, v, stop, scale, n_tiles)
     t_s = _scores(own, k, 0, b_zero, form)
     b_s = hopper.warpgroup_mma_wait(0, deps=[t_s])
     mbarrier.arrive(k.free.index(0), count=1)
@@ -208,8 +197,8 @@ def _consume(
         whole = gl.minimum(n_masked, last)
         state = State(b_s, b_p, b_acc, b_m, b_l)
         if HAS_RIGHT:  # else no tile but the first has keys that are not there
-            state = _attend_range(state, 1, whole, given, WHO, True, form)
-        state = _attend_range(state, whole, last, given, WHO, False, form)
+            state = _attend_range(state, 1, whole, given, True, form)
+        state = _attend_range(state, whole, last, given, False, form)
         t_acc = _add_values(state.p, state.acc, v, last - 1, form)
         b_p, b_shrink, b_m, b_l = _softmax(state.s, state.m, state.l, stop, 0, scale, True, form)
         b_acc = hopper.warpgroup_mma_wait(0, deps=[t_acc])
@@ -233,7 +222,7 @@ def _consume(
 def flash_attention_fwd_gluon_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr,
     n_batch, n_heads, group, section, tokens_q, tokens_k, scale, right,
-    BOTTOM_RIGHT: gl.constexpr, HAS_RIGHT: gl.constexpr, TURNS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The descriptors are of [B, H, T, D] in blocks of one consumer's queries, or one tile of keys. lse [B, H, T] is
@@ -257,14 +246,12 @@ def flash_attention_fwd_gluon_kernel(
     v_mem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for who in gl.static_range(CONSUMERS):
         mbarrier.init(q_ready.index(who), count=1)
-        mbarrier.init(turn.index(who), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=CONSUMERS)
@@ -275,7 +262,7 @@ def flash_attention_fwd_gluon_kernel(
     n, head = n.to(gl.int32), head.to(gl.int32)
     kv_head = head // group
     form: gl.constexpr = Form(
-        TURNS, BLOCK_M, BLOCK_N, D, STAGES, q_desc.dtype,
+        BLOCK_M, BLOCK_N, D, STAGES, q_desc.dtype,
         gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
         gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]),
     )  # fmt: skip
@@ -283,11 +270,11 @@ def flash_attention_fwd_gluon_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                FIRST, out_desc, lse_ptr, q, k, v, turn, n, head, at, row, tokens_q, tokens_k, past, scale,
+                FIRST, out_desc, lse_ptr, q, k, v, n, head, at, row, tokens_q, tokens_k, past, scale,
                 n_tiles, n_masked, HAS_RIGHT, form,
             )),
             (_consume, (
-                SECOND, out_desc, lse_ptr, q, k, v, turn, n, head, at, row + BLOCK_M, tokens_q, tokens_k, past, scale,
+                SECOND, out_desc, lse_ptr, q, k, v, n, head, at, row + BLOCK_M, tokens_q, tokens_k, past, scale,
                 n_tiles, n_masked, HAS_RIGHT, form,
             )),
             (_produce, (q_desc, k_desc, v_desc, q, k, v, n, head, kv_head, row, n_tiles, form)),

@@ -41,8 +41,13 @@ class TensorOptions(NamedTuple):
     table: Layout | None  # of the pages
 
 
+NO_TENSORS = TensorOptions(0, None, False, None, False, None)
+
+
 def tensor_options(options: AttentionOptions) -> TensorOptions:
     slopes, mask, tiles = options.alibi_slopes, options.attn_mask, options.mask_tiles
+    if slopes is mask is tiles is options.dropout_heads is options.block_table is None:
+        return NO_TENSORS
     return TensorOptions(
         0 if slopes is None else slopes.dim(),
         None if mask is None else (mask.shape, mask.stride()),
@@ -55,9 +60,10 @@ def tensor_options(options: AttentionOptions) -> TensorOptions:
 
 def pair_tensors(options: AttentionOptions) -> tuple[Tensor | None, ...]:
     """The options that decide about single pairs of a query and a key, in the order of the kernels' parameters."""
+    bits, heads = options.mask_bits, options.dropout_heads
     return (
-        options.attn_mask, options.mask_tiles, contiguous(options.mask_bits), options.dropout_seed,
-        contiguous(options.dropout_heads),
+        options.attn_mask, options.mask_tiles, None if bits is None else bits.contiguous(), options.dropout_seed,
+        None if heads is None else heads.contiguous(),
     )  # fmt: skip
 
 
@@ -68,9 +74,9 @@ def _table_layout(table: Tensor) -> Layout:
 def page_tensors(options: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
     """The options that say where pages are, in the order of the kernels' parameters."""
     table = options.block_table
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
-    return table, contiguous(options.leftpad_k)
+    if table is None:
+        return None, None
+    return table if table.stride(1) == 1 else table.contiguous(), contiguous(options.leftpad_k)
 
 
 class KernelOptions(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foundry_kernels._triton.devices import capability, device_of
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.rows import compute_dtype, contiguous
+from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like
 from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels.core.registry import BackendUnavailable
@@ -77,6 +77,8 @@ Rows = Callable[[Tensor, int], Tensor]
 
 def _empty_rows(x: Tensor, width: int) -> Tensor:
     """Memory for rows of `width` columns, as many as x has and in x's storage order."""
+    if width == x.shape[-1] and x.is_contiguous():
+        return empty_like(x)
     shape, strides = _row_layout(x.shape, x.stride(), width)
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
@@ -120,10 +122,10 @@ def empty_fwd(
         out, shape = rows(q, head_dim_v), list(q.shape[:3])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse_dtype = torch.float64 if q.dtype == torch.float32 else dtype
-    lse = torch.empty(shape, dtype=lse_dtype, device=q.device) if save_lse else None
+    lse = q.new_empty(shape, dtype=lse_dtype) if save_lse else None
     if not save_stats:
         return out, lse, None, None
-    entropy = torch.empty(shape, dtype=dtype, device=q.device)
+    entropy = q.new_empty(shape, dtype=dtype)
     return out, lse, entropy, torch.empty_like(entropy)
 
 
@@ -185,8 +187,8 @@ def refuse_wide(q: Tensor, v: Tensor, backward: bool) -> None:
 
 
 class _Problem:
-    """What the launches of calls with the same shapes, strides and options have in common; q, k and v are batched and
-    aligned. There is one for each combination, so that it can stand for them (`_problem`)."""
+    """What the launches of calls with the same shapes, strides and options have in common; q, k and v are batched.
+    There is one for each combination, so that it can stand for them (`_problem`)."""
 
     def __init__(
         self,
@@ -229,6 +231,8 @@ class _Problem:
         self.natural_scale = options.scale
         self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
         self.layouts = (q, k, v)
+        #: Whether rows lie so that kernels can read them, see `_aligned`.
+        self.rows_aligned = all(_has_aligned_rows(*layout, dtype) for layout in self.layouts)
         self.strides_qkv = self.strides(q[1], k[1], v[1])
         if tensors.table is not None:  # pages have a place in memory, as the sequences of a batch have
             self.strides_qkv = (*self.strides(q[1]), *k[1][:3], *v[1][:3])
@@ -246,19 +250,19 @@ class _Problem:
         few = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
         self.few_queries = few and not self.batch_invariant
 
-    def config(self, kernel: str, *more: dict[str, Any], **fixed: int) -> dict[str, Any]:
-        """The launch config for `kernel`, with what is `fixed` in place of what the table says. `more`: those of
-        another kernel, which dense calls can take in its place. They are a choice of their own, since a config of this
-        kernel that was measured on dense calls is for all others too."""
+    def config(self, kernel: str, *preferred: dict[str, Any], **fixed: int) -> dict[str, Any]:
+        """The launch config for `kernel`, with what is `fixed` in place of what the table says. `preferred`: those of
+        another kernel, which dense calls take in its place unless this one was measured to be faster. They are a choice
+        of their own, since a config of this kernel that was measured on dense calls is for all others too."""
         name = f"flash_attention_{'dkdv' if kernel in ('dk', 'dv') else kernel}_kernel"
         tags, found = self._rows(kernel)
         if self.wide_pairs:
             fixed |= wide_pairs_tile(kernel, self.capability, self.dtype)
         rows = [row | fixed for row in found]
         default = choose(name, tags, rows, self.device)
-        if not more or is_forced(name, tags, rows):
+        if not preferred or is_forced(name, tags, rows):
             return default
-        chosen = choose(name, f"{tags} dense", [rows[0], *more], self.device)
+        chosen = choose(name, f"{tags} dense", [*preferred, rows[0]], self.device)
         return default if chosen == rows[0] else chosen
 
     def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
@@ -266,7 +270,7 @@ class _Problem:
         width, needs_registers = self.width_and_needs()
         if kernel in ("dk", "dv") and (self.tokens_q % 16 != 0 or self.batch_invariant):
             needs_registers = True  # rows of lse and delta are not aligned, or in another batch might not be
-        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers)
+        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
         tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
         if any(self.pairs):  # no config that was measured on other calls
             names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)
@@ -311,15 +315,27 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Pro
     )  # fmt: skip
 
 
+def aligned_problem(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor, _Problem]:
+    """q, k and v, batched and `_aligned`, and their problem."""
+    q, k, v = _batched(q), _batched(k), _batched(v)
+    p = _problem(q, k, v, options)
+    if p.rows_aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+        return q, k, v, p
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    return q, k, v, _problem(q, k, v, options)
+
+
 @planned
 def _plan_fwd(p: _Problem, out: tuple[int, ...], has_sinks: bool, save_lse: bool, save_stats: bool) -> Plan:
-    others: list[dict[str, Any]] = []
+    preferred: list[dict[str, Any]] = []
     flags = {"HAS_SINKS": has_sinks, "SAVE_LSE": save_lse, "SAVE_STATS": save_stats}
-    if p.capability == 90 and not p.batch_invariant:
+    if p.capability == 90 and not p.batch_invariant:  # which of two kernels takes a call may depend on the batch
         from foundry_kernels.ops.flash_attention.triton import gluon_launch  # 60 ms, which others need not wait
 
-        others = gluon_launch.rows(p, flags, out)
-    config = p.config("fwd", *others)
+        preferred = gluon_launch.rows(p, flags, out)
+    config = p.config("fwd", *preferred)
     if "GLUON" in config:
         return gluon_launch.plan(p, tuple(config.items()))
     if config["BLOCK_N"] == 128 and (p.constants["HAS_LEFT"] or p.max_seqlen_k <= 64 or p.batch_invariant):
@@ -345,11 +361,12 @@ def launch_fwd(
         return out, lse, entropy, max_logit
     result = _batched(out)
     if options.block_table is None:
-        q, k, v, keys = _aligned(_batched(q)), _aligned(_batched(k)), _aligned(_batched(v)), options.cu_seqlens_k
+        q, k, v, p = aligned_problem(q, k, v, options)
+        keys = options.cu_seqlens_k
     else:  # pages are read where they are, whatever their alignment, and queries have as many columns
         near = q.stride(2) == 1 and q.stride(0) < _FAR_APART
         q, k, v, keys = _batched(q if near else q.contiguous()), k.transpose(1, 2), v.transpose(1, 2), options.seqused_k
-    p = _problem(q, k, v, options)
+        p = _problem(q, k, v, options)
     target = _target(result, p.head_dim_v)
     sinks, slopes = contiguous(options.sinks), contiguous(options.alibi_slopes)
     pairs, pages = pair_tensors(options), page_tensors(options)
@@ -358,7 +375,7 @@ def launch_fwd(
         launch_decode(p, (q, k, v), (target, *results), lengths, slopes, sinks, pairs, pages, save_lse, save_stats)
     else:
         plan = _plan_fwd(p, target.stride(), sinks is not None, save_lse, save_stats)
-        if "TURNS" in plan.constants:
+        if "STAGES" in plan.constants:
             from foundry_kernels.ops.flash_attention.triton import gluon_launch
 
             gluon_launch.launch_gluon(plan, q, k, v, target, lse)

@@ -1,4 +1,4 @@
-"""Loads, stores and sums of tiles: rows of one head, with a unit stride between columns."""
+"""Loads and stores of tiles: rows of one head, with a unit stride between columns."""
 
 from __future__ import annotations
 
@@ -53,11 +53,3 @@ def store_rows(x, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl
     rows = tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     tl.store(x.ptr + rows * x.stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH))
-
-
-@triton.jit
-def add_rows(x, n_rows, b_x, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """Adds to what `store_rows` would overwrite, where other programs add at the same time."""
-    rows = tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, COLS)[None, :]
-    tl.atomic_add(x.ptr + rows * x.stride + cols, b_x, mask=(rows < n_rows) & (cols < WIDTH), sem="relaxed")

@@ -1,7 +1,8 @@
 """grouped_mm in Triton: one launch for all groups, and none of the sizes known on the host.
 
 Forward and the gradient of x are one kernel, which is given the strides of the matrices: transposed they cost nothing.
-The gradient of the matrices is in their order in memory: transposed, it is that of the other side's product.
+The gradient of the matrices is in their order in memory: transposed, it is that of the other side's product. On an H100
+large gradients in bfloat16 are PyTorch's (`by_pytorch.is_faster` is the rule).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from foundry_kernels._triton.devices import capability
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative
 from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
+from foundry_kernels.ops.grouped_mm.triton import by_pytorch
 from foundry_kernels.ops.grouped_mm.triton.config import dweight_tiles, tiles
 from foundry_kernels.ops.grouped_mm.triton.kernels import grouped_mm_dweight_kernel, grouped_mm_kernel
 
@@ -114,6 +116,11 @@ def _fwd(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tens
     return _product(x, weight, offs.contiguous(), batch_invariant)
 
 
+def _by_pytorch(x: Tensor, weight: Tensor, batch_invariant: bool) -> bool:
+    arch = capability(x.device) if x.is_cuda else 0  # recorded launches are ours
+    return by_pytorch.is_faster(x.dtype, arch, x.shape[0], weight.shape, batch_invariant)
+
+
 def _empty_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -124,6 +131,8 @@ def _bwd(
     dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     offs = offs.contiguous()
+    if _by_pytorch(x, weight, batch_invariant):
+        return by_pytorch.gradients(dy, x, weight, offs, need_dx, need_dweight)
     dx = _product(dy, weight.transpose(1, 2), offs, batch_invariant) if need_dx else None
     return dx, _dweight(dy, x, weight, offs) if need_dweight else None
 
@@ -156,5 +165,5 @@ class _GroupedMm(torch.autograd.Function):
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, batch_invariant: bool) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _GroupedMm.apply(x, weight, offs, batch_invariant)
+        return apply(_GroupedMm, x, weight, offs, batch_invariant)
     return _grouped_mm_fwd(x, weight, offs, batch_invariant)

@@ -123,12 +123,57 @@ def grouped_mm_dweight_kernel(
     p_a = a_ptr + first[None, :] * stride_a + o_a[:, None]  # [A, rows]
     p_b = b_ptr + first[:, None] * stride_b + o_b[None, :]  # [rows, B]
     b_out = tl.zeros([BLOCK_A, BLOCK_B], COMPUTE)
-    for done in range(0, end - start, BLOCK_ROWS):
-        m_rows = rows < end - start - done
-        b_a = _load(p_a, m_rows[None, :], m_a, True, not WHOLE)
-        b_b = _load(p_b, m_rows[:, None], m_b, True, not WHOLE)
+    n_own = end - start
+    whole = n_own // BLOCK_ROWS * BLOCK_ROWS
+    for _done in range(0, whole, BLOCK_ROWS):  # no mask of rows, which would take a third of the instructions
+        b_a = _load(p_a, True, m_a, False, not WHOLE)
+        b_b = _load(p_b, True, m_b, False, not WHOLE)
         b_out = dot(b_a, b_b, b_out)
         p_a += BLOCK_ROWS * stride_a
         p_b += BLOCK_ROWS * stride_b
+    if whole < n_own:
+        m_rows = rows < n_own - whole
+        b_a = _load(p_a, m_rows[None, :], m_a, True, not WHOLE)
+        b_b = _load(p_b, m_rows[:, None], m_b, True, not WHOLE)
+        b_out = dot(b_a, b_b, b_out)
     o_out = group.to(tl.int64) * n_a * n_b + o_a.to(tl.int64)[:, None] * n_b + o_b[None, :]
     tl.store(out_ptr + o_out, round_to(b_out, out_ptr.dtype.element_ty), mask=m_a & m_b)
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def grouped_mm_ends_kernel(offs_ptr, ends_ptr, n_rows, n_groups, GROUPS: tl.constexpr):
+    """Ends that never decrease and lie within 0 .. n_rows, whatever they are; those that do stay as they are."""
+    groups = tl.arange(0, GROUPS)
+    b_end = tl.load(offs_ptr + groups, mask=groups < n_groups, other=0)
+    b_end = tl.associative_scan(tl.minimum(tl.maximum(b_end, 0), n_rows), 0, _later)
+    tl.store(ends_ptr + groups, b_end, mask=groups < n_groups)
+
+
+@triton.jit
+def _fill(ptr, size, first, step, BLOCK: tl.constexpr):
+    b_zero = tl.zeros([BLOCK], ptr.dtype.element_ty)
+    for i in range(tl.cast(first, tl.int64) * BLOCK, size, step * BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        tl.store(ptr + o, b_zero, mask=o < size)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def grouped_mm_zeros_kernel(
+    ends_ptr, dx_ptr, dweight_ptr, n_rows, n_groups, n_in, matrix, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Zeros in the rows of dx after the last group, and in the matrices of dweight (of `matrix` numbers) whose groups
+    are empty. PROGRAMS share a group; either result may be None."""
+    group = tl.program_id(0) // PROGRAMS
+    start, end = _bounds(ends_ptr, group, n_rows, n_groups)
+    first = tl.program_id(0) % PROGRAMS
+    if group == n_groups:
+        if dx_ptr is not None:
+            _fill(dx_ptr + start.to(tl.int64) * n_in, (end - start).to(tl.int64) * n_in, first, PROGRAMS, BLOCK)
+    elif dweight_ptr is not None:
+        size = tl.where(start == end, tl.cast(matrix, tl.int64), 0)
+        _fill(dweight_ptr + group.to(tl.int64) * matrix, size, first, PROGRAMS, BLOCK)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import empty_like
 from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions
 from foundry_kernels.ops.rms_norm.options import WeightOptions
@@ -144,7 +144,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool) -> Tensor:
     options = WeightOptions(weight_offset, round_before_weight)
     if requires_grad(x, weight):
-        return _RMSNorm.apply(x, None, weight, eps, options, NO_DROPOUT)
+        return apply(_RMSNorm, x, None, weight, eps, options, NO_DROPOUT)
     return _rms_norm_fwd(x, None, weight, eps, options, False, NO_DROPOUT)[0]
 
 
@@ -159,6 +159,6 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     options, dropout = WeightOptions(weight_offset, round_before_weight), DropoutOptions(*dropout_options)
     if requires_grad(x, residual, weight):
-        return _RMSNorm.apply(x, residual, weight, eps, options, dropout)
+        return apply(_RMSNorm, x, residual, weight, eps, options, dropout)
     y, h, _ = _rms_norm_fwd(x, residual, weight, eps, options, False, dropout)
     return y, h

@@ -156,7 +156,7 @@ def empty_forward(
 
 
 def _a_number_a_row(x: Tensor) -> Tensor:
-    return torch.empty(x.shape[:-1], dtype=wide_dtype(x.dtype), device=x.device)
+    return x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
 
 
 @planned
@@ -303,9 +303,11 @@ def backward(
         assert found is not None
     wide, plan = found
     make = rstd.new_zeros if wide else rstd.new_empty
-    of_w, of_b = (None if sums is None else make((plan.grid[0], x.shape[-1])) for sums in (dw, db))
+    parts = plan.grid[0], x.shape[-1]
+    of_w, of_b = None if dw is None else make(parts), None if db is None else make(parts)
     kernel = rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel
     launch(kernel, plan, dy, dh, x, contiguous(weight), mean, rstd, dx, of_w, of_b, dresidual, seed)
-    for partial, sums in ((of_w, dw), (of_b, db)):
-        if partial is not None and sums is not None:
-            sum_partials(partial, sums)
+    if dw is not None and of_w is not None:
+        sum_partials(of_w, dw)
+    if db is not None and of_b is not None:
+        sum_partials(of_b, db)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import empty_like
 from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions
 from foundry_kernels.ops.rms_norm.options import PLAIN_WEIGHT
@@ -144,7 +144,7 @@ class _LayerNorm(torch.autograd.Function):
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if requires_grad(x, weight, bias):
-        return _LayerNorm.apply(x, None, weight, bias, eps, NO_DROPOUT)
+        return apply(_LayerNorm, x, None, weight, bias, eps, NO_DROPOUT)
     return _layer_norm_fwd(x, None, weight, bias, eps, False, NO_DROPOUT)[0]
 
 
@@ -153,6 +153,6 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     dropout = DropoutOptions(*dropout_options)
     if requires_grad(x, residual, weight, bias):
-        return _LayerNorm.apply(x, residual, weight, bias, eps, dropout)
+        return apply(_LayerNorm, x, residual, weight, bias, eps, dropout)
     y, h, _, _ = _layer_norm_fwd(x, residual, weight, bias, eps, False, dropout)
     return y, h

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from foundry_kernels._triton.launch import planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import empty_like
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels.ops.rms_norm.options import WeightOptions
 from foundry_kernels.ops.rope.options import RopeOptions
 from foundry_kernels.ops.rope.triton.launch import Norms, launch_backward, launch_forward, unit_stride
 
+_AS_THEY_ARE = [0, 1, 2, 3]
+
 
 def _dense(x: Tensor, order: list[int] | None) -> Tensor:
     """An unfilled tensor of x's shape and dtype, dense with its dimensions in this order; None: in x's own."""
+    if (order is None or order == _AS_THEY_ARE) and x.is_contiguous():
+        return empty_like(x)
     strides = _dense_strides(x.shape, x.stride(), None if order is None else tuple(order))
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
@@ -285,7 +289,7 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     options = RopeOptions(interleaved, positions)
     if requires_grad(q, k):
-        return _Rope.apply(q, k, cos, sin, options)
+        return apply(_Rope, q, k, cos, sin, options)
     return _rope_apply(q, k, cos, sin, options, False)
 
 
@@ -304,5 +308,5 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     weight_options, options = WeightOptions(weight_offset, round_before_weight), RopeOptions(interleaved, positions)
     if requires_grad(q, k, q_weight, k_weight):
-        return _QKNormRope.apply(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options)
+        return apply(_QKNormRope, q, k, q_weight, k_weight, cos, sin, eps, weight_options, options)
     return _qk_norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, eps, weight_options, options, False, False)[:2]

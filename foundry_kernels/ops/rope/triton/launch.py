@@ -107,7 +107,7 @@ def with_unit_stride(x: Tensor) -> Tensor:
 
 
 def unit_stride(x: Tensor | None) -> Tensor | None:
-    return None if x is None else with_unit_stride(x)
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def launch_forward(
@@ -260,7 +260,7 @@ def layout(x: Tensor) -> Layout:
 
 
 def _layout(x: Tensor | None) -> Layout | None:
-    return None if x is None else layout(x)
+    return None if x is None else (x.shape, x.stride())
 
 
 def _table_strides(table: Layout) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, strides_of
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.dropout import kernel_numbers
@@ -264,7 +264,7 @@ class _GLU(torch.autograd.Function):
 
 def _glu(gate: Tensor, up: Tensor | None, activation: str, options: GatedOptions) -> Tensor:
     if requires_grad(gate, up):
-        return _GLU.apply(gate, up, activation, options)
+        return apply(_GLU, gate, up, activation, options)
     return _glu_fwd(gate, up, activation, options)
 
 

@@ -244,12 +244,6 @@ void store_pair(Shared& shared, uint32_t byte, uint32_t pair, int line = __built
   cuda_on_cpu::site(file, line).add(32, byte / 4 % 32);
 }
 
-inline void add_pair(float* to, float x, float y) {  // fibers take turns: nobody is between the reads and the writes
-  cuda_on_cpu::check_aligned(to, 8);
-  to[0] += x;
-  to[1] += y;
-}
-
 template <class T>
 uint32_t pack(float low, float high) {
   cuda_on_cpu::check_value(low);
