@@ -30,9 +30,10 @@ INSTRUCTIONS = {"neon_bf16": False, "avx512_bf16": False, "amx_bf16": True}
 AMD, INTEL = "AuthenticAMD", "GenuineIntel"
 #: Of AMD's families: Zen 4 and 5.
 FAST_FAMILIES = (0x19, 0x1A)
-#: Of Intel's family 6 the models whose `vdpbf16ps` takes longer than the products in float32 in its place.
+#: Of Intel's family 6 the models whose `vdpbf16ps` takes longer than the products in float32 in its place: measured on
+#: 0xCF, and taken to be so on the others.
 SLOW_MODELS = {0x8F: "Sapphire Rapids", 0xCF: "Emerald Rapids", 0xAD: "Granite Rapids", 0xAE: "Granite Rapids D"}
-#: The first with the instruction, by model and steppings, on which it has twice the rate of float32.
+#: The first with the instruction, by model and steppings. It is taken to be fast there; none was measured.
 COOPER_LAKE = (0x55, (10, 11))
 
 #: A measurement says that instructions are slow where they take so many times as long.
