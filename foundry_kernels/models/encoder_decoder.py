@@ -14,7 +14,8 @@ from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.extend import extended
-from foundry_kernels.models.generate import generate, read_prompts
+from foundry_kernels.models.generate import generate
+from foundry_kernels.models.sampling import read_prompts
 from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._backend import Backend
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.decode_block import decode_all
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
 from foundry_kernels.models.extend import extended
-from foundry_kernels.models.generate import generate
 from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
@@ -37,6 +36,9 @@ from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import RopeScaling
+
+if TYPE_CHECKING:
+    from foundry_kernels.models.generate import generate
 
 
 class Transformer(nn.Module):
@@ -385,7 +387,8 @@ class Transformer(nn.Module):
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    generate = generate
+    if TYPE_CHECKING:  # given by `models.generate`, which needs this class
+        generate = generate
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on
