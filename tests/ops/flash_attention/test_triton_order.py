@@ -11,7 +11,7 @@ import triton.language as tl
 from attention_inputs import plain_options
 
 from foundry_kernels import _triton
-from foundry_kernels._triton.launch import forget_plans
+from foundry_kernels._triton.plans import forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
 from foundry_kernels.ops.flash_attention.triton import launch
 from foundry_kernels.ops.flash_attention.triton.kernel_options import numbers_of, tensor_options

@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.devices import device_of
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels.ops.flash_attention.triton.bias_gradient import flash_attention_dbias_kernel
 
 if TYPE_CHECKING:

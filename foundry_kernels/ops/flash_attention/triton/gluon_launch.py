@@ -8,7 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._triton.launch import Plan, compiler_options, planned
+from foundry_kernels._triton.launch import Plan, compiler_options
+from foundry_kernels._triton.plans import planned
 
 if TYPE_CHECKING:
     from foundry_kernels.ops.flash_attention.triton.launch import _Problem

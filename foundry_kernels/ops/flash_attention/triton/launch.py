@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.devices import capability, device_of
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose, is_forced
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order

@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton import INTERPRET
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels.ops.flash_attention.triton.tiles import flash_attention_tiles_kernel
 
 if TYPE_CHECKING:
