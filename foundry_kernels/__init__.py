@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from foundry_kernels._triton import tuning as _tuning
+from foundry_kernels._triton import tuning
 from foundry_kernels.core import late as _late
 from foundry_kernels.core import registry as _registry
 from foundry_kernels.core.registry import OPS, BackendUnavailable
@@ -71,4 +71,4 @@ __getattr__, __dir__ = _late.names(
 _late.provide({name: f"{__name__}.integrations.{name}" for name in ("from_hf", "seq2seq")})
 _late.provide({"sharding": f"{__name__}.distributed.sharding"})
 _registry.when_dtensor_is_used(lambda: _late.module_above("sharding"))
-_tuning.start()
+tuning.start()

@@ -36,10 +36,10 @@ def test_the_package_imports_what_every_program_needs_and_no_more() -> None:
         import foundry_kernels as fk
         print(*sorted(n.split(".")[1] for n in sys.modules if n.count(".") == 1 and n.startswith("foundry_kernels.")))
         print([n for n in ("triton", "transformers", "torch.distributed.tensor", "torch._dynamo") if n in sys.modules])
-        print([n for n in dir(fk) if not n.startswith("_")] == sorted([*fk.__all__, "core", "ops", *{lazy!r}]))
+        print([n for n in dir(fk) if not n.startswith("_")] == sorted([*fk.__all__, *{lazy!r}]))
         assert fk.models.ModelConfig and fk.compat.flash_attn and fk.batch_invariant and fk.integrations.unpatch
         assert callable(fk.patch) and "nn" in vars(fk)
-        """.replace("{lazy!r}", str(("diagnostics", "distributed", "integrations")))
+        """.replace("{lazy!r}", str(("core", "diagnostics", "distributed", "integrations", "ops", "tuning")))
     ).splitlines()
     assert set(printed[0].split()) <= {"_C", "_triton", "core", "ops"}
     assert printed[1:] == ["[]", "True"]

@@ -28,11 +28,10 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _aligned,
     _batched,
     _copy_back,
-    _Problem,
-    _problem,
     _target,
     empty_bwd,
 )
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem, _problem
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 

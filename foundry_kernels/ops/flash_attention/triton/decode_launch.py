@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
@@ -18,9 +16,7 @@ from foundry_kernels.ops.flash_attention.triton.decode import (
     flash_attention_combine_kernel,
     flash_attention_decode_kernel,
 )
-
-if TYPE_CHECKING:
-    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
 #: Keys of a split for each row of the tile, so that sums are few next to keys. The interpreter's cases are short.
 _KEYS_A_ROW = 4 if INTERPRET else 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from foundry_kernels._triton.launch import Plan, compiler_options
 from foundry_kernels._triton.plans import planned
-
-if TYPE_CHECKING:
-    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
 try:
     from triton.experimental.gluon import language as gl
