@@ -24,6 +24,7 @@ from foundry_kernels.core.registry import BACKENDS, OpSpec
 
 
 def main(argv: list[str]) -> int:
+    _triton.load()  # or it would not be known whether Triton imports
     commands = {"check": check, "inspect": inspect, "patch-report": patch_report, "size": size, "tune": tune}
     if argv and argv[0] in commands:  # which parse what follows
         return commands[argv[0]](argv[1:])
