@@ -13,10 +13,8 @@ from typing import Any
 from benchmarks import noise, tables, verdict
 from benchmarks.report import RESULTS, ROOT, all_kept, page, pictures
 
-START, END = "<!-- slower -->", "<!-- end of slower -->"
 #: The page of all results, in the repository.
 INDEX = RESULTS.relative_to(ROOT) / "README.md"
-_HEADLINE, _END_OF_HEADLINE = "<!-- headline -->", "<!-- end of headline -->"
 
 Results = dict[Path, dict[str, Any]]
 
@@ -27,23 +25,9 @@ def write(source: Path | None = None, root: Path = ROOT) -> None:
     found = all_kept(root / RESULTS.relative_to(ROOT))
     for each in found:
         page(each, draw=False)
-    for path, made in ((root / "README.md", with_headline), (root / INDEX, with_results)):
-        path.write_text(made(path.read_text(encoding="utf-8"), root, found, source), encoding="utf-8")
-
-
-def with_headline(before: str, root: Path, found: Results, source: Path | None = None) -> str:
-    """README.md with its headline made again."""
-    shown = source or newest(on_cpu(found))
-    return _between(before, _HEADLINE, _END_OF_HEADLINE, _headline(root, found[shown], shown))
-
-
-def with_results(before: str, root: Path, found: Results, source: Path | None = None) -> str:
-    """The page of all results with its list made again."""
-    return _between(before, START, END, _slower(found, source or newest(on_cpu(found))))
-
-
-def on_cpu(found: Results) -> Results:
-    return {path: kept for path, kept in found.items() if not on_gpu(kept)}
+    shown = source or newest({path: kept for path, kept in found.items() if not on_gpu(kept)})
+    insert(root / "README.md", "headline", _headline(root, found[shown], shown))
+    insert(root / INDEX, "slower", _slower(found, shown))
 
 
 def on_gpu(kept: dict[str, Any]) -> bool:
@@ -55,14 +39,13 @@ def newest(found: Results) -> Path:
     return next((path for path, kept in found.items() if not kept.get("isa", {}).get("forced")), next(iter(found)))
 
 
-def _between(before: str, start: str, end: str, made: str) -> str:
-    if start not in before or end not in before.split(start, 1)[1]:
-        raise SystemExit(f"error: the page has no {start} followed by {end}, between which results go")
-    head, rest = before.split(start, 1)
-    return f"{head}{start}\n{made}\n{end}{rest.split(end, 1)[1]}"
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
+def insert(path: Path, part: str, made: str) -> None:
+    """Writes what is made between the two marks of a part of a page."""
+    start, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
+    head, found, rest = path.read_text(encoding="utf-8").partition(start)
+    if end not in rest or not found:
+        raise SystemExit(f"error: {path} has no {start} followed by {end}, between which results go")
+    path.write_text(f"{head}{start}\n{made}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def _headline(root: Path, kept: dict[str, Any], source: Path) -> str:

@@ -18,8 +18,9 @@ Row = dict[str, Any]
 
 
 def header(kept: dict[str, Any], source: str) -> str:
+    versions = ", ".join(f"{n} {kept['environment'][n]}" for n in ("torch", "triton") if n in kept["environment"])
     text = (
-        f"Measured {kept['date']} on {kept['device']} ({_versions(kept)}), {of_commit(kept)}, from "
+        f"Measured {kept['date']} on {kept['device']} ({versions}), {of_commit(kept)}, from "
         f"[{source}]({source}). Times are "
         "medians over rounds in which all contenders took turns. `× peer` is the peer's time over ours: above 1, ours "
         "is faster. `% of memcpy` is our rate over that of a memcpy of as many bytes into memory that exists, "
@@ -84,11 +85,6 @@ def cuts(budget: dict[str, Any], most: int | None = None) -> list[str]:
 def paragraph(text: str, indent: str = "") -> str:
     """Returns the text in lines, of which those behind the first are indented."""
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _versions(kept: dict[str, Any]) -> str:
-    environment = kept["environment"]
-    return ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment)
 
 
 def of_kind(kept: dict[str, Any], kind: str) -> list[Row]:

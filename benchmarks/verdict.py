@@ -40,8 +40,15 @@ def lines(rows: Sequence[Row], left_out: Sequence[str] = ()) -> list[str]:
         of = [text for each, text in found if each == called]
         parts += [title, *(f"  {text}" for text in of)] if of else []
     about_noise = [text] if (text := noise.in_short(rows, (*OURS, *OUR_MODELS))) else []
-    of = [*_costs(rows), *growth(rows), *_wrong(rows), *left_out, *about_noise]
-    return [*parts, *of, *_noisy_rows(rows), *_behind(rows)]
+    wrong = dict.fromkeys(f"{r['op']} {r['direction']} {r['row']}" for r in rows if "wrong" in r)
+    of_wrong = [f"Wrong results, so without ratios: {', '.join(wrong)}."] if wrong else []
+    parts += [*_costs(rows), *growth(rows), *of_wrong, *left_out, *about_noise]
+    mine = _models_too(rows)
+    if noisy := _called(mine, "noisy"):
+        parts += [f"Too noisy to call, {len(noisy)} of {len(mine)} rows:", *_named(noisy)]
+    if behind := _called(mine, "slower"):
+        return [*parts, f"{TITLE}, {len(behind)} of {len(mine)} rows:", *_named(behind)]
+    return [*parts, f"{TITLE}: none of {len(mine)} rows."] if mine else parts
 
 
 def so_far(rows: Sequence[Row]) -> list[str]:
@@ -179,25 +186,6 @@ def growth(rows: Sequence[Row]) -> list[str]:
         worst_of, op = max((of.get(str(most), 1.0), op) for of, op in divided)
         shown.append(f"Divided among {most} threads (computed): at most {worst_of:.2f} times an even share ({op}).")
     return shown
-
-
-def _noisy_rows(rows: Sequence[Row]) -> list[str]:
-    mine = _models_too(rows)
-    noisy = _called(mine, "noisy")
-    return [f"Too noisy to call, {len(noisy)} of {len(mine)} rows:", *_named(noisy)] if noisy else []
-
-
-def _behind(rows: Sequence[Row]) -> list[str]:
-    mine = _models_too(rows)
-    behind = _called(mine, "slower")
-    if not behind:
-        return [f"{TITLE}: none of {len(mine)} rows."] if mine else []
-    return [f"{TITLE}, {len(behind)} of {len(mine)} rows:", *_named(behind)]
-
-
-def _wrong(rows: Sequence[Row]) -> list[str]:
-    wrong = [f"{r['op']} {r['direction']} {r['row']}" for r in rows if "wrong" in r]
-    return [f"Wrong results, so without ratios: {', '.join(dict.fromkeys(wrong))}."] if wrong else []
 
 
 # --- what is slower than a peer, one and all --------------------------------------------------------------------------

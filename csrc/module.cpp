@@ -14,6 +14,8 @@
 
 #include "cpu/flash_attention_tasks.h"
 #include "cpu/isa.h"
+#include "cpu/processor.h"
+#include "cpu/product_rates.h"
 #include "direct.h"
 #include "torch/numbers.h"
 #include "torch/products.h"
@@ -57,6 +59,10 @@ pybind11::dict build_info() {
   if (foundry::fast_float16_products()) products.push_back("float16");
   if (foundry::fast_float32_products()) products.push_back("float32");
   info["fast_products"] = products;
+  products.clear();
+  if (foundry::own_bfloat16_products()) products.push_back("bfloat16");
+  if (!foundry::fast_float32_products()) products.push_back("float32");
+  info["own_products"] = products;  // which csrc/cpu/matmul.h has instead
   info["cuda_architectures"] = FK_CUDA_ARCHITECTURES;
 #if defined(FK_HAVE_HOPPER)
   info["hopper"] = true;  // csrc/cuda/hopper is compiled in
@@ -81,6 +87,34 @@ void force_instruction_set(const std::string& name) {
     return foundry::force_isa(isa);
   }
   throw std::invalid_argument("unknown instruction set " + name);
+}
+
+pybind11::dict processor() {
+  const foundry::Processor found = foundry::processor();
+  pybind11::dict facts;
+  facts["vendor"] = found.vendor;
+  facts["family"] = found.family;
+  facts["model"] = found.model;
+  facts["stepping"] = found.stepping;
+  facts["instruction_set"] = foundry::processor_isa();
+  return facts;
+}
+
+void choose_bfloat16(bool tiles, bool pairs, bool products) { foundry::choose_bfloat16({tiles, pairs, products}); }
+
+std::tuple<bool, bool, bool> bfloat16_choice() {
+  const foundry::Bfloat16Choice choice = foundry::bfloat16_choice();
+  return {choice.tiles, choice.pairs, choice.products};
+}
+
+// Seconds of the same multiplications on one thread.
+pybind11::dict measure_bfloat16() {
+  pybind11::dict seconds;
+  const foundry::ProductSeconds found = FK_CHOOSE_ISA(product_seconds)();
+  seconds["float32"] = found.float32;
+  seconds["pairs"] = found.pairs;
+  seconds["products"] = foundry::onednn_bfloat16_seconds();
+  return seconds;
 }
 
 using Lengths = std::vector<int64_t>;
@@ -128,6 +162,11 @@ PYBIND11_MODULE(_C, m) {
   }
   m.def("build_info", &build_info, "How the extension was built, and what it and oneDNN use of the processor.");
   m.def("limits", &limits, "The numbers that options and sizes may be.");
+  m.def("processor", &processor, "Which processor this is.");
+  m.def("choose_bfloat16", &choose_bfloat16,
+        "By which instructions products of bfloat16 are made: csrc/cpu/processor.h.");
+  m.def("bfloat16_choice", &bfloat16_choice, "(tiles, pairs, products) as chosen.");
+  m.def("measure_bfloat16", &measure_bfloat16, "Seconds that the same products take in float32 and by instructions.");
   m.def("force_instruction_set", &force_instruction_set, "For tests: run the CPU kernels of this instruction set.");
   m.def("attention_tasks", &attention_tasks, "For tests: into which tasks the CPU kernels of attention are divided.");
   auto direct = m.def_submodule("direct", "Calls of the operators on plain tensors, without torch's binding.");

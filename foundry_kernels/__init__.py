@@ -1,13 +1,11 @@
 """Fused kernels for training and running Llama-style models, each tested against a plain PyTorch reference."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from foundry_kernels import compat, models, nn
 from foundry_kernels._triton import tuning
-from foundry_kernels.compat.batch_invariant import batch_invariant
-from foundry_kernels.core.registry import OPS, BackendUnavailable, when_dtensor_is_used
-from foundry_kernels.integrations import patch
+from foundry_kernels.core import late as _late
+from foundry_kernels.core import registry as _registry
+from foundry_kernels.core.registry import OPS, BackendUnavailable
 from foundry_kernels.ops.bias_gelu import bias_gelu, bias_relu, bias_silu
 from foundry_kernels.ops.combine_experts import combine_experts
 from foundry_kernels.ops.cross_entropy import cross_entropy
@@ -53,16 +51,24 @@ __all__ = [
     "swiglu",
 ]
 
-tuning.start()
 if TYPE_CHECKING:
+    from foundry_kernels import compat as compat
+    from foundry_kernels import diagnostics as diagnostics
     from foundry_kernels import distributed as distributed
-else:
+    from foundry_kernels import integrations as integrations
+    from foundry_kernels import models as models
+    from foundry_kernels.compat.batch_invariant import batch_invariant as batch_invariant
+    from foundry_kernels.integrations.patch import patch as patch
+del TYPE_CHECKING
 
-    def __getattr__(name: str) -> Any:
-        """`distributed`, which is imported by its first use: DTensor takes half a second."""
-        if name == "distributed":
-            return importlib.import_module("foundry_kernels.distributed")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-when_dtensor_is_used(lambda: importlib.import_module("foundry_kernels.distributed.sharding"))
+#: What takes time to import and many programs do without (DTensor alone takes half a second).
+_FOLDERS = ("compat", "diagnostics", "distributed", "integrations", "models", "nn")
+__getattr__, __dir__ = _late.names(
+    __name__,
+    {folder: f"{__name__}.{folder}" for folder in _FOLDERS}
+    | {"batch_invariant": f"{__name__}.compat.batch_invariant", "patch": f"{__name__}.integrations.patch"},
+)
+_late.provide({name: f"{__name__}.integrations.{name}" for name in ("from_hf", "seq2seq")})
+_late.provide({"sharding": f"{__name__}.distributed.sharding"})
+_registry.when_dtensor_is_used(lambda: _late.module_above("sharding"))
+tuning.start()

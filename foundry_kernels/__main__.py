@@ -24,6 +24,7 @@ from foundry_kernels.core.registry import BACKENDS, OpSpec
 
 
 def main(argv: list[str]) -> int:
+    _triton.load()  # or it would not be known whether Triton imports
     commands = {"check": check, "inspect": inspect, "patch-report": patch_report, "size": size, "tune": tune}
     if argv and argv[0] in commands:  # which parse what follows
         return commands[argv[0]](argv[1:])
@@ -63,6 +64,7 @@ def versions() -> list[str]:
         lines += [
             ("extension", f"compiled by {info['compiler']} for torch {info['torch']}"),
             ("  cpu", instruction_sets(info)),
+            ("  bfloat16", bfloat16_products(info)),
             ("  threads", str(torch.get_num_threads())),
             ("  cuda", cuda_architectures(info)),
         ]
@@ -75,6 +77,14 @@ def instruction_sets(info: dict[str, Any]) -> str:
     if info["processor"] not in info["instruction_sets"]:
         text += f"; this processor has {info['processor']}, for which it must be compiled again: {extension.REBUILD}"
     return text
+
+
+def bfloat16_products(info: dict[str, Any]) -> str:
+    """How products of bfloat16 are made on the CPU, and whether oneDNN does what was chosen."""
+    choice = extension.BFLOAT16
+    if choice is not None and choice.products and "bfloat16" not in info["fast_products"]:
+        return f"{choice}; but oneDNN has none of them in this process: widened"
+    return str(choice)
 
 
 def cuda_architectures(info: dict[str, Any]) -> str:

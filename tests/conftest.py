@@ -119,6 +119,16 @@ def instruction_set() -> Iterator[Callable[[str], None]]:
     extension._C.force_instruction_set(chosen)
 
 
+@pytest.fixture
+def bfloat16_choice() -> Iterator[Callable[[bool, bool, bool], None]]:
+    """Sets whether products of bfloat16 on the CPU are by instructions: attention's tiles, pairs, oneDNN's products."""
+    from foundry_kernels.core import extension
+
+    chosen = extension._C.bfloat16_choice()
+    yield extension._C.choose_bfloat16
+    extension._C.choose_bfloat16(*chosen)
+
+
 @pytest.fixture(autouse=True)
 def _active_row(request: pytest.FixtureRequest) -> Iterator[None]:
     """A row of the parity table may need something in place while it is tested."""

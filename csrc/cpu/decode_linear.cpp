@@ -11,12 +11,8 @@ namespace FK_ISA {
 
 namespace {
 
-// What products of T are made of. Pairs, where the processor multiplies them: of eight rows the arithmetic takes longer
-// than to read the weights.
-template <class T> using Product = std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, BFloat16, float>;
-
-// Columns [begin, end) of one matrix's part of the result.
-template <int kRows, class T>
+// Columns [begin, end) of one matrix's part of the result. E is what products are made of.
+template <int kRows, class E, class T>
 void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const float* x, T* y, int64_t begin,
               int64_t end) {
   constexpr int64_t ld = kDecodeLinearBlock + kSums;
@@ -24,17 +20,15 @@ void multiply(const DecodeLinear& a, const DecodeLinearMatrix& matrix, const flo
   const T* rows = static_cast<const T*>(matrix.data) + begin * matrix.stride;
   // Rows lie one after the other: those that come next are what follows the registers' share.
   const Stream<T> stream{rows, matrix.stride, rows + kSums / kRows * matrix.stride};
-  multiply_keys<kRows, kPer<Product<T>> == 2>(x, lanes_of<Product<T>>(a.width), a.width, stream, end - begin, found,
-                                              ld);
+  multiply_keys<kRows, kPer<E> == 2>(x, lanes_of<E>(a.width), a.width, stream, end - begin, found, ld);
   for (int64_t r = 0; r < a.n_rows; ++r)
     for_each_vec(end - begin, [&](int64_t i, auto at, int) FK_INLINE {
       at.store(y + r * a.n_cols + begin + i, Whole::load(found + r * ld + i));
     });
 }
 
-template <int kRows, class T>
+template <int kRows, class E, class T>
 void multiply_all(const DecodeLinear& a, int64_t begin, int64_t end) {
-  typedef Product<T> E;
   const int64_t ld = lanes_of<E>(a.width);
   const T* in = static_cast<const T*>(a.x);
   const float* x = reinterpret_cast<const float*>(in);
@@ -51,23 +45,30 @@ void multiply_all(const DecodeLinear& a, int64_t begin, int64_t end) {
     const int64_t blocks = matrix.blocks();
     for (int64_t block = std::max<int64_t>(begin, 0); block < std::min(end, blocks); ++block) {
       const int64_t first = block * kDecodeLinearBlock;
-      multiply<kRows, T>(a, matrix, x, y, first, std::min(first + kDecodeLinearBlock, matrix.n_rows));
+      multiply<kRows, E, T>(a, matrix, x, y, first, std::min(first + kDecodeLinearBlock, matrix.n_rows));
     }
     begin -= blocks, end -= blocks;
     y += matrix.n_rows;
   }
 }
 
+template <class E, class T>
+void multiply_rows(const DecodeLinear& a, int64_t begin, int64_t end) {
+  if (a.n_rows > 4) multiply_all<8, E, T>(a, begin, end);
+  else if (a.n_rows > 2) multiply_all<4, E, T>(a, begin, end);
+  else if (a.n_rows > 1) multiply_all<2, E, T>(a, begin, end);
+  else multiply_all<1, E, T>(a, begin, end);
+}
+
 }  // namespace
 
 void decode_linear(const DecodeLinear& a, int64_t begin, int64_t end) {
-  with_type(a.type, [&](auto* type) {
-    typedef std::remove_pointer_t<decltype(type)> T;
-    if (a.n_rows > 4) multiply_all<8, T>(a, begin, end);
-    else if (a.n_rows > 2) multiply_all<4, T>(a, begin, end);
-    else if (a.n_rows > 1) multiply_all<2, T>(a, begin, end);
-    else multiply_all<1, T>(a, begin, end);
-  });
+  // Pairs, where the processor multiplies them fast: of eight rows the arithmetic takes longer than to read the
+  // weights.
+  if constexpr (kPairs) {
+    if (a.type == Dtype::bf16 && !a.widens) return multiply_rows<BFloat16, BFloat16>(a, begin, end);
+  }
+  with_type(a.type, [&](auto* type) { multiply_rows<float, std::remove_pointer_t<decltype(type)>>(a, begin, end); });
 }
 
 }  // namespace FK_ISA

@@ -31,6 +31,7 @@ struct DecodeLinear {
   DecodeLinearMatrix matrices[kDecodeLinearMatrices];
   int n_matrices;
   Dtype type;
+  bool widens;  // bfloat16 to float32, also where the processor multiplies pairs of it
 
   // The same of rows that one call takes, from `first` on.
   DecodeLinear few_rows(int64_t first) const {

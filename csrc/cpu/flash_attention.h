@@ -58,6 +58,7 @@ struct AttentionInputs {
   // What a row gets depends on the keys that it sees alone: not on the other rows of the call, nor on other sequences.
   bool batch_invariant;
   Dtype type;               // of q, k, v and outputs
+  bool widens;              // bfloat16 to float32, also where the processor multiplies pairs of it
   HeadStrides lse_strides;  // also of the other numbers a row
   const uint8_t* mask;      // not 0 where a pair is seen, or null
   PairStrides mask_strides;

@@ -160,7 +160,7 @@ void backward(const AttentionBackward& a, const AttentionBackwardTask& task, flo
 
 void attention_backward(const AttentionBackward& a, const AttentionBackwardTask& task, float* scratch) {
   if constexpr (kPairs) {
-    if (a.type == Dtype::bf16) {
+    if (a.type == Dtype::bf16 && !a.widens) {
       [[maybe_unused]] const TileRegisters tiles;
       return backward<BFloat16>(a, task, scratch);
     }

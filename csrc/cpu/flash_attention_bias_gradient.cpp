@@ -138,7 +138,7 @@ void bias_gradient(const AttentionBackward& a, const AttentionBiasTask& task, fl
 
 void attention_bias_gradient(const AttentionBackward& a, const AttentionBiasTask& task, float* scratch) {
   if constexpr (kPairs) {
-    if (a.type == Dtype::bf16) {
+    if (a.type == Dtype::bf16 && !a.widens) {
       [[maybe_unused]] const TileRegisters tiles;
       return bias_gradient<BFloat16>(a, task, scratch);
     }

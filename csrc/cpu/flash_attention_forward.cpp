@@ -254,7 +254,7 @@ void attention_forward(const AttentionForward& a, const AttentionTask& task, flo
   if (is_decoded(a, task.row_begin, a.sequences[task.sequence].q_len * a.group))
     return attention_decode(a, task, scratch);
   if constexpr (kPairs) {
-    if (a.type == Dtype::bf16) {
+    if (a.type == Dtype::bf16 && !a.widens) {
       [[maybe_unused]] const TileRegisters tiles;
       return forward<BFloat16>(a, task, scratch);
     }

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "processor.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -108,6 +110,8 @@ std::atomic<Isa>& choice() {
   return isa;
 }
 
+std::atomic<bool> widens_tiles{false}, widens_pairs{false}, widens_products{false};
+
 }  // namespace
 
 bool isa_usable(Isa isa) { return compiled(isa) && processor_has(isa == Isa::lowest ? lowest_by_name() : isa); }
@@ -128,6 +132,32 @@ const char* processor_isa() {
   for (const Isa isa : kIsas)
     if (processor_has(isa)) best = name_of(isa);
   return best;
+}
+
+Processor processor() {
+  Processor found;
+#if defined(__x86_64__)
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return found;
+  for (const unsigned part : {ebx, edx, ecx}) found.vendor.append(reinterpret_cast<const char*>(&part), sizeof(part));
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return found;
+  const unsigned family = eax >> 8 & 0xF;
+  found.family = family == 0xF ? family + (eax >> 20 & 0xFF) : family;
+  found.model = (eax >> 4 & 0xF) | (family == 0xF || family == 6 ? eax >> 12 & 0xF0 : 0);
+  found.stepping = eax & 0xF;
+#endif
+  return found;
+}
+
+Bfloat16Choice bfloat16_choice() {
+  const auto fast = [](const std::atomic<bool>& widens) { return !widens.load(std::memory_order_relaxed); };
+  return {fast(widens_tiles), fast(widens_pairs), fast(widens_products)};
+}
+
+void choose_bfloat16(const Bfloat16Choice& choice) {
+  widens_tiles = !choice.tiles;
+  widens_pairs = !choice.pairs;
+  widens_products = !choice.products;
 }
 
 }  // namespace foundry

@@ -1,9 +1,10 @@
-// Products of float32 matrices by the blocks of attention's products: a few columns of B, over some of the depth, are
-// brought side by side into the first-level cache, and all rows of the tile pass by. Compiled once per instruction set
-// (see isa.h).
+// Products of matrices by the blocks of attention's products: a few columns of B, over some of the depth, are brought
+// side by side into the first-level cache, and all rows of the tile pass by. What is bfloat16 becomes float32 on the
+// way there. Compiled once per instruction set (see isa.h).
 #include "matmul.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "flash_attention_gemm.h"
 #include "transpose.h"
@@ -15,8 +16,9 @@ namespace {
 
 // Of the depth at a time: so many rows of kMatmulColumns numbers are 32 KB.
 constexpr int64_t kDepth = 128;
-// Between the steps of A's copy: not a power of two, which would share few places in the cache.
-constexpr int64_t kLeft = kMatmulRows + 16;
+// Between the steps of A's copy, and between its rows: no power of two, which would share few places in the cache.
+constexpr int64_t kLeftStep = kMatmulRows + 16, kLeftRow = kDepth + 16;
+constexpr int64_t kLeft = std::max(kDepth * kLeftStep, kMatmulRows* kLeftRow);
 // Rows at a time where columns are fewer than whole registers.
 constexpr int64_t kPartRows = 64;
 
@@ -28,56 +30,94 @@ void transpose_any(const float* in, int64_t ld_in, int64_t rows, int64_t columns
     for (int64_t c = r < whole_rows ? whole_columns : 0; c < columns; ++c) out[c * ld_out + r] = in[r * ld_in + c];
 }
 
-void copy_rows(const float* in, int64_t ld_in, int64_t rows, int64_t columns, float* out, int64_t ld_out) {
-  for (int64_t r = 0; r < rows; ++r) std::copy_n(in + r * ld_in, columns, out + r * ld_out);
+template <class T>
+void copy_rows(const T* in, int64_t ld_in, int64_t rows, int64_t columns, float* out, int64_t ld_out) {
+  for (int64_t r = 0; r < rows; ++r, in += ld_in, out += ld_out)
+    for_each_vec(columns,
+                 [&](int64_t i, auto at, int) FK_INLINE { at.store(out + i, at.load(in + i)); });
+}
+
+// Some rows of A over some of the depth, in place or as a copy in `left`. Rows that are not dense are copied, as they
+// may be as far apart as pages are.
+template <class T>
+Factor<float> left_factor(const Matmul& of, int64_t row, int64_t rows, int64_t k, int64_t depth, float* left) {
+  const T* a = static_cast<const T*>(of.a) + row * of.a_row + k * of.a_step;
+  if (of.a_step != 1) {
+    copy_rows(a, of.a_step, depth, rows, left, kLeftStep);
+    return {left, 1, kLeftStep};
+  }
+  if constexpr (std::is_same_v<T, float>) return {a, of.a_row, 1};
+  copy_rows(a, of.a_row, rows, depth, left, kLeftRow);
+  return {left, kLeftRow, 1};
 }
 
 // `columns` columns of B from the one at `b` on, [depth, kMatmulColumns], with zeros up to whole registers.
-void pack(const Matmul& of, const float* b, int64_t depth, int64_t columns, float* out) {
-  if (of.b_col == 1) copy_rows(b, of.b_step, depth, columns, out, kMatmulColumns);
-  else transpose_any(b, of.b_col, columns, depth, out, kMatmulColumns);
+template <class T>
+void pack(const Matmul& of, const T* b, int64_t depth, int64_t columns, float* out) {
+  if (of.b_col == 1) {
+    copy_rows(b, of.b_step, depth, columns, out, kMatmulColumns);
+  } else if constexpr (std::is_same_v<T, float>) {
+    transpose_any(b, of.b_col, columns, depth, out, kMatmulColumns);
+  } else {
+    alignas(64) float rows[kMatmulColumns * kLeftRow];
+    copy_rows(b, of.b_col, columns, depth, rows, kLeftRow);
+    transpose_any(rows, kLeftRow, columns, depth, out, kMatmulColumns);
+  }
   if (const int64_t rest = columns % kLanes; rest != 0)
     for (int64_t k = 0; k < depth; ++k) std::fill_n(out + k * kMatmulColumns + columns, kLanes - rest, 0.0f);
 }
 
-// c = part, or c += part
-void store_part(const float* part, int64_t rows, int64_t columns, float* c, int64_t c_row, bool add) {
-  for (int64_t r = 0; r < rows; ++r, part += kMatmulColumns, c += c_row)
+// c = sums, or c += sums
+template <class T>
+void store_sums(const float* sums, int64_t ld, int64_t rows, int64_t columns, T* c, int64_t c_row, bool add) {
+  for (int64_t r = 0; r < rows; ++r, sums += ld, c += c_row)
     for_each_vec(columns, [&](int64_t i, auto at, int) FK_INLINE {
-      const Vec sum = Whole::load(part + i);
+      const Vec sum = at.load(sums + i);
       at.store(c + i, add ? at.load(c + i) + sum : sum);
     });
 }
 
-}  // namespace
-
-void matmul_tile(const Matmul& of, int64_t row_begin, int64_t row_end, int64_t col_begin, int64_t col_end) {
-  const int64_t rows = row_end - row_begin;
-  alignas(64) float right[kDepth * kMatmulColumns], left[kDepth * kLeft], part[kPartRows * kMatmulColumns];
+// Of A and B of T. C is of float32, or of T: its sums are then in `scratch`, as wide as whole panels, until they are
+// rounded.
+template <class T, bool kRounds>
+void tile_of(const Matmul& of, int64_t row_begin, int64_t row_end, int64_t col_begin, int64_t col_end, float* scratch) {
+  typedef std::conditional_t<kRounds, T, float> Out;
+  const int64_t rows = row_end - row_begin, n_cols = col_end - col_begin;
+  Out* const out = static_cast<Out*>(of.c) + row_begin * of.c_row + col_begin;
+  float* sums = scratch;
+  int64_t ld = (n_cols + kMatmulColumns - 1) / kMatmulColumns * kMatmulColumns;
+  if constexpr (!kRounds) sums = out, ld = of.c_row;
+  alignas(64) float right[kDepth * kMatmulColumns], left[kLeft], part[kPartRows * kMatmulColumns];
   for (int64_t k = 0; k < of.depth; k += kDepth) {
     const int64_t depth = std::min(kDepth, of.depth - k);
-    const Start start = k > 0 || of.add ? Start::add : Start::zero;
-    Factor<float> a{of.a + row_begin * of.a_row + k * of.a_step, of.a_row, of.a_step};
-    if (of.a_step != 1) {  // whose rows are as far apart as pages may be
-      copy_rows(a.data, of.a_step, depth, rows, left, kLeft);
-      a = {left, 1, kLeft};
-    }
-    for (int64_t j = col_begin; j < col_end; j += kMatmulColumns) {
-      const int64_t columns = std::min(kMatmulColumns, col_end - j), vecs = (columns + kLanes - 1) / kLanes;
-      pack(of, of.b + k * of.b_step + j * of.b_col, depth, columns, right);
-      float* c = of.c + row_begin * of.c_row + j;
-      if (columns == vecs * kLanes) {
-        multiply(rows, vecs, a, right, kMatmulColumns, depth, c, of.c_row, start);
+    const Start start = k > 0 || (of.add && !kRounds) ? Start::add : Start::zero;
+    const Factor<float> a = left_factor<T>(of, row_begin, rows, k, depth, left);
+    for (int64_t j = 0; j < n_cols; j += kMatmulColumns) {
+      const int64_t columns = std::min(kMatmulColumns, n_cols - j), vecs = (columns + kLanes - 1) / kLanes;
+      pack(of, static_cast<const T*>(of.b) + k * of.b_step + (col_begin + j) * of.b_col, depth, columns, right);
+      if (kRounds || columns == vecs * kLanes) {
+        multiply(rows, vecs, a, right, kMatmulColumns, depth, sums + j, ld, start);
         continue;
       }
       for (int64_t first = 0; first < rows; first += kPartRows) {
         const int64_t count = std::min(kPartRows, rows - first);
         multiply<float>(count, vecs, {a.data + first * a.row, a.row, a.step}, right, kMatmulColumns, depth, part,
                         kMatmulColumns, Start::zero);
-        store_part(part, count, columns, c + first * of.c_row, of.c_row, start == Start::add);
+        store_sums(part, kMatmulColumns, count, columns, sums + first * ld + j, ld, start == Start::add);
       }
     }
   }
+  if constexpr (kRounds) store_sums(sums, ld, rows, n_cols, out, of.c_row, of.add);
+}
+
+}  // namespace
+
+void matmul_tile(const Matmul& of, int64_t row_begin, int64_t row_end, int64_t col_begin, int64_t col_end,
+                 float* scratch) {
+  const auto tile = of.type == Dtype::f32 ? tile_of<float, false>
+                    : of.rounds()         ? tile_of<BFloat16, true>
+                                          : tile_of<BFloat16, false>;
+  tile(of, row_begin, row_end, col_begin, col_end, scratch);
 }
 
 }  // namespace FK_ISA

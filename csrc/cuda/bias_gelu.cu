@@ -1,20 +1,21 @@
 // An activation of x + bias, forward and backward.
 //
 // A thread takes kVec neighbouring columns (16 bytes where rows are aligned to that, else one), whose bias it keeps,
-// and goes down the rows, kRows at a time: it issues their reads before it uses any. Forward, a block takes kRows rows.
-// Backward, the rows are split among as many blocks as the GPU holds at once, and a thread adds up what its columns
-// contribute to the bias's gradient: without shared memory or atomics, and always in the same order. A second kernel
-// sums over the blocks.
+// and goes down the rows, several at a time: it issues their reads before it uses any. Forward, a block takes
+// kForwardRows rows. Backward, the rows are split among as many blocks as the GPU holds at once; a thread reads its
+// next rows before it works on the present ones, and adds up what its columns contribute to the bias's gradient:
+// without shared memory or atomics, and always in the same order. A second kernel sums over the blocks.
 #include "bias_gelu.h"
 
 #include "activation.cuh"
 #include "dropout.cuh"
+#include "vectors.cuh"
 
 namespace foundry {
 namespace cuda {
 namespace {
 
-constexpr int kRows = 4;
+constexpr int kForwardRows = 4, kBackwardRows = 2;
 constexpr int kThreads = 128;
 
 // The first of a thread's columns, and its block's number among those that share the columns.
@@ -30,13 +31,22 @@ struct Place {
 
 // The bias of kVec columns in float; 0 where there is none.
 template <class B, int kVec>
-__device__ __forceinline__ Pack<float, kVec> load_bias(const void* bias, int64_t col) {
+__device__ __forceinline__ void load_bias(const void* bias, int64_t col, float (&out)[kVec]) {
   Pack<B, kVec> raw{};
-  if (bias) raw = load<B, kVec>(static_cast<const B*>(bias) + col);
-  Pack<float, kVec> out;
+  if (bias) raw = load_global<Reuse::by_other_blocks, B, kVec>(static_cast<const B*>(bias) + col);
+  to_floats(raw, out);
+}
+
+// kVec columns of kRows rows from `first` on, as far as there are any. All rows are found before one is read.
+template <class X, int kVec, int kRows>
+__device__ __forceinline__ void load_rows(const void* from, const Rows& rows, const RowStrides& strides, int64_t n_rows,
+                                          int64_t first, int64_t col, Pack<X, kVec> (&to)[kRows]) {
+  const X* p[kRows];
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) out.values[i] = to_float(raw.values[i]);
-  return out;
+  for (int j = 0; j < kRows; ++j)
+    p[j] = static_cast<const X*>(from) + strides.offset(rows, first + j < n_rows ? first + j : n_rows - 1) + col;
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) to[j] = load_global<Reuse::none, X, kVec>(p[j]);
 }
 
 template <class X, class B, Activation kActivation, int kVec, bool kDropout>
@@ -44,59 +54,61 @@ __global__ void __launch_bounds__(kThreads, 4)  // without a number ptxas aims a
     forward_kernel(const BiasActForward a, unsigned col_blocks) {
   const Place<kVec> place(col_blocks);
   if (place.col >= a.n_cols) return;
-  const int64_t n_rows = a.rows.count(), first = place.row_block * kRows;
-  Pack<X, kVec> x[kRows];
+  const int64_t n_rows = a.rows.count(), first = place.row_block * kForwardRows;
+  Pack<X, kVec> x[kForwardRows];
+  load_rows(a.x, a.rows, a.x_strides, n_rows, first, place.col, x);
+  float bias[kVec];
+  load_bias<B>(a.bias, place.col, bias);
 #pragma unroll
-  for (int j = 0; j < kRows; ++j)
-    if (first + j < n_rows)
-      x[j] = load<X, kVec>(static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, first + j) + place.col);
-  const Pack<float, kVec> bias = load_bias<B, kVec>(a.bias, place.col);
-#pragma unroll
-  for (int j = 0; j < kRows; ++j)
-    if (first + j < n_rows) {
+  for (int j = 0; j < kForwardRows; ++j)
+    if (j == 0 || first + j < n_rows) {
       const DropoutFactors<kDropout, kVec> factors(a.dropout, first + j, place.col);
+      float values[kVec];
+      to_floats(x[j], values);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float y = activate<kActivation>(to_float(x[j].values[i]) + bias.values[i]).value;
-        x[j].values[i] = from_float<X>(factors.times(y, i));
-      }
-      store(static_cast<X*>(a.y) + (first + j) * a.n_cols + place.col, x[j]);
+      for (int i = 0; i < kVec; ++i)
+        values[i] = factors.times(activate<kActivation, kRoundedMore<X>>(values[i] + bias[i]).value, i);
+      store_global(static_cast<X*>(a.y) + (first + j) * a.n_cols + place.col, from_floats<X>(values));
     }
 }
 
 template <class X, class B, Activation kActivation, int kVec, bool kDropout>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const BiasActBackward a, unsigned col_blocks) {
+__global__ void __launch_bounds__(kThreads, 4) backward_kernel(const BiasActBackward a, unsigned col_blocks) {
+  constexpr int kRows = kBackwardRows;
   const Place<kVec> place(col_blocks);
   if (place.col >= a.n_cols) return;
   const int64_t n_rows = a.rows.count(), stride = static_cast<int64_t>(a.n_row_blocks) * kRows;
-  const Pack<float, kVec> bias = load_bias<B, kVec>(a.bias, place.col);
-  float dbias[kVec] = {};
-  for (int64_t first = place.row_block * kRows; first < n_rows; first += stride) {
+  float bias[kVec], dbias[kVec] = {};
+  load_bias<B>(a.bias, place.col, bias);
+  struct Read {
     Pack<X, kVec> x[kRows], dy[kRows];
+  } next;
+  const auto read_next = [&](int64_t first) {
+    load_rows(a.x, a.rows, a.x_strides, n_rows, first, place.col, next.x);
+    load_rows(a.dy, a.rows, a.dy_strides, n_rows, first, place.col, next.dy);
+  };
+  read_next(place.row_block * kRows);
+  for (int64_t first = place.row_block * kRows; first < n_rows; first += stride) {
+    const Read now = next;
+    if (first + stride < n_rows) read_next(first + stride);
 #pragma unroll
     for (int j = 0; j < kRows; ++j)
-      if (first + j < n_rows) {
-        x[j] = load<X, kVec>(static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, first + j) + place.col);
-        dy[j] = load<X, kVec>(static_cast<const X*>(a.dy) + a.dy_strides.offset(a.rows, first + j) + place.col);
-      }
-#pragma unroll
-    for (int j = 0; j < kRows; ++j)
-      if (first + j < n_rows) {
-        Pack<X, kVec> dx;
+      if (j == 0 || first + j < n_rows) {
         const DropoutFactors<kDropout, kVec> factors(a.dropout, first + j, place.col);
+        float x[kVec], dz[kVec];
+        to_floats(now.x[j], x);
+        to_floats(now.dy[j], dz);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          const float slope = activate<kActivation>(to_float(x[j].values[i]) + bias.values[i]).derivative;
-          const float dz = times_slope<kActivation>(factors.times(to_float(dy[j].values[i]), i), slope);
-          dbias[i] += dz;
-          dx.values[i] = from_float<X>(dz);
+          const float slope = activate<kActivation, kRoundedMore<X>>(x[i] + bias[i]).derivative;
+          dz[i] = times_slope<kActivation>(factors.times(dz[i], i), slope);
+          dbias[i] += dz[i];
         }
-        if (a.dx) store(static_cast<X*>(a.dx) + (first + j) * a.n_cols + place.col, dx);
+        if (a.dx) store_global(static_cast<X*>(a.dx) + (first + j) * a.n_cols + place.col, from_floats<X>(dz));
       }
   }
-  if (!a.dbias_partial) return;
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) a.dbias_partial[place.row_block * a.n_cols + place.col + i] = dbias[i];
+  if (a.dbias_partial)
+    store_global(a.dbias_partial + place.row_block * a.n_cols + place.col, from_floats<float>(dbias));
 }
 
 // Calls f(Tag<X>, Tag<B>, activation, values per read, whether there is dropout).
@@ -120,7 +132,7 @@ cudaError_t bias_act_forward(const BiasActForward& a, cudaStream_t stream) {
   return with_all(a, vectors, [&](auto x, auto b, auto kind, auto vec, auto drops) {
     constexpr int kVec = decltype(vec)::value;
     const int64_t col_blocks = column_blocks(a.n_cols, kVec);
-    const int64_t blocks = (a.rows.count() + kRows - 1) / kRows * col_blocks;
+    const int64_t blocks = (a.rows.count() + kForwardRows - 1) / kForwardRows * col_blocks;
     if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
     return launch(forward_kernel<FK_TYPE(x), FK_TYPE(b), decltype(kind)::value, kVec, decltype(drops)::value>,
                   dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, a, static_cast<unsigned>(col_blocks));
@@ -131,7 +143,8 @@ cudaError_t bias_act_forward(const BiasActForward& a, cudaStream_t stream) {
 template <class F>
 cudaError_t with_backward_kernel(const BiasActBackward& a, F&& f) {
   const bool vectors = aligned(a.x, a.type, {a.n_cols}) && aligned(a.x, a.type, a.rows, a.x_strides) &&
-                       aligned(a.dy, a.type, a.rows, a.dy_strides) && aligned(a.bias) && aligned(a.dx);
+                       aligned(a.dy, a.type, a.rows, a.dy_strides) && aligned(a.bias) && aligned(a.dx) &&
+                       aligned(a.dbias_partial);
   return with_all(a, vectors, [&](auto x, auto b, auto kind, auto vec, auto drops) {
     constexpr int kVec = decltype(vec)::value;
     return f(b, column_blocks(a.n_cols, kVec),
@@ -142,7 +155,7 @@ cudaError_t with_backward_kernel(const BiasActBackward& a, F&& f) {
 int bias_act_row_blocks(const BiasActBackward& a, int multiprocessors) {
   int64_t useful = 1, resident = 1;
   with_backward_kernel(a, [&](auto, int64_t col_blocks, auto kernel) {
-    useful = (a.rows.count() + kRows - 1) / kRows;
+    useful = (a.rows.count() + kBackwardRows - 1) / kBackwardRows;
     resident = static_cast<int64_t>(resident_blocks(kernel, kThreads)) * multiprocessors / col_blocks;
     return cudaSuccess;
   });

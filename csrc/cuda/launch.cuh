@@ -92,7 +92,7 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 // out[c] = sum over blocks of partial[., c], rounded. A block takes 32 columns, with kSumRows threads for each.
-constexpr int kSumRows = 8;
+constexpr int kSumRows = 16;
 
 template <class W>
 __global__ void __launch_bounds__(32 * kSumRows)
@@ -101,11 +101,14 @@ __global__ void __launch_bounds__(32 * kSumRows)
   const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;
   float total = 0.f;
-  if (col < n_cols)
+  if (col < n_cols) {
+#pragma unroll 8  // that many reads at a time: what they take is mostly the time of one
     for (int b = part; b < n_blocks; b += kSumRows) total += partial[b * n_cols + col];
+  }
   sums[threadIdx.x] = total;
   __syncthreads();
   if (part != 0 || col >= n_cols) return;
+#pragma unroll
   for (int p = 1; p < kSumRows; ++p) total += sums[p * 32 + lane];
   out[col] = from_float<W>(total);
 }

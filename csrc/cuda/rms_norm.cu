@@ -1,314 +1,300 @@
 // RMSNorm and, with kCentered, LayerNorm, forward and backward.
 //
 // A group of kThreads threads takes a row; narrow rows share a block. A thread reads kVec neighbouring values (16 bytes
-// where rows are aligned to that, else one value) at a stride of the group, and caches the first kCached of those reads
-// in registers; the rest of a wider row is read again. Sums are in float. LayerNorm's variance is that around the mean
-// as it is rounded, corrected by what this leaves, so that no digits are lost where the mean is large.
+// where rows are aligned to that, else one value) at a stride of the group. It keeps the first kCached of those reads
+// in registers, and issues all of them before it uses any; the rest of a wider row is read again. Sums are in float.
+// LayerNorm's variance is that around the mean as it is rounded, corrected by what this leaves, so that no digits are
+// lost where the mean is large.
 //
-// Backward: the blocks are persistent and take row after row. Each block sums dW over its rows (in registers, or in the
-// block's row of the partial buffer for what is not cached), and the bias's gradient too; a second kernel sums
-// over the blocks, always in the same order and without atomics.
+// Backward: the blocks are persistent and take row after row, and read the next row before they work on the present
+// one. Each block sums dW over its rows (in registers, or in the block's row of the partial buffer for what is not
+// cached), and the bias's gradient too; a second kernel sums over the blocks, always in the same order and without
+// atomics.
 #include "rms_norm.h"
 
-#include "dispatch.cuh"
 #include "dropout.cuh"
+#include "rms_norm_rows.cuh"
 
 namespace foundry {
 namespace cuda {
 namespace {
 
-constexpr int kCached = 4;
-constexpr int kBlock = 128;  // threads of a block, unless a row needs more
-
-// Sum over the kThreads threads of a row. Calls alternate between two halves of `scratch`, so that one barrier is
-// enough: the next call writes to the other half.
-template <int kThreads>
-__device__ __forceinline__ float group_sum(float v, int call) {
-  v = warp_sum<kThreads>(v);
-  if constexpr (kThreads <= 32) {
-    return v;
-  } else {
-    constexpr int kWarps = kThreads / 32;
-    FK_SHARED(float, scratch, 2 * kWarps);
-    const int half = (call & 1) * kWarps;
-    if (threadIdx.x % 32 == 0) scratch[half + threadIdx.x / 32] = v;
-    __syncthreads();
-    float total = 0.f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) total += scratch[half + w];
-    return total;
-  }
-}
-
-// weight + offset at kVec columns, in float; 1 where there is no weight.
-template <class W, int kVec>
-__device__ __forceinline__ Pack<float, kVec> load_weight(const void* weight, float offset, int64_t col) {
-  Pack<float, kVec> out;
-  if (weight == nullptr) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) out.values[i] = 1.f;
-    return out;
-  }
-  const Pack<W, kVec> raw = load<W, kVec>(static_cast<const W*>(weight) + col);
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) out.values[i] = to_float(raw.values[i]) + offset;
-  return out;
-}
-
-template <class X, class W, class Y, int kVec, int kThreads, bool kCentered, bool kDropout>
-__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, kCentered ? 1 : 0)
-    forward_kernel(const RmsNormForward a) {
-  const int lane = threadIdx.x % kThreads;
+template <class X, class W, class Y, int kVec, int kThreads, int kCached, bool kCentered, bool kDropout>
+__global__ void __launch_bounds__(kBlock<kThreads>, 1) forward_kernel(const RmsNormForward a, float per_column) {
   const int64_t n_rows = a.rows.count();
-  const int64_t wanted = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kThreads) + threadIdx.x / kThreads;
+  const int64_t wanted = static_cast<int64_t>(blockIdx.x) * (kBlock<kThreads> / kThreads) + threadIdx.x / kThreads;
   // A group past the last row repeats it, so that all threads meet at every shuffle and barrier; it writes nothing.
-  const bool live = wanted < n_rows;
+  const bool live = kThreads >= kMinBlock || wanted < n_rows;
   const int64_t row = live ? wanted : n_rows - 1;
+  const Columns<kVec, kThreads, kCached> columns(a.n_cols);
   const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
-  const X* residual = a.residual ? static_cast<const X*>(a.residual) + a.residual_strides.offset(a.rows, row) : nullptr;
-  X* h = static_cast<X*>(a.h) + row * a.n_cols;
-  Y* y = static_cast<Y*>(a.y) + row * a.n_cols;
-  uint64_t seed = 0;
-  if constexpr (kDropout) seed = static_cast<uint64_t>(*a.dropout.seed);
-
-  const auto read = [&](int64_t col) {
-    Pack<X, kVec> v = load<X, kVec>(x + col);
-    if (residual) {
-      const Pack<X, kVec> r = load<X, kVec>(residual + col);
-      float factors[kVec];
-      if constexpr (kDropout) dropout_factors(factors, a.dropout, seed, row, col);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float added = kDropout ? to_float(v.values[i]) * factors[i] : to_float(v.values[i]);
-        v.values[i] = from_float<X>(added + to_float(r.values[i]));
-      }
-    }
-    return v;
-  };
-  float total = 0.f;  // of squares, or for a mean of values
-  const auto add_up = [&](const Pack<X, kVec>& v) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i)
-      total += kCentered ? to_float(v.values[i]) : to_float(v.values[i]) * to_float(v.values[i]);
-  };
-  const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };
-
-  Pack<X, kVec> cached[kCached];
-#pragma unroll
-  for (int j = 0; j < kCached; ++j)  // all reads are issued before any is used
-    if (column(j) < a.n_cols) cached[j] = read(column(j));
+  Pack<X, kVec> cached[kCached] = {};
 #pragma unroll
   for (int j = 0; j < kCached; ++j)
-    if (column(j) < a.n_cols) add_up(cached[j]);
-  for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec) add_up(read(col));
+    if (columns.has(j)) cached[j] = load_global<Reuse::none, X, kVec>(x + columns.of(j));
 
-  const float mean = group_sum<kThreads>(total, 0) / static_cast<float>(a.n_cols);
-  float mean_square = mean, rest = 0.f;
-  if constexpr (kCentered) {
-    float rests = 0.f, squares = 0.f;
-    const auto add_rests = [&](const Pack<X, kVec>& v) {
+  const X* residual = nullptr;
+  X* h = static_cast<X*>(a.h) + row * a.n_cols;
+  Y* y = static_cast<Y*>(a.y) + row * a.n_cols;
+  const float weight_offset = a.weight ? a.weight_offset : 0.f;
+  [[maybe_unused]] uint64_t seed = 0;
+  if constexpr (kDropout) seed = static_cast<uint64_t>(*a.dropout.seed);
+  const auto added = [&](int64_t col, const Pack<X, kVec>& v, const Pack<X, kVec>& r) {
+    float values[kVec], more[kVec];
+    to_floats(v, values);
+    to_floats(r, more);
+    if constexpr (kDropout) {
+      float factors[kVec];
+      dropout_factors(factors, a.dropout, seed, row, col);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float d = to_float(v.values[i]) - mean;
-        rests += d;
-        squares += d * d;
-      }
-    };
+      for (int i = 0; i < kVec; ++i) values[i] *= factors[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] += more[i];
+    return from_floats<X>(values);
+  };
+  if (a.residual) {
+    residual = static_cast<const X*>(a.residual) + a.residual_strides.offset(a.rows, row);
+    Pack<X, kVec> more[kCached] = {};
 #pragma unroll
     for (int j = 0; j < kCached; ++j)
-      if (column(j) < a.n_cols) add_rests(cached[j]);
-    for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec) add_rests(read(col));
-    rest = group_sum<kThreads>(rests, 1) / static_cast<float>(a.n_cols);
-    const float variance = group_sum<kThreads>(squares, 2) / static_cast<float>(a.n_cols) - rest * rest;
+      if (columns.has(j)) more[j] = load_global<Reuse::none, X, kVec>(residual + columns.of(j));
+#pragma unroll
+    for (int j = 0; j < kCached; ++j)
+      if (columns.has(j)) {
+        cached[j] = added(columns.of(j), cached[j], more[j]);
+        if (live) store_global(h + columns.of(j), cached[j]);
+      }
+  }
+  // f(column, values) for each read of the thread; what is not cached is read again.
+  const auto for_each = [&](auto&& f) {
+#pragma unroll
+    for (int j = 0; j < kCached; ++j)
+      if (columns.has(j)) f(static_cast<int64_t>(columns.of(j)), cached[j]);
+    for (int64_t col = columns.first + columns.kWidth; col < a.n_cols; col += kThreads * kVec) {
+      Pack<X, kVec> v = load<X, kVec>(x + col);
+      if (residual) v = added(col, v, load<X, kVec>(residual + col));
+      f(col, v);
+    }
+  };
+
+  float total[1] = {};  // of squares, or for a mean of values
+  for_each([&](int64_t, const Pack<X, kVec>& v) {
+    float values[kVec];
+    to_floats(v, values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) total[0] += kCentered ? values[i] : values[i] * values[i];
+  });
+  group_sum<kThreads>(total, 0);
+  float mean_square = total[0] * per_column;
+  [[maybe_unused]] float mean = mean_square, rest = 0.f;
+  if constexpr (kCentered) {
+    float sums[2] = {};  // of what is left around the mean, and of its squares
+    for_each([&](int64_t, const Pack<X, kVec>& v) {
+      float values[kVec];
+      to_floats(v, values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float d = values[i] - mean;
+        sums[0] += d;
+        sums[1] += d * d;
+      }
+    });
+    group_sum<kThreads>(sums, 0);
+    rest = sums[0] * per_column;
+    const float variance = sums[1] * per_column - rest * rest;
     mean_square = variance < 0.f ? 0.f : variance;
   }
-  const float rstd = 1.f / sqrtf(mean_square + a.eps);
+  const float rstd = rsqrtf(mean_square + a.eps);
   if (!live) return;
-  if (a.rstd && lane == 0) {
+  if (a.rstd && threadIdx.x % kThreads == 0) {
     a.rstd[row] = rstd;
     if constexpr (kCentered) a.mean[row] = mean + rest;
   }
-
-  const auto write = [&](int64_t col, const Pack<X, kVec>& v) {
-    if (residual) store(h + col, v);
-    const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
-    Pack<Y, kVec> out;
+  for_each([&](int64_t col, const Pack<X, kVec>& v) {
+    if (residual && col >= columns.kWidth) store_global(h + col, v);
+    float values[kVec], w[kVec];
+    to_floats(v, values);
+    weight_to_floats<kCentered>(load_weight<W, kVec>(a.weight, col), weight_offset, w);
     if constexpr (kCentered) {
-      Pack<W, kVec> bias{};
-      if (a.bias) bias = load<W, kVec>(static_cast<const W*>(a.bias) + col);
+      Pack<W, kVec> raw{};
+      if (a.bias) raw = load_global<Reuse::by_other_blocks, W, kVec>(static_cast<const W*>(a.bias) + col);
+      float bias[kVec];
+      to_floats(raw, bias);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        out.values[i] =
-            from_float<Y>((to_float(v.values[i]) - mean - rest) * rstd * w.values[i] + to_float(bias.values[i]));
+      for (int i = 0; i < kVec; ++i) values[i] = (values[i] - mean - rest) * rstd * w[i] + bias[i];
     } else {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        float n = to_float(v.values[i]) * rstd;
-        if (a.round_before_weight) n = to_float(from_float<X>(n));
-        out.values[i] = from_float<Y>(n * w.values[i]);
-      }
-    }
-    store(y + col, out);
-  };
+      for (int i = 0; i < kVec; ++i) values[i] *= rstd;
+      if (a.round_before_weight) to_floats(from_floats<X>(values), values);
 #pragma unroll
-  for (int j = 0; j < kCached; ++j)
-    if (column(j) < a.n_cols) write(column(j), cached[j]);
-  for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec) write(col, read(col));
+      for (int i = 0; i < kVec; ++i) values[i] *= w[i];
+    }
+    store_global(y + col, from_floats<Y>(values));
+  });
 }
 
-// Writes the block's sums of what its threads have summed for their cached columns.
-template <int kThreads, int kVec>
-__device__ __forceinline__ void write_partial(const float (&dw)[kCached][kVec], float* partial, int64_t n_cols) {
-  const int lane = threadIdx.x % kThreads, group = threadIdx.x / kThreads, groups = blockDim.x / kThreads;
-  const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };
-  if constexpr (kThreads >= kBlock) {
-#pragma unroll
-    for (int j = 0; j < kCached; ++j)
-      if (column(j) < n_cols) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) partial[column(j) + i] = dw[j][i];
-      }
-  } else {  // the groups of the block add up in shared memory, one after another
-    FK_SHARED(float, sums, kThreads * kCached * kVec);
-    for (int adding = 0; adding < groups; ++adding) {
-      if (group == adding)
-#pragma unroll
-        for (int j = 0; j < kCached; ++j)
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            const int at = static_cast<int>(column(j)) + i;
-            sums[at] = adding == 0 ? dw[j][i] : sums[at] + dw[j][i];
-          }
-      __syncthreads();
-    }
-    for (int col = threadIdx.x; col < n_cols; col += blockDim.x) partial[col] = sums[col];
-  }
-}
-
-template <class X, class W, class Y, int kVec, int kThreads, bool kCentered, bool kDropout>
-__global__ void __launch_bounds__(kThreads > kBlock ? kThreads : kBlock, 1) backward_kernel(const RmsNormBackward a) {
-  const int lane = threadIdx.x % kThreads, group = threadIdx.x / kThreads, groups = blockDim.x / kThreads;
-  const int64_t n_rows = a.rows.count();
-  const auto column = [&](int64_t read_number) { return (read_number * kThreads + lane) * kVec; };
-  float* partial = a.dw_partial ? a.dw_partial + static_cast<int64_t>(blockIdx.x) * a.n_cols : nullptr;
+template <class X, class W, class Y, int kVec, int kThreads, int kCached, bool kCentered, bool kDropout>
+__global__ void __launch_bounds__(kBlock<kThreads>, kThreads == 256 ? 2 : 1)
+    backward_kernel(const RmsNormBackward a, float per_column) {
+  constexpr int kGroups = kBlock<kThreads> / kThreads;
+  const int group = threadIdx.x / kThreads;
+  const int64_t n_rows = a.rows.count(), stride = static_cast<int64_t>(gridDim.x) * kGroups;
+  const Columns<kVec, kThreads, kCached> columns(a.n_cols);
+  float* partial = a.dw_partial ? a.dw_partial + blockIdx.x * a.n_cols : nullptr;
   float* db_partial = nullptr;
   if constexpr (kCentered)
-    if (a.db_partial) db_partial = a.db_partial + static_cast<int64_t>(blockIdx.x) * a.n_cols;
+    if (a.db_partial) db_partial = a.db_partial + blockIdx.x * a.n_cols;
   float dw[kCached][kVec] = {}, db[kCached][kVec] = {};
-  uint64_t seed = 0;
+  const float weight_offset = a.weight ? a.weight_offset : 0.f;
+  [[maybe_unused]] uint64_t seed = 0;
   if constexpr (kDropout) seed = static_cast<uint64_t>(*a.dropout.seed);
+  // Where a thread has few columns it keeps their weight; else L1 does.
+  constexpr bool kKeepsWeight = kCached * sizeof(Pack<W, kVec>) <= 32;
+  Pack<W, kVec> kept[kCached] = {};
+  if constexpr (kKeepsWeight) {
+#pragma unroll
+    for (int j = 0; j < kCached; ++j)
+      if (columns.has(j)) kept[j] = load_weight<W, kVec>(a.weight, columns.of(j));
+  }
+  const auto weight_of = [&](int j) { return kKeepsWeight ? kept[j] : load_weight<W, kVec>(a.weight, columns.of(j)); };
+
+  // The row of this group, of those that begin at `first`; past the last one it is repeated, as in the forward pass.
+  const auto is_live = [&](int64_t first) { return kGroups == 1 || first + group < n_rows; };
+  const auto row_of = [&](int64_t first) { return is_live(first) ? first + group : n_rows - 1; };
+  const auto x_of = [&](int64_t row) { return static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row); };
+  const auto dy_of = [&](int64_t row) { return static_cast<const Y*>(a.dy) + a.dy_strides.offset(a.rows, row); };
+  const auto dh_of = [&](int64_t row) { return static_cast<const X*>(a.dh) + a.dh_strides.offset(a.rows, row); };
+  const auto read_row = [&](int64_t row) {
+    RowValues<X, Y, kVec, kCached> read{};
+    const X* x = x_of(row);
+    const Y* dy = dy_of(row);
+#pragma unroll
+    for (int j = 0; j < kCached; ++j)
+      if (columns.has(j)) {
+        read.x[j] = load_global<Reuse::none, X, kVec>(x + columns.of(j));
+        read.dy[j] = load_global<Reuse::none, Y, kVec>(dy + columns.of(j));
+      }
+    read.rstd = a.rstd[row];
+    if constexpr (kCentered) read.mean = a.mean[row];
+    return read;
+  };
 
   int iteration = 0;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * groups;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * groups; first < n_rows; first += stride, ++iteration) {
-    const bool live = first + group < n_rows;
-    const int64_t row = live ? first + group : n_rows - 1;  // as in the forward pass
-    const X* x = static_cast<const X*>(a.x) + a.x_strides.offset(a.rows, row);
-    const Y* dy = static_cast<const Y*>(a.dy) + a.dy_strides.offset(a.rows, row);
-    const X* dh = a.dh ? static_cast<const X*>(a.dh) + a.dh_strides.offset(a.rows, row) : nullptr;
-    X* dx = static_cast<X*>(a.dx) + row * a.n_cols;
-    const float rstd = live ? a.rstd[row] : 0.f;
-    float center = 0.f;
-    if constexpr (kCentered) center = a.mean[row];
-    const auto normalized = [&](X v) { return kCentered ? (to_float(v) - center) * rstd : to_float(v) * rstd; };
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups;
+  RowValues<X, Y, kVec, kCached> next{};
+  if (first < n_rows) next = read_row(row_of(first));
+  for (; first < n_rows; first += stride, ++iteration) {
+    const RowValues<X, Y, kVec, kCached> now = next;
+    const bool live = is_live(first), last = first + stride >= n_rows;
+    const int64_t row = row_of(first);
+    Pack<X, kVec> more[kCached] = {};
+    if (a.dh) {
+      const X* dh = dh_of(row);
+#pragma unroll
+      for (int j = 0; j < kCached; ++j)
+        if (columns.has(j)) more[j] = load_global<Reuse::none, X, kVec>(dh + columns.of(j));
+    }
+    if (!last) {
+      next = read_row(row_of(first + stride));
+      if (kVec > 1 && a.dh) {
+        const X* dh = dh_of(row_of(first + stride));
+#pragma unroll
+        for (int j = 0; j < kCached; ++j)
+          if (columns.has(j)) prefetch_to_l2(dh + columns.of(j));
+      }
+    }
+    const float rstd = live ? now.rstd : 0.f;
+    const auto normalize = [&](const Pack<X, kVec>& px, float (&n)[kVec]) {
+      to_floats(px, n);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) n[i] = kCentered ? (n[i] - now.mean) * rstd : n[i] * rstd;
+    };
 
     // Adds to the sums of dy * weight * x * rstd and, centered, dy * weight. What the row adds to dW, and the bias's
     // gradient, go to `add`.
-    float products = 0.f, grads = 0.f;
-    const auto accumulate = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy, auto&& add) {
-      const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
+    float sums[kCentered ? 2 : 1] = {};
+    const auto accumulate = [&](const Pack<W, kVec>& weight, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy,
+                                auto&& add) {
+      float w[kVec], n[kVec], grad[kVec];
+      weight_to_floats<kCentered>(weight, weight_offset, w);
+      to_floats(pdy, grad);
+      normalize(px, n);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const float grad = to_float(pdy.values[i]), n = normalized(px.values[i]);
-        products += grad * w.values[i] * n;
-        if constexpr (kCentered) grads += grad * w.values[i];
-        add(i, grad * (!kCentered && a.round_before_weight ? to_float(from_float<X>(n)) : n), grad);
+        sums[0] += grad[i] * w[i] * n[i];
+        if constexpr (kCentered) sums[1] += grad[i] * w[i];
       }
+      if (!kCentered && a.round_before_weight) to_floats(from_floats<X>(n), n);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) add(i, grad[i] * n[i], grad[i]);
     };
-    Pack<X, kVec> cached_x[kCached];
-    Pack<Y, kVec> cached_dy[kCached];
 #pragma unroll
     for (int j = 0; j < kCached; ++j)
-      if (column(j) < a.n_cols) {
-        cached_x[j] = load<X, kVec>(x + column(j));
-        cached_dy[j] = load<Y, kVec>(dy + column(j));
-      }
-#pragma unroll
-    for (int j = 0; j < kCached; ++j)
-      if (column(j) < a.n_cols)
-        accumulate(column(j), cached_x[j], cached_dy[j], [&](int i, float v, float grad) {
+      if (columns.has(j))
+        accumulate(weight_of(j), now.x[j], now.dy[j], [&](int i, float v, float grad) {
           dw[j][i] += live ? v : 0.f;
           if constexpr (kCentered) db[j][i] += live ? grad : 0.f;
         });
-    for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec)  // only where one group is the block
-      accumulate(col, load<X, kVec>(x + col), load<Y, kVec>(dy + col), [&](int i, float v, float grad) {
-        if (partial) partial[col + i] = iteration == 0 ? v : partial[col + i] + v;
-        if constexpr (kCentered)
-          if (db_partial) db_partial[col + i] = iteration == 0 ? grad : db_partial[col + i] + grad;
-      });
+    if (a.n_cols > columns.kWidth) {  // one group is the block
+      const X* x = x_of(row);
+      const Y* dy = dy_of(row);
+      for (int64_t col = columns.first + columns.kWidth; col < a.n_cols; col += kThreads * kVec)
+        accumulate(load_weight<W, kVec>(a.weight, col), load<X, kVec>(x + col), load<Y, kVec>(dy + col),
+                   [&](int i, float v, float grad) {
+                     if (partial) partial[col + i] = iteration == 0 ? v : partial[col + i] + v;
+                     if constexpr (kCentered)
+                       if (db_partial) db_partial[col + i] = iteration == 0 ? grad : db_partial[col + i] + grad;
+                   });
+    }
 
-    const int call = kCentered ? 2 * iteration : iteration;
-    const float mean = group_sum<kThreads>(products, call) / static_cast<float>(a.n_cols);
-    float grad_mean = 0.f;
-    if constexpr (kCentered) grad_mean = group_sum<kThreads>(grads, call + 1) / static_cast<float>(a.n_cols);
+    group_sum<kThreads>(sums, iteration);
     if (!a.dx || !live) continue;
-    const auto write = [&](int64_t col, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy) {
-      const Pack<float, kVec> w = load_weight<W, kVec>(a.weight, a.weight_offset, col);
-      Pack<X, kVec> more{}, out, dropped;
-      if (dh) more = load<X, kVec>(dh + col);
-      float factors[kVec];
-      if constexpr (kDropout) dropout_factors(factors, a.dropout, seed, row, col);
+    const float mean = sums[0] * per_column;
+    [[maybe_unused]] float grad_mean = 0.f;
+    if constexpr (kCentered) grad_mean = sums[1] * per_column;
+    const auto write = [&](int64_t col, const Pack<W, kVec>& weight, const Pack<X, kVec>& px, const Pack<Y, kVec>& pdy,
+                           const Pack<X, kVec>& pdh) {
+      float w[kVec], n[kVec], grad[kVec], dh[kVec];
+      weight_to_floats<kCentered>(weight, weight_offset, w);
+      to_floats(pdy, grad);
+      to_floats(pdh, dh);
+      normalize(px, n);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        float grad = to_float(pdy.values[i]) * w.values[i];
-        if constexpr (kCentered) grad -= grad_mean;
-        float v = rstd * (grad - normalized(px.values[i]) * mean);
-        if (dh) v += to_float(more.values[i]);
-        out.values[i] = from_float<X>(v);
-        if constexpr (kDropout) dropped.values[i] = from_float<X>(v * factors[i]);
+        grad[i] *= w[i];
+        if constexpr (kCentered) grad[i] -= grad_mean;
+        grad[i] = rstd * (grad[i] - n[i] * mean) + dh[i];
       }
       if constexpr (kDropout) {
-        store(static_cast<X*>(a.dresidual) + row * a.n_cols + col, out);
-        store(dx + col, dropped);
-      } else {
-        store(dx + col, out);
+        store_global(static_cast<X*>(a.dresidual) + row * a.n_cols + col, from_floats<X>(grad));
+        float factors[kVec];
+        dropout_factors(factors, a.dropout, seed, row, col);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) grad[i] *= factors[i];
       }
+      store_global(static_cast<X*>(a.dx) + row * a.n_cols + col, from_floats<X>(grad));
     };
 #pragma unroll
     for (int j = 0; j < kCached; ++j)
-      if (column(j) < a.n_cols) write(column(j), cached_x[j], cached_dy[j]);
-    for (int64_t col = column(kCached); col < a.n_cols; col += kThreads * kVec)
-      write(col, load<X, kVec>(x + col), load<Y, kVec>(dy + col));
+      if (columns.has(j)) write(columns.of(j), weight_of(j), now.x[j], now.dy[j], more[j]);
+    if (a.n_cols > columns.kWidth) {
+      const X* x = x_of(row);
+      const Y* dy = dy_of(row);
+      const X* dh = a.dh ? dh_of(row) : nullptr;
+      for (int64_t col = columns.first + columns.kWidth; col < a.n_cols; col += kThreads * kVec) {
+        Pack<X, kVec> pdh{};
+        if (dh) pdh = load<X, kVec>(dh + col);
+        write(col, load_weight<W, kVec>(a.weight, col), load<X, kVec>(x + col), load<Y, kVec>(dy + col), pdh);
+      }
+    }
   }
   if (partial) write_partial<kThreads>(dw, partial, a.n_cols);
   if constexpr (kCentered)
     if (db_partial) {
-      if (partial) __syncthreads();  // the sums of dW have been read
+      if (kGroups > 1 && partial) __syncthreads();  // the sums of dW have been read
       write_partial<kThreads>(db, db_partial, a.n_cols);
     }
-}
-
-// Calls f(Tag<X>, Tag<W>, Tag<Y>) for the memory types.
-template <bool kCentered, class F>
-cudaError_t with_types(Dtype x, Dtype w, Dtype y, F&& f) {
-  if (x == Dtype::f32) return f(Tag<float>{}, Tag<float>{}, Tag<float>{});
-  const auto half = [&](auto t) {
-    if (w != Dtype::f32) return f(t, t, t);
-    if constexpr (kCentered) return f(t, Tag<float>{}, t);
-    else return y == Dtype::f32 ? f(t, Tag<float>{}, Tag<float>{}) : f(t, Tag<float>{}, t);
-  };
-  return x == Dtype::bf16 ? half(Tag<__nv_bfloat16>{}) : half(Tag<__half>{});
-}
-
-// Calls f(values per read, threads per row). Rows that are not aligned are rare: two sizes cover them.
-template <int kVec, class F>
-cudaError_t with_shape(int64_t n_cols, bool vectors, F&& f) {
-  if (!vectors) return n_cols <= 32 * kCached ? f(Constant<1>{}, Constant<32>{}) : f(Constant<1>{}, Constant<256>{});
-  const int64_t reads = n_cols / kVec;
-  if (reads <= 8 * kCached) return f(Constant<kVec>{}, Constant<8>{});
-  if (reads <= 32 * kCached) return f(Constant<kVec>{}, Constant<32>{});
-  if (reads <= 128 * kCached) return f(Constant<kVec>{}, Constant<128>{});
-  return f(Constant<kVec>{}, Constant<256>{});
 }
 
 template <bool kCentered, bool kDropout>
@@ -320,42 +306,48 @@ cudaError_t launch_forward(const RmsNormForward& a, cudaStream_t stream) {
     using X = FK_TYPE(x);
     using W = FK_TYPE(w);
     using Y = FK_TYPE(y);
-    return with_shape<16 / sizeof(X)>(a.n_cols, vectors, [&](auto vec, auto threads) {
-      constexpr int kVec = decltype(vec)::value, kThreads = decltype(threads)::value;
-      const int block = kThreads > kBlock ? kThreads : kBlock;
-      const int64_t per_block = block / kThreads, blocks = (a.rows.count() + per_block - 1) / per_block;
+    const auto launch_shape = [&](auto shape) {
+      using S = decltype(shape);
+      constexpr int kPerBlock = kBlock<S::kThreads> / S::kThreads;
+      const int64_t blocks = (a.rows.count() + kPerBlock - 1) / kPerBlock;
       if (blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-      const dim3 grid(static_cast<unsigned>(blocks));
-      return launch(forward_kernel<X, W, Y, kVec, kThreads, kCentered, kDropout>, grid, dim3(block), 0, stream, a);
-    });
+      return launch(forward_kernel<X, W, Y, S::kVec, S::kThreads, S::kCached, kCentered, kDropout>,
+                    dim3(static_cast<unsigned>(blocks)), dim3(kBlock<S::kThreads>), 0, stream, a,
+                    1.f / static_cast<float>(a.n_cols));
+    };
+    return vectors ? with_shape_of(ForwardShapes<16 / sizeof(X), kDropout>(), a.n_cols, launch_shape)
+                   : with_shape_of(ScalarShapes<kDropout>(), a.n_cols, launch_shape);
   });
 }
 
-// Calls f(Constant<values per read>, Constant<threads per row>, kernel) for a backward pass.
+// Calls f(Tag<W>, threads of a block, rows of a block, kernel) for a backward pass.
 template <bool kCentered, bool kDropout, class F>
 cudaError_t with_backward_kernel(const RmsNormBackward& a, F&& f) {
   const bool vectors = aligned(a.x, a.x_type, {a.n_cols}) && aligned(a.x, a.x_type, a.rows, a.x_strides) &&
                        aligned(a.dy, a.y_type, a.rows, a.dy_strides) && aligned(a.dh, a.x_type, a.rows, a.dh_strides) &&
-                       aligned(a.weight) && aligned(a.dx) && aligned(a.dresidual);
+                       aligned(a.weight) && aligned(a.dx) && aligned(a.dresidual) && aligned(a.dw_partial) &&
+                       aligned(a.db_partial);
   return with_types<kCentered>(a.x_type, a.weight_type, a.y_type, [&](auto x, auto w, auto y) {
     using X = FK_TYPE(x);
     using W = FK_TYPE(w);
     using Y = FK_TYPE(y);
-    return with_shape<16 / sizeof(X)>(a.n_cols, vectors, [&](auto vec, auto threads) {
-      constexpr int kVec = decltype(vec)::value, kThreads = decltype(threads)::value;
-      return f(w, backward_kernel<X, W, Y, kVec, kThreads, kCentered, kDropout>, kThreads);
-    });
+    const auto call = [&](auto shape) {
+      using S = decltype(shape);
+      constexpr int kThreads = kBlock<S::kThreads>;
+      return f(w, kThreads, kThreads / S::kThreads,
+               backward_kernel<X, W, Y, S::kVec, S::kThreads, S::kCached, kCentered, kDropout>);
+    };
+    return vectors ? with_shape_of(BackwardShapes<16 / sizeof(X), kDropout>(), a.n_cols, call)
+                   : with_shape_of(ScalarShapes<kDropout>(), a.n_cols, call);
   });
 }
 
 template <bool kCentered, bool kDropout>
 int blocks_of(const RmsNormBackward& a, int multiprocessors) {
   int64_t useful = 1, resident = 1;
-  with_backward_kernel<kCentered, kDropout>(a, [&](auto, auto kernel, int threads) {
-    const int block = threads > kBlock ? threads : kBlock;
-    const int64_t rows_per_block = block / threads;
+  with_backward_kernel<kCentered, kDropout>(a, [&](auto, int threads, int rows_per_block, auto kernel) {
     useful = (a.rows.count() + rows_per_block - 1) / rows_per_block;
-    resident = static_cast<int64_t>(resident_blocks(kernel, block)) * multiprocessors;
+    resident = static_cast<int64_t>(resident_blocks(kernel, threads)) * multiprocessors;
     return cudaSuccess;
   });
   return static_cast<int>(useful < resident ? useful : resident);
@@ -363,9 +355,9 @@ int blocks_of(const RmsNormBackward& a, int multiprocessors) {
 
 template <bool kCentered, bool kDropout>
 cudaError_t launch_backward(const RmsNormBackward& a, cudaStream_t stream) {
-  return with_backward_kernel<kCentered, kDropout>(a, [&](auto w, auto kernel, int threads) {
-    const dim3 grid(a.n_blocks), block(threads > kBlock ? threads : kBlock);
-    cudaError_t error = launch(kernel, grid, block, 0, stream, a);
+  return with_backward_kernel<kCentered, kDropout>(a, [&](auto w, int threads, int, auto kernel) {
+    const float per_column = 1.f / static_cast<float>(a.n_cols);
+    cudaError_t error = launch(kernel, dim3(a.n_blocks), dim3(threads), 0, stream, a, per_column);
     if (error == cudaSuccess && a.dw)
       error = sum_partials(a.dw_partial, a.n_blocks, a.n_cols, static_cast<FK_TYPE(w)*>(a.dw), stream);
     if (error == cudaSuccess && kCentered && a.db)

@@ -62,6 +62,7 @@ void accumulate_product_(const Tensor& sum, const Tensor& a_, const Tensor& b_) 
       "sum must be float32, a and b bfloat16");
   TORCH_CHECK_VALUE(sum.is_contiguous(), "sum must be contiguous");
   if (a_.size(1) == 0 || sum.numel() == 0) return;
+  if (own_bfloat16_products()) return multiply_bfloat16(a_, b_, sum, true);
   if (!fast_bfloat16_products()) return widened(sum, a_, b_);
   const Tensor b = in_pairs(b_.contiguous());
   float* into = sum.mutable_data_ptr<float>();

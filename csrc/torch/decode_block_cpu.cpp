@@ -12,6 +12,7 @@
 
 #include "../cpu/decode_linear.h"
 #include "../cpu/flash_attention_tasks.h"
+#include "../cpu/processor.h"
 #include "../cpu/rope.h"
 #include "../cpu/swiglu.h"
 #include "cpu_common.h"
@@ -204,6 +205,7 @@ class Block {
     args.y = y;
     args.n_rows = n_rows_;
     args.type = type_;
+    args.widens = !bfloat16_choice().pairs;
     return args;
   }
 
@@ -308,6 +310,7 @@ class Block {
     a.window_right = 0;
     a.bottom_right = true;
     a.type = type_;
+    a.widens = attention_widens(false);
     tasks_ = forward_tasks(a, batch_, n_kv_heads_);
     if (tasks_.num_splits == 1) return;
     splits_ = at::empty({n_attention_tasks(), kTaskRows, attention_split_size(width_)}, at::kFloat);
@@ -319,7 +322,7 @@ class Block {
 
   void attend(int64_t i, int64_t thread) {
     const int64_t num_splits = tasks_.num_splits, rows = i / num_splits;
-    FK_CHOOSE_ISA(attention_forward)(attention_, tasks_.tasks[i], scratch(thread));
+    FK_CHOOSE_ISA_OF(attention_isa(false), attention_forward)(attention_, tasks_.tasks[i], scratch(thread));
     if (num_splits > 1 && splits_done_[rows].fetch_add(1, std::memory_order_acq_rel) == num_splits - 1)
       FK_CHOOSE_ISA(attention_combine)(attention_, tasks_.tasks[rows * num_splits], num_splits);
   }

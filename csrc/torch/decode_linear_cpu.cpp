@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "../cpu/processor.h"
 #include "cpu_common.h"
 #include "options.h"
 
@@ -107,6 +108,7 @@ Tensor decode_linear_cpu(const Tensor& x_, at::TensorList weights) {
   args.width = x.size(-1);
   args.n_cols = y.size(-1);
   args.type = dtype_of(x);
+  args.widens = !bfloat16_choice().pairs;
   std::array<Tensor, kDecodeLinearMatrices> dense;
   for (const Tensor& weight : weights) {
     Tensor& w = dense[args.n_matrices];
@@ -129,6 +131,7 @@ void DecodeProducts::add(const Tensor& x, const Tensor& w, const Tensor& y) {
   args.width = x.size(1);
   args.n_cols = y.stride(0);
   args.type = dtype_of(x);
+  args.widens = !bfloat16_choice().pairs;
   inputs_.push_back(w.stride(1) == 1 ? w : w.contiguous());
   args.matrices[args.n_matrices++] = {inputs_.back().const_data_ptr(), inputs_.back().stride(0), w.size(0)};
   products_.push_back(args);

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <vector>
 
+#include "../cpu/processor.h"
 #include "cpu_common.h"
 #include "flash_attention.h"
 #include "task_queue.h"
@@ -175,14 +176,8 @@ void set_inputs(AttentionInputs& a, KeepAlive& keep, const Tensor& q, const Tens
   a.bottom_right = bottom_right;
   a.batch_invariant = batch_invariant;
   a.type = dtype_of(q);
+  a.widens = attention_widens(batch_invariant);
   a.lse_strides = row_strides(q);
-}
-
-// AMX takes sixteen keys at a time and leaves the rest to registers, which add in another order: how many are left
-// depends on what else is in the tile.
-Isa isa_for(const AttentionInputs& a) {
-  const Isa isa = chosen_isa();
-  return a.batch_invariant && isa == Isa::amx_bf16 ? Isa::avx512_bf16 : isa;
 }
 
 // Multiplications of one product of queries and keys and one of weights and values, masks not considered.
@@ -214,7 +209,7 @@ FourTensors fwd_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     splits = at::empty({n_tasks, kTaskRows, attention_split_size(a.head_dim_v)}, at::kFloat);
     a.splits = splits.mutable_data_ptr<float>();
   }
-  const auto kernel = FK_CHOOSE_ISA_OF(isa_for(a), attention_forward);
+  const auto kernel = FK_CHOOSE_ISA_OF(attention_isa(a.batch_invariant), attention_forward);
   const auto combine = FK_CHOOSE_ISA(attention_combine);
   std::vector<std::atomic<int64_t>> done(num_splits > 1 ? n_tasks / num_splits : 0);
   std::atomic<int64_t> next{0};
@@ -282,7 +277,7 @@ void compute_dqkv(AttentionBackward& a, const KeepAlive& keep) {
     if (task.sums < 0) own_keys = std::max(own_keys, task.key_end);
   const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, a.bias != nullptr) +
                           a.dk_sums(own_keys) + a.dv_sums(own_keys);
-  const auto kernel = FK_CHOOSE_ISA_OF(isa_for(a), attention_backward);
+  const auto kernel = FK_CHOOSE_ISA_OF(attention_isa(a.batch_invariant), attention_backward);
   TaskQueue queue(all.tasks);
   on_threads(static_cast<int64_t>(all.tasks.size()), work, scratch, [&](float* memory) {
     for (int64_t i = -1; (i = queue.take(i)) >= 0;) kernel(a, all.tasks[i], memory);
@@ -300,7 +295,7 @@ void compute_dbias(const AttentionBackward& a, const KeepAlive& keep) {
   const auto tasks = bias_tasks(a, static_cast<int64_t>(keep.sequences.size()), keep.k.size(1));
   const auto n_tasks = static_cast<int64_t>(tasks.size());
   const int64_t scratch = attention_backward_scratch(a.head_dim, a.head_dim_v, true) + attention_bias_sums(a.group);
-  const auto kernel = FK_CHOOSE_ISA_OF(isa_for(a), attention_bias_gradient);
+  const auto kernel = FK_CHOOSE_ISA_OF(attention_isa(a.batch_invariant), attention_bias_gradient);
   std::atomic<int64_t> next{0};
   on_threads(n_tasks, work_of(a, keep), scratch, [&](float* memory) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) kernel(a, tasks[i], memory);

@@ -1,7 +1,7 @@
 // The CPU's side of foundry_kernels::grouped_mm_fwd and grouped_mm_bwd; see grouped_mm.cpp for the operators. Groups of
 // few rows, as in decoding, are one pass over their matrices by decode_linear's kernel, all groups divided among the
-// threads together. Other products are products.h's in float32 and PyTorch's of 16 bits; where oneDNN has no
-// instructions for the latter, they are plain loops, and are taken in float32.
+// threads together. Other products are products.h's in float32 and PyTorch's of 16 bits; where oneDNN has no fast
+// instructions for the latter, they are taken in float32, those of bfloat16 by the kernel of products.h if it has one.
 #include "grouped_mm.h"
 
 #include <ATen/ops/mm.h>
@@ -25,6 +25,8 @@ void multiply(const Tensor& a, const Tensor& b, Tensor out) {
     multiply_float32(a, b, out);
   } else if (fast_products(a.scalar_type())) {
     at::mm_out(out, a, b);
+  } else if (a.scalar_type() == at::kBFloat16 && own_bfloat16_products()) {
+    multiply_bfloat16(a, b, out);
   } else {
     const Tensor left = a.to(at::kFloat);
     const Tensor memory = at::empty({a.size(0), std::min(kWidenedColumns, b.size(1))}, left.options());

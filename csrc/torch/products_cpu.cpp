@@ -11,33 +11,24 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 #include "../cpu/matmul.h"
+#include "../cpu/processor.h"
+#include "../cpu/product_rates.h"
 #include "cpu_common.h"
 #include "decode_linear.h"
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 
 namespace foundry {
 namespace products_cpu {
 
-#if defined(__x86_64__)
 // The first family of AMD's processors whose registers of 512 bits are computed with whole.
 constexpr unsigned kZen5 = 0x1A;
 
-// 0 for other vendors' processors.
-unsigned amd_family() {
-  unsigned eax, ebx, ecx, edx;
-  if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return 0;
-  return (eax >> 8 & 0xF) + (eax >> 20 & 0xFF);
-}
-#endif
-
 // Multiplications that are worth waking a thread for.
 constexpr int64_t kGrainProducts = 1 << 19;
-constexpr int64_t kTileColumns = 512;  // at most
+constexpr int64_t kTileColumns = 512;  // at most; half of it where a tile's sums lie beside the copies in the cache
 // Rows and columns of a tile are multiples of these.
 constexpr int64_t kRowsTogether = 16, kColumnsTogether = kMatmulColumns;
 
@@ -57,20 +48,22 @@ void run(const Matmul& of) {
   const int64_t n_threads =
       std::min<int64_t>(at::get_num_threads(), blocks(of.n_rows * of.n_cols * of.depth, kGrainProducts));
   // A tile copies its part of B, and of A where rows of that are not dense: the threads divide what is copied for more.
+  const int64_t most_columns = of.rounds() ? kTileColumns / 2 : kTileColumns;
   int64_t rows, columns;
   if (of.a_step == 1) {
-    columns = tile_size(of.n_cols, kTileColumns, n_threads, kColumnsTogether);
+    columns = tile_size(of.n_cols, most_columns, n_threads, kColumnsTogether);
     rows = tile_size(of.n_rows, kMatmulRows, blocks(n_threads, blocks(of.n_cols, columns)), kRowsTogether);
   } else {
     rows = tile_size(of.n_rows, kMatmulRows, n_threads, kRowsTogether);
-    columns = tile_size(of.n_cols, kTileColumns, blocks(n_threads, blocks(of.n_rows, rows)), kColumnsTogether);
+    columns = tile_size(of.n_cols, most_columns, blocks(n_threads, blocks(of.n_rows, rows)), kColumnsTogether);
   }
   const int64_t row_tiles = blocks(of.n_rows, rows), tiles = row_tiles * blocks(of.n_cols, columns);
   const auto kernel = FK_CHOOSE_ISA(matmul_tile);
   at::parallel_for(0, tiles, blocks(tiles, n_threads), [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> scratch(new float[matmul_scratch(of, rows, columns)]);
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t row = tile % row_tiles * rows, column = tile / row_tiles * columns;
-      kernel(of, row, std::min(row + rows, of.n_rows), column, std::min(column + columns, of.n_cols));
+      kernel(of, row, std::min(row + rows, of.n_rows), column, std::min(column + columns, of.n_cols), scratch.get());
     }
   });
 }
@@ -80,8 +73,11 @@ void matmul_(const Tensor& out, const Tensor& a_, const Tensor& b_, bool add) {
                         out.size(0) == a_.size(0) && out.size(1) == b_.size(1),
                     "out must be [M, N], a [M, K] and b [K, N]; got ", out.sizes(), ", ", a_.sizes(), " and ",
                     b_.sizes());
-  TORCH_CHECK_TYPE(out.scalar_type() == at::kFloat && a_.scalar_type() == at::kFloat && b_.scalar_type() == at::kFloat,
-                   "out, a and b must be float32");
+  const auto type = a_.scalar_type();
+  TORCH_CHECK_TYPE((type == at::kFloat || type == at::kBFloat16) && b_.scalar_type() == type,
+                   "a and b must both be float32 or bfloat16");
+  TORCH_CHECK_TYPE(out.scalar_type() == at::kFloat || out.scalar_type() == type,
+                   "out must be float32, or of the dtype of a and b");
   if (out.numel() == 0) return;
   if (a_.size(1) == 0) {
     if (!add) out.zero_();
@@ -91,17 +87,32 @@ void matmul_(const Tensor& out, const Tensor& a_, const Tensor& b_, bool add) {
     TORCH_CHECK_VALUE(out.stride(0) == 1, "out must have dense rows or columns; got strides ", out.strides());
     return matmul_(out.t(), b_.t(), a_.t(), add);
   }
-  if (!add && out.size(0) <= rows_of_one_pass(at::kFloat, a_.size(1)) && a_.stride(1) == 1 && b_.stride(0) == 1) {
+  if (!add && out.scalar_type() == type && out.size(0) <= rows_of_one_pass(type, a_.size(1)) && a_.stride(1) == 1 &&
+      b_.stride(0) == 1) {
     DecodeProducts in_one_pass;  // over b, which has no need to lie in the cache
     in_one_pass.add(a_, b_.t(), out);
     return in_one_pass.run();
   }
   const Tensor a = with_dense_lines(a_), b = with_dense_lines(b_);
-  run({a.const_data_ptr<float>(), a.stride(0), a.stride(1), b.const_data_ptr<float>(), b.stride(0), b.stride(1),
-       out.mutable_data_ptr<float>(), out.stride(0), out.size(0), out.size(1), a.size(1), add});
+  run({a.const_data_ptr(), a.stride(0), a.stride(1), b.const_data_ptr(), b.stride(0), b.stride(1),
+       out.mutable_data_ptr(), out.stride(0), out.size(0), out.size(1), a.size(1), add, dtype_of(a), dtype_of(out)});
 }
 
 }  // namespace products_cpu
+
+double onednn_bfloat16_seconds() {
+  constexpr int64_t n = kProductSize;
+  const std::vector<at::BFloat16> a(n * n), b(n * n);
+  std::vector<float> sum(n * n);
+  try {
+    const double seconds =
+        fastest_round([&] { at::native::cpublas::brgemm(n, n, n, n, n, n, false, a.data(), b.data(), sum.data()); });
+    at::native::cpublas::brgemm_release();
+    return seconds;
+  } catch (const std::exception&) {  // as below
+    return -1.0;
+  }
+}
 
 bool fast_bfloat16_products() {
   // Tried, because there is nothing to ask: torch offers the kernel from AVX-512 on, and oneDNN, to which torch passes
@@ -117,6 +128,7 @@ bool fast_bfloat16_products() {
     }
     return true;
   };
+  if (!bfloat16_choice().products) return false;
   if (!at::globalContext().userEnabledMkldnn()) return false;  // torch.backends.mkldnn.flags(enabled=False)
   static const bool found = tried();
   return found;
@@ -124,19 +136,22 @@ bool fast_bfloat16_products() {
 
 bool fast_float16_products() { return at::native::cpublas::could_pack(at::kHalf); }  // AMX's
 
+bool own_bfloat16_products() { return chosen_isa_has(Isa::avx512) && !fast_bfloat16_products(); }
+
 bool fast_float32_products() {
-#if defined(__x86_64__)
-  static const bool by_avx2 = at::hasMKL() && products_cpu::amd_family() >= products_cpu::kZen5;
+  static const bool by_avx2 = [] {
+    const Processor found = processor();
+    return at::hasMKL() && found.vendor == "AuthenticAMD" && found.family >= products_cpu::kZen5;
+  }();
   return !by_avx2 || !chosen_isa_has(Isa::avx512);
-#else
-  return true;
-#endif
 }
 
 int64_t rows_of_one_pass(at::ScalarType type, int64_t width) {
   constexpr int64_t kWide = 2048;  // that kernel's rows are so far apart that they meet in the cache
-  if (chosen_isa() == Isa::amx_bf16) return kDecodeLinearRows;
+  if (chosen_isa() == Isa::amx_bf16 && bfloat16_choice().products) return kDecodeLinearRows;
   if (type == at::kFloat && width >= kWide && !fast_float32_products()) return kDecodeLinearRows;
+  // Both widen: the panels' kernel does so once for all rows.
+  if (type == at::kBFloat16 && !bfloat16_choice().pairs && own_bfloat16_products()) return 2 * kDecodeLinearRows;
   return 4 * kDecodeLinearRows;
 }
 
@@ -161,6 +176,10 @@ void multiply_float32(const Tensor& a, const Tensor& b, const Tensor& out, bool 
     Tensor into = out;
     at::mm_out(into, a, b);
   }
+}
+
+void multiply_bfloat16(const Tensor& a, const Tensor& b, const Tensor& out, bool add) {
+  products_cpu::matmul_(out, a, b, add);
 }
 
 TORCH_LIBRARY_FRAGMENT(FK_LIBRARY, m) {

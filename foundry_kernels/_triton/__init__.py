@@ -2,43 +2,167 @@
 
 Triton's own variable TRITON_INTERPRET=1, set before this package is imported, makes every kernel run on the CPU in
 Triton's interpreter: slow, and how the kernels are tested without a GPU.
+
+Triton and the kernels take as long to import as all else. So they are imported by the first use: when CUDA is
+initialised, which is before any tensor is on a GPU (see `tuning.start`); when somebody asks torch for an operator that
+it does not know yet, as a saved graph does; and by the call of a kernel, on fake tensors say. In the interpreter they
+are imported with the package.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from foundry_kernels.core.registry import Impl
+from foundry_kernels.core.registry import OPS, Impl
 
+_OLDEST = (3, 6)
+
+
+def _release() -> str:
+    """The version of Triton as its sources say it; imported to know it only where they do not.
+
+    Raises:
+        ImportError: there is none.
+    """
+    if "triton" not in sys.modules and (spec := find_spec("triton")) is not None and spec.origin is not None:
+        said = re.search(r"^__version__ = ['\"]([\d.]+[^'\"]*)['\"]", Path(spec.origin).read_text(), re.MULTILINE)
+        if said is not None:
+            return said[1]
+    version: str = importlib.import_module("triton").__version__
+    return version
+
+
+def _interprets() -> bool:
+    """Whether Triton interprets kernels, as it says itself where it is imported."""
+    if "triton" not in sys.modules and not os.environ.get("TRITON_INTERPRET"):
+        return False
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+#: By which some launches are chosen: the compilers allot registers differently.
+VERSION: tuple[int, ...] = (0, 0)
+#: Why there are no kernels, or None. That Triton does not import although it is installed is known once it is tried.
+MISSING: str | None = None
+INTERPRET = False
 try:
-    import triton
-
-    #: By which some launches are chosen: the compilers allot registers differently.
-    VERSION: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2]))
-    MISSING = f"Triton {triton.__version__} is older than 3.6; `pip install -U triton`" if VERSION < (3, 6) else None
-    INTERPRET = MISSING is None and bool(triton.knobs.runtime.interpret)
-except ImportError as error:
+    _found = _release()
+    VERSION = tuple(map(int, _found.split(".")[:2]))
+    MISSING = f"Triton {_found} is older than 3.6; `pip install -U triton`" if VERSION < _OLDEST else None
+    INTERPRET = MISSING is None and _interprets()
+except (ImportError, ValueError) as error:
     MISSING = f"Triton does not import ({error}); `pip install triton`"
-    INTERPRET = False
-    VERSION = (0, 0)
 
 #: float64 is for `gradcheck` in the interpreter; on a GPU the reference computes it.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if INTERPRET else ())
+
+#: The packages whose kernels are not imported yet.
+_waiting: list[str] = []
 
 
 def impl(package: str, function: str) -> Impl:
     """The Triton backend of an operation: `function` of its `triton` module, or the reason why there is none."""
     if MISSING is not None:
         return Impl("triton", _absent, ("cuda",), DTYPES, missing=MISSING)
-    module = importlib.import_module(package + ".triton")
     if INTERPRET:
-        return Impl("triton", getattr(module, function), ("cpu",), DTYPES)
+        return Impl("triton", _kernel(package, function), ("cpu",), DTYPES)
+    _waiting.append(package)
     hint = "; set TRITON_INTERPRET=1 before the import to interpret it on the CPU"
-    return Impl("triton", getattr(module, function), ("cuda",), DTYPES, hint=hint)
+    return Impl("triton", _by_first_use(package, function), ("cuda",), DTYPES, hint=hint)
 
 
 def _absent(*_: Any) -> Any:
     raise AssertionError("a missing backend was called")  # resolve() never hands it out
+
+
+def _kernel(package: str, function: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module(package + ".triton"), function)
+    return found
+
+
+def _by_first_use(package: str, function: str) -> Callable[..., Any]:
+    """The function, imported by a call. Tracing keeps the function, and not how it was found."""
+
+    def find() -> Callable[..., Any]:
+        with _compiled():
+            return _kernel(package, function)
+
+    find._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see `core.registry`
+
+    def call(*args: Any) -> Any:
+        return find()(*args)
+
+    return call
+
+
+class _compiled:
+    """While it lasts, kernels that are defined are compiled, whatever TRITON_INTERPRET was set to since the import."""
+
+    def __enter__(self) -> None:
+        self.before = os.environ.pop("TRITON_INTERPRET", None)
+
+    def __exit__(self, *_: Any) -> None:
+        if self.before is not None:
+            os.environ["TRITON_INTERPRET"] = self.before
+
+
+def load() -> bool:
+    """Import the kernels of all operations, and hand them to the registry; whether they had not been imported yet."""
+    global MISSING
+    if not _waiting:
+        return False
+    packages = dict.fromkeys(_waiting)
+    _waiting.clear()
+    _operators.__class__ = _BASE
+    try:
+        with _compiled():
+            for package in packages:
+                importlib.import_module(package + ".triton")
+    except ImportError as error:
+        MISSING = f"Triton does not import ({error}); `pip install triton`"
+    for spec in OPS.values():
+        changed = [_completed(spec.package, spec.name, each) for each in spec.impls]
+        spec.impls = tuple(changed)
+        spec.choose()
+    return True
+
+
+def _completed(package: str, function: str, found: Impl) -> Impl:
+    if found.backend != "triton":
+        return found
+    if MISSING is not None:
+        return replace(found, fn=_absent, missing=MISSING)
+    return replace(found, fn=_kernel(package, function))
+
+
+# --- operators by name ------------------------------------------------------------------------------------------------
+
+_operators: Any = torch.ops.foundry_kernels
+_BASE = type(_operators)
+
+
+class _Operators(_BASE):  # type: ignore[misc, valid-type]
+    """`torch.ops.foundry_kernels` until the kernels are imported: a saved graph may name their operators."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not load():
+                raise
+            return getattr(self, name)  # whose class `load` has changed
+
+
+def await_operators() -> None:
+    """From now on, an operator that is not known is looked for among the kernels that are not imported yet."""
+    if _waiting:
+        _operators.__class__ = _Operators

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from foundry_kernels._triton.launch import forget_plans
+from foundry_kernels._triton.plans import forget_plans
 
 OLDEST = (8, 0)
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -53,9 +52,6 @@ _COMPILED_INTO = frozenset({"instrumentation_mode", "fpsan_homomorphic_casts"})
 #: What a launch may name besides the kernel's arguments.
 _OPTIONS = frozenset({"num_warps", "num_stages", "maxnreg"})
 
-T = TypeVar("T")
-_PLANNERS: list[Any] = []
-
 
 class Plan:
     """A launch but for its tensors: the grid, the numbers that follow the tensors, and the rest by name: more numbers,
@@ -66,20 +62,6 @@ class Plan:
     def __init__(self, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.grid, self.numbers, self.constants = grid, numbers, constants
         self.kept: dict[Any, tuple[Any, ...]] = {}
-
-
-def planned(function: Callable[..., T]) -> Callable[..., T]:
-    """Keeps what `function` returns for its last 1024 combinations of arguments: numbers, dtypes, a device; no tensors.
-    It reads nothing else, but for the device's properties and what `forget_plans` follows."""
-    cached = lru_cache(maxsize=1024)(function)
-    _PLANNERS.append(cached)
-    return cached
-
-
-def forget_plans() -> None:
-    """Empties the caches of plans; called where plans would come out differently from now on."""
-    for cached in _PLANNERS:
-        cached.cache_clear()
 
 
 def launch(kernel: Any, plan: Plan, *tensors: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from foundry_kernels._triton import INTERPRET
+from foundry_kernels._triton import INTERPRET, load
 from foundry_kernels.core.extension import triton_call
 from foundry_kernels.core.options import Options
 
@@ -21,13 +21,6 @@ def requires_grad(*tensors: torch.Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
-
-
-def refuse_second_derivative(op: str) -> None:
-    """Raise if the backward pass of an operation without a second derivative is itself to be differentiated."""
-    # torch.compile traces the backward pass with gradients enabled, so that create_graph cannot be seen there.
-    if torch.is_grad_enabled() and not is_compiling():
-        raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")
 
 
 def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,6 +190,7 @@ def _watched() -> bool:
 
 def serve_cpu_tensors() -> None:
     """Register the launchers for CPU tensors too, so that `tools.inspect` can record what they would launch."""
+    load()
     for name, launcher in LAUNCHERS.items():
         if name not in _SERVE_CPU:
             _SERVE_CPU.add(name)

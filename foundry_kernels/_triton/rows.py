@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from foundry_kernels._triton.functions import sum_partials_kernel
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels.core.layout import is_contiguous
 
 

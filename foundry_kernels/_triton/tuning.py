@@ -25,7 +25,7 @@ import torch
 
 from foundry_kernels import _triton
 from foundry_kernels._triton import devices
-from foundry_kernels._triton.launch import forget_plans
+from foundry_kernels._triton.plans import forget_plans
 from foundry_kernels._triton.tuning_file import (
     Entry,
     LaunchConfig,
@@ -258,6 +258,8 @@ def _order_backends() -> None:
 
 
 def start() -> None:
-    """When CUDA is initialised, which is before any tensor is on a GPU, `backend="auto"` learns its order: a name of a
-    GPU cannot be asked for earlier, and not later, since a call may then be traced."""
-    torch.cuda._lazy_call(_order_backends)
+    """When CUDA is initialised, which is before any tensor is on a GPU, the kernels are imported and `backend="auto"`
+    learns its order: a name of a GPU cannot be asked for earlier, and not later, since a call may then be traced."""
+    for call in (_triton.load, _order_backends):
+        torch.cuda._lazy_call(call)
+    _triton.await_operators()

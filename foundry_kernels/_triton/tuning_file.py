@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foundry_kernels.core.cache_folder import cache_folder
 from foundry_kernels.core.registry import BACKENDS
 
 FORMAT, VERSION = "foundry_kernels tuning", 1
@@ -64,8 +65,7 @@ def describe(row: LaunchConfig) -> str:
 
 
 def default_path() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "foundry_kernels" / "tuning.json"
+    return cache_folder() / "tuning.json"
 
 
 def read(path: Path) -> Table:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.checks import check_device, check_float, check_shape
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import is_subclass, resolve, wide_dtype
 from foundry_kernels.ops.cross_entropy import CROSS_ENTROPY, check_classes, reference
 

@@ -6,12 +6,14 @@ Importing `foundry_kernels._C` registers the operators `torch.ops.foundry_kernel
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from foundry_kernels.core import bfloat16
 from foundry_kernels.core.registry import Impl
 
 #: What gets an extension that fits torch and this machine.
@@ -32,6 +34,19 @@ def _load() -> tuple[Any, str | None]:
 
 
 _C, MISSING = _load()
+
+
+def _choose_bfloat16() -> bfloat16.Choice | None:
+    if not hasattr(_C, "choose_bfloat16"):  # there is no extension, or an older one
+        return None
+    usable = tuple(_C.build_info()["usable_instruction_sets"])
+    choice = bfloat16.choose(bfloat16.Processor(**_C.processor()), usable, os.environ, _C.measure_bfloat16)
+    _C.choose_bfloat16(choice.tiles, choice.pairs, choice.products)
+    return choice
+
+
+#: How products of bfloat16 are made on the CPU.
+BFLOAT16 = _choose_bfloat16()
 
 #: Hints: the operation has kernels for one device only; the extension was compiled without CUDA.
 CPU_ONLY = "; it has no CUDA kernels"

@@ -1,4 +1,4 @@
-"""Calls that have a forward pass alone, where a gradient could be wanted of what they return.
+"""Calls that have a forward pass alone, or no second derivative, where a gradient could be wanted of what they return.
 
 Outside of `torch.no_grad` the weights of any model require gradients, whether or not a backward pass follows. So such a
 call runs, and what it returns requires a gradient too: the backward pass raises, where results without a graph would
@@ -59,3 +59,10 @@ def without_backward(results: Iterable[Tensor], wanted: list[Tensor], why: str) 
     """`results`, which were computed without a graph: where a gradient may be wanted of something, copies, and a
     backward pass through one of them raises RuntimeError with the message `why`."""
     return tuple(_WithoutBackward.apply(why, x, *wanted) if wanted else x for x in results)
+
+
+def refuse_second_derivative(op: str) -> None:
+    """Raise if the backward pass of an operation without a second derivative is itself to be differentiated."""
+    # torch.compile traces the backward pass with gradients enabled, so that create_graph cannot be seen there.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{op} has no second derivative: backward was called with create_graph=True")

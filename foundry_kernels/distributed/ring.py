@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import autocast_dtype, no_autocast
 from foundry_kernels.core.checks import check_integer, check_rank, check_tensor
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.layout import inverse, storage_order
 from foundry_kernels.core.registry import is_dtensor, wide_dtype
 from foundry_kernels.distributed.pieces import Piece, plan

@@ -1,4 +1,4 @@
-"""Configurations and weights of models of transformers, read into ours by the rows of `table.py`.
+"""Configurations and weights of models of transformers, read into ours as `readings.py` says.
 
 Nothing of transformers is imported: classes are known by their names, options by their configuration, and weights by
 the names of the parameters.
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from foundry_kernels.integrations.encoder_readings import ENCODERS
 from foundry_kernels.integrations.reading import Asked, Reading, refuse_unread
-from foundry_kernels.integrations.table import FAMILIES
+from foundry_kernels.integrations.readings import READINGS as LANGUAGE_MODELS
 from foundry_kernels.models.config import ModelConfig
 
 State = dict[str, Tensor]
 T = TypeVar("T")
 
 #: Language models, and encoders, by the names of their classes.
-READINGS = {row.name + row.head: row.reads for row in FAMILIES.values() if row.reads is not None} | ENCODERS
+READINGS = LANGUAGE_MODELS | ENCODERS
 
 
 def _by_their_names(ours: Mapping[str, str]) -> dict[str, str]:

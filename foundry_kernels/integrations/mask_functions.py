@@ -16,6 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from foundry_kernels.integrations.calls import documents_of_mask
+from foundry_kernels.integrations.families import FAMILIES
 from foundry_kernels.integrations.masks import (
     DENSE,
     UNREAD,
@@ -33,7 +34,6 @@ from foundry_kernels.integrations.masks import (
     unpacked,
 )
 from foundry_kernels.integrations.packing import Documents, cut, within
-from foundry_kernels.integrations.table import FAMILIES
 from foundry_kernels.ops.flash_attention.attention_mask import TILE, AttentionMask
 
 #: What `model_type` says of the models that pass a mask on as it is.

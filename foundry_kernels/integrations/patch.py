@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +20,19 @@ from foundry_kernels.integrations.causal_lm import NO_LOGITS, CausalLM
 from foundry_kernels.integrations.configs import Configs
 from foundry_kernels.integrations.release import check_release_of
 from foundry_kernels.integrations.table import NO_ROW, adapter_for
-from foundry_kernels.models import Transformer
 from foundry_kernels.nn import Attention as OurAttention
 from foundry_kernels.nn import Experts as OurExperts
 from foundry_kernels.nn import LayerNorm, MultiheadAttention, RMSNorm, RotaryEmbedding, SwiGLU
 from foundry_kernels.nn._backend import Backend, plan, serving
 
-OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention, Transformer)
+OURS = (RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, MultiheadAttention, OurExperts, OurAttention)
+
+
+def _is_our_model(module: nn.Module) -> bool:
+    """Whether it is a Transformer; that is not imported to know: who has one has imported it."""
+    models = sys.modules.get("foundry_kernels.models.transformer")
+    return models is not None and isinstance(module, models.Transformer)
+
 
 #: What `dense_masks` may be, and the attention of transformers that it means where a model may have SDPA, and else.
 DENSE_MASKS = {
@@ -323,11 +330,12 @@ def _find(
     asked: whether the caller named the operations.
     """
     cls = type(module).__name__
-    found = None if isinstance(module, OURS) else adapter_for(module)
+    ours: Any = module if isinstance(module, OURS) or _is_our_model(module) else None
+    found = None if ours is not None else adapter_for(module)
     if isinstance(found, str):
         return None, Entry(name, cls, reason=found)
-    if isinstance(module, OURS):
-        ops: tuple[str, ...] = tuple(op for op in module.backends if op in PATCHABLE)
+    if ours is not None:
+        ops: tuple[str, ...] = tuple(op for op in ours.backends if op in PATCHABLE)
     elif found is None:
         return None, None
     else:

@@ -1,4 +1,4 @@
-"""What `from_hf` reads of each family, as data: see `Reading`. The rows of `table.py` name these.
+"""What `from_hf` reads of each family, as data: see `Reading`.
 
 Options and fields that several families share are given once, above them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from foundry_kernels.integrations.families import FAMILIES, Family
 from foundry_kernels.integrations.reading import (
     GATES,
     PLAIN,
@@ -215,3 +216,41 @@ GLM4_MOE = Reading(
     # Predictions of several tokens are another model's.
     silent=frozenset({"intermediate_size", "num_nextn_predict_layers"}),
 )
+
+_BY_FAMILY = {
+    "gpt2": GPT2,
+    "openai": OPENAI,
+    "gpt_neox": GPT_NEOX,
+    "bloom": BLOOM,
+    "falcon": FALCON,
+    "opt": OPT,
+    "phi": PHI,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
+    "olmoe": OLMOE,
+    "dots1": DOTS1,
+    "glm4_moe": GLM4_MOE,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "gemma": GEMMA,
+}
+
+
+def _with_norms(family: Family, reading: Reading) -> Reading:
+    """The reading of a family with RMSNorms, with what is known of these."""
+    if family.norm is None:
+        return reading
+    norms = {"norm_round_before_weight": family.norm == "llama", "qk_norm": family.head_norms}
+    return dataclasses.replace(reading, choices={**norms, **reading.choices})
+
+
+#: By the name of the language model's class.
+READINGS = {
+    FAMILIES[name].name + FAMILIES[name].head: _with_norms(FAMILIES[name], reading)
+    for name, reading in _BY_FAMILY.items()
+}

@@ -1,14 +1,16 @@
 """Models over the modules of `foundry_kernels.nn`: LLaMA, GPT-2, BLOOM, Falcon and what lies between, encoders, and
 encoders with decoders."""
 
+import foundry_kernels.models.memory  # noqa: F401  # gives ModelConfig the method training_bytes
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.encoder_decoder import EncoderDecoder
-from foundry_kernels.models.generate import GenerationStats, generate
+from foundry_kernels.models.generate import generate
 from foundry_kernels.models.generator import GeneratedToken, Generator
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
+from foundry_kernels.models.sampling import GenerationStats
 from foundry_kernels.models.transformer import Transformer
 
 __all__ = [

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from foundry_kernels.core.checks import check_int
 from foundry_kernels.core.inference import recorded, without_backward
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
+from foundry_kernels.models.contradictions import check_cache
 from foundry_kernels.nn._linear_layers import KeyValueMemory
 from foundry_kernels.nn._paged import NO_GRADIENT
 
@@ -116,17 +116,6 @@ class KVCache:
             f"KVCache(layers={len(self.k)}, batch_size={b}, n_kv_heads={h}, head_dim={d}, "
             f"length={self.length}/{s}, {self.dtype}, {self.device})"
         )
-
-
-def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
-    """Raises TypeError or ValueError where a model has no cache of that size."""
-    if not config.causal:
-        raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
-    check_int("batch_size", batch_size, 1)
-    check_int("max_len", max_len, 1)
-    if config.positions == "learned" and max_len > config.max_seq_len:
-        learned = f"max_seq_len={config.max_seq_len}, the length of the table of learned positions"
-        raise ValueError(f"max_len must be at most {learned}; got {max_len}")
 
 
 class LayerCache(KeyValueMemory):

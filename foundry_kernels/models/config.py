@@ -6,15 +6,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foundry_kernels.core.checks import check_int, check_not_negative, check_number, check_positive
-from foundry_kernels.models import count, memory, presets
+from foundry_kernels.core.choices import ACTIVATIONS, GATES, INITS, SCORINGS
+from foundry_kernels.models import count, presets
 from foundry_kernels.models.contradictions import contradictions
-from foundry_kernels.models.init import INITS
-from foundry_kernels.nn.mlp import ACTIVATIONS, GATES
-from foundry_kernels.nn.router import SCORINGS
 from foundry_kernels.ops.rope import RopeScaling
+
+if TYPE_CHECKING:
+    from foundry_kernels.models import memory
 
 #: What may be chosen, by the name of the field.
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -371,7 +372,8 @@ class ModelConfig:
     parameters_by_part = count.parameters_by_part
     cache_bytes = count.cache_bytes
     flops_per_token = count.flops_per_token
-    training_bytes = memory.training_bytes
+    if TYPE_CHECKING:  # given by `models.memory`, which runs a model
+        training_bytes = memory.training_bytes
 
 
 def _check_size(name: str, value: object) -> None:

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from foundry_kernels.nn.mlp import GATES
-from foundry_kernels.nn.relative import why_no_buckets
-from foundry_kernels.nn.router import why_no_groups
+from foundry_kernels.core.checks import check_int
+from foundry_kernels.core.choices import GATES, why_no_buckets, why_no_groups
 
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig
@@ -109,3 +108,14 @@ def _without(needed: str, config: ModelConfig, *names: str) -> Iterator[str]:
         value = getattr(config, name)
         if value != config.__dataclass_fields__[name].default:
             yield f"{name} needs {needed}; got {value} with {choice}={getattr(config, choice)!r}"
+
+
+def check_cache(config: ModelConfig, batch_size: int, max_len: int) -> None:
+    """Raises TypeError or ValueError where a model has no cache of that size."""
+    if not config.causal:
+        raise ValueError("a cache needs causal=True: what an encoder's positions see is not known before the last")
+    check_int("batch_size", batch_size, 1)
+    check_int("max_len", max_len, 1)
+    if config.positions == "learned" and max_len > config.max_seq_len:
+        learned = f"max_seq_len={config.max_seq_len}, the length of the table of learned positions"
+        raise ValueError(f"max_len must be at most {learned}; got {max_len}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foundry_kernels.core.checks import check_int
+from foundry_kernels.models.contradictions import check_cache
 
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig
@@ -109,8 +110,6 @@ def cache_bytes(config: ModelConfig, batch: int, length: int, dtype: torch.dtype
         TypeError, ValueError: a size is no int or below 1, `dtype` is no dtype, or the model has no such cache (it is
             not causal, or has fewer learned positions).
     """
-    from foundry_kernels.models.cache import check_cache
-
     itemsize = _itemsize("dtype", dtype)
     check_cache(config, batch, length)
     return 2 * config.n_layers * batch * config.kv_heads * length * config.head_width * itemsize

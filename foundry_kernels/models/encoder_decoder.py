@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.checks import check_int, check_integer
+from foundry_kernels.core.late import module_above
 from foundry_kernels.models.cache import KVCache
 from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.context import Context
 from foundry_kernels.models.extend import extended
-from foundry_kernels.models.generate import generate, read_prompts
+from foundry_kernels.models.generate import generate
+from foundry_kernels.models.sampling import read_prompts
 from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._backend import Backend
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
@@ -93,9 +95,6 @@ class EncoderDecoder(nn.Module):
         for part in (self.encoder, self.decoder):
             part.init_weights(generator)
 
-    #: What knows the classes of transformers: `foundry_kernels.integrations.seq2seq`, which is on a floor above.
-    read_hf: ClassVar[Callable[[nn.Module, dict[str, Any]], ReadModel]]
-
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> EncoderDecoder:
         """Returns the same model as one of transformers, with copies of its weights, in their dtype and on their
@@ -111,7 +110,7 @@ class EncoderDecoder(nn.Module):
             TypeError: a class that is not in the table.
             ValueError: as :meth:`Transformer.from_hf`.
         """
-        read = cls.read_hf(model, changes)
+        read: ReadModel = module_above("seq2seq").read(model, changes)
         shares = read.encoder_state["tok_embeddings.weight"] is read.decoder_state["tok_embeddings.weight"]
         with torch.device("meta"):
             ours = cls(read.decoder, read.encoder, backend, share_embeddings=shares, start_token=read.start_token)

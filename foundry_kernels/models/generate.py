@@ -2,83 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from foundry_kernels.core.checks import check_bool, check_int, check_not_negative, check_positive
+from foundry_kernels.core.checks import check_bool, check_int
+from foundry_kernels.models import speculative
 from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.pages import OutOfPages
+from foundry_kernels.models.sampling import GenerationStats, Prompts, Sampling, check_options, choose, now, read_prompts
+from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._tables import PositionTables
 
 if TYPE_CHECKING:
     from foundry_kernels.models.cache import KVCache
     from foundry_kernels.models.context import Context
     from foundry_kernels.models.paged_cache import PagedBatch, PagedKVCache
-    from foundry_kernels.models.transformer import Transformer
 
-Prompts = Tensor | Sequence[Tensor | Sequence[int]]
-Step = Callable[["Transformer", Tensor, "KVCache | PagedBatch", "Context | None"], Tensor]
+Step = Callable[[Transformer, Tensor, "KVCache | PagedBatch", "Context | None"], Tensor]
 
 #: On a GPU, after how many tokens it is seen whether all rows have stopped: looking waits for the GPU.
 _LOOK_EVERY = 16
-#: Of how many of the most likely tokens `top_p` is tried first, where looking waits for no GPU.
-_TOP_P_FIRST = 64
-
-
-@dataclass(frozen=True)
-class GenerationStats:
-    """How fast :func:`generate` was, in its two phases: *prefill* reads the prompts in one pass, which is bound by
-    arithmetic, and *decode* makes a token a step, which is bound by reading weights and cache.
-
-    Attributes:
-        prompt_tokens: of all prompts.
-        new_tokens: of all rows, a stop token included.
-        prefill_tokens: read in the first pass: as many of each prompt as the shortest has, with a draft all.
-        decode_tokens: new tokens that steps of one token made: all but the first one of the rows whose prompt the first
-            pass has read to its end. (Such a step may read the rest of a longer prompt beside, which counts as no
-            token.)
-        prefill_seconds: until the first tokens are drawn, and a draft has read the prompts too.
-        decode_seconds: from then on, with what `compile` compiles in the first call.
-        drafted_tokens: that a draft proposed and the model verified.
-        accepted_tokens: of these, those that the model accepted.
-    """
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """0 where no prompt was read."""
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Of all rows together; 0 where there was no step after the first pass."""
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted of drafted tokens; 0 where none was drafted."""
-        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
-
-    def __str__(self) -> str:
-        drafted = f", accepted {self.accepted_tokens:,} of {self.drafted_tokens:,} drafted tokens"
-        return (
-            f"prefill {self.prefill_tokens:,} tokens at {self.prefill_tokens_per_second:,.0f} tokens/s, "
-            f"decode {self.decode_tokens:,} tokens at {self.decode_tokens_per_second:,.0f} tokens/s"
-            f"{drafted if self.drafted_tokens else ''}"
-        )
 
 
 class Options(TypedDict, total=False):
@@ -182,14 +128,12 @@ def generate(
     if not (config.causal and config.head):
         raise ValueError("generate needs a model with causal=True and head=True")
     rows = read_prompts(prompts, config.vocab_size)
-    _check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
+    check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
     check_bool("return_stats", return_stats)
     check_int("draft_tokens", draft_tokens, minimum=1)
     if draft is not None:
-        from foundry_kernels.models import speculative  # which draws by the functions of this file
-
         speculative.check_draft(model, draft, compile=compile, context=context, cache=cache)
     if not rows:
         return ([], GenerationStats()) if return_stats else []
@@ -224,20 +168,20 @@ def generate(
             if isinstance(module, PositionTables) and not module.follows_length:
                 module.reserve(total)  # once, and not inside of a compiled step
         if draft is not None:
-            sampling = speculative.Sampling(temperature, top_k, top_p, generator)
+            sampling = Sampling(temperature, top_k, top_p, generator)
             pair = speculative.speculate(model, draft, rows, max_new_tokens, draft_tokens, stop_token, sampling)
             return pair if return_stats else pair[0]
         rows_of = model.make_cache(len(rows), total) if cache is None else _take_pages(cache, len(rows), total)
         if compile is not False:
             _fix_heads(rows_of)  # type: ignore[arg-type]
-        times = [_now(device)] if return_stats else []
+        times = [now(device)] if return_stats else []
         new = tokens[:, :shortest]
         for position in range(shortest, total):
             logits = (_step if rows_of.length == 0 else step)(model, new, rows_of, context)
-            drawn = _choose(logits, temperature, top_k, top_p, generator)
+            drawn = choose(logits, temperature, top_k, top_p, generator)
             new = tokens[:, position : position + 1]
             if return_stats and position == shortest:
-                times.append(_now(device))
+                times.append(now(device))
             if alike:
                 new.copy_(drawn.unsqueeze(1))
                 continue
@@ -248,7 +192,7 @@ def generate(
                 if (position - shortest) % look_every == 0 and bool((end <= position + 1).all()):
                     break
         if return_stats:
-            times.append(_now(device))
+            times.append(now(device))
     finally:
         if cache is not None and rows_of is not None:
             for sequence in rows_of.sequences:  # type: ignore[union-attr]
@@ -270,13 +214,6 @@ def generate(
         decode_seconds=after - between if total > shortest + 1 else 0.0,
     )
     return found, stats
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, once the GPU has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _take_pages(cache: PagedKVCache, n_rows: int, total: int) -> PagedBatch:
@@ -315,97 +252,4 @@ def _fix_heads(cache: KVCache) -> None:
         torch._dynamo.mark_static(stored, 3)
 
 
-def _choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> Tensor:
-    """Returns one token a row ``[B]`` from logits ``[B, V]``."""
-    if temperature == 0.0:
-        return logits.argmax(-1)
-    likely, kept = _likely(logits, temperature, top_k, top_p)
-    drawn = _draw(likely, generator)
-    return drawn if kept is None else kept.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
-
-
-def _likely(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> tuple[Tensor, Tensor | None]:
-    """Returns how likely tokens are ``[..., n]``, up to a factor and 0 for those that `top_p` leaves out, and which
-    tokens the columns stand for; None: each for its own."""
-    size = logits.shape[-1]
-    logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest is 0, however low the temperature
-    kept = None
-    if top_k is not None and top_k < size:
-        # By index and not by value: of tokens that tie at the threshold, no more than k may stay.
-        logits, kept = logits.topk(top_k, dim=-1)
-    likely = logits.softmax(-1)
-    if top_p is not None and top_p < 1.0:
-        if kept is None:  # else they are in order
-            likely, kept = _most_likely(likely, top_p)
-        before = likely.cumsum(-1) - likely  # the sum over the tokens that are more likely
-        likely = likely.masked_fill(before >= top_p, 0.0)
-    return likely, kept
-
-
-def _draw(likely: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns columns ``[B]`` of ``[B, n]``. As torch.multinomial draws one, but for its look at the probabilities,
-    which waits for a GPU."""
-    return (likely / torch.empty_like(likely).exponential_(1.0, generator=generator)).argmax(-1)
-
-
-def _most_likely(likely: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Probabilities ``[B, V]`` in descending order and the tokens they are of: as many as sum to `top_p` or more."""
-    if likely.is_cpu and likely.shape[-1] >= 4 * _TOP_P_FIRST:
-        values, tokens = likely.topk(_TOP_P_FIRST, dim=-1)
-        if bool((values.sum(-1) >= top_p).all()):
-            return values, tokens
-    return likely.sort(dim=-1, descending=True, stable=True)
-
-
-def read_prompts(prompts: Prompts, vocab_size: int, what: str = "prompts") -> list[Tensor]:
-    """Returns the prompts as int64 tensors on the CPU, checked."""
-    if isinstance(prompts, Tensor) and prompts.dim() != 2:
-        raise ValueError(f"{what} must be a [B, T] tensor or a sequence of 1-D prompts; got {tuple(prompts.shape)}")
-    if isinstance(prompts, str) or not isinstance(prompts, Tensor | Sequence):
-        raise TypeError(f"{what} must be a tensor or a sequence of prompts; got {type(prompts).__name__}")
-    return [read_prompt(prompt, f"{what}[{index}]", vocab_size) for index, prompt in enumerate(prompts)]
-
-
-def read_prompt(prompt: Tensor | Sequence[int], name: str, vocab_size: int) -> Tensor:
-    """Returns the prompt as an int64 tensor on the CPU, checked."""
-    if not isinstance(prompt, Tensor):
-        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
-            raise TypeError(f"{name} must be a 1-D integer tensor or a sequence of ints; got {prompt!r:.60}")
-        prompt = torch.tensor(prompt, dtype=torch.int64)
-    if prompt.dtype.is_floating_point or prompt.dtype.is_complex or prompt.dtype == torch.bool:
-        raise TypeError(f"{name} must hold integers; got {prompt.dtype}")
-    if prompt.dim() != 1:
-        raise ValueError(f"{name} must be 1-D; got shape {tuple(prompt.shape)}")
-    if prompt.numel() == 0:
-        raise ValueError(f"{name} is empty; it needs at least one token")
-    row = prompt.detach().to("cpu", torch.int64)
-    low, high = int(row.min()), int(row.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"{name} must hold tokens in 0 .. {vocab_size - 1}; got {low if low < 0 else high}")
-    return row
-
-
-def _check_options(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    stop_token: int | None,
-    vocab_size: int,
-) -> None:
-    if not isinstance(max_new_tokens, int):
-        raise TypeError(f"max_new_tokens must be an int; got {type(max_new_tokens).__name__}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0; got {max_new_tokens}")
-    check_not_negative("temperature", temperature)
-    if top_k is not None:
-        check_int("top_k", top_k, minimum=1)
-    if top_p is not None:
-        if not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p must be None or in (0, 1]; got {top_p}")
-        check_positive("top_p", top_p)
-    if stop_token is not None and not 0 <= stop_token < vocab_size:
-        raise ValueError(f"stop_token must be None or in 0 .. {vocab_size - 1}; got {stop_token}")
+Transformer.generate = generate

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from foundry_kernels.core.checks import check_int
 from foundry_kernels.models.config import ModelConfig
-from foundry_kernels.models.generate import _check_options, _choose, read_prompt
 from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
 from foundry_kernels.models.pages import OutOfPages
+from foundry_kernels.models.sampling import check_options, choose, read_prompt
 from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._linear_layers import serving_products
 
@@ -171,7 +171,7 @@ class Generator:
         """
         config, device, cache = self.model.config, self.model.tok_embeddings.weight.device, self.cache
         row = read_prompt(prompt, "prompt", config.vocab_size)
-        _check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
+        check_options(max_new_tokens, temperature, top_k, top_p, stop_token, config.vocab_size)
         if generator is not None and generator.device.type != device.type:
             raise ValueError(f"generator must be on the model's device {device}; got {generator.device}")
         if prefix_of is not None:
@@ -359,7 +359,7 @@ def _draw(logits: Tensor, read: list[tuple[int, _Request]]) -> list[int]:
         return []
     likeliest = logits.argmax(-1)
     rows = [
-        _choose(logits[row : row + 1], r.temperature, r.top_k, r.top_p, r.generator)
+        choose(logits[row : row + 1], r.temperature, r.top_k, r.top_p, r.generator)
         if r.temperature
         else likeliest[row : row + 1]
         for row, r in read

@@ -22,9 +22,6 @@ from foundry_kernels.nn._tables import FixedTables
 if TYPE_CHECKING:
     from foundry_kernels.models.config import ModelConfig
 
-#: What `ModelConfig.init` may be.
-INITS = ("normal", "xavier", "depth_scaled")
-
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator | None = None) -> None:

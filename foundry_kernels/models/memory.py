@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foundry_kernels.core.checks import check_int
+from foundry_kernels.models.config import ModelConfig
 from foundry_kernels.models.count import Parts
+from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn import MLP, Attention, GatedMLP, LayerNorm, MoE, RMSNorm
 from foundry_kernels.nn._backend import Backend
-
-if TYPE_CHECKING:
-    from foundry_kernels.models.config import ModelConfig
 
 #: Numbers that an optimizer keeps for each parameter, of the parameter's dtype, as torch's do.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1}
@@ -116,8 +115,6 @@ def _activations(
 ) -> Parts:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from foundry_kernels.models.transformer import Transformer
-
     with FakeTensorMode(), torch.enable_grad():
         model = Transformer(config, backend, device=device, dtype=dtype)
         tokens = torch.zeros(batch, length, dtype=torch.int64, device=device)
@@ -166,3 +163,6 @@ def kept_by_part(model: nn.Module) -> Iterator[Parts]:
         hooks.callback(last.register_forward_hook(end_of_blocks).remove)
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))
         yield parts
+
+
+ModelConfig.training_bytes = training_bytes

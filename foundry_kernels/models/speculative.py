@@ -12,37 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from foundry_kernels.models.generate import GenerationStats, _choose, _draw, _likely, _now
 from foundry_kernels.models.inputs import ends_before, table_of
 from foundry_kernels.models.paged_cache import PagedKVCache
+from foundry_kernels.models.sampling import GenerationStats, Sampling, choose, draw, now
 from foundry_kernels.models.transformer import Transformer
 from foundry_kernels.nn._tables import PositionTables
 
 #: Positions of a page.
 _PAGE = 16
-
-
-class Sampling(NamedTuple):
-    """How tokens are drawn; see :func:`foundry_kernels.models.generate`."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    generator: torch.Generator | None
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Returns float32 probabilities of logits ``[..., V]``, 0 for the tokens that are left out."""
-        likely, kept = _likely(logits, self.temperature, self.top_k, self.top_p)
-        if kept is not None:
-            likely = torch.zeros(logits.shape, device=logits.device).scatter(-1, kept, likely)
-        return likely / likely.sum(-1, keepdim=True)
 
 
 def check_draft(model: Transformer, draft: object, **refused: Any) -> None:
@@ -102,15 +86,15 @@ def speculate(
                 "model must not have frequencies that follow the length, which differ in passes over several tokens; "
                 f"extended({longest}) fixes them"
             )
-    began = _now(device)
+    began = now(device)
     rows: list[list[int]] = [prompt.tolist() for prompt in prompts]
     ends = [len(row) + max_new_tokens for row in rows]
     target, drafter = _Reader(model, ends), _Reader(draft, ends)
     logits = target.read(dict(enumerate(rows)), last_only=True)
-    for row, token in zip(rows, _choose(logits, *sampling).tolist(), strict=True):
+    for row, token in zip(rows, choose(logits, *sampling).tolist(), strict=True):
         row.append(token)
     drafter.read({n: row[:-1] for n, row in enumerate(rows)}, last_only=True)
-    decoding = _now(device)
+    decoding = now(device)
     drafted = accepted = 0
     while True:
         left = {n: ends[n] - len(row) for n, row in enumerate(rows) if len(row) < ends[n] and row[-1] != stop_token}
@@ -138,7 +122,7 @@ def speculate(
         prefill_tokens=read,
         decode_tokens=made - read - len(rows),
         prefill_seconds=decoding - began,
-        decode_seconds=_now(device) - decoding if max_new_tokens > 1 else 0.0,
+        decode_seconds=now(device) - decoding if max_new_tokens > 1 else 0.0,
         drafted_tokens=drafted,
         accepted_tokens=accepted,
     )
@@ -199,7 +183,7 @@ def _propose(
             drawn.append(logits.argmax(-1))
         else:
             likely.append(sampling.probabilities(logits))
-            drawn.append(_draw(likely[-1], sampling.generator))
+            drawn.append(draw(likely[-1], sampling.generator))
     if not drawn:
         return torch.empty(len(counts), 0, dtype=torch.int64, device=drafter.cache.device), None
     missing = [len(counts) - len(tokens) for tokens in drawn]
@@ -239,7 +223,7 @@ def _verify(
     p, q = (x.take_along_dim(taken[:, None, None], 1).squeeze(1) for x in (p, q))
     rest = (p - q).clamp(min=0.0)
     # Two distributions that are equal but for rounding may leave nothing; then either will do.
-    return taken, _draw(torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, p), sampling.generator)
+    return taken, draw(torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, p), sampling.generator)
 
 
 def _leading(accepted: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import autocast_dtype
+from foundry_kernels.core.late import module_above
 from foundry_kernels.models.blocks import TransformerBlock, add_branch, make_norm, operations
 from foundry_kernels.models.cache import KVCache, without_graph
 from foundry_kernels.models.config import ModelConfig
@@ -19,7 +19,6 @@ from foundry_kernels.models.cross_blocks import block_class
 from foundry_kernels.models.decode_block import decode_all
 from foundry_kernels.models.embeddings import embed, needs_preparing, position_embedding, prepare
 from foundry_kernels.models.extend import extended
-from foundry_kernels.models.generate import generate
 from foundry_kernels.models.init import init_weights
 from foundry_kernels.models.inputs import check_context, check_targets, check_tokens, check_types
 from foundry_kernels.models.losses import add_router_losses, token_loss
@@ -37,6 +36,9 @@ from foundry_kernels.nn._linear_layers import layers_for
 from foundry_kernels.nn._masks import add_bias, check_masks, hide_padding, packed_positions
 from foundry_kernels.ops.flash_attention.attention_mask import AttentionMask
 from foundry_kernels.ops.rope import RopeScaling
+
+if TYPE_CHECKING:
+    from foundry_kernels.models.generate import generate
 
 
 class Transformer(nn.Module):
@@ -131,9 +133,11 @@ class Transformer(nn.Module):
         the tables of positions."""
         init_weights(self, self.config, generator)
 
-    #: What knows the classes of transformers: `foundry_kernels.integrations.from_hf`, which is on a floor above.
-    read_hf: ClassVar[Callable[[nn.Module, dict[str, Any]], tuple[ModelConfig, dict[str, Tensor]]]]
-    check_hf: ClassVar[Callable[[dict[str, Tensor], dict[str, Tensor], nn.Module], None]]
+    @staticmethod
+    def read_hf(model: nn.Module, changes: dict[str, Any]) -> tuple[ModelConfig, dict[str, Tensor]]:
+        """Returns the configuration, with `changes`, and the weights of a model of transformers."""
+        config, state = module_above("from_hf").read(model, changes)
+        return config, state
 
     @classmethod
     def from_hf(cls, model: nn.Module, backend: Backend = "auto", **changes: Any) -> Transformer:
@@ -168,7 +172,7 @@ class Transformer(nn.Module):
         weight = state["tok_embeddings.weight"]
         with torch.device("meta"):
             empty = cls(config, backend, dtype=weight.dtype)
-        cls.check_hf(state, empty.state_dict(), model)
+        module_above("from_hf").check(state, empty.state_dict(), model)
         ours = empty.to_empty(device=weight.device)
         ours.load_state_dict(state)
         return ours.train(model.training)
@@ -385,7 +389,8 @@ class Transformer(nn.Module):
         :func:`foundry_kernels.models.extend.extended`."""
         return extended(self, max_seq_len, rope_scaling)
 
-    generate = generate
+    if TYPE_CHECKING:  # given by `models.generate`, which needs this class
+        generate = generate
 
     def serving(self, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, str]:
         """`backends` with "auto" resolved: for each operation the backend that runs on tensors of `dtype` on

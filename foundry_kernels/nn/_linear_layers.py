@@ -1,6 +1,6 @@
 """How a forward pass calls its linear layers: each as it is; of few rows, as in decoding, several in one pass over
-their weights, with keys and values that go straight into the cache; or of many float32 rows by the extension's
-products, where PyTorch's are slow.
+their weights, with keys and values that go straight into the cache; or of many rows by the extension's products, where
+PyTorch's of their dtype are slow.
 
 The operators read each layer's own weight where it is. Nothing is packed, copied or kept between calls,
 so loading, moving, casting or replacing a weight needs no thought. A layer is called as it is wherever calling it could
@@ -25,7 +25,7 @@ from foundry_kernels.core.registry import _transformed
 from foundry_kernels.nn._layers import is_linear, is_observed, is_plain
 from foundry_kernels.nn.rotary import RotaryEmbedding
 from foundry_kernels.ops._linear import Linear, chosen, linear
-from foundry_kernels.ops._products import fast_products
+from foundry_kernels.ops._products import has_own_products
 from foundry_kernels.ops.decode_linear import DECODE_LINEAR, MAX_ROWS
 from foundry_kernels.ops.grouped_mm import GROUPED_MM
 from foundry_kernels.ops.rope import ROPE
@@ -43,9 +43,11 @@ if MISSING is None:
     from foundry_kernels.ops.decode_linear.native import decode_linear
     from foundry_kernels.ops.rope.native import rope_append
 
-#: Whether PyTorch's products in float32 are slow here and others are at hand; and multiplications from which on these
-#: are worth their longer call.
-SLOW_PRODUCTS = GROUPED_MM.why_not("native", "cpu") is None and not fast_products(torch.float32)
+#: Dtypes of which PyTorch's products are slow here and others are at hand; and multiplications from which on these are
+#: worth their longer call.
+OWN_PRODUCTS = frozenset(
+    dtype for dtype in DTYPES if GROUPED_MM.why_not("native", "cpu") is None and has_own_products(dtype)
+)
 WORTH = 1 << 21
 
 
@@ -224,17 +226,17 @@ def layers_for(x: Tensor, backend: str) -> Layers:
 
 def products_for(x: Tensor, *backends: str) -> Layers:
     """As `layers_for`, but for a pass on `x` of few rows, whose layers are called as they are."""
-    own = SLOW_PRODUCTS and all(backend in ("auto", "native") for backend in backends)
+    own = bool(OWN_PRODUCTS) and all(backend in ("auto", "native") for backend in backends)
     return _MULTIPLIED if own and multiplies(x) else _LAYERS
 
 
 def multiplies(x: Tensor) -> bool:
-    """Whether a forward pass on `x` may have other products than PyTorch's: on the CPU in full float32, where nothing
-    watches what it calls or has asked for others."""
+    """Whether a forward pass on `x` has other products than PyTorch's: on the CPU in a dtype of `OWN_PRODUCTS`, where
+    nothing watches what it calls or has asked for less than full float32."""
     return (
         type(x) is Tensor
         and x.is_cpu
-        and x.dtype == torch.float32
+        and x.dtype in OWN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
         and _full_precision()
         and not invariance.on

@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from foundry_kernels.core.checks import check_int
+from foundry_kernels.core.choices import why_no_buckets
 from foundry_kernels.nn._scripting import refuse_scripting
-
-
-def why_no_buckets(buckets: int, max_distance: int, causal: bool) -> str | None:
-    """Returns the reason why distances have no such buckets, or None."""
-    sides = 1 if causal else 2
-    if buckets < 2 * sides or buckets % (2 * sides):
-        where = "" if causal else " in both directions"
-        return f"buckets must be a multiple of {2 * sides}{where}; got {buckets}"
-    if max_distance <= buckets // (2 * sides):
-        return f"max_distance must be above {buckets // (2 * sides)}, half of a direction's buckets; got {max_distance}"
-    return None
 
 
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int, causal: bool) -> Tensor:

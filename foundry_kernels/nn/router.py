@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from foundry_kernels.core.autocast import no_autocast
 from foundry_kernels.core.checks import check_positive
+from foundry_kernels.core.choices import SCORINGS, why_no_groups
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.nn._scripting import refuse_scripting
-
-SCORINGS = ("softmax", "sigmoid")
 
 
 class Routing(NamedTuple):
@@ -38,21 +37,6 @@ class RouterStats(NamedTuple):
     shares: Tensor
     probabilities: Tensor
     z: Tensor
-
-
-def why_no_groups(n_experts: int, top_k: int, n_groups: int | None, top_groups: int | None) -> str | None:
-    """Returns the reason why experts cannot be chosen among so many groups of them, or None."""
-    if n_groups is None or top_groups is None:
-        return (
-            None if n_groups is top_groups else f"n_groups and top_groups need each other; got {n_groups}, {top_groups}"
-        )
-    if n_groups < 1 or n_experts % n_groups or n_experts // n_groups < 2:
-        return f"n_groups must divide n_experts={n_experts} into groups of two or more; got {n_groups}"
-    if not 1 <= top_groups <= n_groups:
-        return f"top_groups must be in 1 .. n_groups={n_groups}; got {top_groups}"
-    if top_k > top_groups * (n_experts // n_groups):
-        return f"top_groups must hold top_k={top_k} experts; {top_groups} hold {top_groups * (n_experts // n_groups)}"
-    return None
 
 
 class Router(nn.Module):

@@ -1,5 +1,5 @@
-"""Matrix products in float32 on a CPU: PyTorch's or, where those leave half of the processor unused
-(`csrc/torch/products.h`), the extension's. And products of 16 bits with a float32 sum."""
+"""Matrix products on a CPU: PyTorch's or, where those in float32 leave half of the processor unused or those of
+bfloat16 are slower than they (`csrc/torch/products.h`), the extension's. And products of 16 bits with a float32 sum."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ def fast_products(dtype: torch.dtype) -> bool:
     return short_dtype(dtype) in extension.build_info().get("fast_products", ())
 
 
+@functools.cache
+def has_own_products(dtype: torch.dtype) -> bool:
+    """Whether the extension's products of `dtype` are faster than PyTorch's here."""
+    return matmul is not None and short_dtype(dtype) in extension.build_info().get("own_products", ())
+
+
 def own_products(x: Tensor) -> bool:
     """Whether products of `x` are the extension's."""
-    if torch.compiler.is_compiling() or matmul is None:
-        return False
-    return x.is_cpu and x.dtype == torch.float32 and not fast_products(x.dtype)
+    return not torch.compiler.is_compiling() and x.is_cpu and has_own_products(x.dtype)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 import foundry_kernels as fk
 from benchmarks.stub_gpu import stub_gpu
-from foundry_kernels._triton import devices, rows, tuning
+from foundry_kernels._triton import devices, plans, rows, tuning
 from foundry_kernels._triton import launch as launches
 from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels.core.registry import OpSpec
@@ -353,7 +353,7 @@ def test_all_cases(op: OpSpec, dtype: torch.dtype, gpu: Recorder, runs: list[str
     runs.clear()
     monkeypatch.setattr(launches, "DIRECT", False)
     for case, args in inputs:
-        forward_and_backward(op, case, args, before=launches.forget_plans)
+        forward_and_backward(op, case, args, before=plans.forget_plans)
     assert len(made) == len(runs) >= len(inputs)
     for direct, expected in zip(made, gpu.take(), strict=True):
         assert described(direct) == described(expected)

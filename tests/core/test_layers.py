@@ -1,8 +1,10 @@
-"""The folders of the package import only from those below them."""
+"""The folders of the package import only from those below them, and its files in no circle."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,100 @@ def test_a_folder_imports_from_the_floors_below(folder: str) -> None:
 def test_every_folder_has_its_floor() -> None:
     assert {p.name for p in ROOT.iterdir() if (p / "__init__.py").exists()} == set(FLOOR)
     assert {p.name for p in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The files of the package whose folder is `root`, by the names of their modules."""
+    found = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, those inside of functions too, but not those that type checkers alone read."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body:
+            continue
+        yield from statements(child)
+
+
+def imported(file: Path, known: set[str]) -> set[str]:
+    """The modules of `known` that a file imports: by statements, and by constant names given to `import_module`."""
+    names = []
+    for node in statements(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports are not followed"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                names.append(whole if whole in known else str(node.module))
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            names.append(str(getattr(node.args[0], "value", "")))
+    return known.intersection(names)
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    files = modules(root)
+    return {name: imported(file, set(files)) - {name} for name, file in files.items()}
+
+
+def circle(root: Path) -> list[str]:
+    """The names of modules that import each other in a circle; none where there is no circle."""
+    try:
+        TopologicalSorter(graph(root)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert len(graph(ROOT)) > 200
+    found = circle(ROOT)
+    assert not found, " <- ".join(found)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from toy.a import thing",
+        "from toy import a",
+        "import toy.a",
+        "def late():\n    from toy.a import thing",
+        "import importlib\ndef late():\n    return importlib.import_module('toy.a')",
+    ],
+)
+def test_a_planted_circle_is_seen(tmp_path: Path, planted: str) -> None:
+    root = tmp_path / "toy"
+    (root / "deep").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("a", "from toy.deep import b"), ("deep/__init__", ""), ("deep/b", "")):
+        (root / f"{name}.py").write_text(text)
+    assert circle(root) == []
+    (root / "deep" / "b.py").write_text(planted)
+    assert set(circle(root)) == {"toy.a", "toy.deep.b"}
+    (root / "deep" / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import toy.a")
+    assert circle(root) == []
+
+
+def reached(name: str, edges: dict[str, set[str]]) -> set[str]:
+    """The modules that are imported with `name`, but for the packages that they are in."""
+    found: set[str] = set()
+    open_ = [name]
+    while open_:
+        for other in edges[open_.pop()] - found:
+            found.add(other)
+            open_.append(other)
+    return found
+
+
+def test_the_configuration_of_a_model_needs_no_module_of_nn() -> None:
+    edges = graph(ROOT)
+    assert "foundry_kernels.core.choices" in reached("foundry_kernels.models.config", edges)
+    assert not [n for n in reached("foundry_kernels.models.config", edges) if n.startswith("foundry_kernels.nn")]
+    assert not edges["foundry_kernels.integrations.families"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from foundry_kernels.models import GenerationStats, KVCache, ModelConfig, Transformer, generate
-from foundry_kernels.models.generate import _choose
+from foundry_kernels.models.sampling import choose
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 CONFIG = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=13, max_seq_len=32, init_std=0.4)
@@ -100,7 +100,7 @@ def test_no_new_tokens_and_no_prompts(model):
 def test_stats_of_the_two_phases(model, monkeypatch):
     """The clock moves by a second with each look: before, between and behind the phases."""
     clock = iter(range(100))
-    monkeypatch.setattr(sys.modules["foundry_kernels.models.generate"], "_now", lambda device: next(clock))
+    monkeypatch.setattr(sys.modules["foundry_kernels.models.generate"], "now", lambda device: next(clock))
     prompts = [prompt(7), prompt(4), prompt(4)]
     rows, stats = model.generate(prompts, 6, return_stats=True)
     assert all(map(torch.equal, rows, model.generate(prompts, 6)))
@@ -151,7 +151,7 @@ def test_distribution(temperature, top_k, top_p, expected):
     """Frequencies of 20000 draws lie within five standard deviations; the seed is fixed."""
     order = torch.tensor([2, 0, 3, 1])  # unsorted: where a token lies must not matter
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[order].expand(20000, 4)
-    drawn = _choose(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
+    drawn = choose(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
     for token, rank in enumerate(order.tolist()):
         p = expected[rank]
         seen = (drawn == token).double().mean().item()
@@ -159,7 +159,7 @@ def test_distribution(temperature, top_k, top_p, expected):
 
 
 def test_top_k_keeps_k_of_equal_tokens():
-    drawn = _choose(torch.zeros(500, 9), 1.0, 3, None, torch.Generator().manual_seed(0))
+    drawn = choose(torch.zeros(500, 9), 1.0, 3, None, torch.Generator().manual_seed(0))
     assert len(set(drawn.tolist())) == 3
 
 
@@ -169,7 +169,7 @@ def test_top_p_of_a_large_vocabulary(top_p):
     logits = torch.linspace(0.0, 6.0, 1000)[torch.randperm(1000, generator=torch.Generator().manual_seed(0))]
     ordered, order = logits.softmax(-1).sort(descending=True)
     count = int((ordered.cumsum(-1) - ordered < top_p).sum())
-    drawn = _choose(logits.expand(20000, -1), 1.0, None, top_p, torch.Generator().manual_seed(0))
+    drawn = choose(logits.expand(20000, -1), 1.0, None, top_p, torch.Generator().manual_seed(0))
     assert set(drawn.tolist()) <= set(order[:count].tolist())
     share = (drawn == order[0]).double().mean().item()
     p = (ordered[0] / ordered[:count].sum()).item()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foundry_kernels.core.choices import INITS
 from foundry_kernels.models import EncoderDecoder, ModelConfig, Transformer
-from foundry_kernels.models.init import INITS
 
 WIDE = ModelConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=1, vocab_size=600, max_seq_len=16, init_std=0.05)
 EXPERTS = dataclasses.replace(WIDE, n_experts=4, hidden_dim=96, shared_expert_dim=80, shared_expert_gate=True)

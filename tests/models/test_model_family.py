@@ -171,6 +171,14 @@ def test_every_value_of_every_choice_is_in_a_model():
     }
 
 
+def test_the_names_of_activations_are_those_that_modules_have():
+    from foundry_kernels.core import choices
+    from foundry_kernels.nn import mlp
+
+    assert (*mlp.GATES,) == choices.GATES
+    assert (*mlp.ACTIVATIONS,) == choices.ACTIVATIONS
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_with_a_cache_is_the_argmax_of_the_whole_model(name):
     """Prompts of different lengths, so that positions, windows and slopes begin where the cache ends."""

@@ -13,7 +13,8 @@ import torch
 import foundry_kernels as fk
 from foundry_kernels.core.registry import OPS
 from foundry_kernels.models import EncoderDecoder, GenerationStats, ModelConfig, Transformer
-from foundry_kernels.models.speculative import Sampling, _Reader, _verify
+from foundry_kernels.models.sampling import Sampling
+from foundry_kernels.models.speculative import _Reader, _verify
 
 NATIVE = "native" in OPS["flash_attention"].backends("cpu")
 BACKENDS = ("reference", *(("auto",) if NATIVE else ()))
@@ -214,7 +215,7 @@ def test_sampling_repeats_with_its_generator() -> None:
 def test_passes_and_stats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is always right makes five tokens for a pass of the model; the clock moves by a second a look."""
     clock = itertools.count()
-    monkeypatch.setattr(sys.modules["foundry_kernels.models.speculative"], "_now", lambda device: next(clock))
+    monkeypatch.setattr(sys.modules["foundry_kernels.models.speculative"], "now", lambda device: next(clock))
     model, draft = model_of(CONFIG), model_of(CONFIG)
     sizes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(lambda module, inputs: sizes.append(tuple(inputs[0].shape)))

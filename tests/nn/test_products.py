@@ -28,7 +28,7 @@ DIM = 32
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    monkeypatch.setattr(_linear_layers, "SLOW_PRODUCTS", True)
+    monkeypatch.setattr(_linear_layers, "OWN_PRODUCTS", frozenset([torch.float32]))
     monkeypatch.setattr(_linear_layers, "WORTH", 0)
     return monkeypatch
 
@@ -89,6 +89,13 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.fixture
+def widened(forced: pytest.MonkeyPatch, bfloat16_choice: Callable[..., None]) -> None:
+    """As on a processor whose instructions for products of bfloat16 are slow."""
+    bfloat16_choice(False, False, False)
+    forced.setattr(_linear_layers, "OWN_PRODUCTS", frozenset([torch.float32, torch.bfloat16]))
+
+
 def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = module(x)
@@ -102,13 +109,33 @@ def test_values_and_gradients(name: str, forced: pytest.MonkeyPatch) -> None:
     module, x = MODULES[name]().eval(), torch.randn(3, 20, DIM)
     found = gradients(module, x)
     assert called(lambda: gradients(module, x)) == {"ours"}
-    forced.setattr(_linear_layers, "SLOW_PRODUCTS", False)
+    forced.setattr(_linear_layers, "OWN_PRODUCTS", frozenset())
     wanted = gradients(module, x)
     assert "ours" not in called(lambda: gradients(module, x))
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert a.stride() == b.stride()
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("name", MODULES)
+def test_values_and_gradients_of_bfloat16(name: str, forced: pytest.MonkeyPatch) -> None:
+    """As near to those of float32 as with PyTorch's products."""
+    torch.manual_seed(0)
+    module = MODULES[name]().eval().bfloat16()
+    x = torch.randn(3, 20, DIM).bfloat16()
+    found = gradients(module, x)
+    assert called(lambda: gradients(module, x)) == {"ours"}
+    forced.setattr(_linear_layers, "OWN_PRODUCTS", frozenset())
+    theirs = gradients(module, x)
+    assert "ours" not in called(lambda: gradients(module, x))
+    exact = gradients(module.float(), x.float())
+    for a, b, wanted in zip(found, theirs, exact, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert a.stride() == b.stride()
+        error, allowed = (float((g.float() - wanted).norm()) for g in (a, b))
+        assert error <= 1.5 * allowed + 2e-3 * float(wanted.norm())
 
 
 #: Families of which no attention and no feed-forward class has an adapter: their layers call nn.Linear themselves.
@@ -133,7 +160,7 @@ def test_patched_models(family: str, forced: pytest.MonkeyPatch) -> None:
 
     found = run()
     assert ("ours" in called(run)) == (family not in THEIR_OWN)
-    forced.setattr(_linear_layers, "SLOW_PRODUCTS", False)
+    forced.setattr(_linear_layers, "OWN_PRODUCTS", frozenset())
     wanted = run()
     assert len(found) == len(wanted)
     largest = max(float(w.norm()) for w in wanted)
@@ -174,6 +201,21 @@ def test_pytorchs_products_where_they_are_asked_for() -> None:
     with fk.batch_invariant():
         alone = block(x[:1])
         assert torch.equal(block(x)[:1], alone)
+
+
+@pytest.mark.usefixtures("widened")
+def test_pytorchs_products_of_bfloat16_where_they_are_asked_for() -> None:
+    block, x = fk.nn.SwiGLU(DIM, 56, dtype=torch.bfloat16), torch.randn(40, DIM).bfloat16()
+    assert called(lambda: block(x)) == {"ours"}
+    for layer in (block.w1, block.w2, block.w3):
+        _hooked(layer)
+    assert called(lambda: block(x)) == {"linear"}
+    assert "linear" in called(lambda: fk.nn.SwiGLU(DIM, 56, dtype=torch.bfloat16, backend="reference")(x))
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "linear" in called(lambda: fk.nn.SwiGLU(DIM, 56, dtype=torch.bfloat16)(x))
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_small_products_are_pytorchs(forced: pytest.MonkeyPatch) -> None:

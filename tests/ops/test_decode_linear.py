@@ -47,6 +47,22 @@ def test_products_of_few_rows(name: str, dtype: torch.dtype, instruction_set: Ca
             assert ((y.double() - exact).abs() <= unit * exact.abs() + 2e-6 * terms).all(), (rows, width, sizes)
 
 
+@pytest.mark.parametrize("name", [n for n in SETS if n.endswith("bf16")])
+def test_bfloat16_that_is_widened_has_the_bits_of_fewer_instructions(
+    name: str, instruction_set: Callable[[str], None], bfloat16_choice: Callable[..., None]
+) -> None:
+    less = {"avx512_bf16": "avx512", "amx_bf16": "avx512", "neon_bf16": "neon"}[name]
+    if less not in SETS:
+        pytest.skip(f"not compiled for {less}")
+    for rows in (1, 2, 3, 8):
+        x, w = draw(rows, 333, dtype=torch.bfloat16), draw(100, 333, dtype=torch.bfloat16, seed=1)
+        instruction_set(less)
+        wanted = decode_linear(x, w, backend="native")
+        instruction_set(name)
+        bfloat16_choice(False, False, False)
+        assert torch.equal(decode_linear(x, w, backend="native"), wanted)
+
+
 @needs_native
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads() -> None:
     x, weights = draw(8, 1000), [draw(700, 1000, seed=1), draw(1200, 1000, seed=2)]

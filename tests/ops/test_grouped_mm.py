@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,6 +182,27 @@ def test_few_rows_are_one_pass_over_their_matrices(dtype: torch.dtype) -> None:
     for found in (y, invariant):
         bound = torch.finfo(dtype).eps * exact.abs() + 2e-6 * terms
         assert ((found[8:88].double() - exact).abs() <= bound).all()
+
+
+@needs_native
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bfloat16_is_widened_where_its_instructions_are_slow(
+    transposed: bool, bfloat16_choice: Callable[..., None]
+) -> None:
+    """Forward and backward, of groups that are one pass over their matrices and of others: one rounding each."""
+    bfloat16_choice(False, False, False)
+    assert "bfloat16" not in extension.build_info()["fast_products"]
+    (x, weight), offs = draw(8 + 300 + 45, 200, 330, 3, torch.bfloat16), ends(8, 308, 353)
+    if transposed:
+        weight = weight.detach().mT.contiguous().mT.requires_grad_()
+    y = fk.grouped_mm(x, weight, offs, backend="native")
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    found = (y, *torch.autograd.grad(y, (x, weight), dy))
+    wide_x, wide = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = torch.cat([part @ wide[i] for i, part in enumerate(wide_x.split((8, 300, 45)))])
+    wanted = (exact, *torch.autograd.grad(exact, (wide_x, wide), dy.double()))
+    for got, true in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), true, rtol=torch.finfo(torch.bfloat16).eps / 1.9, atol=2e-4)
 
 
 @needs_native

@@ -1,5 +1,5 @@
-"""The extension's product of float32 matrices (`csrc/cpu/matmul.cpp`), by the operator that makes nothing else of it:
-every instruction set, layouts, sizes that fill no block, and what is refused."""
+"""The extension's product of matrices (`csrc/cpu/matmul.cpp`), by the operator that makes nothing else of it: every
+instruction set, layouts, sizes that fill no block, bfloat16 that is widened, and what is refused."""
 
 from __future__ import annotations
 
@@ -75,6 +75,33 @@ def test_products_of_every_layout(isa: str, add: bool, size: tuple[int, int, int
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
+@pytest.mark.parametrize("size", [(40, 128, 64), (70, 300, 130), (530, 17, 33), (64, 1, 70), (37, 200, 600)], ids=str)
+def test_bfloat16_is_widened_and_rounded_once(
+    isa: str, add: bool, size: tuple[int, int, int], instruction_set: Any
+) -> None:
+    """The bits are those of the product of the widened matrices."""
+    instruction_set(isa)
+    m, k, n = size
+    a, b, before = draw(m, k).bfloat16(), draw(k, n, seed=1).bfloat16(), draw(m, n, seed=2)
+    for left in (a, by_columns(a)):
+        for right in (b, by_columns(b)):
+            exact = torch.zeros(m, n)
+            matmul(exact, left.float(), right.float(), True)
+            for dtype in (torch.float32, torch.bfloat16):
+                for layout in (torch.Tensor.contiguous, by_columns):
+                    start = layout(before.to(dtype).clone())
+                    out = start.clone() if add else torch.empty_like(start)
+                    matmul(out, left, right, add)
+                    # A float32 result is added to part by part, others to the whole sum.
+                    wanted = exact + start.float() if add else exact
+                    if add and dtype == torch.float32:
+                        matmul(wanted.copy_(start), left.float(), right.float(), True)
+                    assert torch.equal(out, wanted.to(dtype))
+
+
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
 @pytest.mark.parametrize("rows", [0, 1, 9, 70])
 def test_it_is_written_to_where_it_shall_be(rows: int, add: bool) -> None:
@@ -136,5 +163,8 @@ def test_what_does_not_fit_is_refused() -> None:
             matmul(torch.empty(out), torch.ones(a), torch.ones(b), False)
     with pytest.raises(ValueError, match="out must have dense rows or columns"):
         matmul(torch.empty(4, 6)[::2, ::2], torch.ones(2, 5), torch.ones(5, 3), False)
-    with pytest.raises(TypeError, match="must be float32"):
-        matmul(torch.empty(2, 3), torch.ones(2, 5), torch.ones(5, 3).bfloat16(), False)
+    for left, right in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
+        with pytest.raises(TypeError, match="a and b must both be float32 or bfloat16"):
+            matmul(torch.empty(2, 3), torch.ones(2, 5, dtype=left), torch.ones(5, 3, dtype=right), False)
+    with pytest.raises(TypeError, match="out must be float32, or of the dtype of a and b"):
+        matmul(torch.empty(2, 3).bfloat16(), torch.ones(2, 5), torch.ones(5, 3), False)

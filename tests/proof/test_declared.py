@@ -190,12 +190,13 @@ def triton_paths() -> dict[str, Callable[[], Any]]:
 @pytest.mark.parametrize("path", ["forward", "few queries", "backward", "backward, one kernel", "gradient of a bias"])
 def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gluon's kernel, which leaves such a call to another: tests/proof/test_gluon_launch.py."""
-    from foundry_kernels.ops.flash_attention.triton import backward_launch, launch
+    from foundry_kernels.ops.flash_attention.triton import backward_launch
+    from foundry_kernels.ops.flash_attention.triton import problem as problems
 
-    own, seen = launch._kept_problem, []
+    own, seen = problems._kept_problem, []
 
     def problem(*args: Any) -> Any:
-        made = launch._Problem(*args)
+        made = problems._Problem(*args)
         made.constants = made.constants | {"MADE_UP": True}
         seen.append(made)
         return made
@@ -203,11 +204,11 @@ def test_a_flag_that_a_kernel_of_attention_lacks_is_refused(path: str, monkeypat
     monkeypatch.setattr(backward_launch, "_adds_dq", lambda p: True)
     run = triton_paths()[path]
     run()
-    monkeypatch.setattr(launch, "_kept_problem", problem)
+    monkeypatch.setattr(problems, "_kept_problem", problem)
     with pytest.raises(TypeError, match=r"flash_attention_(fwd|decode|dkdv|dbias)_kernel has no MADE_UP"):
         run()
     assert seen[0].few_queries == (path == "few queries")
-    monkeypatch.setattr(launch, "_kept_problem", own)
+    monkeypatch.setattr(problems, "_kept_problem", own)
     run()
 
 

@@ -34,6 +34,12 @@ def test_all_sets_below_the_best_are_run(usable: list[str], chosen: list[str], l
     assert [line.partition(":")[0] for line in skipped if "lacks it" in line] == lacking
 
 
+@pytest.mark.parametrize(("best", "runs"), [("avx512", False), ("avx512_bf16", True), ("neon_bf16", True)])
+def test_bfloat16_is_widened_where_it_would_not_be(best: str, runs: bool) -> None:
+    chosen, skipped = to_run(["widened"], ["baseline", best])
+    assert (chosen, len(skipped)) == (["widened"] * runs, not runs)
+
+
 def test_all_four_are_held_and_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
@@ -43,11 +49,15 @@ def test_all_four_are_held_and_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(subprocess, "run", record)
     assert run("avx512", ["-x"]) == 3
-    [(command, environment)] = calls
+    command, environment = calls[0]
     assert "--held-to=avx512" in command
     assert command[-1] == "-x"
     assert isa.SWITCHES["avx512"].items() <= environment.items()
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    run("widened", [])
+    command, environment = calls[1]
+    assert not any(each.startswith("--held-to") for each in command)
+    assert environment["FOUNDRY_KERNELS_BFLOAT16"] == "widened"
 
 
 def test_a_failure_and_what_was_skipped_are_told(
@@ -60,6 +70,7 @@ def test_a_failure_and_what_was_skipped_are_told(
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" in ")[0] for line in lines if line.startswith("held to")] == [
         "held to avx2: passed", "held to avx2: passed", "held to avx512: failed",
+        "held to widened: passed",
     ]  # fmt: skip
     assert any(line.startswith("amx_bf16: skipped") for line in lines)
 

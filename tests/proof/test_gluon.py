@@ -25,7 +25,7 @@ from foundry_kernels.testing import Expected
 
 if _triton.MISSING is None:
     from foundry_kernels.ops.flash_attention.triton import gluon_launch
-    from foundry_kernels.ops.flash_attention.triton.launch import _problem
+    from foundry_kernels.ops.flash_attention.triton.problem import _problem
 
     if gluon_launch.MISSING is None:
         from foundry_kernels.ops.flash_attention.triton import gluon_forward

@@ -129,8 +129,9 @@ BOTH = (row(), row(direction="backward"))
 
 
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="has no <!-- slower --> followed by <!-- end of slower -->"):
-        readme.with_results("no markers", tmp_path, {tmp_path / "a.json": kept(*BOTH)})
+    (tmp_path / "page.md").write_text("<!-- end of slower --> <!-- slower -->")
+    with pytest.raises(SystemExit, match=r"page.md has no <!-- slower --> followed by <!-- end of slower -->"):
+        readme.insert(tmp_path / "page.md", "slower", "")
 
 
 def test_what_is_slower_than_a_peer() -> None:

@@ -22,11 +22,13 @@ from torch import Tensor
 from foundry_kernels._triton.activations import activated, derivative, gate_factor, times_slope
 from foundry_kernels._triton.devices import programs
 from foundry_kernels._triton.functions import dropout_factors, round_to, row_offset
-from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.operators import apply, define, requires_grad
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, sum_partials
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions, kernel_numbers
+from foundry_kernels.core.inference import refuse_second_derivative
 
 
 @triton.jit

@@ -18,10 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from foundry_kernels._triton.functions import round_to
-from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.operators import apply, define
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.inference import refuse_second_derivative
 
 #: Numbers of no use to the compiler: it would make a kernel for each kind of them.
 _PLAIN = ("n_rows", "n_tokens", "n_slots")

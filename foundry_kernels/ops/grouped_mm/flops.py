@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
+
+from foundry_kernels.core.late import when_imported
 
 
 def _forward(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
@@ -19,9 +20,11 @@ def _backward(
 
 
 def register() -> None:
-    """Tells torch. Its module warns where Triton is missing, whoever imports it: there it is left alone."""
-    if "triton" not in sys.modules:
-        return
+    """Tells torch once somebody imports its counter, which imports Triton."""
+    when_imported("torch.utils.flop_counter", _register)
+
+
+def _register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for end, formula in (("fwd", _forward), ("bwd", _backward)):

@@ -32,7 +32,7 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 _FAST_PRODUCTS = fast_products(torch.bfloat16)
 #: Whether a fourth product takes less time than the sum of the weight's gradient: with matrix instructions it took less
 #: than one in float32; the sum in 24 bits was not measured there.
-_TILES_ARE_FASTER = extension.build_info().get("instruction_set") == "amx_bf16"
+_TILES_ARE_FASTER = _FAST_PRODUCTS and extension.build_info().get("instruction_set") == "amx_bf16"
 
 
 #: Bytes of logits that a single chunk may have: as many as a chunk of float32 has by default over 32768 classes.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.linear_cross_entropy import chunks, vocabulary_blocks
 from foundry_kernels.ops.linear_cross_entropy.calls import (
     Inputs,

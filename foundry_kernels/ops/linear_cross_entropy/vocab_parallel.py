@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from foundry_kernels._triton.operators import refuse_second_derivative
 from foundry_kernels.core.autocast import no_autocast
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.cross_entropy.tokens import NO_CLASS
 from foundry_kernels.ops.linear_cross_entropy.calls import Inputs, Needs
 from foundry_kernels.ops.linear_cross_entropy.chunks import Gradients, Tokens, rows_of

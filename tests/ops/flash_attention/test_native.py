@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,34 @@ def test_every_instruction_set(instruction_set: Callable[[str], None], name: str
             plain = not case.options.keys() - {"causal", "max_seqlen_q", "max_seqlen_k"}
             if dtype == torch.float32 or plain:
                 assert_parity(op, case, backend="native", dtype=dtype)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("name", [n for n in ISAS if n.endswith("bf16")])
+def test_bfloat16_that_is_widened_has_the_bits_of_fewer_instructions(
+    instruction_set: Callable[[str], None], bfloat16_choice: Callable[..., None], name: str, batch_invariant: bool
+) -> None:
+    """Where dot products of pairs are slow: forward, backward and the gradient of a bias that heads share."""
+    less = {"avx512_bf16": "avx512", "amx_bf16": "avx512", "neon_bf16": "neon"}[name]
+    if less not in ISAS:
+        pytest.skip(f"not compiled for {less}")
+    q, k, v = inputs((2, 4, 150, 72), dtype=torch.bfloat16)
+    bias = torch.randn(150, 150, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    dout = torch.randn_like(q.detach())
+
+    def results(isa: str, *choice: bool) -> list[Tensor]:
+        instruction_set(isa)
+        bfloat16_choice(*choice)
+        with fk.batch_invariant() if batch_invariant else nullcontext():
+            plain = fk.flash_attention(q, k, v, causal=True, backend="native")
+            masked = fk.flash_attention(q, k, v, attn_mask=bias, backend="native")
+        wanted = (q, k, v, bias)
+        return [plain, masked, *torch.autograd.grad(plain, (q, k, v), dout), *torch.autograd.grad(masked, wanted, dout)]
+
+    widened, fewer = results(name, False, False, False), results(less, True, True, True)
+    for found, wanted in zip(widened, fewer, strict=True):
+        assert torch.equal(found, wanted)
+    assert not torch.equal(results(name, True, True, True)[0], widened[0])  # which products of pairs are not
 
 
 def test_tiles_are_used_where_linux_shows_them(instruction_set: Callable[[str], None]) -> None:

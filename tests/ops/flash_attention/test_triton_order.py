@@ -11,11 +11,12 @@ import triton.language as tl
 from attention_inputs import plain_options
 
 from foundry_kernels import _triton
-from foundry_kernels._triton.launch import forget_plans
+from foundry_kernels._triton.plans import forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, flash_attention, flash_attention_varlen
-from foundry_kernels.ops.flash_attention.triton import launch
+from foundry_kernels.ops.flash_attention.triton import problem as problems
 from foundry_kernels.ops.flash_attention.triton.kernel_options import numbers_of, tensor_options
 from foundry_kernels.ops.flash_attention.triton.order import program_order
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
 DEVICE = "cpu" if _triton.INTERPRET else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -70,7 +71,7 @@ def test_no_order_changes_a_bit(section_bytes: int, packed: bool, monkeypatch: p
         return (out, *torch.autograd.grad(out, tensors, torch.ones_like(out)))
 
     expected = run()
-    monkeypatch.setattr(launch, "_SECTION_BYTES", section_bytes)
+    monkeypatch.setattr(problems, "_SECTION_BYTES", section_bytes)
     found = run()
     monkeypatch.undo()
     forget_plans()
@@ -80,12 +81,12 @@ def test_no_order_changes_a_bit(section_bytes: int, packed: bool, monkeypatch: p
 def test_what_shares_a_cache() -> None:
     """4096 keys 128 wide in 16 bits are 2 MB: 8 heads of one sequence or of several; however long, one at least."""
 
-    def problem(b: int, heads: tuple[int, int], t: int) -> launch._Problem:
+    def problem(b: int, heads: tuple[int, int], t: int) -> _Problem:
         q, k = (torch.empty(b, h, t, 128, dtype=torch.bfloat16, device="meta") for h in heads)
         layouts = ((x.shape, x.stride()) for x in (q, k, k))
         device = torch.device("cpu")
         options = plain_options(t, t, 1.0, window_right=0)
-        return launch._Problem(*layouts, q.dtype, device, None, tensor_options(options), numbers_of(options))
+        return _Problem(*layouts, q.dtype, device, None, tensor_options(options), numbers_of(options))
 
     assert problem(4, (32, 32), 4096).section(4096) == 8
     assert problem(1, (32, 8), 4096).section(4096) == 8

@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.measure import peak_bytes
 from foundry_kernels import _triton
-from foundry_kernels._triton.launch import Plan, forget_plans
+from foundry_kernels._triton.launch import Plan
+from foundry_kernels._triton.plans import forget_plans
 from foundry_kernels.ops.flash_attention import FLASH_ATTENTION, FLASH_ATTENTION_VARLEN, flash_attention
 from foundry_kernels.ops.flash_attention.case_makers import ALL_OPTIONS, dense_case, packed_case
 from foundry_kernels.testing import Case, assert_parity, normal

@@ -15,10 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.operators import apply, define
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, row_strides
 from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.registry import wide_dtype
 from foundry_kernels.ops.cross_entropy.options import LossOptions
 from foundry_kernels.ops.cross_entropy.triton.kernels import (

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, requires_grad
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.flash_attention.options import SUPPORTED_BY_ALL, AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward_launch import launch_bwd
 from foundry_kernels.ops.flash_attention.triton.launch import empty_bwd, empty_fwd, fake_rows, launch_fwd, refuse_wide

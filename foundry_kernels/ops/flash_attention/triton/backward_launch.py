@@ -10,7 +10,8 @@ from torch import Tensor
 
 from foundry_kernels._triton import INTERPRET
 from foundry_kernels._triton.devices import device_of
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import contiguous, strides_of
 from foundry_kernels.ops.flash_attention.options import AttentionOptions
 from foundry_kernels.ops.flash_attention.triton.backward import (
@@ -26,11 +27,11 @@ from foundry_kernels.ops.flash_attention.triton.launch import (
     _aligned,
     _batched,
     _copy_back,
-    _Problem,
     _target,
     aligned_problem,
     empty_bwd,
 )
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 from foundry_kernels.ops.flash_attention.triton.tiles_launch import launch_lists, list_strides
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 from torch import Tensor
 
 from foundry_kernels._triton.devices import device_of
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels.ops.flash_attention.triton.bias_gradient import flash_attention_dbias_kernel
-
-if TYPE_CHECKING:
-    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
 #: The constants of a problem that the kernel has no parameter for: a bias is there, and sequences are not packed.
 _IMPLIED = ("VARLEN", "HAS_BIAS", "HAS_MASK")

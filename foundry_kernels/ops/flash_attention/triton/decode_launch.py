@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
 
 from foundry_kernels._triton import INTERPRET
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.ops.flash_attention.triton.config import combine_rows
 from foundry_kernels.ops.flash_attention.triton.decode import (
@@ -17,9 +16,7 @@ from foundry_kernels.ops.flash_attention.triton.decode import (
     flash_attention_combine_kernel,
     flash_attention_decode_kernel,
 )
-
-if TYPE_CHECKING:
-    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
 #: Keys of a split for each row of the tile, so that sums are few next to keys, and the fewest: what a program has under
 #: way at once in 16 bits. The interpreter's cases are short.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from foundry_kernels._triton import VERSION
-from foundry_kernels._triton.launch import Plan, compiler_options, planned
-
-if TYPE_CHECKING:
-    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
+from foundry_kernels._triton.launch import Plan, compiler_options
+from foundry_kernels._triton.plans import planned
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 
 #: Releases of Triton that compile the kernel as it should be (tests/proof/gluon_compiled.py); an H100 ran that of 3.6.
 #: Gluon is a part of Triton that is called experimental: with any other release the default kernel takes all calls.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 from torch import Tensor
 
 from foundry_kernels._triton import INTERPRET
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
+from foundry_kernels.ops.flash_attention.triton.problem import _Problem
 from foundry_kernels.ops.flash_attention.triton.tiles import flash_attention_tiles_kernel
-
-if TYPE_CHECKING:
-    from foundry_kernels.ops.flash_attention.triton.launch import _Problem
 
 
 def _list_shape(p: _Problem, block_rows: int, block_cols: int, by_keys: bool) -> tuple[int, int, int, int]:

@@ -14,10 +14,12 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.devices import capability
-from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.operators import apply, define
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype
 from foundry_kernels._triton.tuning import choose
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.grouped_mm.layout import empty_dweight, transposed
 from foundry_kernels.ops.grouped_mm.triton import by_pytorch
 from foundry_kernels.ops.grouped_mm.triton.config import dweight_tiles, tiles

@@ -12,7 +12,8 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels.ops.grouped_mm.layout import transposed
 from foundry_kernels.ops.grouped_mm.triton.kernels import grouped_mm_ends_kernel, grouped_mm_zeros_kernel
 

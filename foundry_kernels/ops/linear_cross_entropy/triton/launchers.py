@@ -8,8 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
 from foundry_kernels._triton.operators import on_its_device
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.registry import wide_dtype

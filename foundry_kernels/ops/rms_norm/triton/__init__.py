@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, requires_grad
 from foundry_kernels._triton.rows import empty_like
 from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.rms_norm.options import WeightOptions
 from foundry_kernels.ops.rms_norm.triton.launch import backward, empty_backward, empty_forward, forward
 from foundry_kernels.ops.rms_norm.triton.layer_norm import add_layer_norm, layer_norm

@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from foundry_kernels._triton.devices import capability, device_of, programs
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, strides_of, sum_partials
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.dropout import NO_DROPOUT, DropoutOptions, kernel_numbers

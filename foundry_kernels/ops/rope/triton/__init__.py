@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_kernels._triton.launch import planned
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.operators import apply, define, requires_grad
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import empty_like
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.core.layout import dense_strides, inverse, order_of, storage_order
 from foundry_kernels.ops.rms_norm.options import WeightOptions
 from foundry_kernels.ops.rope.options import RopeOptions

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from foundry_kernels._triton import VERSION
 from foundry_kernels._triton.devices import programs
-from foundry_kernels._triton.launch import Plan, launch, planned
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, strides_of, sum_partials
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.layout import storage_order

@@ -9,11 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from foundry_kernels._triton.launch import Plan, launch, planned
-from foundry_kernels._triton.operators import apply, define, refuse_second_derivative, requires_grad
+from foundry_kernels._triton.launch import Plan, launch
+from foundry_kernels._triton.operators import apply, define, requires_grad
+from foundry_kernels._triton.plans import planned
 from foundry_kernels._triton.rows import compute_dtype, contiguous, empty_like, row_strides, strides_of
 from foundry_kernels._triton.tuning import choose
 from foundry_kernels.core.dropout import kernel_numbers
+from foundry_kernels.core.inference import refuse_second_derivative
 from foundry_kernels.ops.swiglu.options import GatedOptions
 from foundry_kernels.ops.swiglu.triton.kernels import glu_bwd_kernel, glu_fwd_kernel
 

@@ -142,6 +142,7 @@ T atomicAdd(T* to, T v) {  // fibers take turns: nobody is between the read and 
   return before;
 }
 inline void __threadfence() {}
+inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::float_of(bits); }
 inline unsigned __float_as_uint(float v) { return cuda_on_cpu::bits_of(v); }
 inline float __int_as_float(int bits) { return cuda_on_cpu::float_of(uint32_t(bits)); }

@@ -1,0 +1,59 @@
+"""The families of language models in Hugging Face transformers, as data: their names, and how their RMSNorms round.
+
+What `patch` does with the classes of each is in `table.py`; how `from_hf` reads their configurations, in `readings.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """What is known of a family.
+
+    Attributes:
+        name: what the names of its classes begin with.
+        head: what follows in the name of its language model.
+        norm: its RMSNorm: "llama" rounds before the weight multiplies, "rounded_once" after it, "gemma" too, with a
+            weight that is stored less 1; None where it has a LayerNorm, or `patch` does not know it.
+        head_norms: whether queries and keys have an RMSNorm of each head.
+    """
+
+    name: str
+    head: str = "ForCausalLM"
+    norm: str | None = None
+    head_norms: bool = False
+
+
+#: The families, by the names of their folders in transformers.
+FAMILIES = {
+    "gpt2": Family("GPT2", head="LMHeadModel"),
+    "openai": Family("OpenAIGPT", head="LMHeadModel"),
+    "gpt_neox": Family("GPTNeoX"),
+    "bloom": Family("Bloom"),
+    "falcon": Family("Falcon"),
+    "opt": Family("OPT"),
+    "phi": Family("Phi"),
+    "stablelm": Family("StableLm"),
+    "starcoder2": Family("Starcoder2"),
+    "olmoe": Family("Olmoe"),
+    "dots1": Family("Dots1"),
+    "glm4_moe": Family("Glm4Moe"),
+    "llama": Family("Llama", norm="llama"),
+    "mistral": Family("Mistral", norm="llama"),
+    "mixtral": Family("Mixtral", norm="llama"),
+    "qwen2": Family("Qwen2", norm="llama"),
+    "qwen2_moe": Family("Qwen2Moe", norm="llama"),
+    "qwen3": Family("Qwen3", norm="llama", head_norms=True),
+    "qwen3_moe": Family("Qwen3Moe", norm="llama", head_norms=True),
+    "gemma": Family("Gemma", norm="gemma"),
+    "gemma2": Family("Gemma2", norm="gemma"),
+    "gemma3": Family("Gemma3", norm="gemma", head_norms=True),
+    "phi3": Family("Phi3", norm="llama"),
+    "granite": Family("Granite", norm="llama"),
+    "olmo2": Family("Olmo2", norm="rounded_once"),
+    "olmo3": Family("Olmo3", norm="rounded_once"),
+    "smollm3": Family("SmolLM3", norm="llama"),
+    "gpt_oss": Family("GptOss", norm="rounded_once"),
+    "glm4": Family("Glm4", norm="llama"),
+}

@@ -1,0 +1,171 @@
+"""What the launches of attention on calls of the same shapes, strides and options have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foundry_kernels._triton.devices import capability, device_of
+from foundry_kernels._triton.plans import planned
+from foundry_kernels._triton.rows import compute_dtype
+from foundry_kernels._triton.tuning import choose, is_forced
+from foundry_kernels.ops.flash_attention.options import AttentionOptions
+from foundry_kernels.ops.flash_attention.triton.config import apart, wide_pairs_tile
+from foundry_kernels.ops.flash_attention.triton.config import rows as config_rows
+from foundry_kernels.ops.flash_attention.triton.kernel_options import (
+    Layout,
+    TensorOptions,
+    kernel_options,
+    numbers_of,
+    options_of,
+    tensor_options,
+)
+from foundry_kernels.ops.flash_attention.triton.pairs_config import PairOptions, with_pairs
+
+#: Further than any window reaches that bounds something.
+_FAR = 1 << 30
+
+#: Of the L2 cache, what the heads of a section may read: less than half of what GPUs of data centers have.
+_SECTION_BYTES = 16 << 20
+
+#: Within a tile the offset of a row has 32 bits: inputs whose rows lie this many elements apart are copied.
+_FAR_APART = 1 << 23
+
+
+@planned
+def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    step = 16 // dtype.itemsize
+    whole = strides[3] == 1 and shape[3] % step == 0
+    return whole and strides[2] < _FAR_APART and all(s % step == 0 for s in strides[:3])
+
+
+class _Problem:
+    """What the launches of calls with the same shapes, strides and options have in common; q, k and v are batched.
+    There is one for each combination, so that it can stand for them (`_problem`)."""
+
+    def __init__(
+        self,
+        q: Layout,
+        k: Layout,
+        v: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        n_sequences: int | None,
+        tensors: TensorOptions,
+        numbers: tuple[Any, ...],
+    ) -> None:
+        """`n_sequences`: None for dense tensors. `numbers`: see `numbers_of`."""
+        options = options_of(numbers)
+        self.packed = n_sequences is not None
+        self.n_heads, self.tokens_q, self.head_dim = q[0][1:]
+        self.n_kv_heads, self.tokens_k, self.head_dim_v = v[0][1:]
+        if tensors.table is not None:
+            self.tokens_k *= tensors.table[0][1]
+        self.n_batch = q[0][0] if n_sequences is None else n_sequences
+        self.group = self.n_heads // max(self.n_kv_heads, 1)
+        self.max_seqlen_q = min(options.max_seqlen_q, self.tokens_q)
+        self.max_seqlen_k = min(options.max_seqlen_k, self.tokens_k)
+        self.dtype, self.device, self.capability = dtype, device, capability(device)
+        self.batch_invariant = options.batch_invariant
+        # A window that extends past every key bounds nothing. What past means is then the same for all batches.
+        self.reach = _FAR if self.batch_invariant else self.tokens_q + self.tokens_k
+        ptx = self.capability != 0 and device_of(self.capability).name != "cdna"
+        found = kernel_options(options, tensors, self.n_heads, self.reach, ptx)
+        self.numbers, constants, self.needs_registers = found
+        self.mask_tiles = tensors.mask_tiles
+        self.page_size = 0 if tensors.table is None else k[0][2]
+        #: What forward kernels get of pages, by the names of their parameters.
+        self.pages: dict[str, Any] = {"stride_table": None, "n_pages": None, "PAGE_SIZE": False}
+        if tensors.table is not None:
+            self.pages = {"stride_table": tensors.table[1][0], "n_pages": k[0][0], "PAGE_SIZE": self.page_size}
+        masks = tensors.attn_mask is not None, tensors.mask_tiles is not None
+        self.pairs = PairOptions(*masks, options.dropout_p is not None)
+        self.window = (self.numbers["left"], self.numbers["right"])
+        self.natural_scale = options.scale
+        self.stride_lseb = 0 if self.packed else self.n_heads * self.tokens_q
+        self.layouts = (q, k, v)
+        #: Whether rows lie so that kernels can read them, see `_aligned`.
+        self.rows_aligned = all(_has_aligned_rows(*layout, dtype) for layout in self.layouts)
+        self.strides_qkv = self.strides(q[1], k[1], v[1])
+        if tensors.table is not None:  # pages have a place in memory, as the sequences of a batch have
+            self.strides_qkv = (*self.strides(q[1]), *k[1][:3], *v[1][:3])
+        self.constants = constants | {
+            "VARLEN": self.packed,
+            "COMPUTE": compute_dtype(dtype),
+            "D": self.head_dim,
+            "DV": self.head_dim_v,
+            "BLOCK_D": max(16, triton.next_power_of_2(self.head_dim)),
+            "BLOCK_DV": max(16, triton.next_power_of_2(self.head_dim_v)),
+        }
+        #: Heads wider than 256 whose pairs of a query and a key are hidden or dropped one by one, or have a bias.
+        self.wide_pairs = max(self.head_dim, self.head_dim_v) > 256 and any(self.pairs)
+        self.apart = apart(self.width_and_needs()[0], dtype)
+        few = self.group * self.max_seqlen_q <= self._rows("decode")[1][0]["BLOCK_M"]
+        self.few_queries = few and not self.batch_invariant
+
+    def config(self, kernel: str, *preferred: dict[str, Any], **fixed: int) -> dict[str, Any]:
+        """The launch config for `kernel`, with what is `fixed` in place of what the table says. `preferred`: those of
+        another kernel, which dense calls take in its place unless this one was measured to be faster. They are a choice
+        of their own, since a config of this kernel that was measured on dense calls is for all others too."""
+        name = f"flash_attention_{'dkdv' if kernel in ('dk', 'dv') else kernel}_kernel"
+        tags, found = self._rows(kernel)
+        if self.wide_pairs:
+            fixed |= wide_pairs_tile(kernel, self.capability, self.dtype)
+        rows = [row | fixed for row in found]
+        default = choose(name, tags, rows, self.device)
+        if not preferred or is_forced(name, tags, rows):
+            return default
+        chosen = choose(name, f"{tags} dense", [*preferred, rows[0]], self.device)
+        return default if chosen == rows[0] else chosen
+
+    def _rows(self, kernel: str) -> tuple[str, list[dict[str, Any]]]:
+        """What tells the launch apart from others with the same config, and the configs."""
+        width, needs_registers = self.width_and_needs()
+        if kernel in ("dk", "dv") and (self.tokens_q % 16 != 0 or self.batch_invariant):
+            needs_registers = True  # rows of lse and delta are not aligned, or in another batch might not be
+        found = config_rows(kernel, self.capability, width, self.dtype, needs_registers, any(self.pairs))
+        tags = f"{8 * self.dtype.itemsize}-bit D<={width}{' with options' if needs_registers else ''}"
+        if any(self.pairs):  # no config that was measured on other calls
+            names = "".join(f" {name}" for name, on in zip(self.pairs._fields, self.pairs, strict=True) if on)
+            found = [self._with_pairs(kernel, row) for row in (found if self.capability == 0 else found[:1])]
+            tags += f" with{names}"
+        return tags + (f" {kernel} alone" if kernel in ("dk", "dv") else ""), found
+
+    def _with_pairs(self, kernel: str, row: dict[str, Any]) -> dict[str, Any]:
+        width, needs_registers = self.width_and_needs()
+        return with_pairs(row, kernel, self.capability, width, self.dtype, self.pairs, needs_registers)
+
+    def width_and_needs(self) -> tuple[int, bool]:
+        """The `head_dim` and the `needs_registers` of the table of configurations."""
+        blocks = (self.constants["BLOCK_D"], self.constants["BLOCK_DV"])
+        return max(blocks), self.needs_registers or self.wide_pairs or blocks != (self.head_dim, self.head_dim_v)
+
+    def section(self, tokens: int, num_splits: int = 1) -> int:
+        """How many sequences' key-value heads, or parts of them, each of which makes its programs read two tensors of
+        so many rows, find these in L2 together. See `program_order`."""
+        row_bytes = (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+        fit = _SECTION_BYTES // (max(tokens, 1) * row_bytes)
+        return max(1, min(fit, self.n_batch * self.n_kv_heads * num_splits))
+
+    def strides(self, *tensors: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Returns the strides of the sequence, the head and the token; packed sequences are found by cu_seqlens."""
+        found: list[int] = []
+        for strides in tensors:
+            sequence, head, token, _ = strides or (0, 0, 0, 0)
+            found += [0 if self.packed else sequence, head, token]
+        return tuple(found)
+
+
+_kept_problem = planned(_Problem)
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> _Problem:
+    cu_seqlens = options.cu_seqlens_q
+    return _kept_problem(
+        (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), q.dtype, q.device,
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1, tensor_options(options),
+        numbers_of(options),
+    )  # fmt: skip
