@@ -54,7 +54,7 @@ _minutes.__name__ = "minutes"  # as argparse calls it where it refuses a value
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A line of verdict a minute, and with -v one for each row as it is done and a table of the rounds."""
+    """A line a minute, and with -v one for each row as it is done and a table of the rounds."""
     if (name := config.getoption("isa", None)) is not None:
         try:
             isa.force(name)
@@ -119,7 +119,7 @@ def _write(config: pytest.Config, lines: list[str]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Counts the time of a row; the first that ends after another minute says what is known by then."""
+    """Counts the time of a row; the first that ends after another minute says how far the run is."""
     budget, name = item.config.stash.get(_BUDGET, None), item.stash.get(_UNIT, "")
     if budget is None or not name:
         return (yield)
@@ -130,11 +130,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     finally:
         budget.spend(name, time.monotonic() - start)
         if item.config.stash[_SAID] < (passed := int(budget.gone // 60)):
-            from benchmarks import verdict
-
             item.config.stash[_SAID] = passed
-            rows = item.config.stash[_ROWS]
-            _write(item.config, ["; ".join([budget.progress(), *verdict.so_far(rows)])])
+            _write(item.config, [budget.progress()])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -149,7 +146,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_report_teststatus(report: object, config: pytest.Config) -> tuple[str, str, str] | None:
-    """The figures in place of PASSED, and no dots between the lines of verdict."""
+    """The figures in place of PASSED, and no dots between the lines of progress."""
     if not isinstance(report, pytest.TestReport) or report.failed:
         return None
     quiet = config.option.verbose < 0 and _BUDGET in config.stash
@@ -172,7 +169,6 @@ class Record:
         self.plain = budget is not None and request.node.stash.get(_UNIT, "") in budget.plain
 
     def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
-        row |= isa.current.row()
         benchmark.extra_info.update(row)
         self._append(_ROWS, row)
         self._show(_FIGURES, in_a_line(row))

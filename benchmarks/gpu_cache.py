@@ -1,13 +1,11 @@
 """`make gpu-cache`: the Triton kernels of parity cases and benchmarks, compiled here for a GPU that is elsewhere.
 
     make gpu-cache STACK=2.11 PYTHON=python3.12 VENV=.venv-3.12    # for Triton 3.6 in Python 3.12; needs no GPU
-    make gpu-check                                  # there, with build/gpu-cache.tar.xz brought along: it is used
+    make gpu-check                                  # there; it uses build/gpu-cache.tar.xz
 
-Each kernel is bound and specialised by Triton's own launch, on the stub of a GPU (stub_gpu.py), and so gets the key by
-which the launch on the GPU looks for it: the contents of Triton's files (thus its release, and Python's: its library is
-compiled for one), the kernel's source, signature and options, and the architecture. No path is part of it. Triton's
-index of its cache has absolute paths: the archive has none, `unpack` writes them. It holds what a launch needs, the
-code and its description: what the compiler passes through in between is left out.
+Triton's own launch, on a stub of the GPU (stub_gpu.py), gives each kernel its key: a hash of Triton's files, the
+kernel's source, signature and options, and the architecture, but no path. Triton's index of its cache has absolute
+paths, so `unpack` writes it. The archive has the code and its description, no intermediate results.
 """
 
 from __future__ import annotations

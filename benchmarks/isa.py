@@ -40,14 +40,8 @@ class Isa:
     #: Whether oneDNN multiplies matrices of 16-bit numbers.
     products16: bool = True
 
-    def row(self) -> dict[str, Any]:
-        """Returns what each row of a forced run says of it."""
-        if self.forced is None:
-            return {}
-        return {"isa": self.forced, "torch_isa": self.torch, "torch_obeyed": self.obeyed}
-
     def kept(self) -> dict[str, Any]:
-        """Returns the same of the whole run, forced or not."""
+        """Returns what a run says of it."""
         found: dict[str, Any] = {"ours": self.ours, "torch": self.torch, "forced": self.forced}
         return found if self.forced is None else found | {"obeyed": self.obeyed, "switches": SWITCHES[self.forced]}
 

@@ -24,7 +24,7 @@ COLUMNS = {
     ),
     "overhead": (*_NAMES, "host_us", "itself"),
     "model": (*_NAMES, "median_us", "tokens/s", "peak_bytes", "base", "over", "held_bytes", "wrong"),
-    "scaling": (*_NAMES, "axis", "sizes", "lines", "theory", "schedule"),
+    "scaling": (*_NAMES, "axis", "sizes", "lines", "theory"),
     "absent": ("kind", *_NAMES, "why_not"),
 }
 #: What a row must hold; one with a reason why it has no figures needs its names alone.

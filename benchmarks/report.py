@@ -136,7 +136,6 @@ def page(source: Path, draw: bool = True) -> Path:
         ("Models", tables.models(kept)),
         ("Host time a call", tables.overhead(kept)),
         ("Growth", tables.scaling(kept)),
-        ("Threads that are not here", tables.schedules(kept)),
         ("Without figures", tables.absent(kept)),
     ):
         if text:

@@ -290,19 +290,6 @@ def _allowed(row: Row, kind: str) -> float:
     return float(row["theory"].get(kind, 1.0)) if row["axis"] != "threads" else 1.0
 
 
-def schedules(kept: dict[str, Any]) -> str:
-    """Returns how evenly work is divided among threads, by operation."""
-    rows = [r for r in of_kind(kept, "scaling") if r.get("schedule")]
-    counts = list(dict.fromkeys(n for r in rows for n in r["schedule"]))
-    caption = (
-        "The forward pass's work, as the kernel divides it on the quick set's largest shape: how many times longer so "
-        "many threads take than if it were split evenly and nobody waited. Computed, not measured."
-    )
-    lines = [[f"`{r['op']}`", *(f"{r['schedule'][n]:.2f}" for n in counts)] for r in rows]
-    table = markdown(["operation", *(f"{n} threads" for n in counts)], lines)
-    return f"{paragraph(caption)}\n\n{table}" if rows else ""
-
-
 def absent(kept: dict[str, Any]) -> str:
     """Returns why rows have no figures or no ratios, each reason once."""
     found: dict[tuple[str, str, str], list[str]] = {}
