@@ -183,6 +183,7 @@ def test_tables() -> None:
     }
     line = {"median_us": [1.0, 2.0], "time_exponent": 1.0, "memory_exponent": 2.0, "last_memory_exponent": 2.0}
     growth = {**ROW, "kind": "scaling", "axis": "N", "sizes": [1, 2], "lines": {"native": line}}
+    growth["theory"] = {"time": 1.0, "memory": 1.0}
     model = {**ROW, "kind": "model", "op": "transformer", "row": "ours", "base": "reference", "tokens/s": 1234.5}
     model["speedup_over"] = {"reference": 1.5}
     absent = [ROW | {"row": "Liger", "why_not": "not here"}] * 2
