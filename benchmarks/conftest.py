@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,17 +168,23 @@ class Record:
         #: Whether the peers that are compiled have no time.
         self.plain = budget is not None and request.node.stash.get(_UNIT, "") in budget.plain
 
-    def __call__(self, benchmark: Any, row: dict[str, Any]) -> None:
+    def __call__(self, benchmark: Any, row: dict[str, Any], group: str, times: Sequence[float]) -> None:
+        """Keep a row of `group`, whose rounds took `times`; it fails where its result is wrong."""
+        from benchmarks.measure import replay
+
+        benchmark.group = group
+        replay.give(benchmark, times)
         benchmark.extra_info.update(row)
         self._append(_ROWS, row)
         self._show(_FIGURES, in_a_line(row))
+        if "wrong" in row:
+            pytest.fail(f"no ratio is reported: {row['wrong']}")
 
-    def absent(self, row: dict[str, Any]) -> bool:
-        """Keep and skip a row that says why it could not be measured; False for others."""
-        if "why_not" not in row:
-            return False
-        self._append(_ABSENT, row)
-        pytest.skip(row["why_not"])
+    def absent(self, row: dict[str, Any]) -> None:
+        """Keep and skip a row that says why it could not be measured."""
+        if "why_not" in row:
+            self._append(_ABSENT, row)
+            pytest.skip(row["why_not"])
 
     def _append(self, key: pytest.StashKey[list[dict[str, Any]]], row: dict[str, Any]) -> None:
         """Also to the file of `--rows`, at once: a run that is stopped keeps those that it had."""

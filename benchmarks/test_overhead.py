@@ -50,9 +50,7 @@ def _measure(benchmark: Any, call: Callable[[], object], row: dict[str, Any], gr
     times = host_times(call, batches=max(round(15 * record.fraction), LEAST))
     middle = round(statistics.median(times) * 1e6, 2)
     row |= {"median_us": middle, "host_us": middle, "itself": round(against_itself(times) or 0.0, 4)}
-    benchmark.group = group
-    replay.give(benchmark, times)
-    record(benchmark, row)
+    record(benchmark, row, group, times)
 
 
 @pytest.mark.benchmark(timer=replay)

@@ -189,6 +189,4 @@ def test_scaling(benchmark: Any, scaling: Scaling, record: Record) -> None:
     measured = [us for us in line["median_us"] if us]
     row["median_us"] = statistics.median(measured)
     row |= {key: line[key] for key in ("time_exponent", "memory_exponent", "last_time_exponent") if key in line}
-    benchmark.group = scaling.id
-    replay.give(benchmark, [us / 1e6 for us in measured])
-    record(benchmark, row)
+    record(benchmark, row, scaling.id, [us / 1e6 for us in measured])
