@@ -46,11 +46,11 @@ BUILT := $(VENV)/.built$(if $(wildcard $(VENV)/.built-all),-all)
 .DELETE_ON_ERROR:
 
 demo: setup
-	$(PY) examples/train.py --steps 160 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+	$(PY) examples/train.py --steps 100 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
 
 # Every operation, backend, direction, dtype and kind of proof, by its telling cases.
 test: setup-test
-	@echo "The tests: 10 to 20 minutes on 2 cores, as they are fast, and the first time 5 more. make test-all: the long sweeps too, an hour and more."
+	@echo "The tests: about 10 minutes on 2 cores, and the first time 5 more. make test-all: the long sweeps too, an hour and more."
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # The long sweeps that `make test` leaves out: what tests/support/slow.py calls slow, among them all instruction sets but this
@@ -147,7 +147,7 @@ $(VENV)/.built: $(VENV)/.demo-packages $(SOURCES)
 	$(call build,native)
 	@touch $@
 
-# Long sweeps and measurements are about every instruction set, which takes 8 minutes of one processor instead of PLACEHOLDER.
+# Long sweeps and measurements are about every instruction set.
 $(VENV)/.built-all: $(VENV)/.test-packages $(SOURCES)
 	$(call build,all)
 	@touch $@ $(VENV)/.built

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import slow
 import torch
-from table import Row, checked_rows, hopper_rows
+from table import Row, checked_rows, hopper_rows, is_twin, rows
 
 from foundry_kernels.testing import Case
 from foundry_kernels.tools.check import numel
@@ -93,11 +93,25 @@ def test_the_rules(parameters: dict[str, object], expected: str | None) -> None:
 
 @pytest.mark.parametrize("sweep", ROWS)
 def test_a_sweep_within_one_test_keeps_its_small_cases(sweep: Row) -> None:
-    emulated = sweep.cuda_on_cpu or (sweep.backend == "triton" and sweep.device == "cpu")
-    assert slow.reason({"row": sweep, "part": "few"}, SETS) is None
+    interpreted = sweep.backend == "triton" and sweep.device == "cpu"
+    emulated = sweep.cuda_on_cpu or interpreted
+    assert (slow.reason({"row": sweep, "part": "few"}, SETS) is not None) == (interpreted and is_twin(sweep.op))
     for part in ("small", "others"):
         assert (slow.reason({"row": sweep, "part": part}, SETS) is not None) == emulated
     assert 0 < len({case.id for case in sweep.small_cases}) < len(sweep.cases)
+
+
+def test_each_kind_of_kernel_is_interpreted_in_tests_without_a_case() -> None:
+    """Of the operations in one folder, which share kernels, the first."""
+    swept = [row for row in rows("triton") if slow.reason({"row": row}, SETS) is None]
+    assert {row.op.package for row in swept} == {row.op.package for row in rows("triton")}
+    for grad in (False, True):
+        tried = {
+            row.op.name
+            for row in rows()
+            if slow.reason({"row": row, "dtype": torch.float32, "requires_grad": grad}, SETS) is None
+        }
+        assert tried == {row.op.name for row in (*swept, *rows("native"))}
 
 
 def test_one_architecture_is_always_compiled_for() -> None:

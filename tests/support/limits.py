@@ -4,6 +4,7 @@ wait for anything but a processor. The clock alone decides only where the system
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -61,14 +62,14 @@ def run(command: Sequence[str], processor: float = 300.0, idle: float = 60.0, **
         TimeoutError: the process was ended; with the reason, and what it printed.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, text=True, **options)
+        process = subprocess.Popen(command, stdout=out, stderr=err, text=True, start_new_session=True, **options)
         watch = Watch([process.pid], processor, idle)
         while process.poll() is None:
             try:
                 process.wait(0.05)
             except subprocess.TimeoutExpired:
                 if why := watch.over():
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)  # with what it started
                     process.wait()
                     err.seek(0)
                     raise TimeoutError(f"{why}: {command}\n{err.read()}") from None

@@ -33,7 +33,7 @@ SWEPT_DTYPES = (torch.float32, torch.bfloat16)
 
 def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: bool = False) -> str | None:
     """Why a test with these parameters is slow, or None. every_case: the CPU kernels' cases are all telling."""
-    from table import Row
+    from table import Row, is_twin
 
     from foundry_kernels.tools.check import numel
 
@@ -48,6 +48,10 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
         return f"more than {MOST_ELEMENTS} elements"
     if interpreted and case is not None and numel(case) > MOST_INTERPRETED:
         return f"interpreted, more than {MOST_INTERPRETED} elements"
+    if interpreted and case is None and is_twin(row.op):
+        return "interpreted, the kernels of another operation"
+    if dtype is not None and "requires_grad" in parameters and dtype != first_dtype(row):
+        return f"operators in {dtype}"
     if dtype is not None and case is None and isinstance(row, Row):
         if dtype not in SWEPT_DTYPES[: 1 if emulated else None]:
             return f"several cases in {dtype}"
