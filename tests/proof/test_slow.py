@@ -9,6 +9,7 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
+import nvcc
 import pytest
 import slow
 import torch
@@ -112,6 +113,11 @@ def test_each_kind_of_kernel_is_interpreted_in_tests_without_a_case() -> None:
             if slow.reason({"row": row, "dtype": torch.float32, "requires_grad": grad}, SETS) is None
         }
         assert tried == {row.op.name for row in (*swept, *rows("native"))}
+
+
+def test_nvcc_always_compiles_an_ordinary_kernel_and_one_for_hopper() -> None:
+    kept = [(s, arch) for s, arch in nvcc.JOBS if slow.reason({"source": s, "arch": arch}, SETS) is None]
+    assert {source in nvcc.HOPPER for source, _ in kept} == {True, False}
 
 
 def test_one_architecture_is_always_compiled_for() -> None:

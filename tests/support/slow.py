@@ -11,6 +11,7 @@ import functools
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from foundry_kernels.testing import Case
 
 #: Ahead of time, kernels are compiled for these; each architecture takes minutes.
 ARCHITECTURES = (90, "90a")
+#: By nvcc these CUDA sources are compiled, an ordinary one and one for Hopper; others take up to minutes each.
+NVCC_SOURCES = ("rope", "attention_forward")
 #: Cases of more elements, all arguments together, repeat on several tiles or chunks what smaller ones show on a few.
 MOST_ELEMENTS = 100_000
 #: Likewise where kernels are interpreted.
@@ -39,6 +42,9 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: 
 
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"
+    source = parameters.get("source")
+    if isinstance(source, Path) and "csrc" in source.parts and source.stem not in NVCC_SOURCES:
+        return f"{source.name} by nvcc"
     row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))
     interpreted = isinstance(row, Row) and _is_interpreted(row)
     emulated = isinstance(row, Row) and _is_emulated(row)
