@@ -27,6 +27,8 @@ NVCC_SOURCES = ("rope", "attention_forward")
 MOST_ELEMENTS = 100_000
 #: Likewise where kernels are interpreted.
 MOST_INTERPRETED = 20_000
+#: In the interpreter pairs of choices are looked for among cases of at most so many.
+MOST_PAIRED = 10_000
 #: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long.
 FEW_ELEMENTS = 2_000
 #: Tests that try several cases at once, or an instruction set, do so in these dtypes; where kernels are emulated, in
@@ -87,17 +89,23 @@ def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
     """The names of the cases that `make test` tries of a row, by dtype.
 
     In the first dtype each two choices (an option's value, the layout or the values of an argument, its absence) that
-    some case combines are combined in one of them, and every size is in one. In bfloat16 each choice is in one; a third
+    some case combines are combined in one of them, and every size is in one; of cases that take the interpreter long,
+    each choice. In bfloat16 each choice is in one; a third
     of these cases is tried in the other dtypes. Emulated code is the same for all dtypes, so there they are small.
     """
     from foundry_kernels.tools.check import numel
 
     most = MOST_INTERPRETED if _is_interpreted(row) else MOST_ELEMENTS
     cases = [case for case in row.cases if numel(case) <= most]
-    pairs = _cover(cases, lambda case: {*_sizes(case), *combinations(sorted(_choices(case)), 2)})
+
+    def all_of(case: Case) -> set[Any]:
+        if _is_interpreted(row) and numel(case) > MOST_PAIRED:
+            return _choices(case)
+        return {*_choices(case), *_sizes(case), *combinations(sorted(_choices(case)), 2)}
+
     few = [case for case in cases if numel(case) <= FEW_ELEMENTS] if _is_emulated(row) else cases
     singles = _cover(few, _choices)
-    first = first_dtype(row)
+    first, pairs = first_dtype(row), _cover(cases, all_of)
     chosen = dict.fromkeys(row.dtypes, singles[::3]) | {torch.bfloat16: singles, first: pairs}
     return {dtype: frozenset(chosen[dtype]) for dtype in row.dtypes}
 
