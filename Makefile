@@ -39,28 +39,30 @@ INSTALL := $(PYTHON) bootstrap.py $(VENV)
 WITHOUT_GPU := $(if $(wildcard /dev/nvidia0 /dev/dxg),,CUDA_HOME=none)
 RUN_TESTS := OMP_WAIT_POLICY=passive $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 PYTEST := $(RUN_TESTS) tests
+# The extension for this processor; where it was once built for all instruction sets, it stays so.
+BUILT := $(VENV)/.built$(if $(wildcard $(VENV)/.built-all),-all)
 
-.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test test-stack test-native test-releases resources \
+.PHONY: demo test test-slow test-all test-isa test-arm lint setup setup-test setup-all test-stack test-native test-releases resources \
 	cuda-build docs fuzz sanitize bench bench-compare gpu-cache gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: setup
-	$(PY) examples/train.py --steps 160 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+	$(PY) examples/train.py --steps 100 $(if $(TEXT),--text "$(TEXT)") $(ARGS)
 
 # Every operation, backend, direction, dtype and kind of proof, by its telling cases.
 test: setup-test
-	@echo "The tests: 10 to 20 minutes on 2 cores, as they are fast, and the first time 5 more. make test-all: the long sweeps too, an hour and more."
+	@echo "The tests: about 10 minutes on 2 cores, and the first time 5 more. make test-all: the long sweeps too, an hour and more."
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The long sweeps that `make test` leaves out: what tests/support/slow.py calls slow. THIRD=0, 1 or 2: a third of them; CI runs
-# the one that follows that of the commit before.
-test-slow: setup-test
+# The long sweeps that `make test` leaves out: what tests/support/slow.py calls slow, among them all instruction sets but this
+# processor's. THIRD=0, 1 or 2: a third of them; CI runs the one that follows that of the commit before.
+test-slow: setup-all
 	$(PYTEST) -m slow $(if $(THIRD),--third=$(THIRD)) $(ARGS)
 
-test-all: test test-slow
+test-all: setup-all test test-slow
 
 # What depends on instruction sets as on older processors: our kernels, torch, oneDNN and MKL held to AVX2, then to AVX-512.
-test-isa: setup-test
+test-isa: setup-all
 	$(PY) tests/support/forced_isa.py $(ARGS)
 
 # The wheel for 64-bit ARM (ARGS=--wheel: no more than that), and parity on it under emulation (--fuzz: random cases).
@@ -110,7 +112,7 @@ $(DOCS)/.packages: constraints.txt bootstrap.py
 	@touch $@
 
 # Random cases against the reference for SECONDS, each time others; what fails is kept in .hypothesis and tried first.
-fuzz: setup-test
+fuzz: setup-all
 	$(PY) -m pytest tests/proof/test_fuzz.py -s -k test_random_cases --fuzz-seconds $(or $(SECONDS),120) $(ARGS)
 
 # The CPU kernels under AddressSanitizer and UBSan: all cases, every instruction set, random cases for SECONDS.
@@ -119,17 +121,18 @@ sanitize: setup-test
 
 # The quick set, within five minutes (BUDGET=0: all of it; ARGS=-v: every row). Then `python -m benchmarks report build/bench.json NAME` keeps
 # the run and makes its page and pictures, `python -m benchmarks readme` README.md's part of it. ISA=avx2 holds our kernels, torch, oneDNN and MKL to that instruction set.
-bench: setup-test
+bench: setup-all
 	mkdir -p build
 	$(PY) -m pytest benchmarks --benchmark-only --benchmark-json=build/bench.json \
 		$(if $(BUDGET),--budget=$(BUDGET)) $(if $(ISA),--isa=$(ISA)) $(ARGS)
 
 # This tree against a commit, by turns: make bench-compare COMMIT=main ARGS="-k rope"
-bench-compare: setup-test
+bench-compare: setup-all
 	$(PY) -m benchmarks compare $(COMMIT) $(if $(ISA),--isa=$(ISA)) $(ARGS)
 
 setup: $(VENV)/.built
-setup-test: $(VENV)/.test-packages $(VENV)/.built-all
+setup-test: $(VENV)/.test-packages $(BUILT)
+setup-all: $(VENV)/.test-packages $(VENV)/.built-all
 
 $(VENV)/.demo-packages: Makefile constraints.txt bootstrap.py
 	@$(INSTALL) $(DEMO_PACKAGES)
@@ -153,7 +156,7 @@ $(VENV)/.built: $(VENV)/.demo-packages $(SOURCES)
 	$(call build,native)
 	@touch $@
 
-# Tests and measurements are about every instruction set.
+# Long sweeps and measurements are about every instruction set.
 $(VENV)/.built-all: $(VENV)/.test-packages $(SOURCES)
 	$(call build,all)
 	@touch $@ $(VENV)/.built

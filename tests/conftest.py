@@ -45,11 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import slow
 
-    slow.mark(items)
+    held = config.getoption("--held-to")
+    slow.mark(items, every_case=held is not None)  # other sets are tried on no other occasion
     left_out = []
     if (third := config.getoption("--third")) is not None:
         left_out = [item for item in items if slow.is_slow(item) and slow.third_of(item.nodeid) != third]
-    if (held := config.getoption("--held-to")) is not None:
+    if held is not None:
         left_out += [item for item in items if slow.instruction_set_of(item) in _others_than(held)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import limits
 import pytest
 import torch
 import torch.distributed as dist
@@ -259,7 +260,7 @@ def test_every_operator_of_a_kernel_has_a_rule():
 def test_importing_the_package_does_not_import_dtensor():
     """Half a second that only those should pay who use it; the first call with a DTensor registers the rules."""
     code = "import sys, foundry_kernels; print('torch.distributed.tensor' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
@@ -385,14 +386,7 @@ def run_torchrun(options, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "train.py"), *options]
     source = str(Path(fk.__file__).parent.parent)
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source},
-    )
+    done = limits.run(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source})
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -16,14 +16,16 @@ import torch.nn.functional as F
 
 pytest.importorskip("tqdm", reason="training needs tqdm")
 
-from examples import extrapolation
-from examples.ablation import __main__ as ablation
-from examples.ablation import memory, page, report, speed, tables, variants
-from examples.ablation.settings import UsageError
-from examples.ablation.training import losses_by_position
+from examples.studies import extrapolation
+from examples.studies.ablation import __main__ as ablation
+from examples.studies.ablation import memory, page, report, speed, tables, variants
+from examples.studies.ablation.settings import UsageError
+from examples.studies.ablation.training import losses_by_position
 from examples.training import loop as train_loop
 from examples.training.text import Text
 from foundry_kernels.models import Transformer
+
+pytestmark = pytest.mark.slow
 
 SHAPE = variants.Shape()
 TINY = ["--dim", "48", "--layers", "1", "--heads", "4", "--kv-heads", "1", "--seq-len", "16", "--batch", "2"]

@@ -13,13 +13,15 @@ import torch
 
 pytest.importorskip("tqdm", reason="training needs tqdm")
 
-from examples.ablation import speed, tables, training, variants
-from examples.ablation.settings import Settings, UsageError
-from examples.claims import __main__ as program
-from examples.claims import claims, longest, page, results, studies, sums, timings
-from examples.claims import tables as shown
+from examples.studies.ablation import speed, tables, training, variants
+from examples.studies.ablation.settings import Settings, UsageError
+from examples.studies.claims import __main__ as program
+from examples.studies.claims import claims, longest, page, results, studies, sums, timings
+from examples.studies.claims import tables as shown
 from examples.training.optimizer import make_optimizer, make_schedule
 from foundry_kernels.models import Transformer
+
+pytestmark = pytest.mark.slow
 
 WHY = page.explanations(page.WHY.read_text(encoding="utf-8"))
 TINY = Settings(

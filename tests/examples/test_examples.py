@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import limits
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -24,11 +24,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
     ],
 )
 def test_example(script: str, options: list[str]) -> None:
-    done = subprocess.run(
+    done = limits.run(
         [sys.executable, str(EXAMPLES / script), *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
     )
     assert done.returncode == 0, done.stderr

@@ -173,7 +173,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(text_file, tmp_path):
         while not (out / "checkpoint-reference.pt").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130

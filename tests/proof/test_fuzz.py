@@ -57,9 +57,10 @@ def check(op: OpSpec, case: Case, dtype: torch.dtype, instruction_set: str, thre
             assert torch.equal(a, b), f"{name} depends on the number of threads"
 
 
+@pytest.mark.parametrize("most", [40, pytest.param(BOUNDED.max_examples, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", NATIVE)
 @pytest.mark.usefixtures("poisoned")
-def test_random_cases(row: Row, fuzz_seconds: float | None) -> None:
+def test_random_cases(row: Row, most: int, fuzz_seconds: float | None) -> None:
     assert row.op.fuzz is not None
     drawn = [row.op.fuzz.random_case(row.op.name), *map(st.sampled_from, (row.dtypes, ISAS, THREADS))]
 
@@ -67,8 +68,10 @@ def test_random_cases(row: Row, fuzz_seconds: float | None) -> None:
         check(row.op, case, dtype, instruction_set, threads)
 
     if fuzz_seconds is None:
-        BOUNDED(given(*drawn)(attempt))()
+        settings(BOUNDED, max_examples=most)(given(*drawn)(attempt))()
         return
+    if most < BOUNDED.max_examples:
+        pytest.skip("there is time for more")
     database = DirectoryBasedExampleDatabase(f".hypothesis/fuzz/{row.op.name}")
     end = time.monotonic() + fuzz_seconds / len(NATIVE)
     rounds = 0

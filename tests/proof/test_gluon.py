@@ -6,12 +6,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import limits
 import pytest
 import torch
 from attention_inputs import plain_options
@@ -259,5 +259,5 @@ def test_on_a_gpu() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     file = str(Path(__file__).with_name("gluon_on_gpu.py"))
-    done = subprocess.run([*command, file], env=env, capture_output=True, text=True, timeout=240)
+    done = limits.run([*command, file], processor=240.0, idle=240.0, env=env)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

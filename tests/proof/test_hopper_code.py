@@ -54,14 +54,19 @@ def test_registers_are_those_that_are_planned() -> None:
         for width, (registers, *_) in FORWARD.items()
     }
     assert kernels == expected
-    for width in BACKWARD:
-        kernels = {k.name: k.registers for k in nvcc.compile_kernels(FOLDER / f"attention_backward_{width}.cu", "90a")}
-        assert kernels == {
-            backward_kernel(dtype, width, options, in_order): BACKWARD_REGISTERS
-            for dtype in TYPES
-            for options in (False, True)
-            for in_order in orders(width)
-        }
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("width", BACKWARD)
+def test_registers_of_the_backward_pass_are_those_that_are_planned(width: int) -> None:
+    kernels = {k.name: k.registers for k in nvcc.compile_kernels(FOLDER / f"attention_backward_{width}.cu", "90a")}
+    assert kernels == {
+        backward_kernel(dtype, width, options, in_order): BACKWARD_REGISTERS
+        for dtype in TYPES
+        for options in (False, True)
+        for in_order in orders(width)
+    }
 
 
 @needs_nvcc
@@ -79,6 +84,7 @@ def test_a_step_forward_is_as_short_as_the_sketch_and_hides_its_exponentials(wid
 
 
 @needs_nvcc
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("width", "in_order"), [(width, order) for width in BACKWARD for order in orders(width)])
 def test_a_step_backward_is_short_and_hides_its_exponentials(width: int, dtype: str, in_order: bool) -> None:

@@ -200,7 +200,7 @@ def _compile_groups(row: Row) -> list[list[Case]]:
     return sorted(groups.values(), key=len, reverse=True)
 
 
-@over_rows("reference", "triton", "native", slow=("reference",))
+@over_rows("reference", "triton", "native", slow=("reference",), twins=False)
 def test_compile_fullgraph_with_dynamic_shapes(row: Row) -> None:
     """No graph break, forward and backward; one graph covers other sizes; the values are those of eager."""
     group = _compile_groups(row)[0][:3]
@@ -217,7 +217,7 @@ def test_compile_fullgraph_with_dynamic_shapes(row: Row) -> None:
             torch.testing.assert_close(a, e)
 
 
-@over_rows("reference", "native", slow=("reference",))
+@over_rows("reference", "native", slow=("reference",), twins=False)
 def test_compile_with_inductor(row: Row) -> None:
     """The default compiler, which generates and builds code around the operator."""
     case = row.small_cases[0]

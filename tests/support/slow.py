@@ -1,58 +1,78 @@
 """Which tests `make test` leaves to `make test-slow`: the further points of long sweeps, chosen by what they are about.
 
-Every operation, backend, dtype and kind of test stays in `make test`. A test of its own that is long says so with
-`@pytest.mark.slow`. Each commit's CI runs a third of the slow tests, any three commits in a row all of them; `make
-test-all` runs all at once.
+Every operation, backend, dtype and kind of test stays in `make test`. Of the parity table these are the telling cases
+(`telling`). A test of its own that is long says so with `@pytest.mark.slow`. Each commit's CI runs a third of the slow
+tests, any three commits in a row all of them; `make test-all` runs all at once.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from foundry_kernels.testing import Case
+
 #: Ahead of time, kernels are compiled for these; each architecture takes minutes.
 ARCHITECTURES = (90, "90a")
+#: By nvcc these CUDA sources are compiled, an ordinary one and one for Hopper; others take up to minutes each.
+NVCC_SOURCES = ("rope", "attention_forward")
 #: Cases of more elements, all arguments together, repeat on several tiles or chunks what smaller ones show on a few.
 MOST_ELEMENTS = 100_000
 #: Likewise where kernels are interpreted.
 MOST_INTERPRETED = 20_000
-#: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long, and
-#: one code path is for all dtypes: in float32 (of kernels for 16 bits in bfloat16) the cases are tried one and all, in
-#: the others those that are small.
+#: In the interpreter pairs of choices are looked for among cases of at most so many.
+MOST_PAIRED = 10_000
+#: Where kernels are emulated (Triton's interpreter, CUDA on the CPU) every element takes a thousand times as long.
 FEW_ELEMENTS = 2_000
 #: Tests that try several cases at once, or an instruction set, do so in these dtypes; where kernels are emulated, in
 #: the first.
 SWEPT_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | None:
-    """Why a test with these parameters is slow, or None."""
-    from table import Row
+def reason(parameters: dict[str, Any], instruction_sets: list[str], every_case: bool = False) -> str | None:
+    """Why a test with these parameters is slow, or None. every_case: the CPU kernels' cases are all telling."""
+    from table import Row, is_twin
 
     from foundry_kernels.tools.check import numel
 
     if (arch := parameters.get("arch")) is not None and arch not in ARCHITECTURES:
         return f"architecture {arch}"
+    source = parameters.get("source")
+    if isinstance(source, Path) and "csrc" in source.parts and source.stem not in NVCC_SOURCES:
+        return f"{source.name} by nvcc"
     row, case, dtype = (parameters.get(name) for name in ("row", "case", "dtype"))
-    interpreted = isinstance(row, Row) and row.backend == "triton" and row.device == "cpu"
-    emulated = interpreted or (isinstance(row, Row) and row.cuda_on_cpu)
+    interpreted = isinstance(row, Row) and _is_interpreted(row)
+    emulated = isinstance(row, Row) and _is_emulated(row)
     if emulated and parameters.get("part") in ("small", "others"):
         return "all but a few cases, emulated"
     if isinstance(row, Row) and case is not None and numel(case) > MOST_ELEMENTS:
         return f"more than {MOST_ELEMENTS} elements"
     if interpreted and case is not None and numel(case) > MOST_INTERPRETED:
         return f"interpreted, more than {MOST_INTERPRETED} elements"
+    if interpreted and case is None and is_twin(row.op):
+        return "interpreted, the kernels of another operation"
+    if dtype is not None and "requires_grad" in parameters and dtype != first_dtype(row):
+        return f"operators in {dtype}"
     if dtype is not None and case is None and isinstance(row, Row):
         if dtype not in SWEPT_DTYPES[: 1 if emulated else None]:
             return f"several cases in {dtype}"
-    elif emulated and dtype not in (None, first_dtype(row)) and numel(case) > FEW_ELEMENTS:
-        return f"emulated in {dtype}"
+    elif (
+        isinstance(row, Row)
+        and dtype is not None
+        and (emulated or not every_case)
+        and case.id not in telling(row)[dtype]
+    ):
+        return f"not a telling case in {dtype}"
     name = instruction_set_in(parameters)
     if name in instruction_sets:
-        if name not in {instruction_sets[0], "avx2", instruction_sets[-1]}:
+        if name != instruction_sets[-1]:  # `make test` compiles for this processor alone
             return f"instruction set {name}"
         if dtype not in (None, *SWEPT_DTYPES):
             return f"instruction sets in {dtype}"
@@ -60,8 +80,79 @@ def reason(parameters: dict[str, Any], instruction_sets: list[str]) -> str | Non
 
 
 def first_dtype(row: Any) -> torch.dtype:
-    """That in which all cases are tried where kernels are emulated."""
+    """That in which most cases are tried."""
     return torch.bfloat16 if row.hopper else torch.float32
+
+
+@functools.cache
+def telling(row: Any) -> dict[torch.dtype, frozenset[str]]:
+    """The names of the cases that `make test` tries of a row, by dtype.
+
+    In the first dtype each two choices (an option's value, the layout or the values of an argument, its absence) that
+    some case combines are combined in one of them, and every size is in one; of cases that take the interpreter long,
+    each choice. In bfloat16 each choice is in one; a third
+    of these cases is tried in the other dtypes. Emulated code is the same for all dtypes, so there they are small.
+    """
+    from foundry_kernels.tools.check import numel
+
+    most = MOST_INTERPRETED if _is_interpreted(row) else MOST_ELEMENTS
+    cases = [case for case in row.cases if numel(case) <= most]
+
+    def all_of(case: Case) -> set[Any]:
+        if _is_interpreted(row) and numel(case) > MOST_PAIRED:
+            return _choices(case)
+        return {*_choices(case), *_sizes(case), *combinations(sorted(_choices(case)), 2)}
+
+    few = [case for case in cases if numel(case) <= FEW_ELEMENTS] if _is_emulated(row) else cases
+    singles = _cover(few, _choices)
+    first, pairs = first_dtype(row), _cover(cases, all_of)
+    chosen = dict.fromkeys(row.dtypes, singles[::3]) | {torch.bfloat16: singles, first: pairs}
+    return {dtype: frozenset(chosen[dtype]) for dtype in row.dtypes}
+
+
+def _cover(cases: Sequence[Case], points_of: Callable[[Case], set[Any]]) -> list[str]:
+    """The names of cases that have all the points of all, found greedily: those with the most for their size first."""
+    from foundry_kernels.tools.check import numel
+
+    cost = {case.id: 200 + numel(case) for case in cases}  # a case without an element takes its time too
+    points = {case.id: points_of(case) for case in cases}
+    missing, found = set().union(*points.values()), []
+    while missing:
+        best = max(points, key=lambda name: len(points[name] & missing) / cost[name])
+        found.append(best)
+        missing -= points[best]
+    return found
+
+
+def _choices(case: Case) -> set[str]:
+    """What a case chooses: options, and of each argument how it is laid out and made."""
+    found = {f"{name}={value}" for name, value in case.options.items()} | {f"cotangent: {case.cotangent}"}
+    for name, arg in case.args.items():
+        if arg is None:
+            found.add(f"no {name}")
+            continue
+        values = getattr(arg.values, "__qualname__", arg.values)  # a function's repr is another one in each process
+        found |= {f"{name}: {arg.layout.partition('-')[0]}", f"{name}: {len(arg.shape)} dimensions"}
+        found.add(f"{name}: {values} {arg.dtype} {arg.grad}")
+    return found
+
+
+def _sizes(case: Case) -> set[Any]:
+    """For each dimension of each argument between which powers of 2 it is, and whether vectors divide it."""
+    return {
+        (name, i - len(arg.shape), n.bit_length(), n % 8 == 0)
+        for name, arg in case.args.items()
+        if arg is not None
+        for i, n in enumerate(arg.shape)
+    }
+
+
+def _is_emulated(row: Any) -> bool:
+    return row.cuda_on_cpu or _is_interpreted(row)
+
+
+def _is_interpreted(row: Any) -> bool:
+    return row.backend == "triton" and row.device == "cpu"
 
 
 def instruction_set_in(parameters: dict[str, Any]) -> Any:
@@ -83,7 +174,7 @@ def is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
 
 
-def mark(items: list[pytest.Item]) -> None:
+def mark(items: list[pytest.Item], every_case: bool = False) -> None:
     """Give slow tests their marker, and begin with those that are long on their own."""
     from foundry_kernels.core import extension
 
@@ -91,5 +182,5 @@ def mark(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not is_slow(item))
     for item in items:
         call = getattr(item, "callspec", None)
-        if call is not None and reason(call.params, usable) is not None:
+        if call is not None and reason(call.params, usable, every_case) is not None:
             item.add_marker(pytest.mark.slow)

@@ -181,11 +181,19 @@ def hopper_rows() -> tuple[Row, ...]:
     )
 
 
-def over_rows(*backends: str, slow: tuple[str, ...] = (), gradients: bool = False) -> pytest.MarkDecorator:
-    """Those of the backends in `slow` are left to `make test-slow`; `gradients`: of operations that have some."""
-    marks = dict.fromkeys(slow, pytest.mark.slow)
+def is_twin(op: OpSpec) -> bool:
+    """Whether its kernels are those of another operation in the same folder, by other flags."""
+    return op is not next(each for each in fk.OPS.values() if each.package == op.package)
+
+
+def over_rows(
+    *backends: str, slow: tuple[str, ...] = (), twins: bool = True, gradients: bool = False
+) -> pytest.MarkDecorator:
+    """Those of the backends in `slow` are left to `make test-slow`, and without `twins` those of such operations.
+    `gradients`: of operations that have some."""
     chosen = [r for r in rows(*backends) if r.has_gradients or not gradients]
-    params = [pytest.param(r, id=r.id, marks=marks.get(r.backend, ())) for r in chosen]
+    left = {r.id for r in chosen if r.backend in slow or (is_twin(r.op) and not twins)}
+    params = [pytest.param(r, id=r.id, marks=pytest.mark.slow if r.id in left else ()) for r in chosen]
     return pytest.mark.parametrize("row", params)
 
 

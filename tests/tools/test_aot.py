@@ -33,10 +33,11 @@ LEAST_TFLOPS = {
     ("dq", 256): 359,
 }
 #: Left to `make test-slow`: operations with the kernels of another, by other flags, and those of several large kernels.
-#: Of each kind (a norm, a rotation, a gate, a sum) one remains. Attention has tests of its own.
+#: Of each kind (a rotation, an activation, a sum) one remains; the backward pass of a norm and attention have tests of
+#: their own.
 TWINS = (
-    *("add_rms_norm", "layer_norm", "add_layer_norm", "geglu", "glu", "reglu", "bias_silu", "bias_relu"),
-    "flash_attention_varlen",
+    *("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "bias_silu", "bias_relu"),
+    *("swiglu", "geglu", "glu", "reglu", "flash_attention_varlen"),
 )
 LARGE = ("flash_attention", "cross_entropy", "linear_cross_entropy", "grouped_mm", "qk_norm_rope")
 

@@ -16,7 +16,7 @@ MI300, MI350 = amd.GPUS["gfx942"], amd.GPUS["gfx950"]
 
 #: A few launches that compile in seconds: what has a row of its own for AMD, and one that has not.
 FEW = {
-    "swiglu": ("--timed",),
+    "swiglu": ("--timed", "--kernel", "fwd", "--case", "qwen3-0.6b"),
     "rms_norm": ("--kernel", "rms_norm_fwd", "--case", "16384x32768"),
     "flash_attention": ("--kernel", "flash_attention_d", "--case", "T=512 D=128-causal"),
 }
@@ -36,11 +36,11 @@ def fits(op: str, *options: str) -> list[str]:
 
 
 @needs_triton
+@pytest.mark.parametrize("gpu", ["gfx942", pytest.param("gfx950", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", FEW)
-def test_a_few_launches_fit(op: str) -> None:
-    """A few launches fit on both architectures."""
-    lines = fits(op, *FEW[op], "--arch", "gfx942", "gfx950")
-    assert len(lines) >= 4
+def test_a_few_launches_fit(op: str, gpu: str) -> None:
+    lines = fits(op, *FEW[op], "--arch", gpu)
+    assert len(lines) >= 2
     assert all("mfma" in line for line in lines) == (op == "flash_attention")
     assert any(" 16/" in line or " 16 B" in line for line in lines), "no kernel moves 16 bytes at a time"
 

@@ -33,9 +33,9 @@ HELP = [
     ("benchmarks.gpu_cache", "", "--multiprocessors"),
     ("benchmarks.gpu_check", "", "GPU_CHECK=rest"),
     ("benchmarks.gpu_sanitize", "", "compute-sanitizer"),
-    ("examples.ablation", "", "--variants"),
-    ("examples.claims", "", "--scale"),
-    ("examples.extrapolation", "", "--factors"),
+    ("examples.studies.ablation", "", "--variants"),
+    ("examples.studies.claims", "", "--scale"),
+    ("examples.studies.extrapolation", "", "--factors"),
     *(
         (f"examples.{name}", "", "--steps")
         for name in ("train", "nanogpt_style", "patch_hugging_face", "plain_loop", "reverse")

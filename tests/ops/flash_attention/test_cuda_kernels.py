@@ -256,7 +256,8 @@ BUDGETS = {
 
 
 @pytest.mark.skipif(nvcc.nvcc() is None, reason="nvcc is neither in CUDA_HOME/bin nor on the PATH")
-@pytest.mark.parametrize("chip", [pytest.param(c, marks=pytest.mark.slow if c == "80" else ()) for c in BUDGETS])
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", BUDGETS)
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_the_loops_keep_their_budgets(part: str, chip: str) -> None:
     budgets = {name: most for name, most in BUDGETS[chip].items() if part in name}

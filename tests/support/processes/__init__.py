@@ -1,7 +1,9 @@
-"""What the tests of `distributed` run in two processes or four, over gloo. One start of them runs all scenarios.
+"""What the tests of `distributed` run in two processes or four, over gloo. One start of them runs all scenarios, in one
+process group.
 
 A scenario is called in each process with its rank, a folder of its own and `GROUPS` ports, if it has that attribute,
-for process groups that find each other there as they do under torchrun.
+for process groups of its own that find each other there as they do under torchrun. Where one fails, in whichever
+process, all processes end, and others run the scenarios behind it.
 """
 
 from __future__ import annotations
@@ -18,35 +20,60 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import limits
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE = 2
-SECONDS = 120  # a collective that waits longer has been left by the other process
+#: By the clock, which is all that gloo looks at: longer than any machine is busy. `limits.Watch` ends processes that
+#: wait for each other.
+SECONDS = 3600
+#: Seconds in which no process runs or is ready to.
+IDLE = 60.0
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
+Scenarios = Mapping[str, Callable[..., Any]]
 
-def run(
-    scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int = SIZE, seconds: float = 300.0
-) -> dict[str, list[Any]]:
+
+def run(scenarios: Scenarios, folder: Path, size: int = SIZE, processor: float = 600.0) -> dict[str, list[Any]]:
     """What each scenario returned in each process, or the traceback where it failed.
 
-    If one of them finishes no scenario for `seconds`, all are killed. Another worker of the test run that comes with
-    the same folder waits for the first one and takes its results.
+    If they finish no scenario in so many seconds of processor time, or all wait for each other, they are killed.
+    Another worker of the test run that comes with the same folder waits for the first one and takes its results.
     """
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            (folder / "done").write_text(_run(scenarios, folder, size, seconds))
-    missing = f"the process did not come this far: {(folder / 'done').read_text()}"
-    found = [torch.load(folder / f"{rank}.pt") if (folder / f"{rank}.pt").exists() else {} for rank in range(size)]
-    return {name: [results.get(name, missing) for results in found] for name in scenarios}
+        if not (folder / "results.pt").exists():
+            torch.save(_run_all(scenarios, folder, size, processor), folder / "results.pt")
+    found: dict[str, list[Any]] = torch.load(folder / "results.pt")
+    return found
 
 
-def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int, seconds: float) -> str:
+def _run_all(scenarios: Scenarios, folder: Path, size: int, processor: float) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    attempts: Counter[str] = Counter()
+    while left := {name: scenario for name, scenario in scenarios.items() if name not in found}:
+        attempt = folder / str(sum(attempts.values()))
+        attempt.mkdir()
+        how = _run(left, attempt, size, processor)
+        results = [torch.load(path) if (path := attempt / f"{rank}.pt").exists() else {} for rank in range(size)]
+        for name in left:
+            said = [of.get(name, f"the process did not come this far: {how}") for of in results]
+            failed = any(isinstance(each, str) for each in said)
+            if failed:
+                attempts[name] += 1
+            if not any(name in of for of in results) and attempts[name] == 1:
+                break  # before it began, as where the group could not be made: once more
+            found[name] = said
+            if failed:
+                break
+    return found
+
+
+def _run(scenarios: Scenarios, folder: Path, size: int, processor: float) -> str:
     """How the processes ended."""
     context = multiprocessing.get_context("spawn")
 
@@ -61,35 +88,41 @@ def _run(scenarios: Mapping[str, Callable[..., Any]], folder: Path, size: int, s
     started = [context.Process(target=_work, args=(rank, size, scenarios, folder, ports)) for rank in range(size)]
     for process in started:
         process.start()
-    begun = time.time()
+    watch = limits.Watch([process.pid for process in started if process.pid], processor, IDLE)
+    results, finished, why = [folder / f"{rank}.pt" for rank in range(size)], 0, "nothing was left to do"
     while any(process.is_alive() for process in started):
         time.sleep(0.1)
-        results = [folder / f"{rank}.pt" for rank, process in enumerate(started) if process.is_alive()]
-        last = [path.stat().st_mtime if path.exists() else begun for path in results]
-        if time.time() - min(last, default=begun) > seconds:  # others may go on, from one timeout to the next
+        if (now := sum(path.stat().st_mtime_ns for path in results if path.exists())) != finished:
+            finished = now
+            watch.progress()
+        elif over := watch.over():
+            why = over
             for process in started:
                 process.kill()
     for process in started:
         process.join()
-    return f"after {time.time() - begun:.0f} s they ended with exit codes {[process.exitcode for process in started]}"
+    return f"{why}; they ended with exit codes {[process.exitcode for process in started]}"
 
 
-def _work(
-    rank: int, size: int, scenarios: Mapping[str, Callable[..., Any]], folder: Path, ports: Mapping[str, list[int]]
-) -> None:
+def _work(rank: int, size: int, scenarios: Scenarios, folder: Path, ports: Mapping[str, list[int]]) -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(EXAMPLES.parent))
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     results = {}
     for name, scenario in scenarios.items():
-        try:
+        if not dist.is_initialized():
             start(rank, size, folder / f"{name}.store")
+        try:
             results[name] = scenario(rank, folder / name, ports[name])
         except Exception:
             results[name] = traceback.format_exc()
-        end()
         torch.save(results, folder / f"{rank}.pt.new")
         os.replace(folder / f"{rank}.pt.new", folder / f"{rank}.pt")
+        if isinstance(results[name], str):
+            os._exit(1)  # at once, so that others who wait for this one are told
+        if ports[name]:
+            end()
+    end()
 
 
 def start(rank: int, size: int, store: Path) -> None:

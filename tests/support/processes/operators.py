@@ -15,8 +15,8 @@ from processes import SIZE, Collectives, full
 
 
 def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
-    """A few cases for each letter that the rule shards, the smallest where they are interpreted: the case, the axis of
-    each tensor that has it, a name."""
+    """Up to three cases for each letter that the rule shards, and where they are interpreted the smallest ones, two in
+    all or one for each letter: the case, the axis of each tensor that has it, a name."""
     from foundry_kernels.distributed.sharding import letters
     from foundry_kernels.tools.check import numel
 
@@ -40,7 +40,8 @@ def divisions(row: Any, rule: Any) -> list[tuple[Any, dict[str, int], str]]:
                 continue
             kind = tuple((name, t.dim(), t.requires_grad) for name, t in args.items()), frozenset(case.options)
             kinds.setdefault(letter, {}).setdefault(kind, (case, axes, f"{row.id} {case.id} {letter}"))
-    return [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // 3)]]
+    most = 3 if row.backend != "triton" else 2 if len(kinds) == 1 else 1
+    return [each for found in kinds.values() for each in [*found.values()][:: -(-len(found) // most)][:most]]
 
 
 def rules(rank: int, folder: Path, ports: list[int]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import release
-from examples.ablation import speed, tables
-from examples.ablation.machine import machine
-from examples.ablation.settings import Settings, load, save
-from examples.ablation.variants import config_of
-from examples.claims.studies import STUDIES
+from examples.studies.ablation import speed, tables
+from examples.studies.ablation.machine import machine
+from examples.studies.ablation.settings import Settings, load, save
+from examples.studies.ablation.variants import config_of
+from examples.studies.claims.studies import STUDIES
 
 #: What is timed, with the shapes that tutorials name: norms of width 4096, attention of 2048 tokens in 8 and 16 heads
 #: of 64, and a model with 12 heads, of which 12, 4 and 1 are for keys and values.

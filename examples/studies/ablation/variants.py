@@ -76,7 +76,7 @@ OPTIONS = {
     "warm_up": Option(float, lambda value: {}, lambda value: f"warm-up {value:.0%}" if value else "no warm-up"),
 }
 
-#: Other positions in a GPT-2, for `examples.extrapolation`.
+#: Other positions in a GPT-2, for `examples.studies.extrapolation`.
 POSITIONS = ("sinusoidal", "alibi", "none")
 
 

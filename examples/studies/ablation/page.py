@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from examples.ablation.settings import UsageError
+from examples.studies.ablation.settings import UsageError
 
 
 def fill(page: Path, parts: Mapping[str, str]) -> None:

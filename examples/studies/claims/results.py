@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from examples.ablation.settings import load, save
-from examples.ablation.training import load_run
-from examples.claims.studies import STUDIES, Study
-from examples.claims.timings import PARTS
+from examples.studies.ablation.settings import load, save
+from examples.studies.ablation.training import load_run
+from examples.studies.claims.studies import STUDIES, Study
+from examples.studies.claims.timings import PARTS
 
 Results = dict[str, Any]
 

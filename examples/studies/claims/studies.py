@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.ablation.settings import Settings, UsageError, keep, settle
-from examples.ablation.training import train_all
-from examples.ablation.variants import check_parameters, config_of
+from examples.studies.ablation.settings import Settings, UsageError, keep, settle
+from examples.studies.ablation.training import train_all
+from examples.studies.ablation.variants import check_parameters, config_of
 from foundry_kernels.models import ModelConfig
 
 SCALES = ("small", "tutorial")

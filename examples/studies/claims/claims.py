@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from examples.ablation.page import table
-from examples.ablation.tables import ATTENTION, DIRECTIONS
-from examples.claims import sums, tables
-from examples.claims.results import Results
-from examples.claims.studies import STUDIES
-from examples.claims.tables import MISSING
+from examples.studies.ablation.page import table
+from examples.studies.ablation.tables import ATTENTION, DIRECTIONS
+from examples.studies.claims import sums, tables
+from examples.studies.claims.results import Results
+from examples.studies.claims.studies import STUDIES
+from examples.studies.claims.tables import MISSING
 
 _, SDPA, OURS = ATTENTION
 DTYPES = ("float32", "bfloat16")

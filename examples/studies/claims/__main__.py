@@ -1,9 +1,10 @@
-"""What tutorials on transformers claim in numbers, beside what is measured here: docs/claims.md and its results.
+"""What tutorials on transformers claim in numbers, beside what is measured here: claims.md beside this folder, and its
+results in it.
 
-    python -m examples.claims --text tinyshakespeare.txt    # everything
-    python -m examples.claims --only train memory           # what a busy machine does not change
-    python -m examples.claims --only timings page           # later, on a quiet one
-    python -m examples.claims --only page                   # the page again, from the results that are kept beside it
+    python -m examples.studies.claims --text tinyshakespeare.txt    # everything
+    python -m examples.studies.claims --only train memory           # what a busy machine does not change
+    python -m examples.studies.claims --only timings page           # later, on a quiet one
+    python -m examples.studies.claims --only page                   # the page again, from the results that are kept
 
 Without --text it is trained on the standard library's source, as `make demo` is; nothing is downloaded. A phase goes on
 where it was; parts of the page that this folder has nothing for keep their last results.
@@ -19,16 +20,18 @@ from typing import Any
 
 import torch
 
-from examples.ablation.settings import UsageError, check_device, exit_code, use_threads
-from examples.claims import longest, page, results, studies, timings
+from examples.studies.ablation.settings import UsageError, check_device, exit_code, use_threads
+from examples.studies.claims import longest, page, results, studies, timings
 
 PHASES = ("train", "memory", "timings", "page")
-PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
+PAGE = Path(__file__).parents[1] / "claims.md"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.claims", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m examples.studies.claims",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=PHASES, metavar="PHASE", help=f"{', '.join(PHASES)} (default: all)")
@@ -43,7 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--steps", type=int, metavar="N", help="of each training run, in place of the scale's")
     add("--page", type=Path, default=PAGE, metavar="FILE",
-        help="default: docs/claims.md; its results are kept in the folder of its name")  # fmt: skip
+        help="default: examples/studies/claims.md; its results are kept in the folder of its name")  # fmt: skip
     return parser.parse_args(argv)
 
 

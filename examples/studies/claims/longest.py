@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.measure import last_exponent
-from examples.ablation.machine import machine
-from examples.ablation.memory import peak_bytes
-from examples.ablation.settings import load, save
-from examples.ablation.speed import begin
-from examples.ablation.tables import ATTENTION, Attend, Sizes
+from examples.studies.ablation.machine import machine
+from examples.studies.ablation.memory import peak_bytes
+from examples.studies.ablation.settings import load, save
+from examples.studies.ablation.speed import begin
+from examples.studies.ablation.tables import ATTENTION, Attend, Sizes
 
 #: Bytes for inputs, results and what lies between, by the scale.
 BUDGETS = {"small": 128 * 2**20, "tutorial": 4 * 2**30}

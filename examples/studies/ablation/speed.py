@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Prepare, interleaved, median_ratio, release
-from examples.ablation.machine import machine
-from examples.ablation.memory import peak_bytes
-from examples.ablation.settings import DTYPES, Settings, load, save
+from examples.studies.ablation.machine import machine
+from examples.studies.ablation.memory import peak_bytes
+from examples.studies.ablation.settings import DTYPES, Settings, load, save
 from examples.training.optimizer import make_optimizer
 from foundry_kernels.models import KVCache, ModelConfig, Transformer
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from examples.ablation.page import table
-from examples.ablation.settings import UsageError
-from examples.claims.claims import CLAIMS
-from examples.claims.results import Results
-from examples.claims.studies import STUDIES
-from examples.claims.tables import MISSING
+from examples.studies.ablation.page import table
+from examples.studies.ablation.settings import UsageError
+from examples.studies.claims.claims import CLAIMS
+from examples.studies.claims.results import Results
+from examples.studies.claims.studies import STUDIES
+from examples.studies.claims.tables import MISSING
 
 WHY = Path(__file__).with_name("why.md")
 #: Sections of `why.md` that belong to no claim: what the page begins and ends with.
@@ -110,7 +110,7 @@ def pictures(results: Results, folder: Path) -> dict[str, list[str]]:
 def draw(results: Results, folder: Path) -> None:
     """Draw the losses on the way; what is drawn already stays where there is no matplotlib."""
     try:
-        from examples.ablation import plots
+        from examples.studies.ablation import plots
     except ImportError as error:
         print(f"no new pictures: matplotlib does not import ({error}); pip install 'foundry-kernels[train]'")
         return

@@ -9,15 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from examples.ablation.machine import sentence
-from examples.ablation.page import fill, megabytes, table
-from examples.ablation.settings import Settings, UsageError, load, save
-from examples.ablation.training import load_run
-from examples.ablation.variants import title
+from examples.studies.ablation.machine import sentence
+from examples.studies.ablation.page import fill, megabytes, table
+from examples.studies.ablation.settings import Settings, UsageError, load, save
+from examples.studies.ablation.training import load_run
+from examples.studies.ablation.variants import title
 
 #: What tutorials claim for attention without its matrix and for RMSNorm, mostly without shapes, machine or what exactly
 #: was compared: so all of it stands beside either table.
 TUTORIALS = "Tutorials claim 1.9x and 1.8x, or 3.6x, 3.4x and 3.9x, mostly without shapes or machine."
+#: What tables and pictures show of a run; its folder has the rest.
+KEPT = ("parameters", "held_out", "curve", "text")
 
 
 def write(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequence[int], page: Path | None) -> None:
@@ -46,8 +48,8 @@ def write(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequenc
 
 def collect(folder: Path, settings: Settings, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
     """All that was found, as it is kept beside the page."""
-    runs = {n: {str(s): r for s in seeds if (r := load_run(folder, n, s)) is not None} for n in names}
-    runs = {name: found for name, found in runs.items() if found}
+    found = {n: {str(s): r for s in seeds if (r := load_run(folder, n, s)) is not None} for n in names}
+    runs = {n: {s: {key: r[key] for key in KEPT} for s, r in of.items()} for n, of in found.items() if of}
     if not runs:
         raise UsageError(f"{folder} has no run of {', '.join(names)}, seeds {', '.join(map(str, seeds))}: train first")
     speed = load(folder / "speed.json") or {}
@@ -62,7 +64,7 @@ def collect(folder: Path, settings: Settings, names: Sequence[str], seeds: Seque
 
 def pictures(results: dict[str, Any], target: Path) -> None:
     try:
-        from examples.ablation import plots
+        from examples.studies.ablation import plots
     except ImportError as error:
         print(f"\nno pictures: matplotlib does not import ({error}); pip install 'foundry-kernels[train]'")
         return

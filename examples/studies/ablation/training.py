@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.ablation.machine import machine
-from examples.ablation.settings import DTYPES, Settings, UsageError, load, save
-from examples.ablation.variants import config_of
+from examples.studies.ablation.machine import machine
+from examples.studies.ablation.settings import DTYPES, Settings, UsageError, load, save
+from examples.studies.ablation.variants import config_of
 from examples.training.text import Text, read_text
 from foundry_kernels.models import ModelConfig, Transformer
 

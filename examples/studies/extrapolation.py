@@ -1,12 +1,12 @@
 """Perplexity beyond the trained length, for each kind of positions: learned, sinusoidal, rotary with each scaling,
 ALiBi, and none.
 
-    python -m examples.extrapolation --text shakespeare.txt --out runs/ablation
+    python -m examples.studies.extrapolation --text shakespeare.txt --out runs/ablation
 
-Each is a GPT-2 that differs in its positions only, trained as `examples.ablation` trains; in the same folder, its runs
-are not repeated. The phases: train, evaluate, report. A held-out text is cut into windows that do not overlap, of the
-trained length and of multiples of it: the same bytes are predicted whatever the length. The rotary models are trained
-without scaling, which is applied as they are evaluated.
+Each is a GPT-2 that differs in its positions only, trained as `examples.studies.ablation` trains; in the same folder,
+its runs are not repeated. The phases: train, evaluate, report. A held-out text is cut into windows that do not overlap,
+of the trained length and of multiples of it: the same bytes are predicted whatever the length. The rotary models are
+trained without scaling, which is applied as they are evaluated.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from examples.ablation.page import fill, table
-from examples.ablation.settings import (
+from examples.studies.ablation.page import fill, table
+from examples.studies.ablation.settings import (
     HELD_OUT,
     UsageError,
     add_options,
@@ -33,8 +33,8 @@ from examples.ablation.settings import (
     settle,
     use_threads,
 )
-from examples.ablation.training import load_model, load_run, losses_by_position, train_all
-from examples.ablation.variants import config_of
+from examples.studies.ablation.training import load_model, load_run, losses_by_position, train_all
+from examples.studies.ablation.variants import config_of
 from examples.training.text import Text, read_text
 from foundry_kernels import RopeScaling
 from foundry_kernels.models import ModelConfig
@@ -58,7 +58,7 @@ ROWS: dict[str, tuple[str, str | None]] = {
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.extrapolation",
+        prog="python -m examples.studies.extrapolation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -204,7 +204,7 @@ def report(folder: Path, trained: int, lengths: Sequence[int], seeds: Sequence[i
     target = folder if page is None else page.with_suffix("")
     save(target / "extrapolation.json", results)
     try:
-        from examples.ablation import plots
+        from examples.studies.ablation import plots
     except ImportError as error:
         print(f"\nno picture: matplotlib does not import ({error}); pip install 'foundry-kernels[train]'")
     else:

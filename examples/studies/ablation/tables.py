@@ -15,10 +15,10 @@ from torch import Tensor
 
 import foundry_kernels as fk
 from benchmarks.measure import Prepare, release, reused_memory
-from examples.ablation.machine import machine
-from examples.ablation.memory import peak_bytes
-from examples.ablation.settings import DTYPES, load, save
-from examples.ablation.speed import Contenders, Decoding, allocated, begin, ready, timed
+from examples.studies.ablation.machine import machine
+from examples.studies.ablation.memory import peak_bytes
+from examples.studies.ablation.settings import DTYPES, load, save
+from examples.studies.ablation.speed import Contenders, Decoding, allocated, begin, ready, timed
 from foundry_kernels.models import ModelConfig, Transformer
 
 #: A backward pass alone is timed behind a forward pass that is not.

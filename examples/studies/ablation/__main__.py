@@ -1,7 +1,7 @@
 """GPT-2's choices against LLaMA's, one at a time: the same tokens, seeds, optimizer and, within 3 %, parameters.
 
-    python -m examples.ablation --text shakespeare.txt --out runs/ablation
-    python -m examples.ablation --out runs/ablation --only speed tables report    # on a quiet machine, later
+    python -m examples.studies.ablation --text shakespeare.txt --out runs/ablation
+    python -m examples.studies.ablation --out runs/ablation --only speed tables report    # on a quiet machine, later
 
 The phases: train (losses; a run that is in --out is not repeated), speed (the variants by turns), tables (attention and
 norms by themselves), report. What they leave is JSON in --out.
@@ -15,10 +15,19 @@ import sys
 import time
 from collections.abc import Sequence
 
-from examples.ablation import report, speed, tables
-from examples.ablation.settings import Settings, UsageError, add_options, exit_code, keep, load, settle, use_threads
-from examples.ablation.training import train_all
-from examples.ablation.variants import check_parameters, config_of, names, title
+from examples.studies.ablation import report, speed, tables
+from examples.studies.ablation.settings import (
+    Settings,
+    UsageError,
+    add_options,
+    exit_code,
+    keep,
+    load,
+    settle,
+    use_threads,
+)
+from examples.studies.ablation.training import train_all
+from examples.studies.ablation.variants import check_parameters, config_of, names, title
 from foundry_kernels.models import ModelConfig
 
 PHASES = ("train", "speed", "tables", "report")
@@ -26,7 +35,9 @@ PHASES = ("train", "speed", "tables", "report")
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m examples.studies.ablation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=PHASES, metavar="PHASE", help=f"{', '.join(PHASES)} (default: all)")

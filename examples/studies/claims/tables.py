@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from examples.ablation.machine import sentence
-from examples.ablation.page import megabytes, table
-from examples.ablation.report import timing
-from examples.ablation.tables import ATTENTION, NORMS
-from examples.claims.results import Results
-from examples.claims.studies import STUDIES
+from examples.studies.ablation.machine import sentence
+from examples.studies.ablation.page import megabytes, table
+from examples.studies.ablation.report import timing
+from examples.studies.ablation.tables import ATTENTION, NORMS
+from examples.studies.claims.results import Results
+from examples.studies.claims.studies import STUDIES
 
 MISSING = "not measured"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from examples.ablation.variants import Shape, split
+from examples.studies.ablation.variants import Shape, split
 from examples.training.text import TextError
 
 #: Predicted bytes of the held-out text, at most.
@@ -160,12 +160,21 @@ def load(path: Path) -> Any:
         raise UsageError(f"cannot read {path}: {error}; remove it to have it made again") from None
 
 
+def compact(content: Any, indent: int = 0) -> str:
+    """JSON with one row a line: a mapping that holds other mappings has a line for each of them, all else is on one."""
+    if not (isinstance(content, dict) and any(isinstance(value, dict) for value in content.values())):
+        return json.dumps(content)
+    space = " " * (indent + 1)
+    lines = [f"{space}{json.dumps(str(key))}: {compact(value, indent + 1)}" for key, value in content.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
+
+
 def save(path: Path, content: Any) -> None:
     """Write the file whole or not at all."""
     temporary = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(compact(content) + "\n", encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None

@@ -1,1 +1,0 @@
-"""GPT-2's choices against LLaMA's, one at a time: `python -m examples.ablation`."""

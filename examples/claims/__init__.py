@@ -1,1 +1,0 @@
-"""What tutorials on transformers claim in numbers, measured: `python -m examples.claims`."""

@@ -1,0 +1,1 @@
+"""What tutorials on transformers claim in numbers, measured: `python -m examples.studies.claims`."""
